@@ -1,0 +1,42 @@
+"""Post RDMA work requests from Python.
+
+Everything public is here::
+
+    import rdmapost as rp
+
+    with rp.open_device() as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        ...
+"""
+
+from .address import AH, AHAttr, GIDChoice, choose_gid
+from .completion import CQ, WC
+from .device import (
+    GID,
+    Context,
+    DeviceAttr,
+    GIDTableEntry,
+    PortAttr,
+    list_devices,
+    open_device,
+)
+from .endpoint import Endpoint
+from .enums import *  # noqa: F403 - the enumerations, listed in enums.__all__
+from .enums import __all__ as _enums
+from .errors import *  # noqa: F403
+from .errors import __all__ as _errors
+from .memory import MR, MW, PD
+from .providers import DeviceInfo
+from .queuepair import QP, Outstanding, QPAttr
+from .srq import SRQ, SRQAttr
+from .wr import *  # noqa: F403
+from .wr import __all__ as _wr
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AH", "CQ", "GID", "MR", "MW", "PD", "QP", "SRQ", "WC",
+    "AHAttr", "Context", "DeviceAttr", "DeviceInfo", "Endpoint", "GIDChoice",
+    "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
+    "choose_gid", "list_devices", "open_device",
+]  # fmt: skip
+__all__ += [*_enums, *_errors, *_wr]

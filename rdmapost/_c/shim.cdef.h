@@ -1,0 +1,19 @@
+/* The shim's own calls; shim.h documents them. */
+
+const char *rp_load(const char *path);
+int rp_has_symbol(const char *name);
+struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
+			 unsigned int access);
+int rp_query_port(struct ibv_context *context, uint8_t port_num,
+		  struct ibv_port_attr *attr);
+
+int rp_link_send(void *records, size_t size, uint32_t count);
+int rp_link_recv(void *records, size_t size, uint32_t count);
+int rp_link_ops(void *records, size_t size, uint32_t count);
+
+int64_t rp_post_send(struct ibv_qp *qp, void *records);
+int64_t rp_post_recv(struct ibv_qp *qp, void *records);
+int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
+int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
+	       int64_t spin_ns);

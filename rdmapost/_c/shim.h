@@ -1,0 +1,102 @@
+/*
+ * The shim: what the compiled module adds to <infiniband/verbs.h>.
+ *
+ * The header defines the posting calls as static inline, so no library exports
+ * them.  Here the header's versions are renamed while it is read, and the
+ * names themselves are declared as ordinary functions: symbols.c defines
+ * them, and they are the only symbols (beside PyInit__verbs) that the module
+ * exports.
+ */
+#ifndef RDMAPOST_SHIM_H
+#define RDMAPOST_SHIM_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#define ibv_post_send header_ibv_post_send
+#define ibv_post_recv header_ibv_post_recv
+#define ibv_post_srq_recv header_ibv_post_srq_recv
+#define ibv_post_srq_ops header_ibv_post_srq_ops
+#define ibv_poll_cq header_ibv_poll_cq
+#define ibv_req_notify_cq header_ibv_req_notify_cq
+#include <infiniband/verbs.h>
+#undef ibv_post_send
+#undef ibv_post_recv
+#undef ibv_post_srq_recv
+#undef ibv_post_srq_ops
+#undef ibv_poll_cq
+#undef ibv_req_notify_cq
+
+#define RP_EXPORT __attribute__((visibility("default")))
+
+RP_EXPORT int ibv_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
+			    struct ibv_send_wr **bad_wr);
+RP_EXPORT int ibv_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr,
+			    struct ibv_recv_wr **bad_wr);
+RP_EXPORT int ibv_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr,
+				struct ibv_recv_wr **bad_wr);
+RP_EXPORT int ibv_post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op,
+			       struct ibv_ops_wr **bad_op);
+RP_EXPORT int ibv_poll_cq(struct ibv_cq *cq, int num_entries,
+			  struct ibv_wc *wc);
+RP_EXPORT int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
+
+/* ---- loader.c: libibverbs, opened at first use -------------------------- */
+
+/*
+ * Open the library at `path` and fill the table of functions.  Returns NULL
+ * when it is open (now or from before), else a text that says why not; the
+ * text stays valid until the next call.  The library is never closed.
+ */
+const char *rp_load(const char *path);
+
+/* Whether the open library has this symbol (1) or not (0). */
+int rp_has_symbol(const char *name);
+
+/* ibv_reg_mr, through ibv_reg_mr_iova2 where an optional access flag needs it. */
+struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
+			 unsigned int access);
+
+/* ibv_query_port with the full struct (a macro in the header). */
+int rp_query_port(struct ibv_context *context, uint8_t port_num,
+		  struct ibv_port_attr *attr);
+
+/* ---- posting.c: work requests as packed records ------------------------- */
+
+/*
+ * A record is a work request struct (ibv_send_wr, ibv_recv_wr or ibv_ops_wr)
+ * followed by its SGEs; records stand one after another in one buffer.  The
+ * link calls set `next` and `sg_list` in every record and put immediate data
+ * into network order; they read nothing outside the buffer.  Returns 0, or
+ * EINVAL when the `count` records do not fill the buffer exactly.  Link a
+ * buffer once after packing it.
+ */
+int rp_link_send(void *records, size_t size, uint32_t count);
+int rp_link_recv(void *records, size_t size, uint32_t count);
+int rp_link_ops(void *records, size_t size, uint32_t count);
+
+/*
+ * Post linked records.  Returns 0 when all went in; else a positive errno in
+ * the low 32 bits, and in the high 32 bits 1 + the index of the work request
+ * that the provider named as failing, or 0 where it named none of the list.
+ */
+int64_t rp_post_send(struct ibv_qp *qp, void *records);
+int64_t rp_post_recv(struct ibv_qp *qp, void *records);
+int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
+int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
+
+/*
+ * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`
+ * nanoseconds until there are `min` of them.  Returns their number, or -1
+ * with errno set.
+ */
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
+	       int64_t spin_ns);
+
+#endif

@@ -1,0 +1,138 @@
+"""What every resource has in common: closing, and the order in which it may happen.
+
+A resource holds its parents, so a parent lives as long as its children do.
+Closing a parent with open children is an error that names them.  When the
+garbage collector finalises a whole tree at once it does so in any order; a
+parent reached first then waits, and its last child closes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+from .errors import ClosedError, InUseError, RdmaError
+
+__all__ = ["Resource"]
+
+
+class Resource:
+    """Something of the device's that must be given back.
+
+    Subclasses set ``_kind`` and define ``_destroy``, which gives the handle
+    back to the provider or raises.
+    """
+
+    __slots__ = ("__weakref__", "_abandoned", "_children", "_handle", "_parents", "_pid")
+
+    _kind = "resource"
+
+    _handle: Any
+    _parents: tuple[Resource, ...]
+
+    def __init__(self, handle: Any, *parents: Resource) -> None:
+        self._handle = handle
+        self._parents = parents
+        self._children: dict[int, weakref.ref[Resource]] = {}
+        self._abandoned = False
+        self._pid = os.getpid()
+        for parent in parents:
+            parent._children[id(self)] = weakref.ref(self)
+        if not parents:
+            _roots.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._handle is None
+
+    def close(self) -> None:
+        """Give the resource back; do nothing if that has been done.
+
+        Raises:
+            InUseError: others that depend on it are open; it stays open too.
+            VerbsError: the device refused; it stays open too.
+        """
+        if getattr(self, "_handle", None) is None:
+            return
+        if self._children:
+            raise InUseError(f"{self} cannot be closed: {self._name_children()}")
+        if self._pid == os.getpid():
+            self._destroy()
+        # After a fork the child has only copies: the objects are its parent's.
+        self._handle = None
+        parents, self._parents = self._parents, ()
+        for parent in parents:
+            parent._children.pop(id(self), None)
+            if parent._abandoned and not parent._children:
+                parent._close_quietly()
+
+    def __enter__(self) -> Self:
+        self._live()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # The error that is under way matters more than what follows from it.
+            self._close_quietly()
+
+    def __del__(self) -> None:
+        if getattr(self, "_children", None):
+            self._abandoned = True
+        else:
+            self._close_quietly()
+
+    def __str__(self) -> str:
+        return self._kind
+
+    def __repr__(self) -> str:
+        return f"<rdmapost.{type(self).__name__} {self}{' (closed)' if self.closed else ''}>"
+
+    def _destroy(self) -> None:
+        raise NotImplementedError
+
+    def _live(self) -> Any:
+        """Return the handle, or raise ClosedError."""
+        handle = self._handle
+        if handle is None:
+            raise ClosedError(f"{self} is closed")
+        return handle
+
+    def _name_children(self) -> str:
+        names = [str(child) for ref in self._children.values() if (child := ref()) is not None]
+        shown = ", ".join(names[:4]) or f"{len(self._children)} resources"
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return f"{shown}{more} still open on it; close {'it' if len(names) == 1 else 'them'} first"
+
+    def _close_quietly(self) -> None:
+        # If it fails the device keeps it until the process ends: nobody is there to be told.
+        with contextlib.suppress(RdmaError):
+            self.close()
+
+    def _close_tree(self) -> None:
+        for ref in list(self._children.values()):
+            child = ref()
+            if child is not None:
+                child._close_tree()
+        self._close_quietly()
+
+
+_roots: weakref.WeakSet[Resource] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open before the interpreter takes the modules apart."""
+    for root in list(_roots):
+        root._close_tree()

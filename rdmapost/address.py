@@ -1,0 +1,179 @@
+"""Choosing a GID, and address handles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ._binding import ffi
+from ._resource import Resource
+from .device import GID, Context, GIDTableEntry
+from .enums import GIDType, LinkLayer
+from .errors import RdmaError
+from .memory import PD, _refuse_in_flight
+
+__all__ = ["AH", "AHAttr", "GIDChoice", "choose_gid"]
+
+
+@dataclass(frozen=True, slots=True)
+class GIDChoice:
+    """A GID and why it was chosen.
+
+    Attributes:
+        index: the gid_index to give.
+        gid: the GID.
+        gid_type: its kind, or None where the library cannot tell.
+        reason: why this one, in a few words.
+    """
+
+    index: int
+    gid: GID
+    gid_type: GIDType | None
+    reason: str
+
+
+def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
+    """Choose a GID of a port, or say what the given one is.
+
+    RoCE v2 is better than v1, an address with a scope wider than the link is
+    better than a link-local one, IPv4 is better than IPv6 (as most RoCE
+    networks are), and the lower index wins a tie.
+
+    Args:
+        context: an open device.
+        port_num: the port, from 1.
+        gid_index: take this entry and no other.
+
+    Raises:
+        RdmaError: the port has no GID, or no such entry.
+        ValueError: the device has no such port.
+    """
+    table = context.query_gid_table(port_num)
+    where = f"{context.name} port {port_num}"
+    if gid_index is not None:
+        for entry in table:
+            if entry.index == gid_index:
+                return GIDChoice(entry.index, entry.gid, entry.gid_type, "asked for")
+        there = ", ".join(str(entry.index) for entry in table) or "none"
+        raise RdmaError(f"{where} has no GID with index {gid_index}; the valid ones are: {there}")
+    if not table:
+        raise RdmaError(
+            f"{where} has no GID; give its network device an address and bring it up "
+            "('ip addr add 10.0.0.1/24 dev eth0; ip link set eth0 up')"
+        )
+    best = max(table, key=lambda entry: (*_score(entry), -entry.index))
+    return GIDChoice(best.index, best.gid, best.gid_type, _reason(best, table))
+
+
+def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
+    gid = entry.gid
+    return (entry.gid_type is not GIDType.ROCE_V1, not gid.is_link_local, gid.is_ipv4)
+
+
+def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
+    if len(table) == 1:
+        return "the only GID of the port"
+    kind = best.gid_type.name if best.gid_type is not None else "a GID"
+    if best.gid.is_ipv4:
+        return f"{kind} with an IPv4 address"
+    if not best.gid.is_link_local:
+        return f"{kind} with an address that is not link-local"
+    return f"{kind}; the port has only link-local addresses"
+
+
+@dataclass(frozen=True, slots=True)
+class AHAttr:
+    """The way to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
+
+    Attributes:
+        port_num: local port, from 1.
+        dlid: the peer's LID; 0 on Ethernet.
+        sl: service level, 0..15.
+        src_path_bits: low bits of the source LID.
+        static_rate: encoded rate limit; 0 for none.
+        dgid: the peer's GID, or None where the LID is enough (InfiniBand).
+        sgid_index: which of the local GIDs is the source.
+        flow_label: 0..2^20-1.
+        hop_limit: 0..255.
+        traffic_class: 0..255.
+    """
+
+    port_num: int = 1
+    dlid: int = 0
+    sl: int = 0
+    src_path_bits: int = 0
+    static_rate: int = 0
+    dgid: GID | None = None
+    sgid_index: int = 0
+    flow_label: int = 0
+    hop_limit: int = 64
+    traffic_class: int = 0
+
+    def _fill(self, raw: Any) -> None:
+        """Write the fields into a ``struct ibv_ah_attr``."""
+        for name in ("port_num", "dlid", "sl", "src_path_bits", "static_rate"):
+            setattr(raw, name, getattr(self, name))
+        raw.is_global = self.dgid is not None
+        if self.dgid is not None:
+            raw.grh.dgid.raw = bytes(self.dgid)
+            for name in ("sgid_index", "flow_label", "hop_limit", "traffic_class"):
+                setattr(raw.grh, name, getattr(self, name))
+
+    @classmethod
+    def _read(cls, raw: Any) -> AHAttr:
+        """Read the fields of a ``struct ibv_ah_attr``."""
+        return cls(
+            port_num=raw.port_num,
+            dlid=raw.dlid,
+            sl=raw.sl,
+            src_path_bits=raw.src_path_bits,
+            static_rate=raw.static_rate,
+            dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None,
+            sgid_index=raw.grh.sgid_index,
+            flow_label=raw.grh.flow_label,
+            hop_limit=raw.grh.hop_limit,
+            traffic_class=raw.grh.traffic_class,
+        )
+
+
+class AH(Resource):
+    """An address handle: the way to a UD peer (ibv_create_ah(3)).
+
+    Args:
+        pd: the protection domain of the queue pairs that will use it.
+        attr: the way.
+
+    Raises:
+        ValueError: the device has no such port, or a number does not fit.
+        ClosedError: the PD is closed.
+        VerbsError: the device refused; the text says what to look at.
+    """
+
+    __slots__ = ("attr", "pd")
+
+    _kind = "AH"
+
+    def __init__(self, pd: PD, attr: AHAttr) -> None:
+        self.pd = pd
+        self.attr = attr
+        context = pd.context
+        pd._live()
+        port = context.query_port(attr.port_num)
+        if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
+            raise ValueError(
+                f"{context.name} port {port.port_num} is Ethernet: the AH needs a dgid"
+            )
+        raw = ffi.new("struct ibv_ah_attr *")
+        try:
+            attr._fill(raw)
+        except OverflowError as error:
+            raise ValueError(f"the address does not fit: {error}") from None
+        super().__init__(context._provider.create_ah(pd._live(), raw), pd)
+
+    def __str__(self) -> str:
+        attr = getattr(self, "attr", None)
+        return f"AH to {attr.dgid or attr.dlid}" if attr else self._kind
+
+    def _destroy(self) -> None:
+        _refuse_in_flight(self, self.pd.context)
+        self.pd.context._provider.destroy_ah(self._handle)

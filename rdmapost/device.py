@@ -1,0 +1,332 @@
+"""Devices: the list, opening one, its attributes, ports and tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from ipaddress import IPv6Address
+from typing import TYPE_CHECKING, Any
+
+from ._binding import ffi
+from ._resource import Resource
+from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
+from .errors import NoDeviceError, RdmaError
+from .providers import DeviceInfo, Provider, all_providers
+
+if TYPE_CHECKING:
+    from .inflight import InFlight, InFlightAny
+
+__all__ = [
+    "GID",
+    "Context",
+    "DeviceAttr",
+    "GIDTableEntry",
+    "PortAttr",
+    "list_devices",
+    "open_device",
+]
+
+_DEVICE_VARIABLE = "RDMAPOST_DEVICE"
+
+NO_DEVICES = (
+    "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
+    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'"
+)
+
+
+class GID(bytes):
+    """A global identifier: 16 bytes, shown as an IPv6 address (``union ibv_gid``).
+
+    Args:
+        value: 16 bytes, or text such as "fe80::1" or "::ffff:10.0.0.1".
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def __new__(cls, value: bytes | str) -> GID:
+        if isinstance(value, str):
+            value = IPv6Address(value).packed
+        if len(value) != 16:
+            raise ValueError(f"a GID has 16 bytes, not {len(value)}")
+        return super().__new__(cls, value)
+
+    def __str__(self) -> str:
+        address = IPv6Address(bytes(self))
+        mapped = address.ipv4_mapped
+        return f"::ffff:{mapped}" if mapped else str(address)
+
+    def __repr__(self) -> str:
+        return f"GID('{self}')"
+
+    @property
+    def is_link_local(self) -> bool:
+        """Whether it is a link-local address, made from a MAC or a GUID."""
+        return IPv6Address(bytes(self)).is_link_local
+
+    @property
+    def is_ipv4(self) -> bool:
+        """Whether it is an IPv4 address mapped into IPv6."""
+        return IPv6Address(bytes(self)).ipv4_mapped is not None
+
+
+@dataclass(frozen=True, slots=True)
+class GIDTableEntry:
+    """A valid entry of a port's GID table (ibv_query_gid_table(3)).
+
+    Attributes:
+        index: its place in the table: the gid_index to give.
+        gid: the GID.
+        gid_type: its kind, or None where the library cannot tell.
+        ndev: name of the network device behind it, or "".
+    """
+
+    index: int
+    gid: GID
+    gid_type: GIDType | None
+    ndev: str
+
+
+@dataclass(frozen=True, slots=True)
+class PortAttr:
+    """Attributes of a port (ibv_query_port(3)).
+
+    Attributes:
+        port_num: the port, from 1.
+        state: its state; only ACTIVE carries traffic.
+        link_layer: InfiniBand or Ethernet.
+        max_mtu, active_mtu: path MTU, possible and in use.
+        gid_tbl_len, pkey_tbl_len: entries in the tables.
+        max_msg_sz: bytes in one message, at most.
+        lid, sm_lid: local identifiers; 0 on Ethernet.
+        phys_state: 5 is LinkUp, 3 is Disabled.
+        active_speed, active_width: encoded as in the man page.
+    """
+
+    port_num: int
+    state: PortState
+    link_layer: LinkLayer
+    max_mtu: MTU
+    active_mtu: MTU
+    gid_tbl_len: int
+    pkey_tbl_len: int
+    max_msg_sz: int
+    lid: int
+    sm_lid: int
+    phys_state: int
+    active_speed: int
+    active_width: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAttr:
+    """Attributes of a device (ibv_query_device(3)); the names are the man page's."""
+
+    fw_ver: str
+    node_guid: int
+    sys_image_guid: int
+    max_mr_size: int
+    page_size_cap: int
+    vendor_id: int
+    vendor_part_id: int
+    hw_ver: int
+    max_qp: int
+    max_qp_wr: int
+    device_cap_flags: DeviceCap
+    max_sge: int
+    max_sge_rd: int
+    max_cq: int
+    max_cqe: int
+    max_mr: int
+    max_pd: int
+    max_qp_rd_atom: int
+    max_qp_init_rd_atom: int
+    max_res_rd_atom: int
+    atomic_cap: AtomicCap
+    max_mw: int
+    max_mcast_grp: int
+    max_mcast_qp_attach: int
+    max_ah: int
+    max_srq: int
+    max_srq_wr: int
+    max_srq_sge: int
+    max_pkeys: int
+    local_ca_ack_delay: int
+    phys_port_cnt: int
+
+
+def list_devices() -> list[DeviceInfo]:
+    """List the devices that can be opened.
+
+    Raises:
+        NoRdmaError: libibverbs cannot be loaded.
+        VerbsError: the kernel could not be asked.
+
+    See ibv_get_device_list(3).
+    """
+    return [info for provider in all_providers() for info in provider.list_devices()]
+
+
+def open_device(name: str | None = None) -> Context:
+    """Open a device.
+
+    Args:
+        name: its name; without one, what RDMAPOST_DEVICE says, else the first
+            device that has an active port.
+
+    Raises:
+        NoRdmaError: libibverbs cannot be loaded.
+        NoDeviceError: there is no such device, or none with an active port.
+        VerbsError: the device cannot be opened; the text says what is missing.
+
+    See ibv_open_device(3).
+    """
+    name = name or os.environ.get(_DEVICE_VARIABLE) or None
+    found = [(p, info) for p in all_providers() for info in p.list_devices()]
+    if name is not None:
+        for provider, info in found:
+            if info.name == name:
+                return Context(provider, info)
+        names = ", ".join(info.name for _, info in found)
+        raise NoDeviceError(
+            f"there is no RDMA device {name}: " + (f"there is {names}" if names else NO_DEVICES)
+        )
+    seen = []
+    for provider, info in found:
+        context = Context(provider, info)
+        ports = [context.query_port(n) for n in range(1, context.attr.phys_port_cnt + 1)]
+        if any(port.state is PortState.ACTIVE for port in ports):
+            return context
+        seen += [f"{info.name} port {port.port_num} is {port.state.name}" for port in ports]
+        context.close()
+    if seen:
+        raise NoDeviceError(
+            f"no RDMA device has an active port ({'; '.join(seen)}); bring the link up, "
+            "or name a device"
+        )
+    raise NoDeviceError(f"there is no RDMA device: {NO_DEVICES}")
+
+
+class Context(Resource):
+    """An open device; open_device() makes it.
+
+    Attributes:
+        name: the device's name.
+        kind: "verbs" for a device of libibverbs, "soft" for the one in the process.
+        guid: its node GUID, in host order.
+        node_type: what it is.
+        attr: its attributes.
+    """
+
+    __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
+
+    def __init__(self, provider: Provider, info: DeviceInfo) -> None:
+        self._provider = provider
+        self._queues: dict[int, InFlight | InFlightAny] = {}
+        self.name = info.name
+        self.kind = provider.kind
+        self.guid = info.guid
+        self.node_type = _enum(NodeType, info.node_type, NodeType.UNKNOWN)
+        super().__init__(provider.open_device(info.name))
+        try:
+            self.attr = self._query_attr()
+        except RdmaError:
+            self._close_quietly()
+            raise
+
+    def __str__(self) -> str:
+        return f"device {self.name}"
+
+    def _destroy(self) -> None:
+        self._provider.close_device(self._handle)
+
+    def _query_attr(self) -> DeviceAttr:
+        raw = ffi.new("struct ibv_device_attr *")
+        self._provider.query_device(self._live(), raw)
+        values: dict[str, Any] = {
+            name: getattr(raw, name) for name in DeviceAttr.__dataclass_fields__
+        }
+        values["fw_ver"] = ffi.string(raw.fw_ver).decode(errors="replace")
+        for guid in ("node_guid", "sys_image_guid"):
+            values[guid] = int.from_bytes(values[guid].to_bytes(8, sys.byteorder))
+        values["device_cap_flags"] = DeviceCap(raw.device_cap_flags)
+        values["atomic_cap"] = _enum(AtomicCap, raw.atomic_cap, AtomicCap.NONE)
+        return DeviceAttr(**values)
+
+    def query_port(self, port_num: int = 1) -> PortAttr:
+        """Return the attributes of a port as they are now.
+
+        Args:
+            port_num: the port, 1..attr.phys_port_cnt.
+
+        Raises:
+            ValueError: the device has no such port.
+            ClosedError: the device is closed.
+            VerbsError: it could not be asked.
+
+        See ibv_query_port(3).
+        """
+        self._check_port(port_num)
+        raw = ffi.new("struct ibv_port_attr *")
+        self._provider.query_port(self._live(), port_num, raw)
+        return PortAttr(
+            port_num=port_num,
+            state=_enum(PortState, raw.state, PortState.NOP),
+            link_layer=_enum(LinkLayer, raw.link_layer, LinkLayer.UNSPECIFIED),
+            max_mtu=_enum(MTU, raw.max_mtu, MTU.MTU_4096),
+            active_mtu=_enum(MTU, raw.active_mtu, MTU.MTU_256),
+            gid_tbl_len=raw.gid_tbl_len,
+            pkey_tbl_len=raw.pkey_tbl_len,
+            max_msg_sz=raw.max_msg_sz,
+            lid=raw.lid,
+            sm_lid=raw.sm_lid,
+            phys_state=raw.phys_state,
+            active_speed=raw.active_speed,
+            active_width=raw.active_width,
+        )
+
+    def query_gid_table(self, port_num: int = 1) -> list[GIDTableEntry]:
+        """Return the valid entries of a port's GID table.
+
+        Args, Raises: as in query_port.
+
+        See ibv_query_gid_table(3).
+        """
+        length = self.query_port(port_num).gid_tbl_len
+        return [
+            GIDTableEntry(
+                entry.index,
+                GID(entry.raw),
+                None if entry.gid_type is None else GIDType(entry.gid_type),
+                entry.ndev,
+            )
+            for entry in self._provider.query_gid_table(self._live(), port_num, length)
+        ]
+
+    def query_pkey(self, port_num: int = 1, index: int = 0) -> int:
+        """Return an entry of a port's P_Key table, in host order.
+
+        Args, Raises: as in query_port; index counts from 0.
+
+        See ibv_query_pkey(3).
+        """
+        self._check_port(port_num)
+        return self._provider.query_pkey(self._live(), port_num, index)
+
+    def _check_port(self, port_num: int) -> None:
+        count = self.attr.phys_port_cnt
+        if not 1 <= port_num <= count:
+            raise ValueError(
+                f"{self.name} has no port {port_num}; its ports are 1..{count}"
+                if count > 1
+                else f"{self.name} has no port {port_num}; its only port is 1"
+            )
+
+
+def _enum(kind: Any, value: int, otherwise: Any) -> Any:
+    """Return a member by value; a value that a newer device reports is `otherwise`."""
+    try:
+        return kind(value)
+    except ValueError:
+        return otherwise

@@ -1,0 +1,208 @@
+"""Protection domains, memory regions and memory windows."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import resource
+from typing import Any
+
+from ._binding import ffi
+from ._resource import Resource
+from .device import Context
+from .enums import Access, MWType
+from .errors import InUseError, VerbsError
+from .wr import SGE
+
+__all__ = ["MR", "MW", "PD"]
+
+
+class PD(Resource):
+    """A protection domain: what it holds may be used together (ibv_alloc_pd(3)).
+
+    Args:
+        context: an open device.
+
+    Raises:
+        ClosedError: the device is closed.
+        VerbsError: the device has no more.
+    """
+
+    __slots__ = ("context",)
+
+    _kind = "PD"
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        super().__init__(context._provider.alloc_pd(context._live()), context)
+
+    def _destroy(self) -> None:
+        self.context._provider.dealloc_pd(self._handle)
+
+
+class MR(Resource):
+    """A memory region: memory that the device may use (ibv_reg_mr(3)).
+
+    ``mr[64:128]`` is an SGE over those bytes; negative bounds count from the
+    end, and bounds outside the region are an IndexError.
+
+    Args:
+        pd: the protection domain.
+        memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
+            array, ...), which stays alive and cannot be resized meanwhile; or
+            a number of bytes to allocate, zeroed and aligned to a page.
+        access: what may be done with it, an Access.
+
+    Attributes:
+        addr: address of the first byte; the remote_addr of a peer.
+        length: bytes.
+        lkey, rkey: its keys.
+        buffer: the memory, as a memoryview of bytes.
+
+    Raises:
+        TypeError: it is no writable buffer.
+        ValueError: it is empty, or not contiguous, or the access flags do not go together.
+        ClosedError: the PD is closed.
+        VerbsError: the device refused; the text says what to try.
+    """
+
+    __slots__ = ("_memory", "access", "addr", "buffer", "length", "lkey", "pd", "rkey")
+
+    def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
+        self.pd = pd
+        self.access = Access(access)
+        needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
+        if needs_local and not self.access & Access.LOCAL_WRITE:
+            raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
+        if isinstance(memory, int):
+            if memory < 1:
+                raise ValueError(f"a region has at least 1 byte, not {memory}")
+            memory = mmap.mmap(-1, memory)
+        try:
+            # Holds the buffer: it cannot be freed or resized while we do.
+            self._memory = ffi.from_buffer("char[]", memory, require_writable=True)
+        except (TypeError, BufferError) as error:
+            raise TypeError(
+                f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
+            ) from None
+        self.length = len(self._memory)
+        if not self.length:
+            raise ValueError("a region has at least 1 byte, not 0")
+        self.buffer = memoryview(memory).cast("B")
+        context = pd.context
+        try:
+            handle = context._provider.reg_mr(pd._live(), self._memory, self.length, self.access)
+        except VerbsError as error:
+            error.hint = error.hint or _why_not_registered(error.errno, self.length)
+            raise
+        self.addr = int(ffi.cast("uintptr_t", self._memory))
+        self.lkey: int = handle.lkey
+        self.rkey: int = handle.rkey
+        super().__init__(handle, pd)
+
+    def __str__(self) -> str:
+        return f"MR of {self.length} bytes (lkey {self.lkey:#x})" if self._made() else self._kind
+
+    _kind = "MR"
+
+    def _made(self) -> bool:
+        return hasattr(self, "lkey")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, bounds: slice) -> SGE:
+        if not isinstance(bounds, slice) or bounds.step is not None:
+            raise TypeError("an SGE is a plain slice of the region: mr[start:stop]")
+        length = self.length
+        start = 0 if bounds.start is None else bounds.start
+        stop = length if bounds.stop is None else bounds.stop
+        if start < 0:
+            start += length
+        if stop < 0:
+            stop += length
+        if not 0 <= start <= stop <= length:
+            raise IndexError(
+                f"[{'' if bounds.start is None else bounds.start}:"
+                f"{'' if bounds.stop is None else bounds.stop}] is not within {self}"
+            )
+        return SGE(self.addr + start, stop - start, self.lkey, self)
+
+    def _destroy(self) -> None:
+        _refuse_in_flight(self, self.pd.context)
+        self.pd.context._provider.dereg_mr(self._handle)
+
+
+class MW(Resource):
+    """A memory window: a key for a part of a region, bound and unbound by work requests.
+
+    Args:
+        pd: the protection domain.
+        mw_type: type 1 or type 2; see MWType.
+
+    Raises:
+        ClosedError: the PD is closed.
+        UnsupportedError: the device has no memory windows.
+        VerbsError: the device has no more.
+
+    See ibv_alloc_mw(3).
+    """
+
+    __slots__ = ("pd", "type")
+
+    _kind = "MW"
+
+    def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
+        self.pd = pd
+        self.type = MWType(mw_type)
+        super().__init__(pd.context._provider.alloc_mw(pd._live(), self.type), pd)
+
+    def __str__(self) -> str:
+        return f"MW (rkey {self._handle.rkey:#x})" if not self.closed else self._kind
+
+    @property
+    def rkey(self) -> int:
+        """Its key as the library knows it; a BIND_MW of type 2 gives it a new one."""
+        rkey: int = self._live().rkey
+        return rkey
+
+    def next_rkey(self) -> int:
+        """Return the rkey for the next bind: the low byte is one more (ibv_inc_rkey(3))."""
+        rkey = self.rkey
+        return rkey & ~0xFF | (rkey + 1) & 0xFF
+
+    def _destroy(self) -> None:
+        _refuse_in_flight(self, self.pd.context)
+        self.pd.context._provider.dealloc_mw(self._handle)
+
+
+def _refuse_in_flight(resource_: Resource, context: Context) -> None:
+    """Refuse to close what outstanding work requests name."""
+    wr_ids = [
+        wr_id
+        for queue in list(context._queues.values())
+        for wr_id, refers_to in queue.references()
+        if any(r is resource_ or getattr(r, "owner", None) is resource_ for r in refers_to)
+    ]
+    if wr_ids:
+        shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
+        raise InUseError(
+            f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "
+            f"(wr_id {shown}); poll their completions, or close the QP first"
+        )
+
+
+def _why_not_registered(code: int | None, length: int) -> str:
+    if code in (errno.ENOMEM, errno.EAGAIN):
+        soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if soft != resource.RLIM_INFINITY:
+            return (
+                f"{length} bytes must be locked in memory and this process may lock "
+                f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); raise it with 'ulimit -l unlimited', "
+                "or in /etc/security/limits.conf"
+            )
+    if code == errno.EFAULT:
+        return "the memory cannot be pinned (a device mapping, or not writable)"
+    if code == errno.EINVAL:
+        return "the device does not take this length or these access flags"
+    return ""

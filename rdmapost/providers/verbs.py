@@ -1,0 +1,250 @@
+"""The control verbs of real devices, by libibverbs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from typing import Any
+
+from .._binding import ffi, lib
+from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
+from .base import DeviceInfo, GIDEntry
+
+__all__ = ["VerbsProvider"]
+
+_LIBRARY = "libibverbs.so.1"
+_LIBRARY_VARIABLE = "RDMAPOST_LIBIBVERBS"
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+def _failed(call: str, code: int) -> VerbsError:
+    if code in _UNSUPPORTED:
+        return UnsupportedError(call, code)
+    return VerbsError(call, code or errno.EIO)
+
+
+def _pointer(call: str, made: Any) -> Any:
+    """Return what a call made, or raise for NULL with errno."""
+    if made == ffi.NULL:
+        raise _failed(call, ffi.errno)
+    return made
+
+
+def _zero(call: str, result: int) -> None:
+    """Raise for a call that returns 0, an errno, its negative, or -1 with errno."""
+    if result:
+        raise _failed(call, ffi.errno if result == -1 else abs(result))
+
+
+def _load() -> None:
+    path = os.environ.get(_LIBRARY_VARIABLE) or _LIBRARY
+    why = lib.rp_load(path.encode())
+    if why == ffi.NULL:
+        return
+    text = ffi.string(why).decode(errors="replace")
+    if path == _LIBRARY:
+        advice = (
+            "install it: 'apt install libibverbs1 ibverbs-providers' (Debian, Ubuntu), "
+            "'dnf install libibverbs' (Fedora, RHEL)"
+        )
+    else:
+        advice = f"{_LIBRARY_VARIABLE} names it; unset it to use the system's {_LIBRARY}"
+    raise NoRdmaError(f"libibverbs cannot be loaded ({text}); {advice}")
+
+
+class VerbsProvider:
+    """libibverbs, loaded when a device is first listed or opened."""
+
+    kind = "verbs"
+
+    # ---- devices ------------------------------------------------------------
+
+    def list_devices(self) -> list[DeviceInfo]:
+        with _DeviceList() as devices:
+            return [
+                DeviceInfo(
+                    name=ffi.string(device.name).decode(),
+                    kind=self.kind,
+                    guid=_from_network(lib.ibv_get_device_guid(device), 8),
+                    node_type=device.node_type,
+                    dev_path=ffi.string(device.ibdev_path).decode(),
+                )
+                for device in devices
+            ]
+
+    def open_device(self, name: str) -> Any:
+        with _DeviceList() as devices:
+            for device in devices:
+                if ffi.string(device.name).decode() == name:
+                    context = lib.ibv_open_device(device)
+                    if context == ffi.NULL:
+                        raise _cannot_open(device, name, ffi.errno)
+                    return context
+        raise NoDeviceError(f"the RDMA device {name} has gone")
+
+    def close_device(self, context: Any) -> None:
+        _zero("ibv_close_device", lib.ibv_close_device(context))
+
+    def query_device(self, context: Any, attr: Any) -> None:
+        _zero("ibv_query_device", lib.ibv_query_device(context, attr))
+
+    def query_port(self, context: Any, port_num: int, attr: Any) -> None:
+        _zero("ibv_query_port", lib.rp_query_port(context, port_num, attr))
+
+    def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
+        if lib.rp_has_symbol(b"_ibv_query_gid_table"):
+            entries = ffi.new("struct ibv_gid_entry[]", max(256, length))
+            count = lib.ibv_query_gid_table(context, entries, len(entries), 0)
+            if count < 0 and -count not in _UNSUPPORTED:
+                raise _failed("ibv_query_gid_table", -count)
+            if count >= 0:
+                # The call reports every port of the device.
+                return [
+                    GIDEntry(e.gid_index, bytes(e.gid.raw), e.gid_type, _interface(e.ndev_ifindex))
+                    for e in entries[0:count]
+                    if e.port_num == port_num
+                ]
+        return self._query_gids_one_by_one(context, port_num, length)
+
+    def _query_gids_one_by_one(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
+        # What a library before rdma-core 32 offers; the kinds are not known.
+        found = []
+        gid = ffi.new("union ibv_gid *")
+        for index in range(length):
+            if lib.ibv_query_gid(context, port_num, index, gid) == 0:
+                raw = bytes(gid.raw)
+                if any(raw):
+                    found.append(GIDEntry(index, raw, None, ""))
+        return found
+
+    def query_pkey(self, context: Any, port_num: int, index: int) -> int:
+        pkey = ffi.new("uint16_t *")
+        _zero("ibv_query_pkey", lib.ibv_query_pkey(context, port_num, index, pkey))
+        return _from_network(pkey[0], 2)
+
+    # ---- memory -------------------------------------------------------------
+
+    def alloc_pd(self, context: Any) -> Any:
+        return _pointer("ibv_alloc_pd", lib.ibv_alloc_pd(context))
+
+    def dealloc_pd(self, pd: Any) -> None:
+        _zero("ibv_dealloc_pd", lib.ibv_dealloc_pd(pd))
+
+    def reg_mr(self, pd: Any, addr: Any, length: int, access: int) -> Any:
+        return _pointer("ibv_reg_mr", lib.rp_reg_mr(pd, addr, length, access))
+
+    def dereg_mr(self, mr: Any) -> None:
+        _zero("ibv_dereg_mr", lib.ibv_dereg_mr(mr))
+
+    def alloc_mw(self, pd: Any, mw_type: int) -> Any:
+        return _pointer("ibv_alloc_mw", lib.ibv_alloc_mw(pd, mw_type))
+
+    def dealloc_mw(self, mw: Any) -> None:
+        _zero("ibv_dealloc_mw", lib.ibv_dealloc_mw(mw))
+
+    # ---- completions --------------------------------------------------------
+
+    def create_comp_channel(self, context: Any) -> Any:
+        return _pointer("ibv_create_comp_channel", lib.ibv_create_comp_channel(context))
+
+    def destroy_comp_channel(self, channel: Any) -> None:
+        _zero("ibv_destroy_comp_channel", lib.ibv_destroy_comp_channel(channel))
+
+    def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
+        made = lib.ibv_create_cq(context, cqe, ffi.NULL, channel, comp_vector)
+        return _pointer("ibv_create_cq", made)
+
+    def destroy_cq(self, cq: Any) -> None:
+        _zero("ibv_destroy_cq", lib.ibv_destroy_cq(cq))
+
+    def get_cq_event(self, channel: Any) -> Any:
+        cq, cq_context = ffi.new("struct ibv_cq **"), ffi.new("void **")
+        if lib.ibv_get_cq_event(channel, cq, cq_context):
+            if ffi.errno == errno.EAGAIN:
+                return None
+            raise _failed("ibv_get_cq_event", ffi.errno)
+        return cq[0]
+
+    def ack_cq_events(self, cq: Any, count: int) -> None:
+        lib.ibv_ack_cq_events(cq, count)
+
+    # ---- queues -------------------------------------------------------------
+
+    def create_srq(self, pd: Any, init_attr: Any) -> Any:
+        return _pointer("ibv_create_srq", lib.ibv_create_srq(pd, init_attr))
+
+    def modify_srq(self, srq: Any, attr: Any, mask: int) -> None:
+        _zero("ibv_modify_srq", lib.ibv_modify_srq(srq, attr, mask))
+
+    def query_srq(self, srq: Any, attr: Any) -> None:
+        _zero("ibv_query_srq", lib.ibv_query_srq(srq, attr))
+
+    def destroy_srq(self, srq: Any) -> None:
+        _zero("ibv_destroy_srq", lib.ibv_destroy_srq(srq))
+
+    def create_qp(self, pd: Any, init_attr: Any) -> Any:
+        return _pointer("ibv_create_qp", lib.ibv_create_qp(pd, init_attr))
+
+    def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
+        _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))
+
+    def query_qp(self, qp: Any, attr: Any, mask: int, init_attr: Any) -> None:
+        _zero("ibv_query_qp", lib.ibv_query_qp(qp, attr, mask, init_attr))
+
+    def destroy_qp(self, qp: Any) -> None:
+        _zero("ibv_destroy_qp", lib.ibv_destroy_qp(qp))
+
+    def create_ah(self, pd: Any, attr: Any) -> Any:
+        return _pointer("ibv_create_ah", lib.ibv_create_ah(pd, attr))
+
+    def destroy_ah(self, ah: Any) -> None:
+        _zero("ibv_destroy_ah", lib.ibv_destroy_ah(ah))
+
+
+class _DeviceList:
+    """The list of ibv_get_device_list(3), freed at the end."""
+
+    def __enter__(self) -> list[Any]:
+        _load()
+        count = ffi.new("int *")
+        ffi.errno = 0
+        self._list = lib.ibv_get_device_list(count)
+        if self._list == ffi.NULL:
+            # ENOSYS, in old libraries with the wrong sign: no RDMA in this kernel.
+            code = abs(ffi.errno)
+            if code in (0, errno.ENOSYS, errno.ENOENT):
+                return []
+            raise VerbsError("ibv_get_device_list", code)
+        return [self._list[i] for i in range(count[0])]
+
+    def __exit__(self, *_: object) -> None:
+        if self._list != ffi.NULL:
+            lib.ibv_free_device_list(self._list)
+
+
+def _cannot_open(device: Any, name: str, code: int) -> VerbsError:
+    node = "/dev/infiniband/" + ffi.string(device.dev_name).decode()
+    if not os.path.exists(node):
+        hint = f"{name}: {node} is missing; load the module: 'modprobe ib_uverbs'"
+    elif not os.access(node, os.R_OK | os.W_OK):
+        code = code or errno.EACCES
+        hint = f"{name}: no permission for {node}; run as root, or let your group use it (udev)"
+    else:
+        hint = f"{name}: the driver refused with {describe_errno(code)}; see 'dmesg'"
+    return VerbsError("ibv_open_device", code or errno.EIO, hint)
+
+
+def _from_network(value: int, size: int) -> int:
+    """Turn an integer that was read in host order, and is in network order, around."""
+    return int.from_bytes(value.to_bytes(size, sys.byteorder))
+
+
+def _interface(index: int) -> str:
+    if not index:
+        return ""
+    try:
+        return socket.if_indextoname(index)
+    except OSError:
+        return ""
