@@ -160,9 +160,7 @@ class AH(Resource):
         pd._live()
         port = context.query_port(attr.port_num)
         if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
-            raise ValueError(
-                f"{context.name} port {port.port_num} is Ethernet: the AH needs a dgid"
-            )
+            raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
         raw = ffi.new("struct ibv_ah_attr *")
         try:
             attr._fill(raw)

@@ -296,7 +296,7 @@ class Context(Resource):
         length = self.query_port(port_num).gid_tbl_len
         return [
             GIDTableEntry(
-                entry.index,
+                entry.gid_index,
                 GID(entry.raw),
                 None if entry.gid_type is None else GIDType(entry.gid_type),
                 entry.ndev,

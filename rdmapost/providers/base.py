@@ -38,13 +38,13 @@ class GIDEntry(NamedTuple):
     """An entry of a port's GID table as the provider reports it.
 
     Attributes:
-        index: its place in the table.
+        gid_index: its place in the table.
         raw: the 16 bytes.
         gid_type: a GIDType value, or None where the provider cannot tell.
         ndev: name of the network device behind it, or "".
     """
 
-    index: int
+    gid_index: int
     raw: bytes
     gid_type: int | None
     ndev: str
