@@ -20,9 +20,9 @@ SOURCES = pathlib.Path(__file__).parent / "rdmapost" / "_c"
 MODULE = "rdmapost._verbs"
 
 ffibuilder = FFI()
-for declarations in ("verbs.cdef.h", "shim.cdef.h"):
+for declarations in ("verbs.cdef.h", "shim.cdef.h", "soft.cdef.h"):
     ffibuilder.cdef((SOURCES / declarations).read_text())
-ffibuilder.set_source(MODULE, '#include "shim.h"')
+ffibuilder.set_source(MODULE, '#include "soft.h"')
 
 
 class build_ext(_build_ext.build_ext):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ._binding import ffi
 from ._resource import Resource
 from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
-from .errors import NoDeviceError, RdmaError
-from .providers import DeviceInfo, Provider, all_providers
+from .errors import NoDeviceError, NoRdmaError, RdmaError
+from .providers import DeviceInfo, Provider, soft_provider, verbs_provider
 
 if TYPE_CHECKING:
     from .inflight import InFlight, InFlightAny
@@ -31,7 +31,8 @@ _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
-    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'"
+    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; without any, the "
+    "software device soft0 can be named"
 )
 
 
@@ -157,23 +158,29 @@ class DeviceAttr:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """List the devices that can be opened.
+    """List the devices that can be opened: those of libibverbs, and the soft one.
+
+    Where libibverbs is not installed there are none of the first kind.
 
     Raises:
-        NoRdmaError: libibverbs cannot be loaded.
         VerbsError: the kernel could not be asked.
 
     See ibv_get_device_list(3).
     """
-    return [info for provider in all_providers() for info in provider.list_devices()]
+    try:
+        found = verbs_provider().list_devices()
+    except NoRdmaError:
+        found = []
+    return found + soft_provider().list_devices()
 
 
 def open_device(name: str | None = None) -> Context:
     """Open a device.
 
     Args:
-        name: its name; without one, what RDMAPOST_DEVICE says, else the first
-            device that has an active port.
+        name: its name; "soft0" is the software device of this process.  Without
+            a name it is what RDMAPOST_DEVICE says, else the first device of
+            libibverbs that has an active port; never the software device.
 
     Raises:
         NoRdmaError: libibverbs cannot be loaded.
@@ -183,17 +190,24 @@ def open_device(name: str | None = None) -> Context:
     See ibv_open_device(3).
     """
     name = name or os.environ.get(_DEVICE_VARIABLE) or None
-    found = [(p, info) for p in all_providers() for info in p.list_devices()]
-    if name is not None:
-        for provider, info in found:
+    if name is None:
+        return _open_active()
+    # The soft device first: it is there whether or not libibverbs is.
+    for provider in (soft_provider(), verbs_provider()):
+        found = provider.list_devices()
+        for info in found:
             if info.name == name:
                 return Context(provider, info)
-        names = ", ".join(info.name for _, info in found)
-        raise NoDeviceError(
-            f"there is no RDMA device {name}: " + (f"there is {names}" if names else NO_DEVICES)
-        )
+    names = ", ".join(info.name for info in found)
+    raise NoDeviceError(
+        f"there is no RDMA device {name}: " + (f"there is {names}" if names else NO_DEVICES)
+    )
+
+
+def _open_active() -> Context:
+    provider = verbs_provider()
     seen = []
-    for provider, info in found:
+    for info in provider.list_devices():
         context = Context(provider, info)
         ports = [context.query_port(n) for n in range(1, context.attr.phys_port_cnt + 1)]
         if any(port.state is PortState.ACTIVE for port in ports):

@@ -229,6 +229,51 @@ ssize_t ibv_query_gid_table(struct ibv_context *context,
 int ibv_query_pkey(struct ibv_context *context, uint8_t port_num, int index,
 		   uint16_t *pkey);
 
+struct ibv_tso_caps {
+	uint32_t max_tso;
+	uint32_t supported_qpts;
+};
+
+struct ibv_tm_caps {
+	uint32_t max_rndv_hdr_size;
+	uint32_t max_num_tags;
+	uint32_t flags;
+	uint32_t max_ops;
+	uint32_t max_sge;
+};
+
+struct ibv_device_attr_ex {
+	struct ibv_device_attr orig_attr;
+	uint32_t comp_mask;
+	struct ibv_tso_caps tso_caps;
+	uint32_t raw_packet_caps;
+	struct ibv_tm_caps tm_caps;
+	...;
+};
+
+struct ibv_query_device_ex_input {
+	uint32_t comp_mask;
+};
+
+int ibv_query_device_ex(struct ibv_context *context,
+			const struct ibv_query_device_ex_input *input,
+			struct ibv_device_attr_ex *attr);
+
+struct ibv_async_event {
+	union {
+		struct ibv_cq *cq;
+		struct ibv_qp *qp;
+		struct ibv_srq *srq;
+		struct ibv_wq *wq;
+		int port_num;
+	} element;
+	enum ibv_event_type event_type;
+};
+
+int ibv_get_async_event(struct ibv_context *context,
+			struct ibv_async_event *event);
+void ibv_ack_async_event(struct ibv_async_event *event);
+
 /* ---- memory ------------------------------------------------------------- */
 
 struct ibv_pd {
@@ -272,6 +317,8 @@ int ibv_dealloc_pd(struct ibv_pd *pd);
 int ibv_dereg_mr(struct ibv_mr *mr);
 struct ibv_mw *ibv_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int ibv_dealloc_mw(struct ibv_mw *mw);
+int ibv_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw,
+		struct ibv_mw_bind *mw_bind);
 
 /* ---- completions -------------------------------------------------------- */
 
@@ -349,6 +396,47 @@ int ibv_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *srq_attr,
 int ibv_query_srq(struct ibv_srq *srq, struct ibv_srq_attr *srq_attr);
 int ibv_destroy_srq(struct ibv_srq *srq);
 
+struct ibv_xrcd {
+	struct ibv_context *context;
+};
+
+struct ibv_xrcd_init_attr {
+	uint32_t comp_mask;
+	int fd;
+	int oflags;
+};
+
+struct ibv_tm_cap {
+	uint32_t max_num_tags;
+	uint32_t max_ops;
+};
+
+struct ibv_srq_init_attr_ex {
+	void *srq_context;
+	struct ibv_srq_attr attr;
+	uint32_t comp_mask;
+	enum ibv_srq_type srq_type;
+	struct ibv_pd *pd;
+	struct ibv_xrcd *xrcd;
+	struct ibv_cq *cq;
+	struct ibv_tm_cap tm_cap;
+};
+
+enum ibv_srq_init_attr_mask {
+	IBV_SRQ_INIT_ATTR_TYPE, IBV_SRQ_INIT_ATTR_PD, IBV_SRQ_INIT_ATTR_XRCD,
+	IBV_SRQ_INIT_ATTR_CQ, IBV_SRQ_INIT_ATTR_TM, ...
+};
+enum ibv_xrcd_init_attr_mask {
+	IBV_XRCD_INIT_ATTR_FD, IBV_XRCD_INIT_ATTR_OFLAGS, ...
+};
+
+struct ibv_srq *ibv_create_srq_ex(struct ibv_context *context,
+				  struct ibv_srq_init_attr_ex *init_attr);
+int ibv_get_srq_num(struct ibv_srq *srq, uint32_t *srq_num);
+struct ibv_xrcd *ibv_open_xrcd(struct ibv_context *context,
+			       struct ibv_xrcd_init_attr *xrcd_init_attr);
+int ibv_close_xrcd(struct ibv_xrcd *xrcd);
+
 /* ---- queue pairs and address handles ------------------------------------ */
 
 struct ibv_qp_cap {
@@ -418,6 +506,29 @@ struct ibv_ah {
 	uint32_t handle;
 };
 
+enum ibv_qp_init_attr_mask {
+	IBV_QP_INIT_ATTR_PD, IBV_QP_INIT_ATTR_XRCD,
+	IBV_QP_INIT_ATTR_MAX_TSO_HEADER, ...
+};
+
+struct ibv_qp_init_attr_ex {
+	void *qp_context;
+	struct ibv_cq *send_cq;
+	struct ibv_cq *recv_cq;
+	struct ibv_srq *srq;
+	struct ibv_qp_cap cap;
+	enum ibv_qp_type qp_type;
+	int sq_sig_all;
+	uint32_t comp_mask;
+	struct ibv_pd *pd;
+	struct ibv_xrcd *xrcd;
+	uint32_t create_flags;
+	uint16_t max_tso_header;
+	...;
+};
+
+struct ibv_qp *ibv_create_qp_ex(struct ibv_context *context,
+				struct ibv_qp_init_attr_ex *init_attr);
 struct ibv_qp *ibv_create_qp(struct ibv_pd *pd,
 			     struct ibv_qp_init_attr *qp_init_attr);
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask);

@@ -1,0 +1,72 @@
+"""Unreliable datagrams: addressed one by one, with a GRH in front, dropped in silence."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._binding import ffi
+from ..enums import Opcode, SendFlags, WCStatus
+from .memory import Fault, copy
+from .wire import Request, Segments, size_of
+
+if TYPE_CHECKING:
+    from .qp import QueuePair
+    from .queue import SendWQE
+
+__all__ = ["GRH_SIZE", "MULTICAST_QPN", "AddressHandle", "deliver", "send"]
+
+GRH_SIZE = 40
+MULTICAST_QPN = 0xFFFFFF
+_NEXT_HEADER_BTH = 0x1B
+_PRIVILEGED_QKEY = 0x8000_0000
+
+
+class AddressHandle(NamedTuple):
+    """The way to a peer."""
+
+    sgid: bytes
+    dgid: bytes
+    sl: int
+    flow_label: int
+    hop_limit: int
+    traffic_class: int
+
+
+def send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+    """Send one datagram; nobody says whether it arrived.
+
+    Raises:
+        Fault: it is longer than the MTU.
+    """
+    if size > qp.device.port_mtu.bytes:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    address: AddressHandle = wqe.ah
+    request = Request(wqe.opcode, qp.type, qp.number, wqe.remote_qpn, data, size)
+    request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
+    if wqe.opcode is Opcode.SEND_WITH_IMM:
+        request.imm = wqe.imm
+    # A Q_Key with the top bit set stands for the sender's own.
+    request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey
+    request.sl = address.sl
+    request.grh = _grh(address, size)
+    if wqe.remote_qpn == MULTICAST_QPN:
+        qp.device.multicast(request, address.dgid)
+    else:
+        qp.device.transmit(request, address.dgid)
+
+
+def _grh(address: AddressHandle, size: int) -> bytes:
+    first = 6 << 28 | address.traffic_class << 20 | address.flow_label
+    return struct.pack(
+        "!IHBB16s16s", first, size, _NEXT_HEADER_BTH, address.hop_limit,
+        address.sgid, address.dgid,
+    )  # fmt: skip
+
+
+def deliver(request: Request, segments: Segments) -> WCStatus:
+    """Write a datagram, GRH first, into a receive's buffers; return how it ended."""
+    if request.length + GRH_SIZE > size_of(segments):
+        return WCStatus.LOC_LEN_ERR
+    copy([(ffi.from_buffer(request.grh), GRH_SIZE), *request.data], segments)
+    return WCStatus.SUCCESS

@@ -1,0 +1,273 @@
+"""Memory regions, memory windows, and every check before a byte is touched.
+
+Nothing here takes an address at its word: an access names a key, and the key's
+region or window must cover the range, belong to the protection domain and
+grant the operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._binding import ffi
+from ..enums import Access, MWType, WCStatus
+from .wire import Segments
+
+__all__ = ["Fault", "Memory", "ProtectionDomain", "Region", "RemoteFault", "Window", "copy"]
+
+
+class Fault(Exception):
+    """A local error: the work request completes with this status."""
+
+    def __init__(self, status: WCStatus) -> None:
+        super().__init__(status.name)
+        self.status = status
+
+
+class RemoteFault(Exception):
+    """A remote access error: the responder refuses."""
+
+
+class ProtectionDomain:
+    """What regions, windows and queue pairs may be used together."""
+
+    __slots__ = ()
+
+
+class Region:
+    """Registered memory."""
+
+    __slots__ = ("access", "addr", "base", "length", "lkey", "pd", "rkey", "valid", "windows")
+
+    def __init__(
+        self, pd: ProtectionDomain, addr: int, length: int, access: int, lkey: int, rkey: int
+    ) -> None:
+        self.pd = pd
+        self.addr = addr
+        self.length = length
+        self.access = access
+        self.lkey = lkey
+        self.rkey = rkey
+        self.base = ffi.cast("char *", addr)
+        self.valid = True
+        self.windows = 0
+
+
+class Window:
+    """A memory window: unbound until a region is behind it."""
+
+    __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
+
+    def __init__(self, pd: ProtectionDomain, mw_type: MWType, rkey: int) -> None:
+        self.pd = pd
+        self.type = mw_type
+        self.rkey = rkey
+        self.region: Region | None = None
+        self.addr = 0
+        self.length = 0
+        self.access = 0
+        self.qpn = 0
+        """The queue pair that bound it; a type 2 window serves no other."""
+
+    def bind(self, region: Region, addr: int, length: int, access: int, qpn: int) -> None:
+        """Point the window at a range of a region."""
+        self.unbind()
+        self.region, self.addr, self.length, self.access = region, addr, length, access
+        self.qpn = qpn
+        region.windows += 1
+
+    def unbind(self) -> None:
+        """Take the region away; the key grants nothing then."""
+        if self.region is not None:
+            self.region.windows -= 1
+            self.region = None
+
+
+_STALE_STEP = 0x3F
+"""Low byte of successive keys differ, so that a stale key is not the next one's."""
+
+
+class Memory:
+    """The keys of a device and what they stand for."""
+
+    def __init__(self) -> None:
+        self.regions_by_lkey: dict[int, Region] = {}
+        self._by_rkey: dict[int, Region | Window] = {}
+        self._next = 0x10
+        self._tag = 0
+
+    def _new_key(self) -> int:
+        # The upper 24 bits are the index, the low byte a tag.
+        self._next = (self._next + 1) & 0x7FFFFF or 1
+        self._tag = (self._tag + _STALE_STEP) & 0xFF
+        key = self._next << 8 | self._tag
+        return key if key not in self.regions_by_lkey else self._new_key()
+
+    # ---- registering --------------------------------------------------------
+
+    def register(self, pd: ProtectionDomain, addr: int, length: int, access: int) -> Region:
+        """Register memory; its keys are new, and the rkey is not the lkey."""
+        lkey = self._new_key()
+        region = Region(pd, addr, length, access, lkey, lkey | 0x8000_0000)
+        self.regions_by_lkey[lkey] = region
+        self._by_rkey[region.rkey] = region
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Forget a region; from now on its keys are unknown."""
+        self.regions_by_lkey.pop(region.lkey, None)
+        self._by_rkey.pop(region.rkey, None)
+        region.valid = False
+
+    def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
+        """Make an unbound window."""
+        window = Window(pd, mw_type, self._new_key())
+        self._by_rkey[window.rkey] = window
+        return window
+
+    def deallocate_window(self, window: Window) -> None:
+        """Forget a window."""
+        self._by_rkey.pop(window.rkey, None)
+        window.unbind()
+
+    def rekey(self, window: Window, rkey: int) -> None:
+        """Give a window its new key."""
+        self._by_rkey.pop(window.rkey, None)
+        window.rkey = rkey
+        self._by_rkey[rkey] = window
+
+    # ---- checking -----------------------------------------------------------
+
+    def local(self, pd: ProtectionDomain, sges: Any, write: bool) -> Segments:
+        """Return the memory behind local SGEs.
+
+        Args:
+            pd: the queue's protection domain.
+            sges: (addr, length, lkey) each; length 0 means 2^31.
+            write: the device is to write there.
+
+        Raises:
+            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong.
+        """
+        segments: Segments = []
+        regions = self.regions_by_lkey
+        for addr, length, lkey in sges:
+            region = regions.get(lkey)
+            length = length or 1 << 31
+            if region is None or region.pd is not pd:
+                raise Fault(WCStatus.LOC_PROT_ERR)
+            start = addr - region.addr
+            if start < 0 or start + length > region.length:
+                raise Fault(WCStatus.LOC_PROT_ERR)
+            if write and not region.access & Access.LOCAL_WRITE:
+                raise Fault(WCStatus.LOC_PROT_ERR)
+            segments.append((region.base + start, length))
+        return segments
+
+    def remote(
+        self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int, length: int, need: int
+    ) -> Any:
+        """Return a pointer to the memory behind a remote key.
+
+        Args:
+            pd: the responder's protection domain.
+            qpn: the responder's queue pair.
+            rkey, addr, length: what the request names.
+            need: the Access that the operation needs.
+
+        Raises:
+            RemoteFault: a key, range, domain or permission is wrong.
+        """
+        target = self._by_rkey.get(rkey)
+        if isinstance(target, Window):
+            region = target.region
+            if region is None or not region.valid or target.pd is not pd:
+                raise RemoteFault("the window is not bound here")
+            if target.type is MWType.TYPE_2 and target.qpn != qpn:
+                raise RemoteFault("the window was bound on another queue pair")
+        else:
+            region = target
+            if region is None or region.pd is not pd:
+                raise RemoteFault("the rkey is unknown here")
+        assert target is not None
+        zero_based = target.access & Access.ZERO_BASED
+        start = addr if zero_based else addr - target.addr
+        if start < 0 or start + length > target.length:
+            raise RemoteFault("the range lies outside what the rkey covers")
+        if need & ~target.access:
+            raise RemoteFault("the rkey does not grant this")
+        return region.base + (target.addr - region.addr + start)
+
+    # ---- memory management operations ---------------------------------------
+
+    def bind(
+        self,
+        window: Window,
+        region: Region | None,
+        addr: int,
+        length: int,
+        access: int,
+        *,
+        pd: ProtectionDomain,
+        qpn: int,
+        rkey: int,
+    ) -> None:
+        """Bind a window, as a work request asks.
+
+        Raises:
+            Fault: MW_BIND_ERR: the rules of binding are not met.
+        """
+        type_2 = window.type is MWType.TYPE_2
+        refused = Fault(WCStatus.MW_BIND_ERR)
+        if window.pd is not pd or (type_2 and window.region is not None):
+            raise refused
+        if not length and not type_2:
+            # A type 1 window is unbound by a bind of length 0.
+            self.rekey(window, rkey)
+            window.unbind()
+            return
+        if region is None or not region.valid or region.pd is not pd or not length:
+            raise refused
+        if not region.access & Access.MW_BIND or region.access & Access.ZERO_BASED:
+            raise refused
+        writes = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+        if access & writes and not region.access & Access.LOCAL_WRITE:
+            raise refused
+        if addr < region.addr or addr + length > region.addr + region.length:
+            raise refused
+        self.rekey(window, window.rkey & ~0xFF | rkey & 0xFF)
+        window.bind(region, addr, length, access, qpn)
+
+    def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:
+        """Invalidate a region's or a type 2 window's key; return whether that could be done."""
+        target = self._by_rkey.get(key) or self.regions_by_lkey.get(key)
+        if target is None or target.pd is not pd:
+            return False
+        if isinstance(target, Window):
+            if target.type is not MWType.TYPE_2 or target.region is None or target.qpn != qpn:
+                return False
+            target.unbind()
+            return True
+        if target.windows:
+            return False
+        self.deregister(target)
+        return True
+
+
+def copy(source: Segments, target: Segments) -> None:
+    """Copy all of the source into the target, which is at least as long."""
+    if len(source) == 1 and target:
+        (pointer, length), (into, room) = source[0], target[0]
+        if length <= room:
+            ffi.memmove(into, pointer, length)
+            return
+    pieces = iter(target)
+    into, room = None, 0
+    for pointer, length in source:
+        while length:
+            if not room:
+                into, room = next(pieces)
+            size = min(length, room)
+            ffi.memmove(into, pointer, size)
+            pointer, into = pointer + size, into + size
+            length, room = length - size, room - size

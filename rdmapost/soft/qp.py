@@ -1,0 +1,275 @@
+"""Queue pairs: the state machine, the queues, and how work requests complete."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Any
+
+from ..enums import (
+    Access,
+    EventType,
+    Opcode,
+    QPAttrMask,
+    QPState,
+    QPType,
+    SendFlags,
+    WCOpcode,
+    WCStatus,
+)
+from ..states import OPTIONAL, REQUIRED
+from .completion import CompletionQueue, Entry
+from .queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .memory import ProtectionDomain
+
+__all__ = ["ATTRIBUTE_RANGES", "QueuePair"]
+
+_COMPLETES_AS = {
+    Opcode.RDMA_WRITE: WCOpcode.RDMA_WRITE,
+    Opcode.RDMA_WRITE_WITH_IMM: WCOpcode.RDMA_WRITE,
+    Opcode.SEND: WCOpcode.SEND,
+    Opcode.SEND_WITH_IMM: WCOpcode.SEND,
+    Opcode.SEND_WITH_INV: WCOpcode.SEND,
+    Opcode.RDMA_READ: WCOpcode.RDMA_READ,
+    Opcode.ATOMIC_CMP_AND_SWP: WCOpcode.COMP_SWAP,
+    Opcode.ATOMIC_FETCH_AND_ADD: WCOpcode.FETCH_ADD,
+    Opcode.LOCAL_INV: WCOpcode.LOCAL_INV,
+    Opcode.BIND_MW: WCOpcode.BIND_MW,
+    Opcode.TSO: WCOpcode.TSO,
+}
+
+_SIGNALED = int(SendFlags.SIGNALED)
+_RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
+
+ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
+    "port_num": (1, 1),
+    "pkey_index": (0, 0),
+    "path_mtu": (1, 5),
+    "dest_qp_num": (0, 0xFFFFFF),
+    "rq_psn": (0, 0xFFFFFFFF),
+    "sq_psn": (0, 0xFFFFFFFF),
+    "timeout": (0, 31),
+    "retry_cnt": (0, 7),
+    "rnr_retry": (0, 7),
+    "min_rnr_timer": (0, 31),
+    "max_rd_atomic": (0, 16),
+    "max_dest_rd_atomic": (0, 16),
+    "qp_access_flags": (0, 0xF),
+    "path_mig_state": (0, 0),
+}
+"""What ibv_modify_qp takes, both ends included."""
+
+
+class QueuePair:
+    """A queue pair of the device."""
+
+    def __init__(
+        self,
+        device: Device,
+        context: Any,
+        number: int,
+        qp_type: QPType,
+        pd: ProtectionDomain,
+        send_cq: CompletionQueue,
+        recv_cq: CompletionQueue,
+        srq: SharedReceiveQueue | None,
+        send_queue: WorkQueue,
+        recv_queue: WorkQueue,
+        max_inline: int,
+        sq_sig_all: bool,
+    ) -> None:
+        self.device = device
+        self.context = context
+        self.number = number
+        self.type = qp_type
+        self.pd = pd
+        self.send_cq = send_cq
+        self.recv_cq = recv_cq
+        self.srq = srq
+        self.sq = send_queue
+        self.rq = recv_queue
+        self.max_inline = max_inline
+        self.sq_sig_all = sq_sig_all
+        self.xrcd: Any = None
+        self.handle: Any = None
+        self.reliable = qp_type in _RELIABLE
+        self.state = QPState.RESET
+        self.attr: dict[str, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.attr = dict.fromkeys(ATTRIBUTE_RANGES, 0) | {
+            "qkey": 0, "port_num": 1, "dgid": None, "ah_attr": b"", "sl": 0,
+        }  # fmt: skip
+        self.begin_attempts()
+        self.established = False
+
+    # ---- the state machine --------------------------------------------------
+
+    def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> int:
+        """Change attributes and the state; return 0 or EINVAL and change nothing."""
+        old = self.state
+        new = QPState(attrs.get("qp_state", old))
+        if "cur_qp_state" in attrs and attrs["cur_qp_state"] != old:
+            return errno.EINVAL
+        required = REQUIRED[self.type].get((old, new))
+        if required is None or required & ~mask:
+            return errno.EINVAL
+        allowed = required | OPTIONAL[self.type].get((old, new), QPAttrMask(0))
+        if mask & ~(allowed | QPAttrMask.STATE | QPAttrMask.CUR_STATE):
+            return errno.EINVAL
+        for name, value in attrs.items():
+            low, high = ATTRIBUTE_RANGES.get(name, (value, value))
+            if not low <= value <= high:
+                return errno.EINVAL
+        self.attr.update(attrs)
+        self._enter(new)
+        return 0
+
+    def _enter(self, state: QPState) -> None:
+        self.state = state
+        if state is QPState.RESET:
+            self.drop_queues()
+            self._forget()
+        elif state is QPState.ERR:
+            self.flush()
+        elif state is QPState.SQD and self.attr.get("en_sqd_async_notify"):
+            # Requests are carried out at the post, so the queue has drained already.
+            self.context.events.push(EventType.SQ_DRAINED, self.handle)
+
+    def drop_queues(self) -> None:
+        """Forget what is posted and what has completed, without a completion."""
+        for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):
+            queue.clear()
+            cq.forget(queue)
+        self.device.parked.discard(self)
+
+    # ---- posting ------------------------------------------------------------
+
+    def post_send(self, wqe: SendWQE) -> int:
+        """Put a work request on the send queue; return 0 or an errno."""
+        if self.state < QPState.RTS:
+            return errno.EINVAL
+        queue = self.sq
+        if queue.used >= queue.depth:
+            return errno.ENOMEM
+        if len(wqe.sges) > queue.max_sge:
+            return errno.EINVAL
+        queue.used += 1
+        queue.pending.append(wqe)
+        if self.state >= QPState.SQE:
+            self.flush_sends()
+        return 0
+
+    def post_recv(self, wqe: RecvWQE) -> int:
+        """Put a work request on the receive queue; return 0 or an errno."""
+        if self.state is QPState.RESET or self.srq is not None:
+            return errno.EINVAL
+        queue = self.rq
+        if queue.used >= queue.depth:
+            return errno.ENOMEM
+        if len(wqe.sges) > queue.max_sge:
+            return errno.EINVAL
+        queue.used += 1
+        queue.pending.append(wqe)
+        if self.state is QPState.ERR:
+            self.flush_receives()
+        return 0
+
+    # ---- attempts of the request at the head of the send queue --------------
+
+    def begin_attempts(self) -> None:
+        """Give the next request its full number of attempts."""
+        self.retries = 0
+        self.rnr_retries = 0
+        self.due = 0.0
+        """When the request at the head is to be tried again, by the monotonic clock."""
+
+    # ---- completing ---------------------------------------------------------
+
+    def complete_send(self, wqe: SendWQE, status: WCStatus, byte_len: int = 0) -> None:
+        """Retire a send work request, with a completion where one is due."""
+        queue = self.sq
+        if not (status or self.sq_sig_all or wqe.flags & _SIGNALED):
+            queue.silent += 1
+            return
+        frees, queue.silent = queue.silent + 1, 0
+        # An unknown opcode can only have failed; opcode means nothing then.
+        opcode = _COMPLETES_AS.get(wqe.opcode, WCOpcode.SEND)
+        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
+        self._push(self.send_cq, Entry(fields, queue, frees))
+
+    def complete_recv(
+        self,
+        wqe: RecvWQE,
+        status: WCStatus,
+        *,
+        opcode: WCOpcode = WCOpcode.RECV,
+        byte_len: int = 0,
+        imm: int = 0,
+        src_qp: int = 0,
+        flags: int = 0,
+        sl: int = 0,
+        solicited: bool = False,
+        queue: WorkQueue | None = None,
+        cq: CompletionQueue | None = None,
+    ) -> None:
+        """Retire a receive work request of this queue pair's, or of the given queue."""
+        fields = (
+            wqe.wr_id, status, opcode, 0, byte_len, imm, self.number, src_qp, flags, 0, 0, sl, 0,
+        )  # fmt: skip
+        entry = Entry(fields, self.rq if queue is None else queue, 1, solicited)
+        self._push(self.recv_cq if cq is None else cq, entry)
+
+    def _push(self, cq: CompletionQueue, entry: Entry) -> None:
+        if cq.push(entry) or self.state is QPState.ERR:
+            return
+        self.context.events.push(EventType.CQ_ERR, cq.handle)
+        self.fail(EventType.QP_FATAL)
+
+    # ---- failing ------------------------------------------------------------
+
+    def fail(self, event: EventType | None = None) -> None:
+        """Enter the error state, and report an event about it."""
+        if self.state is QPState.ERR:
+            return
+        self.state = QPState.ERR
+        if event is not None:
+            self.context.events.push(event, self.handle)
+        self.flush()
+
+    def fail_send(self) -> None:
+        """React to a failed send: an unreliable queue pair can still receive."""
+        if self.reliable:
+            self.fail()
+        elif self.state is not QPState.ERR:
+            self.state = QPState.SQE
+            self.flush_sends()
+
+    def flush(self) -> None:
+        """Complete everything that is posted with a flush error."""
+        self.flush_sends()
+        if self.srq is None:
+            self.flush_receives()
+        else:
+            self.context.events.push(EventType.QP_LAST_WQE_REACHED, self.handle)
+
+    def flush_sends(self) -> None:
+        """Complete the send queue with flush errors."""
+        self.device.parked.discard(self)
+        self.begin_attempts()
+        pending = self.sq.pending
+        while pending:
+            self.complete_send(pending.popleft(), WCStatus.WR_FLUSH_ERR)
+
+    def flush_receives(self) -> None:
+        """Complete the receive queue with flush errors."""
+        pending = self.rq.pending
+        while pending:
+            self.complete_recv(pending.popleft(), WCStatus.WR_FLUSH_ERR)
+
+    def grants(self, access: Access) -> bool:
+        """Whether a peer may do this through the queue pair at all."""
+        return bool(self.attr["qp_access_flags"] & access)

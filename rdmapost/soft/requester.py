@@ -1,0 +1,240 @@
+"""The requester: carries out the send queue, in order, one request at a time.
+
+A request goes out as a message and its acknowledgement decides how the work
+request completes.  What must be tried again later is parked with the time at
+which it is due; the device comes back to it when anybody posts, polls or is
+woken by a completion channel.  FENCE is met by itself: a request starts when
+the one before it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .._binding import ffi
+from ..enums import Opcode, QPState, QPType, SendFlags, WCStatus
+from ..rules import MAX_MSG_SIZE, OPCODES_BY_QP_TYPE
+from . import datagram, offload, raw
+from .memory import Fault, copy
+from .qp import QueuePair
+from .queue import SendWQE
+from .wire import Ack, AckKind, Request, Segments, size_of
+
+__all__ = ["run"]
+
+_RNR_MILLISECONDS = (
+    655.36, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24, 0.32, 0.48, 0.64, 0.96, 1.28,
+    1.92, 2.56, 3.84, 5.12, 7.68, 10.24, 15.36, 20.48, 30.72, 40.96, 61.44, 81.92, 122.88,
+    163.84, 245.76, 327.68, 491.52,
+)  # fmt: skip
+"""What min_rnr_timer stands for (InfiniBand Architecture Specification, table 45)."""
+
+_FOR_EVER = 7
+"""rnr_retry: never give up."""
+
+_NAK_STATUS = {
+    AckKind.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
+    AckKind.NAK_REMOTE_ACCESS: WCStatus.REM_ACCESS_ERR,
+    AckKind.NAK_REMOTE_OPERATIONAL: WCStatus.REM_OP_ERR,
+}
+
+_WITH_IMM = frozenset({Opcode.SEND_WITH_IMM, Opcode.RDMA_WRITE_WITH_IMM})
+
+
+class _Parked(Exception):
+    """The request is to be tried again later."""
+
+
+def run(qp: QueuePair) -> None:
+    """Carry out the send queue as far as it goes now."""
+    pending = qp.sq.pending
+    while pending and qp.state is QPState.RTS:
+        if qp.due and time.monotonic() < qp.due:
+            return
+        wqe = pending[0]
+        byte_len = 0
+        try:
+            forced = qp.device.faults.status_of(wqe.wr_id)
+            if forced is not None:
+                raise Fault(forced)
+            byte_len = _carry_out(qp, wqe)
+            status = WCStatus.SUCCESS
+        except Fault as fault:
+            status = fault.status
+        except _Parked:
+            qp.device.park(qp)
+            return
+        except BaseException as error:
+            # A fault of ours is the caller's to see, and the work request's end.
+            qp.device.report(error)
+            status = WCStatus.FATAL_ERR
+        qp.begin_attempts()
+        if not pending or pending[0] is not wqe:
+            # Its own consequences flushed it: a queue pair that sends to itself.
+            return
+        pending.popleft()
+        qp.complete_send(wqe, status, byte_len)
+        if status:
+            qp.fail_send()
+
+
+def _carry_out(qp: QueuePair, wqe: SendWQE) -> int:
+    """Carry out one work request; return the bytes that came back.
+
+    Raises:
+        Fault: it ends with an error status.
+        _Parked: it is to be tried again.
+    """
+    opcode = wqe.opcode
+    if opcode not in OPCODES_BY_QP_TYPE[qp.type]:
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
+    return _BY_OPCODE[opcode](qp, wqe)
+
+
+# ---- what goes out ----------------------------------------------------------
+
+
+def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Segments, int]:
+    """Return the local buffers of a work request and their size."""
+    if wqe.inline is not None:
+        size = len(wqe.inline)
+        return ([(wqe.inline, size)] if size else []), size
+    segments = qp.device.memory.local(qp.pd, wqe.sges, write)
+    size = size_of(segments)
+    if size > MAX_MSG_SIZE:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    return segments, size
+
+
+def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
+    request = Request(wqe.opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
+    request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
+    request.remote_addr = wqe.remote_addr
+    request.rkey = wqe.rkey
+    request.srqn = wqe.remote_srqn
+    if wqe.opcode in _WITH_IMM:
+        request.imm = wqe.imm
+    elif wqe.opcode is Opcode.SEND_WITH_INV:
+        request.invalidate_rkey = wqe.imm
+    return request
+
+
+def _send_or_write(qp: QueuePair, wqe: SendWQE) -> int:
+    data, size = _local_data(qp, wqe)
+    if qp.type is QPType.UD:
+        datagram.send(qp, wqe, data, size)
+    elif qp.type is QPType.RAW_PACKET:
+        raw.send(qp, wqe, data)
+    else:
+        _exchange(qp, _request(qp, wqe, data, size))
+    return 0
+
+
+def _read(qp: QueuePair, wqe: SendWQE) -> int:
+    target, size = _local_data(qp, wqe, write=True)
+    _needs_rd_atomic(qp)
+    ack = _exchange(qp, _request(qp, wqe, [], size))
+    if ack.data:
+        copy(ack.data, target)
+    return size
+
+
+def _atomic(qp: QueuePair, wqe: SendWQE) -> int:
+    target, size = _local_data(qp, wqe, write=True)
+    if size < 8:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    _needs_rd_atomic(qp)
+    request = _request(qp, wqe, [], 8)
+    request.compare, request.swap = wqe.compare_add, wqe.swap
+    old = _exchange(qp, request).value
+    copy([(ffi.new("uint64_t *", old), 8)], target)
+    return 8
+
+
+def _needs_rd_atomic(qp: QueuePair) -> None:
+    if not qp.attr["max_rd_atomic"]:
+        # Not one read or atomic may be outstanding: it could never start.
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
+
+
+def _local_invalidate(qp: QueuePair, wqe: SendWQE) -> int:
+    if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
+        raise Fault(WCStatus.MW_BIND_ERR)
+    return 0
+
+
+def _bind(qp: QueuePair, wqe: SendWQE) -> int:
+    window, region, addr, length, access = wqe.bind
+    qp.device.memory.bind(
+        window, region, addr, length, access, pd=qp.pd, qpn=qp.number, rkey=wqe.rkey
+    )
+    return 0
+
+
+def _tso(qp: QueuePair, wqe: SendWQE) -> int:
+    data, size = _local_data(qp, wqe)
+    offload.segment(qp, wqe, data, size)
+    return 0
+
+
+_BY_OPCODE: dict[Opcode, Callable[[QueuePair, SendWQE], int]] = {
+    Opcode.SEND: _send_or_write,
+    Opcode.SEND_WITH_IMM: _send_or_write,
+    Opcode.SEND_WITH_INV: _send_or_write,
+    Opcode.RDMA_WRITE: _send_or_write,
+    Opcode.RDMA_WRITE_WITH_IMM: _send_or_write,
+    Opcode.RDMA_READ: _read,
+    Opcode.ATOMIC_CMP_AND_SWP: _atomic,
+    Opcode.ATOMIC_FETCH_AND_ADD: _atomic,
+    Opcode.LOCAL_INV: _local_invalidate,
+    Opcode.BIND_MW: _bind,
+    Opcode.TSO: _tso,
+}
+
+
+# ---- what comes back --------------------------------------------------------
+
+_NOTHING = Ack(AckKind.ACK)
+
+
+def _exchange(qp: QueuePair, request: Request) -> Ack:
+    """Send a request and return its acknowledgement.
+
+    Raises:
+        Fault: the responder refused, or the attempts are used up.
+        _Parked: it did not answer, or was not ready; attempts are left.
+    """
+    ack = qp.device.transmit(request, qp.attr["dgid"])
+    if not qp.reliable:
+        return _NOTHING
+    if ack is None:
+        _again(qp, _timeout(qp), qp.retries, qp.attr["retry_cnt"], WCStatus.RETRY_EXC_ERR)
+        qp.retries += 1
+        raise _Parked
+    if ack.kind is AckKind.ACK:
+        return ack
+    if ack.kind is AckKind.RNR_NAK:
+        tries = qp.attr["rnr_retry"]
+        wait = _RNR_MILLISECONDS[ack.rnr_timer] / 1000
+        if tries == _FOR_EVER:
+            qp.due = time.monotonic() + wait
+            raise _Parked
+        _again(qp, wait, qp.rnr_retries, tries, WCStatus.RNR_RETRY_EXC_ERR)
+        qp.rnr_retries += 1
+        raise _Parked
+    raise Fault(_NAK_STATUS[ack.kind])
+
+
+def _again(qp: QueuePair, wait: float, made: int, allowed: int, otherwise: WCStatus) -> None:
+    """Set the time of the next attempt, or fail when all are used up."""
+    if made > allowed or (made == allowed and otherwise is WCStatus.RNR_RETRY_EXC_ERR):
+        raise Fault(otherwise)
+    qp.due = time.monotonic() + wait
+
+
+def _timeout(qp: QueuePair) -> float:
+    """Return how long an acknowledgement is waited for, in seconds."""
+    encoded = qp.attr["timeout"]
+    # 0 is for ever: look again now and then, for the peer may come up.
+    return 4.096e-6 * (1 << encoded) if encoded else 1.0

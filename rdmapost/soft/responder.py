@@ -1,0 +1,224 @@
+"""The responder: carries out one request and answers it.
+
+On an unreliable service there is no answer: what cannot be carried out is
+dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .._binding import ffi
+from ..enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
+from . import datagram
+from .memory import Fault, RemoteFault, copy
+from .queue import RecvWQE, SharedReceiveQueue, WorkQueue
+from .wire import ACK, Ack, AckKind, Request, Segments, size_of
+
+if TYPE_CHECKING:
+    from .completion import CompletionQueue
+    from .qp import QueuePair
+
+__all__ = ["consume_receive", "receive"]
+
+_RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
+_PARTNER = {QPType.XRC_SEND: QPType.XRC_RECV}
+
+_INVALID_REQUEST = Ack(AckKind.NAK_INVALID_REQUEST)
+_REMOTE_ACCESS = Ack(AckKind.NAK_REMOTE_ACCESS)
+_REMOTE_OPERATIONAL = Ack(AckKind.NAK_REMOTE_OPERATIONAL)
+
+_MASK64 = (1 << 64) - 1
+
+
+def receive(qp: QueuePair, request: Request) -> Ack | None:
+    """Carry out a request; return the acknowledgement, or None where there is none."""
+    if qp.state not in _RECEIVES or not _is_for(qp, request):
+        return None
+    if qp.state is QPState.RTR and not qp.established:
+        qp.established = True
+        qp.context.events.push(EventType.COMM_EST, qp.handle)
+    try:
+        ack = _BY_OPCODE[request.opcode](qp, request)
+    except RemoteFault:
+        if not qp.reliable:
+            return None
+        qp.fail(EventType.QP_ACCESS_ERR)
+        ack = _REMOTE_ACCESS
+    return ack if qp.reliable else None
+
+
+def _is_for(qp: QueuePair, request: Request) -> bool:
+    """Whether a request reaches this queue pair: its type, and its peer or Q_Key."""
+    if qp.type is not _PARTNER.get(request.qp_type, request.qp_type):
+        return False
+    if qp.type is QPType.UD:
+        return bool(request.qkey == qp.attr["qkey"])
+    return bool(qp.attr["dest_qp_num"] == request.src_qpn)
+
+
+def _refuse(qp: QueuePair) -> Ack:
+    """Answer an invalid request; it breaks the connection."""
+    if qp.reliable:
+        qp.fail(EventType.QP_REQ_ERR)
+    return _INVALID_REQUEST
+
+
+# ---- receives ---------------------------------------------------------------
+
+
+class _Receive:
+    """A receive work request taken off a queue, and where it completes."""
+
+    __slots__ = ("cq", "pd", "queue", "wqe")
+
+    def __init__(self, qp: QueuePair, wqe: RecvWQE, srq: SharedReceiveQueue | None) -> None:
+        self.wqe = wqe
+        self.queue: WorkQueue = qp.rq if srq is None else srq.queue
+        self.pd = qp.pd if srq is None else srq.pd
+        self.cq: CompletionQueue = (srq.cq if srq is not None else None) or qp.recv_cq
+
+
+def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
+    """Return the shared receive queue that a request draws from, or None for the own one.
+
+    Raises:
+        RemoteFault: an XRC request names none of this domain.
+    """
+    if qp.type is not QPType.XRC_RECV:
+        return qp.srq
+    srq: SharedReceiveQueue | None = qp.device.srqs.get(request.srqn)
+    if srq is None or srq.xrcd is not qp.xrcd:
+        raise RemoteFault("no such XRC SRQ in this domain")
+    return srq
+
+
+def consume_receive(qp: QueuePair, request: Request) -> _Receive | Ack | None:
+    """Take the next receive, or return what to answer when there is none."""
+    srq = shared_queue(qp, request)
+    pending = qp.rq.pending if srq is None else srq.queue.pending
+    if not pending or qp.device.faults.refuse_receive(qp.number):
+        return Ack(AckKind.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
+    taken = _Receive(qp, pending.popleft(), srq)
+    if srq is not None and len(pending) < srq.limit:
+        srq.limit = 0
+        srq.context.events.push(EventType.SRQ_LIMIT_REACHED, srq.handle)
+    return taken
+
+
+def _send(qp: QueuePair, request: Request) -> Ack | None:
+    srq = shared_queue(qp, request)
+    if srq is not None and srq.tags is not None:
+        ack: Ack | None = srq.tags.receive(qp, request)
+        return ack
+    taken = consume_receive(qp, request)
+    if not isinstance(taken, _Receive):
+        return taken
+    return fill(qp, request, taken)
+
+
+def fill(qp: QueuePair, request: Request, taken: _Receive) -> Ack | None:
+    """Write a message into a receive's buffers and complete it."""
+    status, ack = WCStatus.SUCCESS, ACK
+    flags = imm = 0
+    byte_len = request.length
+    try:
+        segments = qp.device.memory.local(taken.pd, taken.wqe.sges, True)
+        if qp.type is QPType.UD:
+            status = datagram.deliver(request, segments)
+            byte_len += datagram.GRH_SIZE
+            flags = int(WCFlags.GRH)
+        elif request.length > size_of(segments):
+            status = WCStatus.LOC_LEN_ERR
+        elif request.data:
+            copy(request.data, segments)
+        if status:
+            ack = _INVALID_REQUEST
+    except Fault as fault:
+        status, ack = fault.status, _REMOTE_OPERATIONAL
+    if request.imm is not None:
+        imm, flags = request.imm, flags | WCFlags.WITH_IMM
+    elif request.invalidate_rkey is not None and not status:
+        imm, flags = request.invalidate_rkey, flags | WCFlags.WITH_INV
+        if not qp.device.memory.invalidate(taken.pd, qp.number, request.invalidate_rkey):
+            status, ack = WCStatus.LOC_ACCESS_ERR, _REMOTE_ACCESS
+    qp.complete_recv(
+        taken.wqe, status, byte_len=byte_len, imm=imm, flags=flags,
+        src_qp=request.src_qpn if qp.type is QPType.UD else 0, sl=request.sl,
+        solicited=request.solicited, queue=taken.queue, cq=taken.cq,
+    )  # fmt: skip
+    if status:
+        qp.fail()
+    return ack
+
+
+# ---- remote memory ----------------------------------------------------------
+
+
+def _target(qp: QueuePair, request: Request, size: int, access: Access) -> Segments:
+    """Return the memory that a request names, for an access that its key must grant."""
+    if not size:
+        # A message of no bytes touches nothing, so its key is not looked at.
+        return []
+    srq = shared_queue(qp, request) if qp.type is QPType.XRC_RECV else None
+    pd = qp.pd if srq is None else srq.pd
+    pointer = qp.device.memory.remote(
+        pd, qp.number, request.rkey, request.remote_addr, size, access
+    )
+    return [(pointer, size)]
+
+
+def _write(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(Access.REMOTE_WRITE):
+        return _refuse(qp)
+    target = _target(qp, request, request.length, Access.REMOTE_WRITE)
+    if request.imm is None:
+        copy(request.data, target)
+        return ACK
+    # Without a receive nothing is written either.
+    taken = consume_receive(qp, request)
+    if not isinstance(taken, _Receive):
+        return taken
+    copy(request.data, target)
+    qp.complete_recv(
+        taken.wqe, WCStatus.SUCCESS, opcode=WCOpcode.RECV_RDMA_WITH_IMM,
+        byte_len=request.length, imm=request.imm, flags=WCFlags.WITH_IMM,
+        solicited=request.solicited, queue=taken.queue, cq=taken.cq,
+    )  # fmt: skip
+    return ACK
+
+
+def _read(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(Access.REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
+        return _refuse(qp)
+    source = _target(qp, request, request.length, Access.REMOTE_READ)
+    return Ack(AckKind.ACK, data=source)
+
+
+def _atomic(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(Access.REMOTE_ATOMIC) or not qp.attr["max_dest_rd_atomic"]:
+        return _refuse(qp)
+    if request.remote_addr % 8:
+        return _refuse(qp)
+    [(pointer, _)] = _target(qp, request, 8, Access.REMOTE_ATOMIC)
+    # The device's lock makes this atomic among everything that it does.
+    value = ffi.cast("uint64_t *", pointer)
+    old: int = value[0]
+    if request.opcode is Opcode.ATOMIC_FETCH_AND_ADD:
+        value[0] = (old + request.compare) & _MASK64
+    elif old == request.compare:
+        value[0] = request.swap
+    return Ack(AckKind.ACK, value=old)
+
+
+_BY_OPCODE: dict[Opcode, Callable[[QueuePair, Request], Ack | None]] = {
+    Opcode.SEND: _send,
+    Opcode.SEND_WITH_IMM: _send,
+    Opcode.SEND_WITH_INV: _send,
+    Opcode.RDMA_WRITE: _write,
+    Opcode.RDMA_WRITE_WITH_IMM: _write,
+    Opcode.RDMA_READ: _read,
+    Opcode.ATOMIC_CMP_AND_SWP: _atomic,
+    Opcode.ATOMIC_FETCH_AND_ADD: _atomic,
+}

@@ -1,0 +1,111 @@
+"""What queue pairs say to each other: a request, and its acknowledgement.
+
+Requester and responder know each other only through these messages; a wire
+could stand between them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from ..enums import Opcode, QPType
+
+__all__ = ["Ack", "AckKind", "Request", "Segments", "size_of"]
+
+Segments = list[tuple[Any, int]]
+"""Bytes in memory: pairs of a ``char *`` and a length."""
+
+
+class Request:
+    """A message from a requester, whole: segmentation is not modelled."""
+
+    __slots__ = (
+        "compare",
+        "data",
+        "dest_qpn",
+        "grh",
+        "imm",
+        "invalidate_rkey",
+        "length",
+        "opcode",
+        "qkey",
+        "qp_type",
+        "remote_addr",
+        "rkey",
+        "sl",
+        "solicited",
+        "src_qpn",
+        "srqn",
+        "swap",
+    )
+
+    def __init__(
+        self,
+        opcode: Opcode,
+        qp_type: QPType,
+        src_qpn: int,
+        dest_qpn: int,
+        data: Segments,
+        length: int,
+    ) -> None:
+        self.opcode = opcode
+        self.qp_type = qp_type
+        self.src_qpn = src_qpn
+        self.dest_qpn = dest_qpn
+        self.data = data
+        self.length = length
+        self.solicited = False
+        self.imm: int | None = None
+        """Immediate data as the work request holds it, in network order."""
+        self.invalidate_rkey: int | None = None
+        self.remote_addr = 0
+        self.rkey = 0
+        self.compare = 0
+        self.swap = 0
+        self.srqn = 0
+        self.qkey = 0
+        self.grh = b""
+        self.sl = 0
+
+
+class AckKind(IntEnum):
+    """What a responder answers."""
+
+    ACK = 0
+    """Done."""
+    RNR_NAK = 1
+    """No receive is posted; try again after the timer."""
+    NAK_INVALID_REQUEST = 2
+    """The request is malformed, too long or not allowed."""
+    NAK_REMOTE_ACCESS = 3
+    """The key, the range or the permission is wrong."""
+    NAK_REMOTE_OPERATIONAL = 4
+    """The responder could not carry it out for a reason of its own."""
+
+
+class Ack:
+    """A responder's answer on a reliable service."""
+
+    __slots__ = ("data", "kind", "rnr_timer", "value")
+
+    def __init__(
+        self, kind: AckKind, *, rnr_timer: int = 0, data: Segments | None = None, value: int = 0
+    ) -> None:
+        self.kind = kind
+        self.rnr_timer = rnr_timer
+        """Encoded as min_rnr_timer."""
+        self.data = data
+        """What an RDMA READ fetched."""
+        self.value = value
+        """What an atomic found."""
+
+
+ACK = Ack(AckKind.ACK)
+
+
+def size_of(segments: Segments) -> int:
+    """Return the number of bytes in segments."""
+    if len(segments) == 1:
+        return segments[0][1]
+    return sum(length for _, length in segments)
