@@ -1,0 +1,5 @@
+"""``python -m rdmapost.cli`` is ``rdmapost``."""
+
+from . import main
+
+main()

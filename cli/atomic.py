@@ -1,0 +1,141 @@
+"""``rdmapost atomic cas`` and ``rdmapost atomic fetch-add``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import U64, Shot, Target, device_options, flag_options, shot_options
+from .output import Output
+
+if TYPE_CHECKING:
+    from rdmapost import Opcode, SendWR
+
+__all__ = ["atomic"]
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def atomic(ctx: click.Context) -> None:
+    """Change a 64-bit value of a second queue pair in one step."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
+
+
+def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--initial", type=U64, metavar="N", default=0, show_default=True,
+        help="The value that stands there.",
+    )(function)  # fmt: skip
+
+
+@atomic.command("cas")
+@_initial_option
+@click.option(
+    "--compare", type=U64, metavar="N", default=0, show_default=True,
+    help="Swap if this value stands there.",
+)  # fmt: skip
+@click.option(
+    "--swap", type=U64, metavar="N", default=1, show_default=True, help="The value to put there."
+)
+@flag_options("fence")
+@shot_options
+@device_options
+def compare_and_swap(
+    out: Output, target: Target, shot: Shot, initial: int, compare: int, swap: int
+) -> None:
+    """Compare and swap: put a value there if the one to compare with stands there."""
+    from rdmapost import AtomicCmpAndSwp, Opcode
+
+    def make(**fields: Any) -> SendWR:
+        return AtomicCmpAndSwp(compare_add=compare, swap=swap, **fields)
+
+    def after(value: int) -> int:
+        return swap if value == compare else value
+
+    _run(out, target, shot, Opcode.ATOMIC_CMP_AND_SWP, initial, make, after,
+         {"initial": initial, "compare": compare, "swap": swap})  # fmt: skip
+
+
+@atomic.command("fetch-add")
+@_initial_option
+@click.option(
+    "--add", type=U64, metavar="N", default=1, show_default=True, help="What to add; wraps at 2^64."
+)
+@flag_options("fence")
+@shot_options
+@device_options
+def fetch_and_add(out: Output, target: Target, shot: Shot, initial: int, add: int) -> None:
+    """Fetch and add: add to the value that stands there."""
+    from rdmapost import AtomicFetchAndAdd, Opcode
+
+    def make(**fields: Any) -> SendWR:
+        return AtomicFetchAndAdd(compare_add=add, **fields)
+
+    def after(value: int) -> int:
+        return (value + add) % (1 << 64)
+
+    _run(out, target, shot, Opcode.ATOMIC_FETCH_AND_ADD, initial, make, after,
+         {"initial": initial, "add": add})  # fmt: skip
+
+
+def _run(
+    out: Output,
+    target: Target,
+    shot: Shot,
+    opcode: Opcode,
+    initial: int,
+    make: Callable[..., SendWR],
+    after: Callable[[int], int],
+    given: dict[str, Any],
+) -> None:
+    """Post atomics on one value and check what each of them did.
+
+    Args:
+        out, target, shot, opcode: as in oneshot.loopback.
+        initial: the value that stands there.
+        make: makes the work request.
+        after: what the operation makes of a value.
+        given: what the document says of the request.
+    """
+    from rdmapost import RdmaError
+
+    from .oneshot import loopback, post, send_flags, show
+
+    count = shot.count
+    with loopback(out, target, shot, opcode, local_size=8 * count, remote_size=8) as pair:
+        context = pair.local.cq.context
+        if not context.attr.atomic_cap:
+            raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
+        pair.remote.mr.buffer[:8] = initial.to_bytes(8, sys.byteorder)
+        flags = send_flags(shot)
+        post(
+            out,
+            pair,
+            [
+                make(
+                    wr_id=index + 1,
+                    send_flags=flags,
+                    sg_list=pair.cut(pair.local, 8 * index, 8),
+                    **pair.target(),
+                )
+                for index in range(count)
+            ],
+        )
+        local = pair.local.mr.buffer.cast("Q")
+        olds = [local[index] for index in range(count)]
+        new = pair.remote.mr.buffer[:8].cast("Q")[0]
+        out.doc["byte_len"] = 8
+    expected = initial
+    for index, old in enumerate(olds):
+        if old != expected:
+            raise RdmaError(f"atomic {index + 1} of {count} found {old} and not {expected}")
+        expected = after(expected)
+    if new != expected:
+        raise RdmaError(f"{new} stands there now, and not {expected}")
+    yields: dict[str, Any] = {**given, "old": olds[0], "new": new}
+    show(out, yields if count == 1 else {**yields, "olds": olds})

@@ -1,0 +1,88 @@
+"""``rdmapost check``."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import Target, device_options, timeout_option
+from .output import Output, columns
+
+if TYPE_CHECKING:
+    from rdmapost.check import Result
+
+__all__ = ["check"]
+
+
+@click.command()
+@timeout_option
+@device_options
+@click.pass_context
+def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> None:
+    """Post every opcode on every QP type in loopback and see that it works.
+
+    Each is verified by the bytes that arrived, the values, or what the key
+    permits afterwards.  The timeout is for each of them.
+    """
+    from rdmapost.check import run_checks
+
+    from .session import open_target
+
+    results: list[Result] = []
+    with open_target(out, target) as (context, port_num):
+        for result in run_checks(
+            context, port_num=port_num, gid_index=target.gid_index, timeout=timeout
+        ):
+            out.note(f"{result.opcode} on {result.qp_type}: {result.status}: {result.detail}")
+            results.append(result)
+    counts = {
+        name: sum(result.status == status for result in results)
+        for name, status in (
+            ("passed", "pass"),
+            ("failed", "fail"),
+            ("unsupported", "unsupported"),
+        )
+    }
+    out.doc["results"] = [
+        {
+            "opcode": result.opcode,
+            "qp_type": result.qp_type,
+            "status": result.status,
+            "detail": result.detail,
+        }
+        for result in results
+    ]
+    out.doc.update(counts)
+    if counts["failed"]:
+        out.doc["error"] = f"{counts['failed']} of {len(results)} checks failed"
+    total = ", ".join(f"{count} {name}" for name, count in counts.items())
+    out.finish(f"{_table(results)}\n\n{out.doc['device']} ({out.doc['kind']}): {total}")
+    ctx.exit(1 if counts["failed"] else 0)
+
+
+def _table(results: list[Result]) -> str:
+    """Lay out results by opcode and QP type; what is not a pass is explained below."""
+    whys: dict[str, int] = {}
+    cells: dict[tuple[str, str], str] = {}
+    for result in results:
+        cell = "pass"
+        if result.status != cell:
+            # The same reason is given once.
+            cell = f"{'FAIL ' if result.status == 'fail' else ''}[{_number(whys, result)}]"
+        cells[result.opcode, result.qp_type] = cell
+    qp_types = list(dict.fromkeys(result.qp_type for result in results))
+    rows = [["OPCODE", *qp_types]]
+    for opcode in dict.fromkeys(result.opcode for result in results):
+        rows.append([opcode, *(cells.get((opcode, qp_type), "") for qp_type in qp_types)])
+    notes = [
+        textwrap.fill(f"[{number}] {why}", 80, subsequent_indent="    ")
+        for why, number in whys.items()
+    ]
+    return "\n".join([columns(rows), *([""] if notes else []), *notes])
+
+
+def _number(whys: dict[str, int], result: Result) -> int:
+    kind = "unsupported" if result.status == "unsupported" else "failed"
+    return whys.setdefault(f"{kind}: {result.detail}", len(whys) + 1)

@@ -1,0 +1,141 @@
+"""``rdmapost devices``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import Target, device_options
+from .output import Output, columns
+
+if TYPE_CHECKING:
+    from rdmapost import Context, PortAttr
+
+__all__ = ["devices"]
+
+
+@click.command()
+@device_options
+def devices(out: Output, target: Target) -> None:
+    """List devices, their ports and GIDs.
+
+    A star marks the GID that is used unless another is asked for.
+    """
+    from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
+
+    from .session import usage_error
+
+    out.doc["devices"] = found = []
+    names = [target.device] if target.device is not None else [d.name for d in list_devices()]
+    if not names:
+        # Opening is what explains why there is none.
+        open_device().close()
+    failures: list[tuple[str, RdmaError]] = []
+    for name in names:
+        try:
+            with open_device(name) as context:
+                found.append(_describe(context, target))
+        except NoDeviceError:
+            raise
+        except RdmaError as error:
+            failures.append((name, error))
+    if len(failures) == len(names):
+        raise failures[0][1]
+    for name, why in failures:
+        # The others can still be shown.
+        click.echo(f"rdmapost devices: {why}", err=True)
+        found.append({"name": name, "error": str(why), "ports": []})
+    ports = [port for device in found for port in device["ports"]]
+    if not ports:
+        usage_error(f"{' and '.join(names)} has no port {target.port}")
+    if target.gid_index is not None and not any(port["gids"] for port in ports):
+        usage_error(f"{' and '.join(names)} has no GID with index {target.gid_index}")
+    out.finish(_text(found))
+
+
+def _describe(context: Context, target: Target) -> dict[str, Any]:
+    attr = context.attr
+    wanted = range(1, attr.phys_port_cnt + 1) if target.port is None else [target.port]
+    return {
+        "name": context.name,
+        "kind": context.kind,
+        "node_type": context.node_type.name,
+        "fw_ver": attr.fw_ver,
+        "node_guid": f"{attr.node_guid:016x}",
+        "ports": [
+            _describe_port(context, context.query_port(number), target)
+            for number in wanted
+            if number <= attr.phys_port_cnt
+        ],
+    }
+
+
+def _describe_port(context: Context, port: PortAttr, target: Target) -> dict[str, Any]:
+    from rdmapost import RdmaError, choose_gid
+
+    table = context.query_gid_table(port.port_num)
+    try:
+        chosen = choose_gid(context, port.port_num).index
+    except RdmaError:
+        chosen = None
+    return {
+        "port": port.port_num,
+        "state": port.state.name,
+        "link_layer": port.link_layer.name,
+        "active_mtu": port.active_mtu.bytes,
+        "max_mtu": port.max_mtu.bytes,
+        "lid": port.lid,
+        "gid_index": chosen,
+        "gids": [
+            {
+                "index": entry.index,
+                "gid": str(entry.gid),
+                "type": None if entry.gid_type is None else entry.gid_type.name,
+                "netdev": entry.ndev or None,
+            }
+            for entry in table
+            if target.gid_index in (None, entry.index)
+        ],
+    }
+
+
+def _text(found: list[dict[str, Any]]) -> str:
+    """Lay out ports in a table, each with its GIDs in one below it."""
+    rows = [["DEVICE", "KIND", "PORT", "STATE", "LINK LAYER", "MTU", "MAX MTU", "LID"]]
+    below: list[str] = [""]
+    for device in found:
+        for port in device["ports"]:
+            rows.append(
+                [
+                    device["name"],
+                    device["kind"],
+                    str(port["port"]),
+                    port["state"],
+                    port["link_layer"],
+                    str(port["active_mtu"]),
+                    str(port["max_mtu"]),
+                    str(port["lid"]) if port["lid"] else "-",
+                ]
+            )
+            below.append(_gids(port))
+    lines = columns(rows).splitlines()
+    return "\n".join(
+        line if not gids else f"{line}\n{gids}" for line, gids in zip(lines, below, strict=True)
+    )
+
+
+def _gids(port: dict[str, Any]) -> str:
+    return columns(
+        [
+            [
+                " *" if gid["index"] == port["gid_index"] else "",
+                f"GID {gid['index']}",
+                gid["gid"],
+                gid["type"] or "",
+                gid["netdev"] or "",
+            ]
+            for gid in port["gids"]
+        ]
+        or [["", "no GID"]]
+    )

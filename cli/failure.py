@@ -1,0 +1,90 @@
+"""How a command that cannot do its work ends: the exit code and the text."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+
+import click
+
+from .output import Output
+
+__all__ = ["report"]
+
+FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
+
+_WHAT_TO_TRY = {
+    "RETRY_EXC_ERR": "nothing answered: see that the port and its network device stay up",
+    "RNR_RETRY_EXC_ERR": "the other side had no receive posted",
+    "REM_ACCESS_ERR": "the other side refused the rkey, the address or the kind of access",
+    "LOC_PROT_ERR": "a local buffer lies outside its memory region",
+    "LOC_QP_OP_ERR": "the device could not carry out the work request as it stands",
+    "WR_FLUSH_ERR": "the queue pair had failed before this work request ran",
+}
+
+
+def report(error: Exception, out: Output) -> int:
+    """Say on stderr, and in the JSON document, what went wrong.
+
+    Args:
+        error: what ended the command.
+        out: where its document is.
+
+    Returns:
+        the exit code.
+    """
+    if isinstance(error, click.exceptions.Abort):
+        if out.json:
+            out.doc["error"] = "interrupted"
+            out.finish("")
+        return INTERRUPTED
+    code, lines = _explain(error)
+    out.doc["error"] = lines[0]
+    _add_details(error, out)
+    name = "rdmapost"
+    if isinstance(error, click.UsageError):
+        # The parser's own errors do not say which command it was.
+        name = error.ctx.command_path if error.ctx is not None else name
+        lines.append(f"Try '{name} --help'.")
+    click.echo(f"{name}: " + "\n".join(lines), err=True)
+    if out.json:
+        out.finish("")
+    return code
+
+
+def _explain(error: Exception) -> tuple[int, list[str]]:
+    """Return the exit code and the lines of text for an error."""
+    from rdmapost.errors import (
+        CompletionError,
+        NoDeviceError,
+        NoRdmaError,
+        RdmaError,
+        VerbsError,
+    )
+
+    if isinstance(error, click.ClickException):
+        return (USAGE if isinstance(error, click.UsageError) else FAILED), [error.format_message()]
+    text = str(error) or type(error).__name__
+    if isinstance(error, (NoRdmaError, NoDeviceError)):
+        return NO_DEVICE, [text]
+    if isinstance(error, VerbsError):
+        refused = error.call == "ibv_open_device" or error.errno in (errno.EACCES, errno.EPERM)
+        return (NO_DEVICE if refused else FAILED), [text]
+    if isinstance(error, CompletionError):
+        hint = _WHAT_TO_TRY.get(error.wc.status.name)
+        return FAILED, [text] if hint is None else [text, hint]
+    if isinstance(error, MemoryError):
+        return FAILED, ["there is not enough memory for this; try a smaller --size or --count"]
+    if not isinstance(error, (RdmaError, OSError, ValueError)):
+        # A fault of this program and not of its user's.
+        traceback.print_exception(error)
+    return FAILED, [text]
+
+
+def _add_details(error: Exception, out: Output) -> None:
+    from rdmapost.errors import PostError, VerbsError
+
+    if isinstance(error, VerbsError) and error.errno:
+        out.doc["errno"] = errno.errorcode.get(error.errno, str(error.errno))
+    if isinstance(error, PostError):
+        out.doc["index"], out.doc["posted"] = error.index, error.posted

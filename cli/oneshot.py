@@ -1,0 +1,228 @@
+"""What the one-shot commands have in common: a loopback, one post, and what it yields."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rdmapost import SGE, WC, Opcode, QPType, RdmaError, SendFlags, SendWR, WaitTimeout
+from rdmapost.loopback import Loopback
+from rdmapost.queuepair import QP
+
+from .options import Shot, Target
+from .output import Output, fields
+from .session import open_target, usage_error
+
+__all__ = [
+    "arrive",
+    "loopback",
+    "post",
+    "send_flags",
+    "show",
+    "source",
+    "verify",
+]
+
+_SHOWN = 4096
+"""Bytes of data in the output, at most."""
+
+
+@contextmanager
+def loopback(
+    out: Output,
+    target: Target,
+    shot: Shot,
+    opcode: Opcode,
+    *,
+    local_size: int,
+    remote_size: int,
+    inlined: int = 0,
+) -> Iterator[Loopback]:
+    """Open the device and make two queue pairs on it.
+
+    Args:
+        out: gets the keys that every one-shot has.
+        target: the device.
+        shot: the type and the depth of the queue pairs, and the timeout.
+        opcode: what will be posted.
+        local_size, remote_size: as in Loopback.
+        inlined: bytes of a work request that can be posted inline.
+    """
+    out.doc.update(
+        device=None, kind=None, opcode=opcode.name, qp_type=shot.qp_type,
+        status=None, wr_id=None, byte_len=None, gid_index=None,
+    )  # fmt: skip
+    with open_target(out, target) as (context, port_num):
+        attr = context.attr
+        for name in ("max_qp_wr", "max_cqe"):
+            if shot.count > getattr(attr, name):
+                usage_error(
+                    f"--count {shot.count} is more than {context.name} can hold in a queue "
+                    f"({name}={getattr(attr, name)})"
+                )
+        with Loopback(
+            context,
+            QPType[shot.qp_type],
+            local_size=local_size,
+            remote_size=remote_size,
+            depth=shot.count,
+            max_inline_data=inlined if "INLINE" in shot.flags else 0,
+            port_num=port_num,
+            gid_index=target.gid_index,
+            timeout=shot.timeout,
+        ) as pair:
+            out.doc["gid_index"] = pair.local.qp.gid.index
+            _note_queue_pairs(out, pair)
+            yield pair
+
+
+def send_flags(shot: Shot) -> int:
+    """Return the send flags that were asked for, and SIGNALED."""
+    flags = SendFlags.SIGNALED
+    for name in shot.flags:
+        flags |= SendFlags[name]
+    return flags
+
+
+def source(pair: Loopback, shot: Shot, payload: bytes) -> Sequence[SGE]:
+    """Return the sg_list for a payload: registered memory, or a plain buffer if inline."""
+    if "INLINE" in shot.flags:
+        return [SGE.from_buffer(payload)] if payload else []
+    pair.local.mr.buffer[: len(payload)] = payload
+    return pair.cut(pair.local, 0, len(payload))
+
+
+def post(out: Output, pair: Loopback, wrs: Sequence[SendWR]) -> list[WC]:
+    """Post a list of work requests in one call, and wait until they are done.
+
+    Args:
+        out: gets ``status`` and ``wr_id``, of the first that failed or else of
+            the last, and for a list ``count`` and ``completions``.
+        pair: the queue pairs.
+        wrs: the work requests.
+
+    Raises:
+        PostError: one of them was refused.
+        CompletionError: one of them failed.
+        WaitTimeout: they did not complete in time.
+    """
+    pair.local.qp.post_send(wrs)
+    try:
+        wcs = pair.sent(len(wrs))
+    except WaitTimeout:
+        _record(out, pair.local.cq.poll(len(wrs)), len(wrs))
+        raise
+    if telling := _record(out, wcs, len(wrs)):
+        telling.check()
+    return wcs
+
+
+def arrive(out: Output, pair: Loopback, count: int) -> list[WC]:
+    """Wait for the remote side's completions.
+
+    Raises:
+        CompletionError: one of them failed.
+        WaitTimeout: they did not come in time.
+    """
+    wcs = pair.arrived(count)
+    for wc in wcs:
+        if wc.status:
+            out.doc.update(status=wc.status.name, wr_id=wc.wr_id)
+            wc.check()
+    return wcs
+
+
+def verify(found: bytes | memoryview, expected: bytes, index: int, count: int) -> None:
+    """Check that the data is what it must be.
+
+    Raises:
+        RdmaError: it is not.
+    """
+    if found != expected:
+        which = f"message {index + 1} of {count}: " if count > 1 else ""
+        raise RdmaError(
+            f"{which}the device reported success, but the data that arrived "
+            "is not the data that was sent"
+        )
+
+
+def show(out: Output, yields: dict[str, Any]) -> None:
+    """Print what a one-shot did.
+
+    Args:
+        out: where to.
+        yields: what the operation gave, by name; bytes are data.
+    """
+    doc = out.doc
+    pairs = []
+    for name, value in yields.items():
+        if isinstance(value, bytes):
+            text, encoding = _as_text(value)
+            doc |= {name: text, "encoding": encoding}
+            if len(value) > _SHOWN:
+                doc["truncated"] = True
+            pairs.append((name, json.dumps(text) if encoding == "utf-8" else f"hex {text}"))
+            continue
+        doc[name] = value
+        if value is not None and not isinstance(value, list):
+            same = value is True or value is False
+            pairs.append((name, str(value).lower() if same else f"{value} ({value:#x})"))
+    many = f"{doc['count']} x " if "count" in doc else ""
+    head = (
+        f"{many}{doc['opcode']} of {doc['byte_len']} bytes on {doc['qp_type']}, "
+        f"{doc['device']}: {doc['status']}"
+    )
+    out.finish("\n".join([head, fields(pairs)] if pairs else [head]))
+
+
+def _as_text(data: bytes) -> tuple[str, str]:
+    """Return what is shown of data, and how: "utf-8" where it can be printed, else "hex"."""
+    shown = data[:_SHOWN]
+    try:
+        # A character that the cut went through is left out.
+        text, _ = codecs.utf_8_decode(shown, "strict", len(data) <= _SHOWN)
+    except UnicodeDecodeError:
+        return shown.hex(), "hex"
+    if all(char.isprintable() or char in "\t\n\r" for char in text):
+        return text, "utf-8"
+    return shown.hex(), "hex"
+
+
+def _record(out: Output, wcs: list[WC], count: int) -> WC | None:
+    """Put completions into the document.
+
+    Returns:
+        the first that failed, or else the last, or None while others are missing.
+    """
+    if count > 1:
+        out.doc["count"] = count
+        out.doc["completions"] = [{"wr_id": wc.wr_id, "status": wc.status.name} for wc in wcs]
+    telling = next((wc for wc in wcs if wc.status), wcs[-1] if len(wcs) == count else None)
+    if telling is not None:
+        out.doc.update(status=telling.status.name, wr_id=telling.wr_id)
+    return telling
+
+
+def _note_queue_pairs(out: Output, pair: Loopback) -> None:
+    if not out.verbose:
+        return
+    for name, qp in (("local", pair.local.qp), ("remote", pair.remote.qp)):
+        out.note(f"{name:<8} {qp}: {_attributes(qp)}")
+
+
+def _attributes(qp: QP) -> str:
+    attr = qp.query()
+    shown: dict[str, object] = {"state": attr.qp_state.name}
+    if qp.qp_type is QPType.UD:
+        shown["qkey"] = f"{attr.qkey:#x}"
+    elif attr.path_mtu is not None:
+        shown["path_mtu"] = attr.path_mtu.bytes
+    if qp.qp_type is QPType.RC:
+        for name in ("timeout", "retry_cnt", "rnr_retry", "min_rnr_timer", "max_rd_atomic"):
+            shown[name] = getattr(attr, name)
+    for name in ("max_send_wr", "max_recv_wr", "max_inline_data"):
+        shown[name] = getattr(qp, name)
+    return ", ".join(f"{name} {value}" for name, value in shown.items())

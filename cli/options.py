@@ -1,0 +1,244 @@
+"""Options that commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, NoReturn
+
+import click
+
+from .output import Output
+
+__all__ = [
+    "U32",
+    "U64",
+    "Shot",
+    "Target",
+    "device_options",
+    "flag_options",
+    "integer",
+    "payload_options",
+    "seconds",
+    "shot_options",
+    "size_in_bytes",
+    "timeout_option",
+]
+
+Command = Callable[..., Any]
+
+_MAX_MESSAGE = 1 << 31
+_DEFAULT_DATA = "hello, rdma"
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
+    """Make the type of an integer in a range, decimal or with 0x, 0o or 0b in front.
+
+    Args:
+        least, most: the range, both included; most None is no bound.
+    """
+
+    def convert(value: str | int) -> int:
+        text = str(value)
+        try:
+            number = int(text, 10 if text.isdecimal() else 0)
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not an integer (10 or 0xa)") from None
+        if number < least or (most is not None and number > most):
+            upper = "" if most is None else f" and at most {most}"
+            raise click.BadParameter(f"{text} is not at least {least}{upper}")
+        return number
+
+    return convert
+
+
+U32 = integer(0, (1 << 32) - 1)
+U64 = integer(0, (1 << 64) - 1)
+
+_SIZE = re.compile(r"(\d+|0x[0-9a-f]+)(?:([kmg])(?:i?b)?)?", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def size_in_bytes(text: str) -> int:
+    """Read a number of bytes, with K, M or G for powers of 1024."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size (64, 4K, 1M or 0x40)")
+    digits, unit = match.groups(default="")
+    size = int(digits, 16 if digits[:2] in ("0x", "0X") else 10) * _UNITS[unit.lower()]
+    if size > _MAX_MESSAGE:
+        raise click.BadParameter(f"{text} is more than a message can hold (2G)")
+    return size
+
+
+def seconds(value: str | float) -> float:
+    """Read a time of more than 0 seconds, at most a day."""
+    try:
+        time = float(value)
+    except ValueError:
+        time = math.nan
+    if not 0 < time <= 86400:
+        raise click.BadParameter(f"{value} is not a time of more than 0 s, at most 86400 s")
+    return time
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which device to use, and how.
+
+    Attributes:
+        device: its name, or None to choose.
+        port: the port, or None for the first that is active.
+        gid_index: the GID, or None to choose.
+    """
+
+    device: str | None
+    port: int | None
+    gid_index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """How to post.
+
+    Attributes:
+        qp_type: RC, UC or UD.
+        count: how many work requests, in one post.
+        timeout: seconds for all waits.
+        flags: names of send flags beside SIGNALED.
+    """
+
+    qp_type: str
+    count: int
+    timeout: float
+    flags: tuple[str, ...]
+
+
+def device_options(function: Command) -> Command:
+    """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
+
+    @click.option("-d", "--device", metavar="NAME", help="RDMA device, such as mlx5_0 or rxe0.")
+    @click.option(
+        "-p", "--port", type=integer(1, 255), metavar="N", help="Port of the device, from 1."
+    )
+    @click.option(
+        "-g", "--gid-index", type=integer(0, 65535), metavar="N", help="Local GID to use."
+    )
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+    @click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is used and why.")
+    @functools.wraps(function)
+    def command(
+        *,
+        device: str | None,
+        port: int | None,
+        gid_index: int | None,
+        as_json: bool,
+        verbose: bool,
+        **options: Any,
+    ) -> Any:
+        out = click.get_current_context().find_object(Output)
+        assert out is not None, "App.main() makes it"
+        out.json, out.verbose = as_json, verbose
+        return function(out=out, target=Target(device, port, gid_index), **options)
+
+    return command
+
+
+def timeout_option(function: Command) -> Command:
+    """Add --timeout."""
+    return click.option(
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        default=5.0,
+        show_default=True,
+        help="Give up after this time.",
+    )(function)
+
+
+def flag_options(*names: str) -> Callable[[Command], Command]:
+    """Add options for send flags; they end up in ``shot.flags``."""
+    texts = {
+        "inline": "Copy the data at the post (SendFlags.INLINE).",
+        "fence": "Wait for earlier reads and atomics (SendFlags.FENCE).",
+        "solicited": "Ask for a solicited event (SendFlags.SOLICITED).",
+    }
+
+    def decorate(function: Command) -> Command:
+        for name in reversed(names):
+            function = click.option(f"--{name}", is_flag=True, help=texts[name])(function)
+        return function
+
+    return decorate
+
+
+def shot_options(function: Command) -> Command:
+    """Add --qp-type, --count and --timeout; the command gets ``shot``."""
+
+    @click.option(
+        "--qp-type",
+        type=click.Choice(["rc", "uc", "ud"], case_sensitive=False),
+        default="rc",
+        show_default=True,
+        help="Type of the queue pairs.",
+    )
+    @click.option(
+        "--count",
+        type=integer(1),
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Post a list of N work requests at once.",
+    )
+    @timeout_option
+    @functools.wraps(function)
+    def command(qp_type: str, count: int, timeout: float, **options: Any) -> Any:
+        flags = tuple(
+            name.upper() for name in ("inline", "fence", "solicited") if options.pop(name, False)
+        )
+        return function(shot=Shot(qp_type.upper(), count, timeout, flags), **options)
+
+    return command
+
+
+def payload_options(function: Command) -> Command:
+    """Add --data, --data-file and --size; the command gets ``payload``."""
+
+    @click.option("--data", metavar="TEXT", help=f"The data. [default: {_DEFAULT_DATA!r}]")
+    @click.option(
+        "--data-file", type=click.File("rb"), metavar="FILE", help="Take the data from a file."
+    )
+    @click.option(
+        "--size", type=size_in_bytes, metavar="N[K|M|G]", help="Make up this many bytes of data."
+    )
+    @functools.wraps(function)
+    def command(
+        data: str | None, data_file: IO[bytes] | None, size: int | None, **options: Any
+    ) -> Any:
+        if sum(source is not None for source in (data, data_file, size)) > 1:
+            _usage("--data, --data-file and --size exclude each other; give one of them")
+        return function(payload=_payload(data, data_file, size), **options)
+
+    return command
+
+
+def _payload(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:
+    if size is not None:
+        return (bytes(range(256)) * (size // 256 + 1))[:size]
+    if data_file is None:
+        return os.fsencode(_DEFAULT_DATA if data is None else data)
+    content = bytearray()
+    # In pieces, because read() sets memory aside for all that it may return.
+    while piece := data_file.read(1 << 20):
+        content += piece
+        if len(content) > _MAX_MESSAGE:
+            _usage(f"{data_file.name} is longer than a message can be (2G)")
+    return bytes(content)
+
+
+def _usage(text: str) -> NoReturn:
+    raise click.UsageError(text, click.get_current_context())

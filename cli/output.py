@@ -1,0 +1,54 @@
+"""What a command prints: one JSON document or text on stdout, notes on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+__all__ = ["Output", "columns", "fields"]
+
+
+@dataclass(slots=True)
+class Output:
+    """Collects what a command has to say.
+
+    Attributes:
+        json: print the document and no text.
+        verbose: print notes.
+        doc: the JSON document, filled as the command goes on, so that a failure
+            can show how far it came.
+    """
+
+    json: bool = False
+    verbose: bool = False
+    doc: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Tell what is being done, to those who asked for it."""
+        if self.verbose:
+            click.echo(text, err=True)
+
+    def finish(self, text: str) -> None:
+        """Print the result."""
+        click.echo(json.dumps(self.doc, indent=2) if self.json else text)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Lay out rows in columns, as wide as they must be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def fields(pairs: Sequence[tuple[str, object]], width: int = 80) -> str:
+    """Lay out names and values, one pair a line, cut to the width."""
+    lines = columns([("", name, str(value)) for name, value in pairs])
+    return "\n".join(
+        line if len(line) <= width else line[: width - 4] + " ..." for line in lines.splitlines()
+    )

@@ -1,0 +1,106 @@
+"""``rdmapost write`` and ``rdmapost read``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .options import (
+    U32,
+    Shot,
+    Target,
+    device_options,
+    flag_options,
+    payload_options,
+    shot_options,
+)
+from .output import Output
+
+__all__ = ["read", "write"]
+
+
+@click.command()
+@payload_options
+@click.option("--imm", type=U32, metavar="N", help="Deliver 32 bits of immediate data too.")
+@flag_options("inline", "fence", "solicited")
+@shot_options
+@device_options
+def write(out: Output, target: Target, shot: Shot, payload: bytes, imm: int | None) -> None:
+    """Write to the memory of a second queue pair of the same device."""
+    from rdmapost import Opcode, RdmaWrite, RdmaWriteWithImm
+
+    from .oneshot import arrive, loopback, post, send_flags, show, source, verify
+
+    length, count = len(payload), shot.count
+    opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
+    with loopback(
+        out, target, shot, opcode, local_size=length, remote_size=count * length, inlined=length
+    ) as pair:
+        fields: dict[str, Any] = {
+            "sg_list": source(pair, shot, payload),
+            "send_flags": send_flags(shot),
+        }
+        if imm is not None:
+            pair.receive(0, count)
+        post(
+            out,
+            pair,
+            [
+                RdmaWrite(wr_id=index + 1, **fields, **pair.target(index * length))
+                if imm is None
+                else RdmaWriteWithImm(
+                    wr_id=index + 1, imm_data=imm, **fields, **pair.target(index * length)
+                )
+                for index in range(count)
+            ],
+        )
+        wcs = [] if imm is None else arrive(out, pair, count)
+        for index in range(count):
+            # Only on UC is this not over yet: a write is not acknowledged there.
+            pair.settled(payload, index * length)
+            received = bytes(pair.remote.mr.buffer[index * length : (index + 1) * length])
+            verify(received, payload, index, count)
+        out.doc["byte_len"] = length
+    yields: dict[str, Any] = {"data": payload, "received": received}
+    show(out, yields if imm is None else {**yields, "imm_data": wcs[-1].imm_data})
+
+
+@click.command()
+@payload_options
+@flag_options("fence")
+@shot_options
+@device_options
+def read(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
+    """Read the memory of a second queue pair of the same device.
+
+    The data options say what stands there.
+    """
+    from rdmapost import Opcode, RdmaRead
+
+    from .oneshot import loopback, post, send_flags, show, verify
+
+    length, count = len(payload), shot.count
+    with loopback(
+        out, target, shot, Opcode.RDMA_READ, local_size=count * length, remote_size=length
+    ) as pair:
+        pair.remote.mr.buffer[:length] = payload
+        flags = send_flags(shot)
+        post(
+            out,
+            pair,
+            [
+                RdmaRead(
+                    wr_id=index + 1,
+                    send_flags=flags,
+                    sg_list=pair.cut(pair.local, index * length, length),
+                    **pair.target(),
+                )
+                for index in range(count)
+            ],
+        )
+        for index in range(count):
+            received = bytes(pair.local.mr.buffer[index * length : (index + 1) * length])
+            verify(received, payload, index, count)
+        out.doc["byte_len"] = length
+    show(out, {"data": payload, "received": received})

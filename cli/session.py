@@ -1,0 +1,83 @@
+"""Opening the device that a command works on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import click
+
+from rdmapost import Context, PortAttr, PortState, RdmaError, choose_gid, open_device
+
+from .options import Target
+from .output import Output
+
+__all__ = ["open_target", "usage_error"]
+
+_CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
+
+
+@contextmanager
+def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
+    """Open the device that was asked for, or choose one.
+
+    Args:
+        out: gets ``device`` and ``kind``.
+        target: what was asked for.
+
+    Yields:
+        the device and the number of the port.
+
+    Raises:
+        click.UsageError: it has no such port or no such GID.
+        RdmaError: the port carries no traffic, or has no GID.
+        NoRdmaError, NoDeviceError, VerbsError: as in open_device.
+    """
+    with open_device(target.device) as context:
+        out.doc.update(device=context.name, kind=context.kind)
+        ports = _ports(context, target)
+        port = next((port for port in ports if port.state in _CARRIES_TRAFFIC), ports[0])
+        out.note(f"device   {context.name} ({context.kind}), {_why(target)}")
+        out.note(
+            f"port     {port.port_num}, {port.state.name}, {port.link_layer.name}, "
+            f"MTU {port.active_mtu.bytes}"
+        )
+        if port.state not in _CARRIES_TRAFFIC:
+            raise RdmaError(
+                f"{context.name} port {port.port_num} is {port.state.name}; bring its network "
+                "device up ('ip link set NETDEV up'), or start a subnet manager on InfiniBand"
+            )
+        try:
+            gid = choose_gid(context, port.port_num, target.gid_index)
+        except RdmaError as error:
+            if target.gid_index is None:
+                raise
+            usage_error(str(error))
+        kind = "" if gid.gid_type is None else f" ({gid.gid_type.name})"
+        out.note(f"GID      {gid.index}, {gid.gid}{kind}: {gid.reason}")
+        yield context, port.port_num
+
+
+def usage_error(text: str) -> NoReturn:
+    """End the command as one that was called wrongly."""
+    raise click.UsageError(text, click.get_current_context())
+
+
+def _ports(context: Context, target: Target) -> list[PortAttr]:
+    count = context.attr.phys_port_cnt
+    if target.port is None:
+        return [context.query_port(number) for number in range(1, count + 1)]
+    try:
+        return [context.query_port(target.port)]
+    except ValueError as error:
+        usage_error(str(error))
+
+
+def _why(target: Target) -> str:
+    if target.device is not None:
+        return "asked for"
+    if os.environ.get("RDMAPOST_DEVICE"):
+        return "named by RDMAPOST_DEVICE"
+    return "the first with an active port"

@@ -1,0 +1,46 @@
+"""Runs the command line in this process and keeps what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from rdmapost.cli.app import app
+
+__all__ = ["Ran", "run"]
+
+
+class Ran(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        code: the exit code.
+        out, err: standard output and standard error.
+    """
+
+    code: object
+    out: str
+    err: str
+
+    @property
+    def doc(self) -> dict[str, Any]:
+        """The one JSON document on standard output."""
+        document = json.loads(self.out)
+        assert isinstance(document, dict)
+        return document
+
+
+def run(*args: str) -> Ran:
+    """Run ``rdmapost`` with these arguments."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
+        app(list(args))
+    return Ran(end.value.code, out.getvalue(), err.getvalue())

@@ -1,0 +1,266 @@
+"""The command line without a device: help, usage errors, exit codes, JSON on failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import click
+import pytest
+from cli_runner import run
+
+import rdmapost as rp
+from rdmapost.cli.failure import report
+from rdmapost.cli.options import size_in_bytes
+from rdmapost.cli.output import Output
+
+COMMANDS = [
+    ["devices"],
+    ["send"],
+    ["write"],
+    ["read"],
+    ["atomic", "cas"],
+    ["atomic", "fetch-add"],
+    ["check"],
+]
+ONE_SHOTS = COMMANDS[1:-1]
+EVERYWHERE = ["-d, --device", "-p, --port", "-g, --gid-index", "--json", "-v, --verbose"]
+
+
+def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "rdmapost.cli", *args],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_runs_as_a_module() -> None:
+    ended = process("--version")
+    assert (ended.returncode, ended.stdout) == (0, f"rdmapost {rp.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [[], ["atomic"], *COMMANDS], ids=" ".join)
+def test_help_fits_80_columns(command: list[str]) -> None:
+    ran = run(*command, "--help")
+    assert ran.code == 0
+    assert ran.err == ""
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_the_common_options(command: list[str]) -> None:
+    text = run(*command, "-h").out
+    assert [option for option in EVERYWHERE if option not in text] == []
+
+
+@pytest.mark.parametrize("command", [[], ["atomic"]], ids=["rdmapost", "atomic"])
+def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
+    ran = run(*command)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("Usage: rdmapost")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["sned"], "No such command 'sned'"),
+        (["send", "--nope"], "No such option"),
+        (["send", "more"], "unexpected extra argument"),
+        (["send", "--data", "x", "--size", "3"], "exclude each other"),
+        (["write", "--size", "3", "--data-file", os.devnull], "exclude each other"),
+        (["send", "--data-file", "/no/such/file"], "No such file"),
+        (["send", "--data-file", "/"], "directory"),
+        (["send", "--size", "12Q"], "'12Q' is not a size"),
+        (["send", "--size", "3G"], "more than a message can hold"),
+        (["send", "--count", "0"], "0 is not at least 1"),
+        (["send", "--count", "many"], "'many' is not an integer"),
+        (["send", "--imm", "0x100000000"], "at most 4294967295"),
+        (["send", "--imm", "-1"], "-1 is not at least 0"),
+        (["send", "--timeout", "0"], "more than 0 s"),
+        (["send", "--timeout", "nan"], "more than 0 s"),
+        (["send", "--timeout", "inf"], "at most 86400 s"),
+        (["send", "--timeout", "soon"], "more than 0 s"),
+        (["send", "--qp-type", "rd"], "'rd' is not one of"),
+        (["check", "--port", "0"], "0 is not at least 1"),
+        (["devices", "-g", "x"], "'x' is not an integer"),
+        (["atomic", "cas", "--swap", "0x1ffffffffffffffff"], "at most 18446744073709551615"),
+        (["atomic", "fetch-add", "--add"], "requires an argument"),
+    ],
+)
+def test_usage_error(args: list[str], says: str) -> None:
+    ran = run(*args)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert says in ran.err
+    what, hint = ran.err.splitlines()
+    assert what.startswith("rdmapost")
+    assert hint.startswith("Try 'rdmapost")
+
+
+def test_usage_error_as_json_is_one_document() -> None:
+    ran = run("send", "--count", "0", "--json")
+    assert ran.code == 2
+    assert "0 is not at least 1" in ran.doc["error"]
+    assert "0 is not at least 1" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("64", 64),
+        ("0x40", 64),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("1KiB", 1024),
+        ("1kb", 1024),
+        ("3M", 3 << 20),
+        ("2G", 1 << 31),
+    ],
+)
+def test_size(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1.5K", "0x", "1T", "1 K", "٣"])
+def test_not_a_size(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not a size"):
+        size_in_bytes(text)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_such_device(command: list[str]) -> None:
+    ran = run(*command, "-d", "nosuch0")
+    assert ran.code == 3
+    assert ran.out == ""
+    assert "no RDMA device nosuch0" in ran.err
+    assert len(ran.err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("command", ONE_SHOTS, ids=" ".join)
+def test_no_such_device_as_json(command: list[str]) -> None:
+    ran = run(*command, "-d", "nosuch0", "--json")
+    assert ran.code == 3
+    assert "no RDMA device nosuch0" in ran.doc.pop("error")
+    assert ran.doc["device"] is None
+    assert ran.doc["status"] is None
+    assert ran.doc["qp_type"] == "RC"
+
+
+def test_the_variable_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch1")
+    ran = run("send")
+    assert ran.code == 3
+    assert "nosuch1" in ran.err
+
+
+def test_the_option_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch1")
+    assert "nosuch2" in run("send", "-d", "nosuch2").err
+
+
+def test_without_libibverbs() -> None:
+    ended = process("send", "-d", "rxe0", RDMAPOST_LIBIBVERBS="/nonexistent")
+    assert ended.returncode == 3
+    assert ended.stdout == ""
+    assert "libibverbs cannot be loaded" in ended.stderr
+    assert "RDMAPOST_LIBIBVERBS names it" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_without_libibverbs_says_what_to_install(tmp_path: pathlib.Path) -> None:
+    # A file that is no library, found first under the library's own name.
+    (tmp_path / "libibverbs.so.1").write_text("no library\n")
+    ended = process(
+        "send", "-d", "rxe0", "--json", LD_LIBRARY_PATH=str(tmp_path), RDMAPOST_LIBIBVERBS=""
+    )
+    assert ended.returncode == 3
+    assert "apt install libibverbs1" in json.loads(ended.stdout)["error"]
+    assert "apt install libibverbs1" in ended.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_interrupted(as_json: bool, tmp_path: pathlib.Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    args = ["send", "--data-file", str(fifo), *(["--json"] if as_json else [])]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "rdmapost.cli", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # The fifo opens when the command has opened it, which then waits for data.
+    with command, fifo.open("wb"):
+        command.send_signal(signal.SIGINT)
+        out, err = command.communicate(timeout=120)
+    assert command.returncode == 130
+    assert err.strip() == ""
+    assert (json.loads(out) if as_json else out) == ({"error": "interrupted"} if as_json else "")
+
+
+def failed(error: Exception, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any, list[str]]:
+    """Report an error; return the exit code, the document and the text."""
+    out = Output(json=True)
+    code = report(error, out)
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out), printed.err.splitlines()
+
+
+def completion(status: rp.WCStatus) -> rp.WC:
+    return rp.WC(7, status, None, 0, None, None, 0x11, 0, rp.WCFlags(0), 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("status", [s for s in rp.WCStatus if s], ids=lambda s: s.name)
+def test_a_failed_completion_is_named(
+    status: rp.WCStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(rp.CompletionError) as error:
+        completion(status).check()
+    code, doc, lines = failed(error.value, capsys)
+    assert code == 1
+    assert status.name in doc["error"]
+    assert status.name in lines[0]
+    assert len(lines) <= 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "errno"),
+    [
+        (rp.VerbsError("ibv_open_device", 5, "the driver refused"), 3, "EIO"),
+        (rp.VerbsError("ibv_reg_mr", 13), 3, "EACCES"),
+        (rp.VerbsError("ibv_reg_mr", 12, "raise it"), 1, "ENOMEM"),
+        (rp.UnsupportedError("ibv_alloc_mw", 95), 1, "ENOTSUP"),
+    ],
+)
+def test_a_refused_call(
+    error: rp.VerbsError, code: int, errno: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failed(error, capsys) == (
+        code,
+        {"error": str(error), "errno": errno},
+        [f"rdmapost: {error}"],
+    )
+
+
+def test_not_enough_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, lines = failed(MemoryError(), capsys)
+    assert code == 1
+    assert "try a smaller --size" in lines[0]
+
+
+def test_a_fault_of_the_program_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    code, doc, lines = failed(ZeroDivisionError("why"), capsys)
+    assert (code, doc) == (1, {"error": "why"})
+    assert "ZeroDivisionError" in "\n".join(lines)

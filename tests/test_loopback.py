@@ -1,0 +1,85 @@
+"""The loopback pair: deadlines, and that everything is given back whatever happened."""
+
+from __future__ import annotations
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import Access, QPType
+from rdmapost.loopback import GRH_BYTES, Loopback
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
+def test_a_message_arrives(context: rp.Context, qp_type: QPType) -> None:
+    with Loopback(context, qp_type, remote_size=64) as pair:
+        pair.local.mr.buffer[:3] = b"abc"
+        pair.receive(16)
+        pair.local.qp.post_send(rp.Send(sg_list=pair.local.mr[:3], **pair.address))
+        pair.sent()[0].check()
+        (wc,) = pair.arrived()
+        assert wc.byte_len == pair.headroom + 3
+        assert pair.received(3) == b"abc"
+        assert pair.headroom == (GRH_BYTES if qp_type is QPType.UD else 0)
+
+
+def test_waits_share_a_deadline(context: rp.Context) -> None:
+    with Loopback(context, timeout=0.1) as pair:
+        with pytest.raises(rp.WaitTimeout, match=r"did not complete within 0\.1 s"):
+            pair.sent()
+        with pytest.raises(rp.WaitTimeout, match=r"nothing arrived .* within 0\.1 s"):
+            pair.arrived()
+        assert not pair.settled(b"x")
+
+
+@pytest.mark.parametrize("error", [False, True], ids=["quiet", "error"])
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD])
+def test_closes_with_work_requests_outstanding(
+    context: rp.Context, qp_type: QPType, error: bool
+) -> None:
+    def use() -> None:
+        with Loopback(context, qp_type) as pair:
+            pair.receive(16, 4)
+            kept.append(pair)
+            if error:
+                raise KeyError("on purpose")
+
+    kept: list[Loopback] = []
+    if error:
+        with pytest.raises(KeyError):
+            use()
+    else:
+        use()
+    (pair,) = kept
+    for side in (pair.local, pair.remote):
+        assert (side.qp.closed, side.cq.closed, side.mr.closed) == (True, True, True)
+    pair.close()
+
+
+def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> None:
+    with pytest.raises(rp.RdmaError, match="no GID with index 99"):
+        Loopback(context, gid_index=99)
+    with pytest.raises(ValueError, match="no port 99"):
+        Loopback(context, port_num=99)
+    with rp.open_device(context.name) as again:
+        with pytest.raises(rp.RdmaError):
+            Loopback(again, gid_index=99)
+        again.close()
+
+
+def test_a_bound_window_is_given_back(context: rp.Context) -> None:
+    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
+    with Loopback(context, access=access) as pair:
+        window, region = pair.window(), pair.remote.mr
+        pair.remote.qp.post_send(
+            rp.BindMW(
+                mw=window,
+                rkey=window.next_rkey(),
+                mr=region,
+                addr=region.addr,
+                length=64,
+                mw_access_flags=Access.REMOTE_WRITE,
+            )
+        )
+        pair.arrived()[0].check()
+    assert window.closed
+    assert region.closed
