@@ -24,19 +24,21 @@ from .enums import *  # noqa: F403 - the enumerations, listed in enums.__all__
 from .enums import __all__ as _enums
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
+from .events import AsyncEvent, get_async_event
 from .memory import MR, MW, PD
 from .providers import DeviceInfo
 from .queuepair import QP, Outstanding, QPAttr
 from .srq import SRQ, SRQAttr
 from .wr import *  # noqa: F403
 from .wr import __all__ as _wr
+from .xrcd import XRCD
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AH", "CQ", "GID", "MR", "MW", "PD", "QP", "SRQ", "WC",
-    "AHAttr", "Context", "DeviceAttr", "DeviceInfo", "Endpoint", "GIDChoice",
+    "AH", "CQ", "GID", "MR", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
+    "AHAttr", "AsyncEvent", "Context", "DeviceAttr", "DeviceInfo", "Endpoint", "GIDChoice",
     "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
-    "choose_gid", "list_devices", "open_device",
+    "choose_gid", "get_async_event", "list_devices", "open_device",
 ]  # fmt: skip
 __all__ += [*_enums, *_errors, *_wr]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import weakref
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +28,9 @@ class Resource:
     back to the provider or raises.
     """
 
-    __slots__ = ("__weakref__", "_abandoned", "_children", "_handle", "_parents", "_pid")
+    __slots__ = (
+        "__weakref__", "_abandoned", "_children", "_closing", "_handle", "_parents", "_pid",
+    )  # fmt: skip
 
     _kind = "resource"
 
@@ -39,6 +42,9 @@ class Resource:
         self._parents = parents
         self._children: dict[int, weakref.ref[Resource]] = {}
         self._abandoned = False
+        self._closing = threading.Lock()
+        if _garbage:
+            _collect()
         self._pid = os.getpid()
         for parent in parents:
             parent._children[id(self)] = weakref.ref(self)
@@ -58,6 +64,16 @@ class Resource:
             VerbsError: the device refused; it stays open too.
         """
         if getattr(self, "_handle", None) is None:
+            return
+        # Another thread that is closing it goes on with that; nothing is destroyed twice.
+        if self._closing.acquire(blocking=False):
+            try:
+                self._close()
+            finally:
+                self._closing.release()
+
+    def _close(self) -> None:
+        if self._handle is None:
             return
         if self._children:
             raise InUseError(f"{self} cannot be closed: {self._name_children()}")
@@ -88,10 +104,18 @@ class Resource:
             self._close_quietly()
 
     def __del__(self) -> None:
+        self._abandoned = True
         if getattr(self, "_children", None):
-            self._abandoned = True
+            return
+        if getattr(self, "_handle", None) is not None and self._inside_verb():
+            # The collector has interrupted a device that is written in Python.
+            _garbage.append(self)
         else:
             self._close_quietly()
+
+    def _inside_verb(self) -> bool:
+        """Whether this thread is in the middle of a verb of the device's."""
+        return bool(self._parents) and self._parents[0]._inside_verb()
 
     def __str__(self) -> str:
         return self._kind
@@ -109,8 +133,12 @@ class Resource:
             raise ClosedError(f"{self} is closed")
         return handle
 
+    def _open_children(self) -> list[Resource]:
+        found = (ref() for ref in list(self._children.values()))
+        return [child for child in found if child is not None]
+
     def _name_children(self) -> str:
-        names = [str(child) for ref in self._children.values() if (child := ref()) is not None]
+        names = [str(child) for child in self._open_children()]
         shown = ", ".join(names[:4]) or f"{len(self._children)} resources"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         return f"{shown}{more} still open on it; close {'it' if len(names) == 1 else 'them'} first"
@@ -121,18 +149,27 @@ class Resource:
             self.close()
 
     def _close_tree(self) -> None:
-        for ref in list(self._children.values()):
-            child = ref()
-            if child is not None:
+        # Twice: a region that posted work requests name closes only after their queue pair.
+        for _ in range(2):
+            for child in self._open_children():
                 child._close_tree()
         self._close_quietly()
 
 
 _roots: weakref.WeakSet[Resource] = weakref.WeakSet()
 
+_garbage: list[Resource] = []
+"""What the collector met at a moment when it could not be closed."""
+
+
+def _collect() -> None:
+    while _garbage:
+        _garbage.pop()._close_quietly()
+
 
 @atexit.register
 def _close_all() -> None:
     """Close what is open before the interpreter takes the modules apart."""
+    _collect()
     for root in list(_roots):
         root._close_tree()

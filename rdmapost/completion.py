@@ -16,7 +16,8 @@ from ._binding import ffi, lib
 from ._resource import Resource
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
-from .errors import CompletionError, VerbsError, WaitTimeout
+from .errors import CompletionError, InUseError, VerbsError, WaitTimeout
+from .inflight import TaggedReceives
 
 __all__ = ["CQ", "WC"]
 
@@ -39,6 +40,8 @@ class WC(NamedTuple):
         wc_flags: what the completion carries.
         vendor_err: the device's own error code.
         pkey_index, slid, sl, dlid_path_bits: of the packet (UD).
+        tm_tag, tm_priv: the tag, and the sender's 32 bits, of a tag-matching
+            message as it arrived; None elsewhere.
     """
 
     wr_id: int
@@ -55,6 +58,8 @@ class WC(NamedTuple):
     slid: int
     sl: int
     dlid_path_bits: int
+    tm_tag: int | None = None
+    tm_priv: int | None = None
 
     def check(self) -> WC:
         """Return the completion if it is a success.
@@ -78,6 +83,8 @@ _STATUS = {int(status): status for status in WCStatus}
 _OPCODE = {int(opcode): opcode for opcode in WCOpcode}
 _FLAGS = {flags: WCFlags(flags) for flags in range(128)}
 _NO_FLAGS = WCFlags(0)
+_TM_INFO = Struct("=QI4x")
+_TM_MATCH, _TM_DATA_VALID = int(WCFlags.TM_MATCH), int(WCFlags.TM_DATA_VALID)
 _WITH_IMM, _WITH_INV, _RECV = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCOpcode.RECV)
 
 _BATCH = 64
@@ -91,6 +98,8 @@ class CQ(Resource):
         context: an open device.
         cqe: entries it must hold, 1..the device's max_cqe.
         comp_vector: which interrupt vector signals it.
+        tm_info: completions tell the tags of tag-matching messages; the CQ of a
+            tag-matching SRQ needs it.
 
     Attributes:
         cqe: entries it holds.
@@ -98,14 +107,20 @@ class CQ(Resource):
     Raises:
         ValueError: cqe is out of range.
         ClosedError: the device is closed.
+        UnsupportedError: tm_info is wanted, and the device has no tag matching.
         VerbsError: the device refused.
     """
 
-    __slots__ = ("_backlog", "_channel", "_lock", "_raw", "_raw_bytes", "context", "cqe")
+    __slots__ = (
+        "_awake", "_backlog", "_channel", "_extended", "_lock", "_raw", "_raw_bytes", "_sleeping",
+        "_tm", "_tm_bytes", "_waiting", "context", "cqe",
+    )  # fmt: skip
 
     _kind = "CQ"
 
-    def __init__(self, context: Context, cqe: int = 128, *, comp_vector: int = 0) -> None:
+    def __init__(
+        self, context: Context, cqe: int = 128, *, comp_vector: int = 0, tm_info: bool = False
+    ) -> None:
         self.context = context
         context._live()
         most = context.attr.max_cqe
@@ -113,26 +128,39 @@ class CQ(Resource):
             raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
         self._backlog: deque[WC] = deque()
         self._lock = threading.Lock()
+        self._awake = threading.Condition(self._lock)
+        self._waiting = 0
+        self._sleeping = False
         self._raw = ffi.new("struct ibv_wc[]", _BATCH)
         self._raw_bytes = memoryview(ffi.buffer(self._raw))
+        self._extended: Any = None
+        self._tm = ffi.new("struct ibv_wc_tm_info[]", _BATCH) if tm_info else None
+        self._tm_bytes = memoryview(ffi.buffer(self._tm)) if tm_info else None
         provider = context._provider
         self._channel = provider.create_comp_channel(context._live())
         try:
             # An event that another thread took must not block this one.
             os.set_blocking(self._channel.fd, False)
-            handle = provider.create_cq(context._live(), cqe, self._channel, comp_vector)
+            create = provider.create_cq_ex if tm_info else provider.create_cq
+            handle = create(context._live(), cqe, self._channel, comp_vector)
         except BaseException:
             provider.destroy_comp_channel(self._channel)
             raise
         self.cqe: int = handle.cqe
+        if tm_info:
+            # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
+            self._extended, handle = handle, ffi.cast("struct ibv_cq *", handle)
         super().__init__(handle, context)
 
     def __str__(self) -> str:
         return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
 
     def _destroy(self) -> None:
-        self.context._provider.destroy_cq(self._handle)
-        self._handle = None
+        with self._lock:
+            if self._waiting:
+                raise InUseError(f"{self} cannot be closed: a thread waits for its completions")
+            self.context._provider.destroy_cq(self._handle)
+            self._handle = None
         self.context._provider.destroy_comp_channel(self._channel)
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
@@ -145,9 +173,14 @@ class CQ(Resource):
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
         """
-        handle = self._live()
+        found: list[WC] = []
         with self._lock:
-            return self._poll(handle, max_entries, 0, 0)
+            handle = self._live()
+            backlog = self._backlog
+            while backlog and len(found) < max_entries:
+                found.append(backlog.popleft())
+            self._fill(handle, found, max_entries)
+        return found
 
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
@@ -164,57 +197,81 @@ class CQ(Resource):
             VerbsError: the device failed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        got: list[WC] = []
-        while True:
-            handle = self._live()
-            with self._lock:
-                got += self._poll(handle, count - len(got), 1, _SPIN_NS)
-                if len(got) >= count:
-                    return got
-                # Ask for an event, then look again: what came in between raises none.
-                if error := lib.ibv_req_notify_cq(handle, 0):
-                    raise VerbsError("ibv_req_notify_cq", abs(error))
-                got += self._poll(handle, count - len(got), 0, 0)
-                if len(got) >= count:
-                    return got
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                with self._lock:
-                    self._backlog.extendleft(reversed(got))
-                raise WaitTimeout(f"{len(got)} of {count} completions came within {timeout:g} s")
-            self._sleep(left)
-
-    def _sleep(self, seconds: float | None) -> None:
-        poller = select.poll()
-        poller.register(self._channel.fd, select.POLLIN)
-        # Rounded up, so that a short wait does not become a busy one.
-        if poller.poll(None if seconds is None else seconds * 1000 + 1):
-            provider = self.context._provider
-            if (cq := provider.get_cq_event(self._channel)) is not None:
-                provider.ack_cq_events(cq, 1)
-
-    def _poll(self, handle: Any, most: int, least: int, spin_ns: int) -> list[WC]:
-        """Poll with the lock held; spin until there are `least`."""
-        found: list[WC] = []
         backlog = self._backlog
-        while backlog and len(found) < most:
-            found.append(backlog.popleft())
-        while len(found) < most:
-            room = min(most - len(found), _BATCH)
-            wanted = 0 if found else min(least, room)
-            count = lib.rp_poll_cq(handle, self._raw, room, wanted, spin_ns)
-            if count < 0:
-                if found:
-                    break
-                raise VerbsError("ibv_poll_cq", ffi.errno or errno.EIO)
-            self._read(count, found)
-            if count < room:
-                break
-        return found
+        with self._lock:
+            self._waiting += 1
+            try:
+                while True:
+                    handle = self._live()
+                    # What came stays in the backlog until it is enough: nothing can lose it.
+                    self._fill(handle, backlog, count, _SPIN_NS)
+                    if len(backlog) >= count:
+                        return [backlog.popleft() for _ in range(count)]
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise WaitTimeout(
+                            f"{len(backlog)} of {count} completions came within {timeout:g} s"
+                        )
+                    if self._sleeping:
+                        # One thread takes the events, and wakes the others.
+                        self._awake.wait(left)
+                    else:
+                        self._sleep(handle, count, left)
+            finally:
+                self._waiting -= 1
 
-    def _read(self, count: int, found: list[WC]) -> None:
+    def _sleep(self, handle: Any, count: int, seconds: float | None) -> None:
+        """Sleep on the channel, without the lock; it is held before and after."""
+        self._sleeping = True
+        try:
+            # Ask for an event, then look again: what came in between raises none.
+            if error := lib.ibv_req_notify_cq(handle, 0):
+                raise VerbsError("ibv_req_notify_cq", abs(error))
+            self._fill(handle, self._backlog, count)
+            if len(self._backlog) >= count:
+                return
+            self._lock.release()
+            try:
+                poller = select.poll()
+                poller.register(self._channel.fd, select.POLLIN)
+                # Rounded up, so that a short wait does not become a busy one; and an hour
+                # at most, because poll(2) counts milliseconds in an int.
+                ready = poller.poll(None if seconds is None else min(seconds, 3600) * 1000 + 1)
+            finally:
+                self._lock.acquire()
+            if ready:
+                provider = self.context._provider
+                if (cq := provider.get_cq_event(self._channel)) is not None:
+                    provider.ack_cq_events(cq, 1)
+        finally:
+            self._sleeping = False
+            self._awake.notify_all()
+
+    def _fill(self, handle: Any, into: list[WC] | deque[WC], count: int, spin_ns: int = 0) -> None:
+        """Poll with the lock held, until there are `count`; spin that long for them."""
+        while (lacking := count - len(into)) > 0:
+            room = min(lacking, _BATCH)
+            least = room if spin_ns else 0
+            if self._tm is None:
+                polled = lib.rp_poll_cq(handle, self._raw, room, least, spin_ns)
+            else:
+                polled = lib.rp_poll_cq_ex(
+                    self._extended, self._raw, self._tm, room, least, spin_ns
+                )
+            if polled < 0:
+                if into:
+                    return
+                raise VerbsError("ibv_poll_cq", ffi.errno or errno.EIO)
+            raw = self._raw_bytes[: polled * _RAW.size]
+            if self._tm_bytes is None:
+                self._read(raw, into)
+            else:
+                self._read_tagged(raw, self._tm_bytes[: polled * _TM_INFO.size], into)
+            if polled < room:
+                return
+
+    def _read(self, raw: memoryview, found: list[WC] | deque[WC]) -> None:
         queues = self.context._queues
-        raw = self._raw_bytes[: count * _RAW.size]
         for (
             ticket, status, opcode, vendor_err, byte_len, imm, qp_num, src_qp, flags,
             pkey_index, slid, sl, path_bits,
@@ -243,17 +300,39 @@ class CQ(Resource):
                 )
             )  # fmt: skip
 
-    def _keep(self) -> None:
+    def _read_tagged(self, raw: memoryview, infos: memoryview, found: list[WC] | deque[WC]) -> None:
+        """Read completions one by one, each with its tag where it has one."""
+        for index, (tag, priv) in enumerate(_TM_INFO.iter_unpack(infos)):
+            one = raw[index * _RAW.size : (index + 1) * _RAW.size]
+            ticket, status, opcode, *_, flags, _, _, _, _ = _RAW.unpack(one)
+            matched = not status and flags & _TM_MATCH
+            if matched and not flags & _TM_DATA_VALID:
+                queue = self.context._queues.get(ticket >> 32)
+                if isinstance(queue, TaggedReceives):
+                    queue.match(ticket)
+            before = len(found)
+            self._read(one, found)
+            # The second completion of a message does not say what the first has said.
+            told = matched or not flags & _TM_DATA_VALID
+            if len(found) > before and not status and opcode == WCOpcode.TM_RECV and told:
+                found[-1] = found[-1]._replace(tm_tag=tag, tm_priv=priv)
+
+    def _keep(self, *, wait: bool) -> None:
         """Take what is in the queue now, before or after one of its QPs is destroyed.
 
         Devices differ in what they do to completions of a destroyed QP; taken
         here, they are delivered on all of them.
+
+        Args:
+            wait: wait for another thread that is polling; else leave them to it.
         """
-        if self._handle is None:
+        if self._handle is None or not self._lock.acquire(blocking=wait):
             return
-        with self._lock:
+        try:
             # Not more than it holds: another QP may keep filling it.
-            self._backlog.extend(self._poll(self._handle, len(self._backlog) + self.cqe, 0, 0))
+            self._fill(self._handle, self._backlog, len(self._backlog) + self.cqe)
+        finally:
+            self._lock.release()
 
 
 def _from_network(value: int) -> int:

@@ -243,6 +243,8 @@ class Context(Resource):
         self.guid = info.guid
         self.node_type = _enum(NodeType, info.node_type, NodeType.UNKNOWN)
         super().__init__(provider.open_device(info.name))
+        # An event that another thread took must not block this one.
+        os.set_blocking(self.async_fd, False)
         try:
             self.attr = self._query_attr()
         except RdmaError:
@@ -254,6 +256,9 @@ class Context(Resource):
 
     def _destroy(self) -> None:
         self._provider.close_device(self._handle)
+
+    def _inside_verb(self) -> bool:
+        return self._provider.inside_verb()
 
     def _query_attr(self) -> DeviceAttr:
         raw = ffi.new("struct ibv_device_attr *")
@@ -327,6 +332,30 @@ class Context(Resource):
         """
         self._check_port(port_num)
         return self._provider.query_pkey(self._live(), port_num, index)
+
+    @property
+    def async_fd(self) -> int:
+        """File descriptor that is readable when an asynchronous event is there.
+
+        Raises:
+            ClosedError: the device is closed.
+        """
+        fd: int = self._live().async_fd
+        return fd
+
+    @property
+    def faults(self) -> Any:
+        """What is to go wrong on purpose, on the software device (soft.faults.FaultPlan).
+
+        Raises:
+            UnsupportedError: it is a real device.
+            ClosedError: the device is closed.
+        """
+        return self._provider.faults(self._live(), self._wr_id_of)
+
+    def _wr_id_of(self, ticket: int) -> int | None:
+        queue = self._queues.get(ticket >> 32)
+        return None if queue is None else queue.peek(ticket)
 
     def _check_port(self, port_num: int) -> None:
         count = self.attr.phys_port_cnt

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["InFlight", "InFlightAny"]
+__all__ = ["InFlight", "InFlightAny", "Operations", "TaggedReceives"]
 
 _numbers = itertools.count(1)
 _COUNT_MASK = 0xFFFF_FFFF
@@ -68,9 +68,18 @@ class InFlight:
         if ahead >= len(entries):
             return None
         self._done += ahead + 1
-        for _ in range(ahead):
-            entries.popleft()
-        return entries.popleft()[0]
+        try:
+            for _ in range(ahead):
+                entries.popleft()
+            return entries.popleft()[0]
+        except IndexError:
+            # Cleared by another thread in this moment.
+            return None
+
+    def peek(self, ticket: int) -> int | None:
+        """Return the caller's wr_id of an outstanding work request, or None."""
+        ahead = (ticket - self._done) & _COUNT_MASK
+        return self._entries[ahead][0] if ahead < len(self._entries) else None
 
     def clear(self) -> None:
         """Forget everything: the queue has been destroyed or reset."""
@@ -116,6 +125,11 @@ class InFlightAny:
         entry = self._entries.pop(ticket & _COUNT_MASK, None)
         return None if entry is None else entry[0]
 
+    def peek(self, ticket: int) -> int | None:
+        """Return the caller's wr_id of an outstanding work request, or None."""
+        entry = self._entries.get(ticket & _COUNT_MASK)
+        return None if entry is None else entry[0]
+
     def clear(self) -> None:
         """Forget everything: the queue has been destroyed."""
         self._entries.clear()
@@ -123,3 +137,67 @@ class InFlightAny:
     def references(self) -> Iterator[tuple[int, Sequence[Any]]]:
         """Go through what is outstanding: the wr_id and what it refers to."""
         return iter(tuple(self._entries.values()))
+
+
+class TaggedReceives(InFlightAny):
+    """The entries of a matching list that no message has taken yet, or not all of it."""
+
+    __slots__ = ("_early", "_matched")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._matched: set[int] = set()
+        self._early: set[int] = set()
+
+    def match(self, ticket: int) -> None:
+        """Note that a message has matched, and that its next completion is not the last."""
+        if self.peek(ticket) is not None:
+            self._matched.add(ticket)
+            self._early.add(ticket)
+
+    def complete(self, ticket: int) -> int | None:
+        """Retire an entry at its last completion; return its wr_id, or None if it is not here."""
+        if ticket in self._early:
+            self._early.discard(ticket)
+            return self.peek(ticket)
+        self._matched.discard(ticket)
+        return super().complete(ticket)
+
+    def release(self, ticket: int) -> None:
+        """Retire an entry whose TAG_DEL is done, unless a message was faster.
+
+        The completion of that message comes before that of the TAG_DEL.
+        """
+        if ticket not in self._matched:
+            super().complete(ticket)
+
+    def clear(self) -> None:
+        """Forget everything: the queue has been destroyed."""
+        self._matched.clear()
+        self._early.clear()
+        super().clear()
+
+
+class Operations(InFlight):
+    """Operations that are posted and not known to be done.
+
+    Args:
+        tagged: the receives that TAG_DELs remove.
+    """
+
+    __slots__ = ("_tagged",)
+
+    def __init__(self, tagged: TaggedReceives) -> None:
+        super().__init__()
+        self._tagged = tagged
+
+    def complete(self, ticket: int) -> int | None:
+        """Retire an operation and all before it; return its wr_id, or None if it is not here."""
+        ahead = (ticket - self._done) & _COUNT_MASK
+        # A ticket that is not here must not make this go through everything.
+        done = list(itertools.islice(self._entries, min(ahead, len(self._entries) - 1) + 1))
+        wr_id = super().complete(ticket)
+        for _, removed in done:
+            for handle in removed:
+                self._tagged.release(handle._ticket)
+        return wr_id

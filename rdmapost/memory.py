@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import resource
+from pickle import PickleBuffer
 from typing import Any
 
 from ._binding import ffi
@@ -57,7 +59,8 @@ class MR(Resource):
         addr: address of the first byte; the remote_addr of a peer.
         length: bytes.
         lkey, rkey: its keys.
-        buffer: the memory, as a memoryview of bytes.
+        buffer: the memory, as a memoryview of bytes; of memory that was given,
+            until the region is closed.
 
     Raises:
         TypeError: it is no writable buffer.
@@ -66,7 +69,9 @@ class MR(Resource):
         VerbsError: the device refused; the text says what to try.
     """
 
-    __slots__ = ("_memory", "access", "addr", "buffer", "length", "lkey", "pd", "rkey")
+    __slots__ = (
+        "_given", "_memory", "access", "addr", "buffer", "length", "lkey", "pd", "rkey",
+    )  # fmt: skip
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         self.pd = pd
@@ -74,21 +79,15 @@ class MR(Resource):
         needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
         if needs_local and not self.access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
+        self._given = not isinstance(memory, int)
         if isinstance(memory, int):
             if memory < 1:
                 raise ValueError(f"a region has at least 1 byte, not {memory}")
             memory = mmap.mmap(-1, memory)
-        try:
-            # Holds the buffer: it cannot be freed or resized while we do.
-            self._memory = ffi.from_buffer("char[]", memory, require_writable=True)
-        except (TypeError, BufferError) as error:
-            raise TypeError(
-                f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
-            ) from None
+        self.buffer = _bytes_of(memory)
+        # Holds the buffer: it cannot be freed or resized while we do.
+        self._memory = ffi.from_buffer("char[]", self.buffer, require_writable=True)
         self.length = len(self._memory)
-        if not self.length:
-            raise ValueError("a region has at least 1 byte, not 0")
-        self.buffer = memoryview(memory).cast("B")
         context = pd.context
         try:
             handle = context._provider.reg_mr(pd._live(), self._memory, self.length, self.access)
@@ -131,6 +130,11 @@ class MR(Resource):
     def _destroy(self) -> None:
         _refuse_in_flight(self, self.pd.context)
         self.pd.context._provider.dereg_mr(self._handle)
+        ffi.release(self._memory)
+        if self._given:
+            # The owner has it back, and may resize it.
+            with contextlib.suppress(BufferError):
+                self.buffer.release()
 
 
 class MW(Resource):
@@ -162,9 +166,13 @@ class MW(Resource):
 
     @property
     def rkey(self) -> int:
-        """Its key as the library knows it; a BIND_MW of type 2 gives it a new one."""
+        """Its key; a BIND_MW of type 2 gives it a new one, as soon as it is posted."""
         rkey: int = self._live().rkey
         return rkey
+
+    def _bound(self, rkey: int) -> None:
+        # A driver takes the key that it replaces from here, and nothing else sets it.
+        self._handle.rkey = rkey
 
     def next_rkey(self) -> int:
         """Return the rkey for the next bind: the low byte is one more (ibv_inc_rkey(3))."""
@@ -176,8 +184,29 @@ class MW(Resource):
         self.pd.context._provider.dealloc_mw(self._handle)
 
 
+def _bytes_of(memory: Any) -> memoryview:
+    """Return a writable buffer of any shape and format as one of bytes."""
+    try:
+        view = memoryview(memory)
+        if view.readonly:
+            raise TypeError("it is read-only")
+    except TypeError as error:
+        raise TypeError(
+            f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
+        ) from None
+    if not view.nbytes:
+        raise ValueError("a region has at least 1 byte, not 0")
+    if not view.contiguous:
+        raise ValueError("a region is one piece of memory, and this buffer has gaps")
+    # It knows every format and order of dimensions, and memoryview.cast does not.
+    return PickleBuffer(view).raw()
+
+
 def _refuse_in_flight(resource_: Resource, context: Context) -> None:
     """Refuse to close what outstanding work requests name."""
+    if resource_._abandoned:
+        # Their queue holds it: so the queue is garbage too, and goes in the same moment.
+        return
     wr_ids = [
         wr_id
         for queue in list(context._queues.values())

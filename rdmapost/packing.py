@@ -14,6 +14,9 @@ from struct import error as StructError
 from typing import Any
 
 from ._binding import ffi
+from ._resource import Resource
+from .address import AH
+from .memory import MR, MW
 from .wr import (
     SGE,
     TSO,
@@ -111,13 +114,25 @@ def _numbers(sges: Sequence[SGE]) -> list[int]:
     return numbers
 
 
-def _pointer(resource: Any, what: str) -> int:
-    """Return the address of a live resource's struct."""
+_POINTERS: dict[str, tuple[type[Resource], str]] = {
+    "ah": (AH, "an address handle"),
+    "mw": (MW, "a memory window"),
+    "mr": (MR, "a memory region"),
+}
+
+
+def _pointer(wr: Any, name: str) -> int:
+    """Return the address of the struct of a live resource that a field names, or 0 for None."""
+    resource = getattr(wr, name)
     if resource is None:
         return 0
-    handle = getattr(resource, "_handle", None)
+    kind, what = _POINTERS[name]
+    if not isinstance(resource, kind):
+        # A driver would read one struct as another.
+        raise Refused(f"{name} is a {type(resource).__name__}, not {what}")
+    handle = resource._handle
     if handle is None:
-        raise Refused(f"{resource} is closed" if hasattr(resource, "closed") else what)
+        raise Refused(f"{resource} is closed")
     return int(ffi.cast("uintptr_t", handle))
 
 
@@ -132,7 +147,7 @@ def _pack_message(
     ah = wr.ah
     record.pack_into(
         out, at, wr_id, len(sges), wr.opcode, wr.send_flags, getattr(wr, "imm_data", 0),
-        _pointer(ah, "ah is not an address handle"), wr.remote_qpn, wr.remote_qkey,
+        _pointer(wr, "ah"), wr.remote_qpn, wr.remote_qkey,
         wr.remote_srqn, *_numbers(sges),
     )  # fmt: skip
     return at + record.size, () if ah is None else (ah,)
@@ -176,8 +191,8 @@ def _pack_bind(
     out: bytearray, at: int, wr: Any, wr_id: int, sges: Sequence[SGE]
 ) -> tuple[int, tuple[Any, ...]]:
     record = _bind[0]
-    mw = _pointer(wr.mw, "mw is not a memory window")
-    mr = _pointer(wr.mr, "mr is not a memory region")
+    mw = _pointer(wr, "mw")
+    mr = _pointer(wr, "mr")
     if not mw or not mr:
         # Drivers follow both pointers without looking.
         raise Refused("BIND_MW needs a memory window (mw=...) and a memory region (mr=...)")
@@ -195,7 +210,7 @@ def _pack_tso(
     hdr = ffi.from_buffer("char[]", wr.hdr)
     record.pack_into(
         out, at, wr_id, len(sges), wr.opcode, wr.send_flags, 0,
-        _pointer(wr.ah, "ah is not an address handle"), wr.remote_qpn, wr.remote_qkey,
+        _pointer(wr, "ah"), wr.remote_qpn, wr.remote_qkey,
         int(ffi.cast("uintptr_t", hdr)), len(hdr), wr.mss, *_numbers(sges),
     )  # fmt: skip
     return at + record.size, (hdr, wr.ah)
@@ -234,7 +249,7 @@ def pack_send(
     pack = _SEND_PACKERS.get(type(wr)) or _packer_of_base(wr)
     try:
         return pack(out, at, wr, wr_id, sges)
-    except (StructError, TypeError) as error:
+    except (StructError, TypeError, ValueError, BufferError) as error:
         raise _explain(wr, sges, error) from None
 
 
@@ -293,7 +308,11 @@ _BITS = {
 
 
 def check_numbers(wr: Any, sges: Sequence[SGE] = ()) -> str | None:
-    """Say which field of a work request is no number in its range, or None."""
+    """Say which field of a work request is no number in its range, or of a wrong type, or None."""
+    for name, (kind, what) in _POINTERS.items():
+        resource = getattr(wr, name, None)
+        if resource is not None and not isinstance(resource, kind):
+            return f"{name} is a {type(resource).__name__}, not {what}"
     for name, bits in _BITS.items():
         value = getattr(wr, name, 0)
         if not isinstance(value, int):

@@ -18,11 +18,12 @@ from .enums import SendFlags
 from .errors import PostError
 from .inflight import InFlight, InFlightAny
 from .packing import Refused, check_numbers, gather, record_size
-from .wr import SGE
+from .wr import SGE, BindMW
 
 __all__ = ["PostQueue"]
 
 _WR_ID_END = 1 << 64
+_INLINE = int(SendFlags.INLINE)
 
 
 class PostQueue:
@@ -62,11 +63,12 @@ class PostQueue:
         self._wr_type = wr_type
         self._pack = pack
         self._depth_name = depth_name
+        self._binds: list[tuple[int, Any]] = []
         self._grow(16 * record_size(1))
 
     def post(
         self,
-        handle: Any,
+        live: Callable[[], Any],
         wrs: Any,
         check: Callable[[Any, Sequence[SGE]], str | None] | None,
         hint: Callable[[int, Any], str],
@@ -74,7 +76,7 @@ class PostQueue:
         """Post a work request, or a sequence of them.
 
         Args:
-            handle: the queue's struct.
+            live: returns the queue's struct, or raises ClosedError.
             wrs: one work request or an iterable of them.
             check: says why one cannot be posted, or None.
             hint: says what the device may have meant by an error number.
@@ -90,9 +92,11 @@ class PostQueue:
                 f"{self.call} takes a {self._wr_type.__name__} or a sequence of them, "
                 f"not a {type(wrs).__name__}"
             ) from None
-        if not wr_list:
-            return
         with self.lock:
+            # Whoever closes the queue takes the lock too.
+            handle = live()
+            if not wr_list:
+                return
             refused = self._pack_all(wr_list, check)
             count = len(wr_list) if refused is None else refused[0]
             if count:
@@ -109,19 +113,24 @@ class PostQueue:
     ) -> tuple[int, int, str] | None:
         """Pack work requests up to the first that is refused; return which, errno and why."""
         self._end = 0
+        self._binds.clear()
         for index, wr in enumerate(wrs):
             sges: Sequence[SGE] = ()
             try:
                 sges = gather(getattr(wr, "sg_list", ()))
                 reason = self._refuse(wr, sges, check)
                 if reason is None:
-                    self._pack_one(wr, sges)
+                    if self._pack_one(wr, sges):
+                        self._binds.append((index, wr))
                     continue
             except Refused as error:
                 reason = str(error)
-            except TypeError as error:
+            except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 # A field of the wrong type, met by a check before the packing.
                 reason = check_numbers(wr, sges) or str(error)
+            except BaseException:
+                self.in_flight.forget_last(index)
+                raise
             full = self._bounded and self.in_flight.outstanding >= self.depth
             return index, errno.ENOMEM if full else errno.EINVAL, reason
         return None
@@ -145,15 +154,17 @@ class PostQueue:
             )
         return None if check is None else check(wr, sges)
 
-    def _pack_one(self, wr: Any, sges: Sequence[SGE]) -> None:
+    def _pack_one(self, wr: Any, sges: Sequence[SGE]) -> bool:
+        """Record and pack a work request; return whether it binds a window."""
         at = self._end
         if at + record_size(len(sges)) > len(self._records):
             self._grow(2 * (at + record_size(len(sges))))
         ticket = self.in_flight.next_ticket()
         self._end, others = self._pack(self._records, at, wr, ticket, sges)
         # Inline data has been copied when the call returns; the rest must stay.
-        inline = getattr(wr, "send_flags", 0) & SendFlags.INLINE
+        inline = int(getattr(wr, "send_flags", 0)) & _INLINE
         self.in_flight.add(wr.wr_id, others if inline else (*sges, *others))
+        return bool(others) and isinstance(wr, BindMW)
 
     def _post_packed(
         self, handle: Any, wrs: Sequence[Any], count: int, hint: Callable[[int, Any], str]
@@ -162,6 +173,7 @@ class PostQueue:
             raise AssertionError("packed records do not add up")
         result = self._post(handle, self._records_ptr)
         if not result:
+            self._bound(count)
             return
         code = int(result & 0xFFFF_FFFF)
         index: int | None = (result >> 32) - 1
@@ -171,11 +183,18 @@ class PostQueue:
             index = 0 if code in (errno.EOPNOTSUPP, errno.ENOSYS) else None
         if index is not None:
             self.in_flight.forget_last(count - index)
+        self._bound(count if index is None else index)
         wr = None if index is None else wrs[index]
         raise PostError(
             self.call, code, hint(code, wr),
             index=index, posted=index, count=len(wrs), wr=wr,
         )  # fmt: skip
+
+    def _bound(self, posted: int) -> None:
+        for index, wr in self._binds:
+            if index < posted:
+                wr.mw._bound(wr.rkey)
+        self._binds.clear()
 
     def _grow(self, size: int) -> None:
         records = bytearray(size)

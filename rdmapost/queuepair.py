@@ -18,9 +18,11 @@ from .enums import (
     Access,
     LinkLayer,
     MigState,
+    Opcode,
     QPAttrMask,
     QPState,
     QPType,
+    SRQType,
 )
 from .errors import RdmaError, VerbsError, describe_errno
 from .inflight import InFlight
@@ -30,6 +32,7 @@ from .posting import PostQueue
 from .rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
+    QP_TYPES_BY_OPCODE,
     Limits,
     check_recv,
     check_send,
@@ -40,6 +43,7 @@ from .rules import (
 from .srq import SRQ
 from .states import FIELDS, missing_attributes
 from .wr import SGE, RecvWR, SendWR
+from .xrcd import XRCD
 
 __all__ = ["QP", "Outstanding", "QPAttr"]
 
@@ -98,13 +102,16 @@ class QP(Resource):
 
     Args:
         pd: the protection domain.
-        qp_type: RC, UC or UD.
+        qp_type: RC, UC, UD, RAW_PACKET, XRC_SEND or XRC_RECV.
         send_cq: where sends complete.
         recv_cq: where receives complete; send_cq unless given.
         srq: take receives from this shared queue.
+        xrcd: the XRC domain (XRC_RECV); such a queue pair has no PD and no CQs of
+            its own but uses those of the SRQ that a message names.
         max_send_wr, max_recv_wr: work requests that each queue must hold.
         max_send_sge, max_recv_sge: SGEs of one work request.
         max_inline_data: bytes of one inline work request.
+        max_tso_header: bytes of a TSO's header (UD, RAW_PACKET); 0 for no TSO.
         sq_sig_all: every send generates a completion, SIGNALED or not.
         checked: check work requests before they are posted.
         port_num: the local port, from 1.
@@ -117,13 +124,13 @@ class QP(Resource):
         max_send_wr, ..., max_inline_data: what the device granted.
 
     Raises:
-        ValueError: the device has no such port, or a CQ is of another device.
+        ValueError: the device has no such port, a CQ is of another device, or
+            something is given or missing that the type does not have or needs.
         ClosedError: the PD or a CQ is closed.
         VerbsError: the device refused; the text says which limit was exceeded.
     """
 
     __slots__ = (
-        "_check_send",
         "_gid",
         "_gid_index",
         "_limits",
@@ -136,6 +143,7 @@ class QP(Resource):
         "max_recv_wr",
         "max_send_sge",
         "max_send_wr",
+        "max_tso_header",
         "pd",
         "port_num",
         "psn",
@@ -145,6 +153,7 @@ class QP(Resource):
         "send_cq",
         "sq_sig_all",
         "srq",
+        "xrcd",
     )
 
     _kind = "QP"
@@ -157,11 +166,13 @@ class QP(Resource):
         recv_cq: CQ | None = None,
         *,
         srq: SRQ | None = None,
+        xrcd: XRCD | None = None,
         max_send_wr: int = 64,
         max_recv_wr: int = 64,
         max_send_sge: int = 4,
         max_recv_sge: int = 4,
         max_inline_data: int = 0,
+        max_tso_header: int = 0,
         sq_sig_all: bool = False,
         checked: bool = True,
         port_num: int = 1,
@@ -174,7 +185,11 @@ class QP(Resource):
         if srq is not None and srq.pd.context is not context:
             raise ValueError("the SRQ was created on another open device than the PD")
         self.pd, self.send_cq, self.recv_cq, self.srq = pd, send_cq, recv_cq, srq
+        self.xrcd = xrcd
         self.qp_type = QPType(qp_type)
+        self.max_tso_header = max_tso_header
+        if reason := self._what_does_not_fit():
+            raise ValueError(reason)
         self.checked = checked
         self.sq_sig_all = sq_sig_all
         self.port_num = port_num
@@ -185,19 +200,28 @@ class QP(Resource):
         self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 
-        init = ffi.new("struct ibv_qp_init_attr *")
+        init = ffi.new("struct ibv_qp_init_attr_ex *")
         init.send_cq, init.recv_cq = send_cq._live(), recv_cq._live()
         if srq is not None:
             init.srq = srq._live()
+        if srq is not None or self.qp_type in _XRC:
             max_recv_wr = max_recv_sge = 0
+        if self.qp_type is QPType.XRC_RECV:
+            max_send_wr = max_send_sge = max_inline_data = 0
         cap = init.cap
-        cap.max_send_wr, cap.max_recv_wr = max_send_wr, max_recv_wr
-        cap.max_send_sge, cap.max_recv_sge = max_send_sge, max_recv_sge
-        cap.max_inline_data = max_inline_data
+        for name, value in (
+            ("max_send_wr", max_send_wr), ("max_recv_wr", max_recv_wr),
+            ("max_send_sge", max_send_sge), ("max_recv_sge", max_recv_sge),
+            ("max_inline_data", max_inline_data),
+        ):  # fmt: skip
+            try:
+                setattr(cap, name, value)
+            except OverflowError:
+                raise ValueError(f"{name}={value} is not in 0..2^32-1") from None
         init.qp_type = self.qp_type
         init.sq_sig_all = sq_sig_all
         try:
-            handle = context._provider.create_qp(pd._live(), init)
+            handle = self._create(init)
         except VerbsError as error:
             error.hint = error.hint or self._why_not_created(cap)
             raise
@@ -216,11 +240,12 @@ class QP(Resource):
                 for opcode in OPCODES_BY_QP_TYPE[self.qp_type]
             },
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
+            max_tso_header,
         )  # fmt: skip
-        self._check_send = self._check_all if checked else self._check_harmful
         self._send = PostQueue(
             "ibv_post_send", lib.rp_link_send, lib.rp_post_send, SendWR, pack_send,
-            self.max_send_wr, "max_send_wr", checked, InFlight(),
+            # Of a queue that is not there, the check says more than that it is full.
+            self.max_send_wr, "max_send_wr", checked and xrcd is None, InFlight(),
         )  # fmt: skip
         self._recv = PostQueue(
             "ibv_post_recv", lib.rp_link_recv, lib.rp_post_recv, RecvWR, pack_recv,
@@ -228,25 +253,66 @@ class QP(Resource):
         )  # fmt: skip
         for queue in (self._send.in_flight, self._recv.in_flight):
             context._queues[queue.number] = queue
-        parents = {id(p): p for p in (pd, send_cq, recv_cq, srq) if p is not None}
+        parents = {id(p): p for p in (pd, send_cq, recv_cq, srq, xrcd) if p is not None}
         super().__init__(handle, *parents.values())
+
+    def _what_does_not_fit(self) -> str | None:
+        kind, name, srq, xrcd = self.qp_type, self.qp_type.name, self.srq, self.xrcd
+        if (xrcd is not None) != (kind is QPType.XRC_RECV):
+            return (
+                f"{name} queue pairs need an XRC domain (xrcd=...)"
+                if xrcd is None
+                else f"{name} queue pairs have no use for an XRC domain; XRC_RECV ones have"
+            )
+        if xrcd is not None and xrcd.context is not self.pd.context:
+            return "the XRCD was opened on another open device than the PD"
+        if srq is not None and (kind in _XRC or srq.srq_type is SRQType.XRC):
+            return (
+                "receives of XRC belong to the SRQ that a message names (remote_srqn), not to "
+                "a queue pair"
+            )
+        if srq is not None and srq.srq_type is SRQType.TM and kind is not QPType.RC:
+            return f"tag matching is for RC queue pairs, not {name}"
+        if self.max_tso_header and kind not in QP_TYPES_BY_OPCODE[Opcode.TSO]:
+            return f"{name} queue pairs have no TSO, so max_tso_header cannot be given"
+        if not 0 <= self.max_tso_header <= 0xFFFF:
+            return f"max_tso_header={self.max_tso_header} is not in 0..65535"
+        return None
+
+    def _create(self, init: Any) -> Any:
+        provider, context, pd = self.pd.context._provider, self.pd.context._live(), self.pd._live()
+        if self.xrcd is not None:
+            init.xrcd, init.comp_mask = self.xrcd._live(), lib.IBV_QP_INIT_ATTR_XRCD
+            init.send_cq = init.recv_cq = ffi.NULL
+            return provider.create_qp_ex(context, init)
+        if self.max_tso_header or self.qp_type is QPType.XRC_SEND:
+            init.pd, init.comp_mask = pd, lib.IBV_QP_INIT_ATTR_PD
+            if self.max_tso_header:
+                init.max_tso_header = self.max_tso_header
+                init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
+            return provider.create_qp_ex(context, init)
+        # The plain struct is how the extended one begins.
+        return provider.create_qp(pd, ffi.cast("struct ibv_qp_init_attr *", init))
 
     def __str__(self) -> str:
         return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
 
     def _destroy(self) -> None:
-        self._keep_completions()
-        self.pd.context._provider.destroy_qp(self._handle)
-        self._keep_completions()
+        with self._send.lock, self._recv.lock:
+            self._keep_completions()
+            self.pd.context._provider.destroy_qp(self._handle)
+            self._keep_completions()
+            self._handle = None
         for queue in (self._send.in_flight, self._recv.in_flight):
             self.pd.context._queues.pop(queue.number, None)
             queue.clear()
 
     def _keep_completions(self) -> None:
-        if any(self.outstanding):
-            self.send_cq._keep()
+        if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
+            # The collector may have interrupted whoever holds a CQ: it does not wait for it.
+            self.send_cq._keep(wait=not self._abandoned)
             if self.recv_cq is not self.send_cq:
-                self.recv_cq._keep()
+                self.recv_cq._keep(wait=not self._abandoned)
 
     # ---- addressing ---------------------------------------------------------
 
@@ -370,12 +436,14 @@ class QP(Resource):
                     value._fill(getattr(raw, name))
                 else:
                     setattr(raw, name, value)
-            except (OverflowError, TypeError) as error:
+            except (OverflowError, TypeError, AttributeError) as error:
                 raise ValueError(f"{name}={value!r} does not fit: {error}") from None
         state = attrs.get("cur_qp_state", self._state)
         to = QPState(attrs.get("qp_state", state))
         if reason := missing_attributes(self.qp_type, QPState(state), to, mask):
             raise ValueError(reason)
+        if to is QPState.RESET:
+            self._keep_completions()
         try:
             self.pd.context._provider.modify_qp(handle, raw, mask)
         except VerbsError as error:
@@ -577,7 +645,8 @@ class QP(Resource):
 
         See ibv_post_send(3).
         """
-        self._send.post(self._live(), wrs, self._check_send, self._hint)
+        check = self._check_all if self.checked else self._check_harmful
+        self._send.post(self._live, wrs, check, self._hint)
 
     def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -593,12 +662,17 @@ class QP(Resource):
 
         See ibv_post_recv(3).
         """
-        handle = self._live()
+        self._live()
+        if self.qp_type in _XRC:
+            raise RdmaError(
+                f"{self} has no receive queue: a message goes to the XRC SRQ that it names "
+                "(srq.post_srq_recv)"
+            )
         if self.srq is not None:
             raise RdmaError(
                 f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
             )
-        self._recv.post(handle, wrs, self._check_recv if self.checked else None, self._hint)
+        self._recv.post(self._live, wrs, self._check_recv if self.checked else None, self._hint)
 
     def _check_all(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
         return check_send_state(self._state) or check_send(wr, sges, self._limits)
@@ -636,6 +710,8 @@ class QP(Resource):
             if value > most:
                 return f"{name}={value}, but the device's {most_name} is {most}"
         device = self.pd.context.name
+        if self.max_tso_header:
+            return f"max_tso_header={self.max_tso_header}, but {device} may have no TSO"
         if cap.max_inline_data:
             return f"max_inline_data={cap.max_inline_data} may be more than {device} can take"
         return f"{device} may not have {self.qp_type.name} queue pairs, or no more of them"
@@ -651,9 +727,10 @@ class QP(Resource):
                     f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
                     "both sides need GIDs of one kind and one network (see --gid-index)"
                 )
-        return f"the QP stays in {self._state.name} and not {to.name}"
+        return f"the QP stays in {self.state.name} and does not go to {to.name}"
 
 
+_XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}
 _RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
 

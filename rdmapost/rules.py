@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .enums import Access, DeviceCap, MWType, Opcode, QPState, QPType, SendFlags
-from .wr import SGE, TSO, BindMW, RecvWR, SendWR, TagAdd
+from .enums import Access, DeviceCap, MWType, Opcode, OpsFlags, QPState, QPType, SendFlags
+from .wr import SGE, TSO, BindMW, OpsWR, RecvWR, SendWR, TagAdd, TagSync
 
 __all__ = [
     "FLAGS_BY_OPCODE",
     "MAX_MSG_SIZE",
     "OPCODES_BY_QP_TYPE",
+    "QP_TYPES_BY_OPCODE",
     "Limits",
+    "check_op",
     "check_recv",
     "check_send",
     "check_send_state",
@@ -57,6 +59,7 @@ _SENDS = frozenset(
     {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.SEND_WITH_INV, Opcode.RDMA_WRITE_WITH_IMM}
 )
 _ATOMICS = frozenset({Opcode.ATOMIC_CMP_AND_SWP, Opcode.ATOMIC_FETCH_AND_ADD})
+_WRITE_LOCALLY = _ATOMICS | {Opcode.RDMA_READ}
 
 FLAGS_BY_OPCODE: dict[Opcode, SendFlags] = {
     opcode: SendFlags.SIGNALED
@@ -77,13 +80,22 @@ FLAGS_BY_OPCODE: dict[Opcode, SendFlags] = {
 }
 """Which flags mean something on an opcode, before the QP type is looked at."""
 
+_POINTERS = ("ah", "mw", "mr")
+"""Fields that a driver follows into the resource's own struct."""
+
 _IP_CSUM_CAP = {
     QPType.RC: DeviceCap.RC_IP_CSUM,
     QPType.UD: DeviceCap.UD_IP_CSUM,
     QPType.RAW_PACKET: DeviceCap.RAW_IP_CSUM,
 }
 
-_ALL_FLAGS = SendFlags.FENCE | 0x1F
+# A number: the complement of a Flag has only the bits that are flags.
+_ALL_FLAGS = 0x1F
+_MASK64 = (1 << 64) - 1
+_OPS_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
+# Arithmetic on a Flag costs a microsecond, on a number next to nothing.
+_INLINE = int(SendFlags.INLINE)
+_LOCAL_WRITE = int(Access.LOCAL_WRITE)
 
 
 def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags:
@@ -115,6 +127,8 @@ class Limits:
     """For each opcode of the QP type, the flags that are allowed."""
     max_msg_size: int = MAX_MSG_SIZE
     """Bytes in one message: the path MTU on UD."""
+    max_tso_header: int = 0xFFFF
+    """Bytes of a TSO's header."""
 
 
 _STATE_REASON = {
@@ -139,12 +153,12 @@ def check_send(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
     allowed = limits.flags.get(opcode)
     if allowed is None:
         return _wrong_type(opcode, limits.qp_type)
-    flags = wr.send_flags
+    flags = int(wr.send_flags)
     if flags & ~allowed:
         return _wrong_flags(wr, flags & ~allowed, limits)
     if len(sges) > limits.max_send_sge:
         return _too_many(len(sges), "max_send_sge", limits.max_send_sge)
-    inline = flags & SendFlags.INLINE
+    inline = flags & _INLINE
     total = 0
     for sge in sges:
         total += sge.length
@@ -161,14 +175,16 @@ def check_send(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
             f"{total} bytes, but a message on this {limits.qp_type.name} QP "
             f"holds at most {limits.max_msg_size}"
         )
+    if opcode in _WRITE_LOCALLY and (reason := _check_writable(sges, "the result")):
+        return reason
     if opcode in _ATOMICS:
         return _check_atomic(wr, sges)
-    if limits.qp_type is QPType.UD:
-        return _check_datagram(wr, limits.pd)
+    if limits.qp_type is QPType.UD and (reason := _check_datagram(wr, limits.pd)):
+        return reason
     if isinstance(wr, BindMW):
         return _check_bind(wr, limits.pd)
     if isinstance(wr, TSO):
-        return _check_tso(wr)
+        return _check_tso(wr, limits)
     return None
 
 
@@ -177,13 +193,23 @@ def check_unsafe(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
 
     This is all that is looked at where the caller asked for no checks.
     """
-    if limits.qp_type is QPType.UD and getattr(wr, "ah", wr) is None:
-        # Drivers follow the pointer without looking.
+    if limits.qp_type is QPType.UD and getattr(wr, "ah", None) is None:
+        # Drivers follow the pointer without looking, whatever the opcode.
         return "a UD work request needs an address handle (ah=...)"
-    if wr.send_flags & SendFlags.INLINE:
+    for name in _POINTERS:
+        pointer = getattr(wr, name, None)
+        if pointer is not None and pointer.pd.context is not limits.pd.context:
+            # Of another driver, perhaps: its structs have another shape.
+            return f"{pointer} belongs to another open device than the queue pair"
+    if int(wr.send_flags) & _INLINE:
+        total = 0
         for sge in sges:
+            total += sge.length
             if sge.owner is not None and (reason := _check_bounds(sge)):
                 return reason
+        if total > 0xFFFF_FFFF:
+            # Drivers add up in 32 bits, and copy everything if the sum seems to fit.
+            return f"{total} bytes inline; drivers count only up to 2^32-1"
     return None
 
 
@@ -195,10 +221,30 @@ def check_recv(wr: RecvWR | TagAdd, sges: Sequence[SGE], limits: Limits) -> str 
         reason = _check_sge(sge, limits.pd)
         if reason:
             return reason
-        owner = sge.owner
-        if owner is not None and not owner.access & Access.LOCAL_WRITE:
-            return f"a receive writes to {owner}, which was registered without LOCAL_WRITE"
-    return None
+    return _check_writable(sges, "the message")
+
+
+def check_op(wr: OpsWR, sges: Sequence[SGE], limits: Limits) -> str | None:
+    """Say why a tag-matching operation cannot be posted, or None.
+
+    Which entries there are is for the queue to say.
+    """
+    flags = wr.flags
+    if flags & ~(_OPS_SIGNALED | _TM_SYNC):
+        return f"flags={flags:#x} has bits that are no flag of a tag-matching operation"
+    if not flags & _TM_SYNC:
+        if wr.unexpected_cnt:
+            return f"unexpected_cnt={wr.unexpected_cnt} is not looked at without OpsFlags.TM_SYNC"
+        if isinstance(wr, TagSync):
+            return "a TAG_SYNC without OpsFlags.TM_SYNC tells the device nothing"
+    if not isinstance(wr, TagAdd):
+        return None
+    if wr.tag >= 0 and wr.tag & ~wr.mask & _MASK64:
+        return (
+            f"tag={wr.tag:#x} has bits outside of mask={wr.mask:#x}, so no message can match: "
+            "a message matches if its tag & mask == tag"
+        )
+    return check_recv(wr, sges, limits)
 
 
 def _wrong_type(opcode: Opcode, qp_type: QPType) -> str:
@@ -254,6 +300,14 @@ def _check_sge(sge: SGE, pd: Any) -> str | None:
     return _check_bounds(sge) or _check_length(sge)
 
 
+def _check_writable(sges: Sequence[SGE], what: str) -> str | None:
+    for sge in sges:
+        owner = sge.owner
+        if owner is not None and not int(owner.access) & _LOCAL_WRITE:
+            return f"{what} goes to {owner}, which was registered without LOCAL_WRITE"
+    return None
+
+
 def _check_bounds(sge: SGE) -> str | None:
     owner = sge.owner
     start = sge.addr - owner.addr
@@ -267,9 +321,6 @@ def _check_atomic(wr: Any, sges: Sequence[SGE]) -> str | None:
         return f"{wr.opcode.name} returns the old value into one SGE of 8 bytes"
     if wr.remote_addr % 8:
         return f"remote_addr={wr.remote_addr:#x} is not a multiple of 8"
-    owner = sges[0].owner
-    if owner is not None and not owner.access & Access.LOCAL_WRITE:
-        return f"the old value goes to {owner}, which was registered without LOCAL_WRITE"
     return None
 
 
@@ -296,7 +347,12 @@ def _check_bind(wr: BindMW, pd: Any) -> str | None:
     return None
 
 
-def _check_tso(wr: TSO) -> str | None:
+def _check_tso(wr: TSO, limits: Limits) -> str | None:
     if not 0 < wr.mss < 1 << 16:
         return f"mss={wr.mss} is not in 1..65535"
+    if len(wr.hdr) > limits.max_tso_header:
+        return (
+            f"hdr has {len(wr.hdr)} bytes, but this QP was created with "
+            f"max_tso_header={limits.max_tso_header}"
+        )
     return None

@@ -1,4 +1,4 @@
-"""Shared receive queues."""
+"""Shared receive queues: plain ones, those of XRC, and those that match tags."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 from ._binding import ffi, lib
 from ._resource import Resource
-from .enums import QPType, SRQAttrMask
-from .errors import describe_errno
+from .completion import CQ
+from .enums import QPType, SRQAttrMask, SRQType
+from .errors import RdmaError, UnsupportedError, describe_errno
 from .inflight import InFlightAny
 from .memory import PD
-from .packing import pack_ops, pack_recv
+from .packing import pack_recv
 from .posting import PostQueue
-from .rules import Limits, check_recv
-from .wr import SGE, OpsWR, RecvWR
+from .rules import Limits, check_op, check_recv
+from .tagging import TagQueue
+from .wr import SGE, OpsWR, RecvWR, TagDel
+from .xrcd import XRCD
 
 __all__ = ["SRQ", "SRQAttr"]
 
@@ -37,62 +40,201 @@ class SRQAttr:
 
 
 class SRQ(Resource):
-    """A shared receive queue: receives for many queue pairs (ibv_create_srq(3)).
+    """A shared receive queue: receives for many queue pairs (ibv_create_srq_ex(3)).
 
     Args:
         pd: the protection domain.
         max_wr: work requests it must hold, 1..the device's max_srq_wr.
         max_sge: SGEs of each, 1..the device's max_srq_sge.
+        srq_type: BASIC, for queue pairs created with it; XRC, for messages that
+            name it; or TM, with a matching list.
+        xrcd: the XRC domain (XRC).
+        cq: where receives complete (XRC, TM), and operations (TM); for TM it is
+            created with tm_info=True.
+        max_num_tags: entries of the matching list (TM).
+        max_ops: operations on the list that are outstanding at once (TM).
         checked: check work requests before they are posted.
 
     Attributes:
         max_wr, max_sge: what the device granted.
+        srq_type, xrcd, cq, max_num_tags, max_ops: as given.
 
     Raises:
-        ClosedError: the PD is closed.
-        UnsupportedError: the device has none.
+        ValueError: a number does not fit, or what the type needs is missing.
+        ClosedError: the PD, the XRCD or the CQ is closed.
+        UnsupportedError: the device has none of the type.
         VerbsError: the device refused.
     """
 
-    __slots__ = ("_checked", "_ops", "_recv", "max_sge", "max_wr", "pd")
+    __slots__ = (
+        "_checked", "_limits", "_ops", "_recv", "cq", "max_num_tags", "max_ops", "max_sge",
+        "max_wr", "pd", "srq_type", "xrcd",
+    )  # fmt: skip
 
     _kind = "SRQ"
 
-    def __init__(self, pd: PD, max_wr: int = 64, max_sge: int = 1, *, checked: bool = True) -> None:
-        self.pd = pd
+    def __init__(
+        self,
+        pd: PD,
+        max_wr: int = 64,
+        max_sge: int = 1,
+        *,
+        srq_type: SRQType = SRQType.BASIC,
+        xrcd: XRCD | None = None,
+        cq: CQ | None = None,
+        max_num_tags: int = 64,
+        max_ops: int = 64,
+        checked: bool = True,
+    ) -> None:
+        self.pd, self.xrcd, self.cq = pd, xrcd, cq
+        self.srq_type = SRQType(srq_type)
+        tagged = self.srq_type is SRQType.TM
+        self.max_num_tags = max_num_tags if tagged else 0
+        self.max_ops = max_ops if tagged else 0
+        if reason := self._what_is_missing():
+            raise ValueError(reason)
         context = pd.context
-        init = ffi.new("struct ibv_srq_init_attr *")
-        init.attr.max_wr, init.attr.max_sge = max_wr, max_sge
-        handle = context._provider.create_srq(pd._live(), init)
+        pd._live()
+        tag_sge = self._query_tm() if tagged else 0
+        init = ffi.new("struct ibv_srq_init_attr_ex *")
+        for target, name, value in (
+            (init.attr, "max_wr", max_wr),
+            (init.attr, "max_sge", max_sge),
+            (init.tm_cap, "max_num_tags", self.max_num_tags),
+            (init.tm_cap, "max_ops", self.max_ops),
+        ):
+            try:
+                setattr(target, name, value)
+            except OverflowError:
+                raise ValueError(f"{name}={value} is not in 0..2^32-1") from None
+        handle = self._create(init)
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
+        self._limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {})
         self._checked = (lambda wr, sges: check_recv(wr, sges, limits)) if checked else None
         self._recv = PostQueue(
             "ibv_post_srq_recv", lib.rp_link_recv, lib.rp_post_srq_recv, RecvWR, pack_recv,
             self.max_wr, "max_wr", checked, InFlightAny(),
         )  # fmt: skip
-        self._ops = PostQueue(
-            "ibv_post_srq_ops", lib.rp_link_ops, lib.rp_post_srq_ops, OpsWR, _pack_ops,
-            self.max_wr, "max_wr", checked, InFlightAny(),
-        )  # fmt: skip
-        for queue in (self._recv.in_flight, self._ops.in_flight):
+        self._ops = TagQueue(self.max_ops, self.max_num_tags, checked and tagged)
+        for queue in self._queues():
             context._queues[queue.number] = queue
-        super().__init__(handle, pd)
+        super().__init__(handle, *[parent for parent in (pd, xrcd, cq) if parent is not None])
 
     def __str__(self) -> str:
-        return f"SRQ of {self.max_wr} work requests" if hasattr(self, "max_wr") else self._kind
+        if not hasattr(self, "max_wr"):
+            return self._kind
+        kind = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
+        return f"{kind}SRQ of {self.max_wr} work requests"
+
+    def _what_is_missing(self) -> str | None:
+        kind, name = self.srq_type, self.srq_type.name
+        for what, given, wanted in (
+            ("an XRC domain (xrcd=...)", self.xrcd, kind is SRQType.XRC),
+            ("a CQ (cq=...)", self.cq, kind is not SRQType.BASIC),
+        ):
+            if (given is not None) != wanted:
+                return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
+            if given is not None and given.context is not self.pd.context:
+                return f"the {given} was created on another open device than the PD"
+        if kind is SRQType.TM and self.cq is not None and self.cq._extended is None:
+            return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
+        return None
+
+    def _query_tm(self) -> int:
+        """Return how many SGEs a tagged receive may have.
+
+        Raises:
+            UnsupportedError: the device has no tag matching.
+            ValueError: more is wanted than it has.
+        """
+        context = self.pd.context
+        attr = ffi.new("struct ibv_device_attr_ex *")
+        context._provider.query_device_ex(context._live(), attr)
+        caps = attr.tm_caps
+        if not caps.max_num_tags:
+            raise UnsupportedError(
+                "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
+            )
+        for name in ("max_num_tags", "max_ops"):
+            value, most = getattr(self, name), getattr(caps, name)
+            if not 1 <= value <= most:
+                raise ValueError(f"{name}={value} is not in 1..{most}, what {context.name} has")
+        most_sge: int = caps.max_sge
+        return most_sge
+
+    def _create(self, init: Any) -> Any:
+        provider = self.pd.context._provider
+        pd = self.pd._live()
+        if self.srq_type is SRQType.BASIC:
+            # The older call, which every driver has.
+            plain = ffi.new("struct ibv_srq_init_attr *")
+            plain.attr = init.attr
+            handle = provider.create_srq(pd, plain)
+            init.attr = plain.attr
+            return handle
+        assert self.cq is not None
+        init.srq_type, init.pd, init.cq = self.srq_type, pd, self.cq._live()
+        init.comp_mask = (
+            lib.IBV_SRQ_INIT_ATTR_TYPE | lib.IBV_SRQ_INIT_ATTR_PD | lib.IBV_SRQ_INIT_ATTR_CQ
+        )
+        if self.xrcd is not None:
+            init.xrcd = self.xrcd._live()
+            init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_XRCD
+        else:
+            init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_TM
+        return provider.create_srq_ex(self.pd.context._live(), init)
+
+    def _queues(self) -> tuple[Any, ...]:
+        return self._recv.in_flight, self._ops.in_flight, self._ops.tagged
 
     def _destroy(self) -> None:
-        self.pd.context._provider.destroy_srq(self._handle)
-        for queue in (self._recv.in_flight, self._ops.in_flight):
+        self._keep_completions()
+        with self._recv.lock, self._ops.lock:
+            self.pd.context._provider.destroy_srq(self._handle)
+            self._handle = None
+        self._keep_completions()
+        for queue in self._queues():
             self.pd.context._queues.pop(queue.number, None)
             queue.clear()
 
+    def _keep_completions(self) -> None:
+        if self.cq is not None and any(queue.outstanding for queue in self._queues()):
+            # The collector may have interrupted whoever holds the CQ: it does not wait for it.
+            self.cq._keep(wait=not self._abandoned)
+
+    @property
+    def srq_num(self) -> int:
+        """Its number: the remote_srqn of a message to it (XRC).
+
+        Raises:
+            RdmaError: it is not of type XRC.
+            ClosedError: the SRQ is closed.
+
+        See ibv_get_srq_num(3).
+        """
+        if self.srq_type is not SRQType.XRC:
+            raise RdmaError(f"{self} has no number that a message could name; XRC has")
+        return self.pd.context._provider.get_srq_num(self._live())
+
     @property
     def outstanding(self) -> int:
-        """How many receives are posted and not completed."""
+        """How many receives are posted and not completed, without those on the matching list."""
         return self._recv.in_flight.outstanding
+
+    @property
+    def outstanding_tags(self) -> int:
+        """How many tagged receives are posted, and neither completed nor known to be removed."""
+        return self._ops.tagged.outstanding
+
+    @property
+    def outstanding_ops(self) -> int:
+        """How many operations are posted and not known to be done.
+
+        Ones without SIGNALED count until a later one completes.
+        """
+        return self._ops.in_flight.outstanding
 
     def query(self) -> SRQAttr:
         """Return its attributes as they are now (ibv_query_srq(3))."""
@@ -119,10 +261,14 @@ class SRQ(Resource):
 
         See ibv_post_srq_recv(3).
         """
-        self._recv.post(self._live(), wrs, self._checked, self._hint)
+        self._recv.post(self._live, wrs, self._checked, self._hint)
 
     def post_srq_ops(self, wrs: OpsWR | Sequence[OpsWR]) -> None:
         """Post tag-matching operations.
+
+        The post gives each TagAdd its handle.  The buffers of a tagged receive
+        stay alive until the completion that carries its recv_wr_id and all of
+        the data, or that of the TagDel that removed it.
 
         Args:
             wrs: an OpsWR or a sequence of them; the list stops at the first
@@ -134,19 +280,24 @@ class SRQ(Resource):
 
         See ibv_post_srq_ops(3).
         """
-        self._ops.post(self._live(), wrs, None, self._hint)
+        check = self._check_op if self._checked and self.srq_type is SRQType.TM else None
+        self._ops.post(self._live, wrs, check, self._hint)
+
+    def _check_op(self, wr: OpsWR, sges: Sequence[SGE]) -> str | None:
+        if isinstance(wr, TagDel):
+            if not self._ops.holds(wr.handle):
+                return "TAG_DEL needs the handle that a TagAdd of this SRQ was given"
+            if not self._ops.is_listed(wr.handle):
+                return f"{wr.handle} is not on the list any more: its completion has been polled"
+        return check_op(wr, sges, self._limits)
 
     def _hint(self, code: int, wr: Any) -> str:
         name = self.pd.context.name
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             what = "tag matching" if isinstance(wr, OpsWR) else "shared receive queues"
             return f"{what} is not supported by {name}"
+        if code == errno.EINVAL and isinstance(wr, OpsWR) and self.srq_type is not SRQType.TM:
+            return f"{self} has no matching list; create it with srq_type=SRQType.TM"
         if code == errno.ENOMEM:
             return f"{name} says that the queue is full (max_wr={self.max_wr})"
         return f"{name} refused with {describe_errno(code)}"
-
-
-def _pack_ops(
-    out: bytearray, at: int, wr: Any, wr_id: int, sges: Sequence[SGE]
-) -> tuple[int, tuple[Any, ...]]:
-    return pack_ops(out, at, wr, wr_id, getattr(wr, "recv_wr_id", 0), sges)

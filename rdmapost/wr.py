@@ -92,7 +92,9 @@ class SGE(NamedTuple):
         return cls(owner.addr, owner.length, 0, owner)
 
     def __repr__(self) -> str:
-        return f"SGE(addr={self.addr:#x}, length={self.length}, lkey={self.lkey:#x})"
+        # Shown in errors about SGEs that are made of anything.
+        addr, lkey = (f"{n:#x}" if isinstance(n, int) else f"{n!r}" for n in (self.addr, self.lkey))
+        return f"SGE(addr={addr}, length={self.length!r}, lkey={lkey})"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,11 +327,12 @@ class RecvWR:
 class TagHandle:
     """Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
 
-    __slots__ = ("_queue", "_value")
+    __slots__ = ("_queue", "_ticket", "_value")
 
-    def __init__(self, queue: object, value: int) -> None:
+    def __init__(self, queue: object, value: int, ticket: int) -> None:
         self._queue = queue
         self._value = value
+        self._ticket = ticket
 
     def __repr__(self) -> str:
         return f"<rdmapost.TagHandle {self._value}>"
@@ -388,6 +391,12 @@ class TagDel(OpsWR):
 
 @dataclass(slots=True, kw_only=True)
 class TagSync(OpsWR):
-    """Tell the device the number of unexpected messages; give OpsFlags.TM_SYNC."""
+    """Tell the device the number of unexpected messages.
+
+    Attributes:
+        flags: OpsFlags; SIGNALED and TM_SYNC unless given.
+    """
 
     opcode = OpsOpcode.TAG_SYNC
+
+    flags: int = OpsFlags.SIGNALED | OpsFlags.TM_SYNC

@@ -17,3 +17,5 @@ int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
 int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
+int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
+		  struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns);

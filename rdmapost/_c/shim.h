@@ -99,4 +99,12 @@ int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 
+/*
+ * The same for an extended CQ, which also has the tag and the sender's data
+ * of a tag-matching message: they go into `tm`, which is as long as `wc`.
+ * pkey_index cannot be read there and is 0.
+ */
+int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
+		  struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns);
+
 #endif

@@ -41,6 +41,102 @@ void rp_soft_close(struct ibv_context *context)
 		free(verbs_get_ctx(context));
 }
 
+/* ---- an extended CQ ----------------------------------------------------- */
+
+static struct rp_soft_cq_ex *to_soft(struct ibv_cq_ex *cq)
+{
+	return (struct rp_soft_cq_ex *)(void *)cq;
+}
+
+/* Where the completion that was reached last stands in the buffer. */
+static int at(struct ibv_cq_ex *cq)
+{
+	int next = to_soft(cq)->next;
+
+	return next ? next - 1 : 0;
+}
+
+static const struct ibv_wc *current(struct ibv_cq_ex *cq)
+{
+	return &to_soft(cq)->wc[at(cq)];
+}
+
+static int next_poll(struct ibv_cq_ex *cq)
+{
+	struct rp_soft_cq_ex *soft = to_soft(cq);
+
+	if (soft->next >= soft->count) {
+		int n = soft->fill(ibv_cq_ex_to_cq(cq),
+				   sizeof(soft->wc) / sizeof(soft->wc[0]),
+				   soft->wc, soft->tm);
+
+		soft->next = soft->count = 0;
+		if (n <= 0)
+			return n ? EIO : ENOENT;
+		soft->count = n;
+	}
+	soft->next++;
+	cq->wr_id = current(cq)->wr_id;
+	cq->status = current(cq)->status;
+	return 0;
+}
+
+static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
+{
+	return attr && attr->comp_mask ? EINVAL : next_poll(cq);
+}
+
+static void end_poll(struct ibv_cq_ex *cq)
+{
+	/* What the buffer still holds is for the next batch. */
+	(void)cq;
+}
+
+#define READ(type, field)                                                      \
+	static type read_##field(struct ibv_cq_ex *cq)                         \
+	{                                                                      \
+		return current(cq)->field;                                     \
+	}
+READ(enum ibv_wc_opcode, opcode)
+READ(uint32_t, vendor_err)
+READ(uint32_t, byte_len)
+READ(__be32, imm_data)
+READ(uint32_t, qp_num)
+READ(uint32_t, src_qp)
+READ(unsigned int, wc_flags)
+READ(uint32_t, slid)
+READ(uint8_t, sl)
+READ(uint8_t, dlid_path_bits)
+
+static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm_info)
+{
+	*tm_info = to_soft(cq)->tm[at(cq)];
+}
+
+int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, rp_soft_fill *fill)
+{
+	if (!cq || !fill)
+		return EINVAL;
+	cq->fill = fill;
+	cq->cq.start_poll = start_poll;
+	cq->cq.next_poll = next_poll;
+	cq->cq.end_poll = end_poll;
+	cq->cq.read_opcode = read_opcode;
+	cq->cq.read_vendor_err = read_vendor_err;
+	cq->cq.read_byte_len = read_byte_len;
+	cq->cq.read_imm_data = read_imm_data;
+	cq->cq.read_qp_num = read_qp_num;
+	cq->cq.read_src_qp = read_src_qp;
+	cq->cq.read_wc_flags = read_wc_flags;
+	cq->cq.read_slid = read_slid;
+	cq->cq.read_sl = read_sl;
+	cq->cq.read_dlid_path_bits = read_dlid_path_bits;
+	cq->cq.read_tm_info = read_tm_info;
+	return 0;
+}
+
+/* ---- timers ------------------------------------------------------------- */
+
 int rp_timer_open(void)
 {
 	return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);

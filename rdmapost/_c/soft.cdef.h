@@ -18,8 +18,17 @@ struct rp_soft_xrcd {
 	uint32_t handle;
 };
 
+struct rp_soft_cq_ex {
+	struct ibv_cq_ex cq;
+	...;
+};
+
 struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops);
 void rp_soft_close(struct ibv_context *context);
+int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq,
+		       int (*fill)(struct ibv_cq *cq, int max,
+				   struct ibv_wc *wc,
+				   struct ibv_wc_tm_info *tm));
 int rp_timer_open(void);
 int rp_timer_set(int fd, int64_t ns);
 
@@ -33,3 +42,5 @@ extern "Python" int soft_post_srq_ops(struct ibv_srq *, struct ibv_ops_wr *,
 				      struct ibv_ops_wr **);
 extern "Python" int soft_poll_cq(struct ibv_cq *, int, struct ibv_wc *);
 extern "Python" int soft_req_notify_cq(struct ibv_cq *, int);
+extern "Python" int soft_fill_cq(struct ibv_cq *, int, struct ibv_wc *,
+				 struct ibv_wc_tm_info *);

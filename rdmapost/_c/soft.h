@@ -30,6 +30,27 @@ struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops);
 /* Free a context that rp_soft_open made. */
 void rp_soft_close(struct ibv_context *context);
 
+/* Take up to `max` completions off a CQ; return their number, or -1. */
+typedef int rp_soft_fill(struct ibv_cq *cq, int max, struct ibv_wc *wc,
+			 struct ibv_wc_tm_info *tm);
+
+/* An extended CQ; it stands first, because the header casts it to ibv_cq. */
+struct rp_soft_cq_ex {
+	struct ibv_cq_ex cq;
+	rp_soft_fill *fill;
+	int next;
+	int count;
+	struct ibv_wc wc[16];
+	struct ibv_wc_tm_info tm[16];
+};
+
+/*
+ * Let an extended CQ, all zero but for the common part, take its completions
+ * from `fill`.  They are read out of a buffer, so that most steps of the
+ * iterator need no call into Python.  Returns 0 or an errno.
+ */
+int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, rp_soft_fill *fill);
+
 /* A timer as a file descriptor, not armed; -1 with errno on failure. */
 int rp_timer_open(void);
 

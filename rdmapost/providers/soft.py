@@ -16,6 +16,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from ..enums import (
     MWType,
     NodeType,
     Opcode,
+    OpsOpcode,
     PortState,
     QPAttrMask,
     QPType,
@@ -39,14 +41,16 @@ from ..enums import (
     SRQType,
 )
 from ..errors import UnsupportedError, VerbsError
-from ..rules import MAX_MSG_SIZE
-from ..soft import requester
+from ..rules import MAX_MSG_SIZE, OPCODES_BY_QP_TYPE
+from ..soft import requester, tags
 from ..soft.completion import Channel, CompletionQueue
 from ..soft.datagram import AddressHandle
 from ..soft.device import Device, OpenDevice
+from ..soft.faults import FaultPlan
 from ..soft.memory import ProtectionDomain, Region, Window
+from ..soft.offload import MAX_TSO
 from ..soft.qp import QueuePair
-from ..soft.queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue
+from ..soft.queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue, XRCDomain
 from ..states import FIELDS
 from .base import DeviceInfo, GIDEntry
 
@@ -59,8 +63,8 @@ MAX_SGE = 32
 MAX_INLINE = 1024
 MAX_CQE = 1 << 20
 MAX_SRQ_WR = 16384
-MAX_TSO = 1 << 18
 MAX_TSO_HEADER = 512
+_TM_CAP_RC = 1
 MAX_RD_ATOMIC = 16
 PKEY = 0xFFFF
 
@@ -110,6 +114,8 @@ _ATOMIC = Struct("=QQQI")
 _UD = Struct("=QII")
 _SGE = Struct("=QII")
 _WC = Struct("=QiIIIIIIIHHBB2x")
+_TM_INFO = Struct("=QI4x")
+_OPS = Struct("=Q8xIiIIQ8xi4xQQ")  # as rdmapost.packing writes it
 _UNION_AT, _SRQN_AT = 40, 72
 
 _SIGNED_MASK = 0xFFFF_FFFF
@@ -118,6 +124,17 @@ _OPCODES = {int(opcode): opcode for opcode in Opcode}
 _ATOMICS = frozenset({Opcode.ATOMIC_CMP_AND_SWP, Opcode.ATOMIC_FETCH_AND_ADD})
 _REMOTE = frozenset({Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ})
 _DATAGRAM = frozenset({Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO})
+_SEGMENTING = frozenset({QPType.UD, QPType.RAW_PACKET})
+_SRQ_TYPE, _SRQ_PD = lib.IBV_SRQ_INIT_ATTR_TYPE, lib.IBV_SRQ_INIT_ATTR_PD
+_SRQ_XRCD, _SRQ_CQ, _SRQ_TM = (
+    lib.IBV_SRQ_INIT_ATTR_XRCD, lib.IBV_SRQ_INIT_ATTR_CQ, lib.IBV_SRQ_INIT_ATTR_TM,
+)  # fmt: skip
+_SRQ_FIELDS: dict[int, int] = {
+    SRQType.BASIC: _SRQ_TYPE | _SRQ_PD,
+    SRQType.XRC: _SRQ_TYPE | _SRQ_PD | _SRQ_XRCD | _SRQ_CQ,
+    SRQType.TM: _SRQ_TYPE | _SRQ_PD | _SRQ_CQ | _SRQ_TM,
+}
+"""The attributes of ibv_create_srq_ex, by type."""
 
 _device = Device("soft0")
 _lock = _device.lock
@@ -196,8 +213,15 @@ class SoftProvider:
         opened.events.close()
         lib.rp_soft_close(context)
 
-    def faults(self, context: Any) -> Any:
-        return _device.faults
+    def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
+        opened = _context_of(context)
+        opened.wr_id_of = wr_id_of
+        return opened.faults
+
+    def inside_verb(self) -> bool:
+        # Only the thread that asks matters: does it hold the device's lock?
+        owned: bool = _lock._is_owned()  # type: ignore[attr-defined]
+        return owned
 
     def query_device(self, context: Any, attr: Any) -> None:
         for name, value in _DEVICE_ATTR.items():
@@ -210,8 +234,9 @@ class SoftProvider:
         attr.tso_caps.max_tso = MAX_TSO
         attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
         caps = attr.tm_caps
-        caps.max_rndv_hdr_size, caps.max_num_tags, caps.flags = 64, 127, 1
-        caps.max_ops, caps.max_sge = 1024, MAX_SGE
+        caps.max_rndv_hdr_size = tags.MAX_RNDV_HEADER
+        caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
+        caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
 
     def query_port(self, context: Any, port_num: int, attr: Any) -> None:
         attr.state = PortState.ACTIVE
@@ -316,7 +341,19 @@ class SoftProvider:
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
         if not 1 <= cqe <= MAX_CQE or comp_vector:
             raise _failed("ibv_create_cq", errno.EINVAL)
-        cq = ffi.new("struct ibv_cq *")
+        return self._create_cq(ffi.new("struct ibv_cq *"), context, cqe, channel)
+
+    def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
+        if not 1 <= cqe <= MAX_CQE or comp_vector:
+            raise _failed("ibv_create_cq_ex", errno.EINVAL)
+        whole = ffi.new("struct rp_soft_cq_ex *")
+        lib.rp_soft_cq_ex_init(whole, lib.soft_fill_cq)
+        extended = ffi.addressof(whole, "cq")
+        cq = self._create_cq(ffi.cast("struct ibv_cq *", extended), context, cqe, channel)
+        _extended_cqs[cq.handle] = whole
+        return extended
+
+    def _create_cq(self, cq: Any, context: Any, cqe: int, channel: Any) -> Any:
         cq.context, cq.cqe = context, cqe
         behind = None
         if channel:
@@ -336,6 +373,7 @@ class SoftProvider:
                 while made in events:
                     events.remove(made)
             del _objects[cq.handle]
+            _extended_cqs.pop(cq.handle, None)
 
     def get_cq_event(self, channel: Any) -> Any:
         with _verb():
@@ -352,15 +390,28 @@ class SoftProvider:
         return self._create_srq(pd.context, pd, init.attr)
 
     def create_srq_ex(self, context: Any, init: Any) -> Any:
-        if init.srq_type == SRQType.TM:
-            raise UnsupportedError("ibv_create_srq_ex", errno.EOPNOTSUPP)
+        mask, kind = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
+        if mask | _SRQ_TYPE != _SRQ_FIELDS.get(kind):
+            raise _failed("ibv_create_srq_ex", errno.EINVAL, "comp_mask does not fit the type")
+        cap = init.tm_cap
+        if kind == SRQType.TM and not (
+            1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
+        ):
+            raise _failed(
+                "ibv_create_srq_ex", errno.EINVAL,
+                f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}",
+            )  # fmt: skip
         srq = self._create_srq(context, init.pd, init.attr)
         made: SharedReceiveQueue = _objects[srq.handle]
-        if init.srq_type == SRQType.XRC:
-            made.xrcd = _objects[init.xrcd.handle] if init.xrcd else None
-        if init.cq:
-            made.cq = _objects[init.cq.handle]
-            made.cq.users += 1
+        with _lock:
+            if kind == SRQType.XRC:
+                made.xrcd = _domain_of(init.xrcd)
+                made.xrcd.users += 1
+            elif kind == SRQType.TM:
+                made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
+            if mask & _SRQ_CQ:
+                made.cq = _objects[init.cq.handle]
+                made.cq.users += 1
         return srq
 
     def _create_srq(self, context: Any, pd: Any, attr: Any) -> Any:
@@ -412,23 +463,64 @@ class SoftProvider:
             if made.cq is not None:
                 made.cq.users -= 1
                 made.cq.forget(made.queue)
+                if made.tags is not None:
+                    made.cq.forget(made.tags.slots)
+                    made.cq.forget(made.tags.ops)
+            if made.xrcd is not None:
+                made.xrcd.users -= 1
             del _device.srqs[made.number], _objects[srq.handle]
 
     def open_xrcd(self, context: Any, init: Any) -> Any:
+        with _lock:
+            domain = _find_domain(init)
+            domain.opened += 1
+        # Two opens of one domain are two structs, and both stand for it.
         xrcd = ffi.new("struct rp_soft_xrcd *")
         xrcd.xrcd.context = context
-        _keep(xrcd, xrcd)
+        _keep(xrcd, domain)
+        _xrcds[xrcd.handle] = xrcd
         return ffi.addressof(xrcd, "xrcd")
 
     def close_xrcd(self, xrcd: Any) -> None:
-        raise UnsupportedError("ibv_close_xrcd", errno.EOPNOTSUPP)
+        with _lock:
+            domain = _domain_of(xrcd)
+            if domain.opened == 1:
+                if domain.users:
+                    raise _failed("ibv_close_xrcd", errno.EBUSY)
+                if domain.inode is not None:
+                    del _domains[domain.inode]
+            domain.opened -= 1
+            handle = ffi.cast("struct rp_soft_xrcd *", xrcd).handle
+            del _objects[handle], _xrcds[handle]
 
     # ---- queue pairs --------------------------------------------------------
 
     def create_qp(self, pd: Any, init: Any) -> Any:
         return self._create_qp(pd.context, pd, init)
 
-    def _create_qp(self, context: Any, pd: Any, init: Any) -> Any:
+    def create_qp_ex(self, context: Any, init: Any) -> Any:
+        mask = init.comp_mask
+        header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
+        if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
+            raise _failed(
+                "ibv_create_qp_ex", errno.EINVAL,
+                f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}",
+            )  # fmt: skip
+        pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
+        domain = _domain_of(init.xrcd) if mask & lib.IBV_QP_INIT_ATTR_XRCD else None
+        qp = self._create_qp(context, pd, init, domain)
+        _objects[qp.handle].max_tso_header = header
+        return qp
+
+    def _create_qp(self, context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
+        if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
+            raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "there is no such QP type")
+        target = init.qp_type == QPType.XRC_RECV
+        if (domain is not None, bool(pd)) != (target, not target):
+            raise _failed("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
+        needs_recv_cq = init.qp_type not in (QPType.XRC_SEND, QPType.XRC_RECV)
+        if (not init.send_cq and not target) or (not init.recv_cq and needs_recv_cq):
+            raise _failed("ibv_create_qp", errno.EINVAL, "a CQ is missing")
         cap = init.cap
         wrs_fit = max(cap.max_send_wr, cap.max_recv_wr) <= MAX_QP_WR
         sges_fit = max(cap.max_send_sge, cap.max_recv_sge) <= MAX_SGE
@@ -438,18 +530,25 @@ class SoftProvider:
         qp.context, qp.pd, qp.qp_type = context, pd, init.qp_type
         qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
         srq = _objects[init.srq.handle] if init.srq else None
-        send_cq, recv_cq = _objects[init.send_cq.handle], _objects[init.recv_cq.handle]
+        if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
+            raise _failed("ibv_create_qp", errno.EINVAL, "tag matching is for RC")
+        # An XRC queue pair lacks one of them, or both.
+        send_cq, recv_cq = (
+            _objects[cq.handle] if cq else CompletionQueue(1, None)
+            for cq in (init.send_cq, init.recv_cq)
+        )
         with _lock:
             made = QueuePair(
                 _device, _context_of(context), next(_device.numbers) & 0xFFFFFF,
-                QPType(init.qp_type), _objects[pd.handle], send_cq, recv_cq, srq,
+                QPType(init.qp_type), _objects[pd.handle] if pd else ProtectionDomain(),
+                send_cq, recv_cq, srq,
                 WorkQueue(cap.max_send_wr, cap.max_send_sge),
                 WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
                 cap.max_inline_data, bool(init.sq_sig_all),
             )  # fmt: skip
-            made.handle = qp
+            made.handle, made.xrcd = qp, domain
             _device.qps[made.number] = made
-            for user in (send_cq, recv_cq, srq):
+            for user in (send_cq, recv_cq, srq, domain):
                 if user is not None:
                     user.users += 1
         qp.qp_num = made.number
@@ -497,7 +596,7 @@ class SoftProvider:
             made.drop_queues()
             for group in _device.groups.values():
                 group.discard(made)
-            for user in (made.send_cq, made.recv_cq, made.srq):
+            for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
                 if user is not None:
                     user.users -= 1
             del _device.qps[made.number]
@@ -535,6 +634,38 @@ class SoftProvider:
 
 _channels: dict[int, Channel] = {}
 """Completion channels, by file descriptor."""
+
+# A pointer to a part of a struct does not keep the whole: these do.
+_extended_cqs: dict[int, Any] = {}
+"""The structs of extended CQs, by their handle."""
+_xrcds: dict[int, Any] = {}
+"""The structs of XRC domains, by their handle."""
+_domains: dict[tuple[int, int], XRCDomain] = {}
+"""XRC domains that a file names, by its inode."""
+
+
+def _domain_of(xrcd: Any) -> XRCDomain:
+    domain: XRCDomain = _objects[ffi.cast("struct rp_soft_xrcd *", xrcd).handle]
+    return domain
+
+
+def _find_domain(init: Any) -> XRCDomain:
+    """Return the XRC domain that is to be opened, or a new one (ibv_open_xrcd(3))."""
+    if init.fd == -1:
+        return XRCDomain(None)
+    try:
+        status = os.fstat(init.fd)
+    except OSError as error:
+        raise _failed("ibv_open_xrcd", error.errno or errno.EBADF) from None
+    inode = status.st_dev, status.st_ino
+    if inode in _domains:
+        if init.oflags & os.O_EXCL:
+            raise _failed("ibv_open_xrcd", errno.EINVAL, "the file has an XRC domain already")
+    elif not init.oflags & os.O_CREAT:
+        raise _failed("ibv_open_xrcd", errno.EAGAIN, "the file has no XRC domain; give O_CREAT")
+    else:
+        _domains[inode] = XRCDomain(inode)
+    return _domains[inode]
 
 
 # ---- data verbs --------------------------------------------------------------
@@ -582,7 +713,7 @@ def _read_send(qp: QueuePair, wr: Any) -> tuple[SendWQE | None, int]:
         )  # fmt: skip
     if opcode == Opcode.TSO:
         tso = wr.tso
-        if tso.hdr_sz > MAX_TSO_HEADER or (tso.hdr_sz and not tso.hdr):
+        if tso.hdr_sz > qp.max_tso_header or (tso.hdr_sz and not tso.hdr):
             return None, errno.EINVAL
         wqe.hdr = bytes(ffi.buffer(ffi.cast("char *", tso.hdr), tso.hdr_sz))
         wqe.mss = tso.mss
@@ -608,9 +739,10 @@ def soft_post_send(qp_struct: Any, wr: Any, bad_wr: Any) -> int:
         if _device.parked:
             _device.progress()
         qp = _device.qps[qp_struct.qp_num]
+        faults = qp.context.faults
         code = 0
         while wr:
-            code = _device.faults.errno_of_post()
+            code = faults.errno_of_post() if faults.posts else 0
             if not code:
                 wqe, code = _read_send(qp, wr)
                 if wqe is not None:
@@ -658,8 +790,39 @@ def soft_post_srq_recv(srq_struct: Any, wr: Any, bad_wr: Any) -> int:
 
 @ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]
 def soft_post_srq_ops(srq_struct: Any, op: Any, bad_op: Any) -> int:
-    bad_op[0] = op
-    return errno.EOPNOTSUPP
+    code = 0
+    with _lock:
+        if _device.parked:
+            _device.progress()
+        matching: tags.MatchingList | None = _objects[srq_struct.handle].tags
+        while op:
+            code = errno.EINVAL
+            if matching is not None:
+                wqe = _read_op(matching, op)
+                code = errno.EINVAL if wqe is None else matching.post(wqe)
+            if code:
+                bad_op[0] = op
+                break
+            if wqe is not None and wqe.opcode == OpsOpcode.TAG_ADD:
+                op.tm.handle = wqe.handle
+            op = op.next
+    if _device.errors:
+        _tell()
+    return code
+
+
+def _read_op(matching: tags.MatchingList, op: Any) -> tags.TagWQE | None:
+    """Read a tag-matching operation; None where its SGEs cannot be."""
+    wr_id, opcode, flags, count, handle, recv_wr_id, num_sge, tag, mask = _OPS.unpack_from(
+        ffi.buffer(op)
+    )
+    wqe = tags.TagWQE(wr_id, opcode, flags, count, handle)
+    if opcode == OpsOpcode.TAG_ADD:
+        if not 0 <= num_sge <= matching.slots.max_sge:
+            return None
+        wqe.recv_wr_id, wqe.tag, wqe.mask = recv_wr_id, tag, mask
+        wqe.sges = _sges(op.tm.add, num_sge)
+    return wqe
 
 
 @ffi.def_extern(onerror=_guarded(-1))  # type: ignore[untyped-decorator]
@@ -674,6 +837,23 @@ def soft_poll_cq(cq_struct: Any, most: int, wc: Any) -> int:
             for entry in entries:
                 _WC.pack_into(raw, at, *entry.fields)
                 at += _WC.size
+    if _device.errors:
+        _tell()
+    return len(entries)
+
+
+@ffi.def_extern(onerror=_guarded(-1))  # type: ignore[untyped-decorator]
+def soft_fill_cq(cq_struct: Any, most: int, wc: Any, tm: Any) -> int:
+    with _lock:
+        if _device.parked:
+            _device.progress()
+        entries = _objects[cq_struct.handle].poll(most)
+        if entries:
+            raw = ffi.buffer(wc, len(entries) * _WC.size)
+            infos = ffi.buffer(tm, len(entries) * _TM_INFO.size)
+            for index, entry in enumerate(entries):
+                _WC.pack_into(raw, index * _WC.size, *entry.fields)
+                _TM_INFO.pack_into(infos, index * _TM_INFO.size, *entry.tm_info)
     if _device.errors:
         _tell()
     return len(entries)

@@ -6,9 +6,11 @@ import errno
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from .._binding import ffi, lib
+from ..enums import EventType
 from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
 from .base import DeviceInfo, GIDEntry
 
@@ -17,6 +19,28 @@ __all__ = ["VerbsProvider"]
 _LIBRARY = "libibverbs.so.1"
 _LIBRARY_VARIABLE = "RDMAPOST_LIBIBVERBS"
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+_WC_FIELDS = (
+    lib.IBV_WC_EX_WITH_BYTE_LEN | lib.IBV_WC_EX_WITH_IMM | lib.IBV_WC_EX_WITH_QP_NUM
+    | lib.IBV_WC_EX_WITH_SRC_QP | lib.IBV_WC_EX_WITH_SLID | lib.IBV_WC_EX_WITH_SL
+    | lib.IBV_WC_EX_WITH_DLID_PATH_BITS | lib.IBV_WC_EX_WITH_TM_INFO
+)  # fmt: skip
+
+
+_ELEMENTS = {
+    EventType.CQ_ERR: "cq",
+    EventType.QP_FATAL: "qp",
+    EventType.QP_REQ_ERR: "qp",
+    EventType.QP_ACCESS_ERR: "qp",
+    EventType.COMM_EST: "qp",
+    EventType.SQ_DRAINED: "qp",
+    EventType.PATH_MIG: "qp",
+    EventType.PATH_MIG_ERR: "qp",
+    EventType.QP_LAST_WQE_REACHED: "qp",
+    EventType.SRQ_ERR: "srq",
+    EventType.SRQ_LIMIT_REACHED: "srq",
+    EventType.WQ_FATAL: "wq",
+}
+"""Which member of the event names what it is about; a port for all others."""
 
 
 def _failed(call: str, code: int) -> VerbsError:
@@ -90,6 +114,10 @@ class VerbsProvider:
     def query_device(self, context: Any, attr: Any) -> None:
         _zero("ibv_query_device", lib.ibv_query_device(context, attr))
 
+    def query_device_ex(self, context: Any, attr: Any) -> None:
+        result = lib.ibv_query_device_ex(context, ffi.NULL, attr)
+        _zero("ibv_query_device_ex", result)
+
     def query_port(self, context: Any, port_num: int, attr: Any) -> None:
         _zero("ibv_query_port", lib.rp_query_port(context, port_num, attr))
 
@@ -124,6 +152,26 @@ class VerbsProvider:
         _zero("ibv_query_pkey", lib.ibv_query_pkey(context, port_num, index, pkey))
         return _from_network(pkey[0], 2)
 
+    def get_async_event(self, context: Any) -> tuple[int, Any] | None:
+        event = ffi.new("struct ibv_async_event *")
+        if lib.ibv_get_async_event(context, event):
+            if ffi.errno == errno.EAGAIN:
+                return None
+            raise _failed("ibv_get_async_event", ffi.errno)
+        kind = event.event_type
+        element = getattr(event.element, _ELEMENTS.get(kind, "port_num"))
+        # At once: what an unacknowledged event is about cannot be destroyed.
+        lib.ibv_ack_async_event(event)
+        return kind, element
+
+    def inside_verb(self) -> bool:
+        return False
+
+    def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
+        raise UnsupportedError(
+            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 has it"
+        )
+
     # ---- memory -------------------------------------------------------------
 
     def alloc_pd(self, context: Any) -> Any:
@@ -156,6 +204,12 @@ class VerbsProvider:
         made = lib.ibv_create_cq(context, cqe, ffi.NULL, channel, comp_vector)
         return _pointer("ibv_create_cq", made)
 
+    def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
+        init = ffi.new("struct ibv_cq_init_attr_ex *")
+        init.cqe, init.channel, init.comp_vector = cqe, channel, comp_vector
+        init.wc_flags = _WC_FIELDS
+        return _pointer("ibv_create_cq_ex", lib.ibv_create_cq_ex(context, init))
+
     def destroy_cq(self, cq: Any) -> None:
         _zero("ibv_destroy_cq", lib.ibv_destroy_cq(cq))
 
@@ -175,6 +229,15 @@ class VerbsProvider:
     def create_srq(self, pd: Any, init_attr: Any) -> Any:
         return _pointer("ibv_create_srq", lib.ibv_create_srq(pd, init_attr))
 
+    def create_srq_ex(self, context: Any, init_attr: Any) -> Any:
+        return _pointer("ibv_create_srq_ex", lib.ibv_create_srq_ex(context, init_attr))
+
+    def get_srq_num(self, srq: Any) -> int:
+        number = ffi.new("uint32_t *")
+        _zero("ibv_get_srq_num", lib.ibv_get_srq_num(srq, number))
+        found: int = number[0]
+        return found
+
     def modify_srq(self, srq: Any, attr: Any, mask: int) -> None:
         _zero("ibv_modify_srq", lib.ibv_modify_srq(srq, attr, mask))
 
@@ -184,8 +247,17 @@ class VerbsProvider:
     def destroy_srq(self, srq: Any) -> None:
         _zero("ibv_destroy_srq", lib.ibv_destroy_srq(srq))
 
+    def open_xrcd(self, context: Any, init_attr: Any) -> Any:
+        return _pointer("ibv_open_xrcd", lib.ibv_open_xrcd(context, init_attr))
+
+    def close_xrcd(self, xrcd: Any) -> None:
+        _zero("ibv_close_xrcd", lib.ibv_close_xrcd(xrcd))
+
     def create_qp(self, pd: Any, init_attr: Any) -> Any:
         return _pointer("ibv_create_qp", lib.ibv_create_qp(pd, init_attr))
+
+    def create_qp_ex(self, context: Any, init_attr: Any) -> Any:
+        return _pointer("ibv_create_qp_ex", lib.ibv_create_qp_ex(context, init_attr))
 
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
         _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))

@@ -6,20 +6,31 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._binding import ffi
-from ..enums import Opcode, SendFlags, WCStatus
-from .memory import Fault, copy
+from ..enums import Opcode, SendFlags, WCFlags, WCStatus
+from . import offload
+from .memory import Fault, copy, gather
 from .wire import Request, Segments, size_of
 
 if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import SendWQE
 
-__all__ = ["GRH_SIZE", "MULTICAST_QPN", "AddressHandle", "deliver", "send"]
+__all__ = [
+    "GRH_SIZE",
+    "MULTICAST_QPN",
+    "AddressHandle",
+    "deliver",
+    "flags_of",
+    "send",
+    "send_segmented",
+]
 
 GRH_SIZE = 40
 MULTICAST_QPN = 0xFFFFFF
 _NEXT_HEADER_BTH = 0x1B
 _PRIVILEGED_QKEY = 0x8000_0000
+_IP_CSUM = int(SendFlags.IP_CSUM)
+_ETHERTYPE_STARTS = (b"\x08", b"\x86")
 
 
 class AddressHandle(NamedTuple):
@@ -41,8 +52,29 @@ def send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
     """
     if size > qp.device.port_mtu.bytes:
         raise Fault(WCStatus.LOC_LEN_ERR)
+    if wqe.flags & _IP_CSUM:
+        message = offload.fill_checksums(gather(data), offload.ipoib)
+        data = [(ffi.from_buffer(message), size)]
+    _send(qp, wqe, data, size)
+
+
+def send_segmented(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+    """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
+
+    Raises:
+        Fault: a message would be longer than the MTU, or the header is none that can be used.
+    """
+    if len(wqe.hdr) + min(size, wqe.mss) > qp.device.port_mtu.bytes:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    for message in offload.segments(wqe.hdr, offload.ipoib, gather(data), wqe.mss):
+        _send(qp, wqe, [(ffi.from_buffer(message), len(message))], len(message))
+
+
+def _send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
     address: AddressHandle = wqe.ah
-    request = Request(wqe.opcode, qp.type, qp.number, wqe.remote_qpn, data, size)
+    # The segments of a TSO are SENDs on the wire.
+    opcode = Opcode.SEND if wqe.opcode is Opcode.TSO else wqe.opcode
+    request = Request(opcode, qp.type, qp.number, wqe.remote_qpn, data, size)
     request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
     if wqe.opcode is Opcode.SEND_WITH_IMM:
         request.imm = wqe.imm
@@ -70,3 +102,11 @@ def deliver(request: Request, segments: Segments) -> WCStatus:
         return WCStatus.LOC_LEN_ERR
     copy([(ffi.from_buffer(request.grh), GRH_SIZE), *request.data], segments)
     return WCStatus.SUCCESS
+
+
+def flags_of(request: Request) -> int:
+    """Return IP_CSUM_OK for a received IP-over-InfiniBand message with right checksums, else 0."""
+    if not request.data or bytes(ffi.buffer(request.data[0][0], 1)) not in _ETHERTYPE_STARTS:
+        return 0
+    right = offload.checksums_are_right(gather(request.data), offload.ipoib)
+    return int(WCFlags.IP_CSUM_OK) if right else 0

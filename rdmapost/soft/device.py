@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 from ..enums import MTU
 from . import requester, responder
@@ -22,12 +22,18 @@ _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
 
+def _as_it_is(wr_id: int) -> int:
+    return wr_id
+
+
 class OpenDevice:
     """One open context of the device."""
 
     def __init__(self) -> None:
         self.events = EventQueue()
-        self.handle: Any = None
+        self.wr_id_of: Callable[[int], int | None] = _as_it_is
+        self.faults = FaultPlan(lambda wr_id: self.wr_id_of(wr_id))
+        """What is to go wrong on purpose."""
 
 
 class Device:
@@ -43,7 +49,6 @@ class Device:
         memory: its keys.
         qps, srqs: what exists, by number.
         parked: queue pairs whose next request is to be tried again later.
-        faults: what is to go wrong on purpose.
         lock: to be held inside every verb.
     """
 
@@ -58,7 +63,6 @@ class Device:
         self.parked: set[QueuePair] = set()
         self.channels: set[Channel] = set()
         self.groups: dict[bytes, set[QueuePair]] = {}
-        self.faults = FaultPlan()
         self.lock = threading.RLock()
         self.numbers = itertools.count(0x11)
         """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""

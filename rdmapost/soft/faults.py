@@ -1,9 +1,11 @@
 """Faults on purpose, for the tests of those who use the library.
 
-A plan belongs to a device.  Each fault is used up when it strikes.
+A plan belongs to an open device.  Each fault is used up when it strikes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from ..enums import WCStatus
 
@@ -11,17 +13,25 @@ __all__ = ["FaultPlan"]
 
 
 class FaultPlan:
-    """What is to go wrong."""
+    """What is to go wrong.
 
-    def __init__(self) -> None:
-        self._posts: dict[int, int] = {}
-        self._statuses: dict[int, WCStatus] = {}
-        self._refusals: dict[int, int] = {}
+    Args:
+        wr_id_of: returns the caller's wr_id of a work request that the device
+            knows by another, or None.
+    """
+
+    def __init__(self, wr_id_of: Callable[[int], int | None]) -> None:
+        self._wr_id_of = wr_id_of
+        self.posts: dict[int, int] = {}
+        self.statuses: dict[int, WCStatus] = {}
+        self.refusals: dict[int, int] = {}
         self._seen = 0
 
     def clear(self) -> None:
         """Let everything work again."""
-        self.__init__()  # type: ignore[misc]
+        self.posts.clear()
+        self.statuses.clear()
+        self.refusals.clear()
 
     # ---- planning -----------------------------------------------------------
 
@@ -32,35 +42,33 @@ class FaultPlan:
             errno: what the post returns, positive.
             after: how many send work requests are let through before it.
         """
-        self._posts[self._seen + after] = errno
+        if not self.posts:
+            self._seen = 0
+        self.posts[self._seen + after] = errno
 
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
         """Let the send work request with this wr_id complete with a status."""
-        self._statuses[wr_id] = WCStatus(status)
+        self.statuses[wr_id] = WCStatus(status)
 
     def not_ready(self, qp_num: int, times: int) -> None:
         """Let a queue pair behave as if no receive were posted, so many times."""
-        self._refusals[qp_num] = times
+        self.refusals[qp_num] = times
 
     # ---- striking -----------------------------------------------------------
 
     def errno_of_post(self) -> int:
         """Return the errno of the send work request that is being posted, or 0."""
-        if not self._posts:
-            self._seen += 1
-            return 0
         self._seen += 1
-        return self._posts.pop(self._seen - 1, 0)
+        return self.posts.pop(self._seen - 1, 0)
 
-    def status_of(self, wr_id: int) -> WCStatus | None:
+    def take_status(self, wr_id: int) -> WCStatus | None:
         """Return the status that a work request is to complete with, or None."""
-        if not self._statuses:
-            return None
-        return self._statuses.pop(wr_id, None)
+        theirs = self._wr_id_of(wr_id)
+        return None if theirs is None else self.statuses.pop(theirs, None)
 
     def refuse_receive(self, qp_num: int) -> bool:
         """Whether a queue pair is to behave as if no receive were posted."""
-        left = self._refusals.get(qp_num, 0)
-        if left:
-            self._refusals[qp_num] = left - 1
+        left = self.refusals.pop(qp_num, 0)
+        if left > 1:
+            self.refusals[qp_num] = left - 1
         return left > 0

@@ -13,7 +13,22 @@ from .._binding import ffi
 from ..enums import Access, MWType, WCStatus
 from .wire import Segments
 
-__all__ = ["Fault", "Memory", "ProtectionDomain", "Region", "RemoteFault", "Window", "copy"]
+__all__ = [
+    "Fault",
+    "Memory",
+    "ProtectionDomain",
+    "Region",
+    "RemoteFault",
+    "Window",
+    "copy",
+    "gather",
+]
+
+
+_LOCAL_WRITE = int(Access.LOCAL_WRITE)
+_ZERO_BASED = int(Access.ZERO_BASED)
+_MW_BIND = int(Access.MW_BIND)
+_REMOTE_WRITES = int(Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
 
 
 class Fault(Exception):
@@ -45,7 +60,7 @@ class Region:
         self.pd = pd
         self.addr = addr
         self.length = length
-        self.access = access
+        self.access = int(access)
         self.lkey = lkey
         self.rkey = rkey
         self.base = ffi.cast("char *", addr)
@@ -159,7 +174,7 @@ class Memory:
             start = addr - region.addr
             if start < 0 or start + length > region.length:
                 raise Fault(WCStatus.LOC_PROT_ERR)
-            if write and not region.access & Access.LOCAL_WRITE:
+            if write and not region.access & _LOCAL_WRITE:
                 raise Fault(WCStatus.LOC_PROT_ERR)
             segments.append((region.base + start, length))
         return segments
@@ -190,7 +205,7 @@ class Memory:
             if region is None or region.pd is not pd:
                 raise RemoteFault("the rkey is unknown here")
         assert target is not None
-        zero_based = target.access & Access.ZERO_BASED
+        zero_based = target.access & _ZERO_BASED
         start = addr if zero_based else addr - target.addr
         if start < 0 or start + length > target.length:
             raise RemoteFault("the range lies outside what the rkey covers")
@@ -228,10 +243,9 @@ class Memory:
             return
         if region is None or not region.valid or region.pd is not pd or not length:
             raise refused
-        if not region.access & Access.MW_BIND or region.access & Access.ZERO_BASED:
+        if not region.access & _MW_BIND or region.access & _ZERO_BASED:
             raise refused
-        writes = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-        if access & writes and not region.access & Access.LOCAL_WRITE:
+        if access & _REMOTE_WRITES and not region.access & _LOCAL_WRITE:
             raise refused
         if addr < region.addr or addr + length > region.addr + region.length:
             raise refused
@@ -252,6 +266,11 @@ class Memory:
             return False
         self.deregister(target)
         return True
+
+
+def gather(source: Segments) -> bytes:
+    """Return the bytes behind segments."""
+    return b"".join(bytes(ffi.buffer(pointer, length)) for pointer, length in source)
 
 
 def copy(source: Segments, target: Segments) -> None:

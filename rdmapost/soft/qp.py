@@ -6,7 +6,6 @@ import errno
 from typing import TYPE_CHECKING, Any
 
 from ..enums import (
-    Access,
     EventType,
     Opcode,
     QPAttrMask,
@@ -16,6 +15,7 @@ from ..enums import (
     WCOpcode,
     WCStatus,
 )
+from ..rules import OPCODES_BY_QP_TYPE
 from ..states import OPTIONAL, REQUIRED
 from .completion import CompletionQueue, Entry
 from .queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue
@@ -93,7 +93,9 @@ class QueuePair:
         self.max_inline = max_inline
         self.sq_sig_all = sq_sig_all
         self.xrcd: Any = None
+        self.max_tso_header = 0
         self.handle: Any = None
+        self.opcodes = OPCODES_BY_QP_TYPE[qp_type]
         self.reliable = qp_type in _RELIABLE
         self.state = QPState.RESET
         self.attr: dict[str, Any] = {}
@@ -141,6 +143,9 @@ class QueuePair:
 
     def drop_queues(self) -> None:
         """Forget what is posted and what has completed, without a completion."""
+        for wqe in self.sq.pending:
+            if wqe.owner is not None:
+                wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):
             queue.clear()
             cq.forget(queue)
@@ -191,6 +196,9 @@ class QueuePair:
 
     def complete_send(self, wqe: SendWQE, status: WCStatus, byte_len: int = 0) -> None:
         """Retire a send work request, with a completion where one is due."""
+        if wqe.owner is not None:
+            wqe.owner.ended(wqe, status)
+            return
         queue = self.sq
         if not (status or self.sq_sig_all or wqe.flags & _SIGNALED):
             queue.silent += 1
@@ -215,12 +223,13 @@ class QueuePair:
         solicited: bool = False,
         queue: WorkQueue | None = None,
         cq: CompletionQueue | None = None,
+        tm_info: tuple[int, int] = (0, 0),
     ) -> None:
         """Retire a receive work request of this queue pair's, or of the given queue."""
         fields = (
             wqe.wr_id, status, opcode, 0, byte_len, imm, self.number, src_qp, flags, 0, 0, sl, 0,
         )  # fmt: skip
-        entry = Entry(fields, self.rq if queue is None else queue, 1, solicited)
+        entry = Entry(fields, self.rq if queue is None else queue, 1, solicited, tm_info)
         self._push(self.recv_cq if cq is None else cq, entry)
 
     def _push(self, cq: CompletionQueue, entry: Entry) -> None:
@@ -270,6 +279,6 @@ class QueuePair:
         while pending:
             self.complete_recv(pending.popleft(), WCStatus.WR_FLUSH_ERR)
 
-    def grants(self, access: Access) -> bool:
+    def grants(self, access: int) -> bool:
         """Whether a peer may do this through the queue pair at all."""
         return bool(self.attr["qp_access_flags"] & access)

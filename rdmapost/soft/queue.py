@@ -12,31 +12,26 @@ if TYPE_CHECKING:
     from .completion import CompletionQueue
     from .memory import ProtectionDomain
 
-__all__ = ["RecvWQE", "SendWQE", "SharedReceiveQueue", "WorkQueue"]
+__all__ = ["RecvWQE", "SendWQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
 
 
 class SendWQE:
     """A send work request as the device holds it."""
 
-    __slots__ = (
-        "ah",
-        "bind",
-        "compare_add",
-        "flags",
-        "hdr",
-        "imm",
-        "inline",
-        "mss",
-        "opcode",
-        "remote_addr",
-        "remote_qkey",
-        "remote_qpn",
-        "remote_srqn",
-        "rkey",
-        "sges",
-        "swap",
-        "wr_id",
-    )
+    # Most work requests differ from these in two or three.
+    sges: Any = ()
+    """(addr, length, lkey) each."""
+    inline: Any = None
+    """The data, copied at the post, where the work request is inline."""
+    remote_addr = rkey = compare_add = swap = 0
+    ah: Any = None
+    remote_qpn = remote_qkey = remote_srqn = 0
+    bind: Any = None
+    """(window, region, addr, length, access) of a BIND_MW."""
+    hdr = b""
+    mss = 0
+    owner: Any = None
+    """Who hears how it ended, where it is the device's own (tags)."""
 
     def __init__(self, wr_id: int, opcode: Opcode, flags: int, imm: int) -> None:
         self.wr_id = wr_id
@@ -44,17 +39,6 @@ class SendWQE:
         self.flags = flags
         self.imm = imm
         """imm_data in network order, or invalidate_rkey."""
-        self.sges: Any = ()
-        """(addr, length, lkey) each."""
-        self.inline: Any = None
-        """The data, copied at the post, where the work request is inline."""
-        self.remote_addr = self.rkey = self.compare_add = self.swap = 0
-        self.ah: Any = None
-        self.remote_qpn = self.remote_qkey = self.remote_srqn = 0
-        self.bind: Any = None
-        """(window, region, addr, length, access) of a BIND_MW."""
-        self.hdr = b""
-        self.mss = 0
 
 
 class RecvWQE:
@@ -89,6 +73,19 @@ class WorkQueue:
         """Forget everything."""
         self.pending.clear()
         self.used = self.silent = 0
+
+
+class XRCDomain:
+    """What XRC targets and XRC shared receive queues may be used together."""
+
+    __slots__ = ("handle", "inode", "opened", "users")
+
+    def __init__(self, inode: tuple[int, int] | None) -> None:
+        self.inode = inode
+        """The file by which other contexts find it, or None."""
+        self.handle: Any = None
+        self.opened = 0
+        self.users = 0
 
 
 class SharedReceiveQueue:

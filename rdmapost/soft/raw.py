@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._binding import ffi
-from ..enums import Opcode, QPType, SendFlags, WCStatus
+from ..enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
 from . import offload
-from .memory import Fault
+from .memory import Fault, gather
 from .wire import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import SendWQE
 
-__all__ = ["send", "send_frame"]
+__all__ = ["flags_of", "send", "send_segmented"]
 
 ETHERNET_HEADER = 14
 MAX_FRAME = 9000 + ETHERNET_HEADER
@@ -24,17 +24,32 @@ def send(qp: QueuePair, wqe: SendWQE, data: Segments) -> None:
     """Send one frame as it is, with checksums where the work request asks for them.
 
     Raises:
-        Fault: it is shorter than an Ethernet header, or longer than a frame.
+        Fault: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
     """
-    frame = b"".join(bytes(ffi.buffer(pointer, length)) for pointer, length in data)
-    if not ETHERNET_HEADER <= len(frame) <= MAX_FRAME:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+    frame = gather(data)
+    _check_length(len(frame))
     if wqe.flags & SendFlags.IP_CSUM:
-        frame = offload.fill_checksums(frame)
-    send_frame(qp, frame)
+        frame = offload.fill_checksums(frame, offload.ethernet)
+    _send_frame(qp, frame)
 
 
-def send_frame(qp: QueuePair, frame: bytes) -> None:
+def send_segmented(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+    """Send a payload as many frames, each with the work request's header.
+
+    Raises:
+        Fault: a frame would be too long, or the header is none that can be used.
+    """
+    _check_length(len(wqe.hdr) + min(size, wqe.mss))
+    for frame in offload.segments(wqe.hdr, offload.ethernet, gather(data), wqe.mss):
+        _send_frame(qp, frame)
+
+
+def _check_length(size: int) -> None:
+    if not ETHERNET_HEADER <= size <= MAX_FRAME:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+
+
+def _send_frame(qp: QueuePair, frame: bytes) -> None:
     """Put a frame on the wire."""
     data = [(ffi.from_buffer(frame), len(frame))]
     for other in list(qp.device.qps.values()):
@@ -43,3 +58,9 @@ def send_frame(qp: QueuePair, frame: bytes) -> None:
                 Opcode.SEND, QPType.RAW_PACKET, qp.number, other.number, data, len(frame)
             )
             qp.device.transmit(request, None)
+
+
+def flags_of(request: Request) -> int:
+    """Return the completion flags of a received frame: IP_CSUM_OK, or none."""
+    right = offload.checksums_are_right(gather(request.data), offload.ethernet)
+    return int(WCFlags.IP_CSUM_OK) if right else 0

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from .._binding import ffi
 from ..enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ..rules import MAX_MSG_SIZE, OPCODES_BY_QP_TYPE
-from . import datagram, offload, raw
+from ..rules import MAX_MSG_SIZE
+from . import datagram, raw
 from .memory import Fault, copy
 from .qp import QueuePair
 from .queue import SendWQE
@@ -39,6 +39,7 @@ _NAK_STATUS = {
     AckKind.NAK_REMOTE_OPERATIONAL: WCStatus.REM_OP_ERR,
 }
 
+_SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({Opcode.SEND_WITH_IMM, Opcode.RDMA_WRITE_WITH_IMM})
 
 
@@ -55,9 +56,6 @@ def run(qp: QueuePair) -> None:
         wqe = pending[0]
         byte_len = 0
         try:
-            forced = qp.device.faults.status_of(wqe.wr_id)
-            if forced is not None:
-                raise Fault(forced)
             byte_len = _carry_out(qp, wqe)
             status = WCStatus.SUCCESS
         except Fault as fault:
@@ -86,8 +84,11 @@ def _carry_out(qp: QueuePair, wqe: SendWQE) -> int:
         Fault: it ends with an error status.
         _Parked: it is to be tried again.
     """
+    faults = qp.context.faults
+    if faults.statuses and (forced := faults.take_status(wqe.wr_id)) is not None:
+        raise Fault(forced)
     opcode = wqe.opcode
-    if opcode not in OPCODES_BY_QP_TYPE[qp.type]:
+    if opcode not in qp.opcodes:
         raise Fault(WCStatus.LOC_QP_OP_ERR)
     return _BY_OPCODE[opcode](qp, wqe)
 
@@ -100,7 +101,8 @@ def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Se
     if wqe.inline is not None:
         size = len(wqe.inline)
         return ([(wqe.inline, size)] if size else []), size
-    segments = qp.device.memory.local(qp.pd, wqe.sges, write)
+    pd = qp.pd if wqe.owner is None else wqe.owner.pd
+    segments = qp.device.memory.local(pd, wqe.sges, write)
     size = size_of(segments)
     if size > MAX_MSG_SIZE:
         raise Fault(WCStatus.LOC_LEN_ERR)
@@ -109,10 +111,12 @@ def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Se
 
 def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
     request = Request(wqe.opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
-    request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
-    request.remote_addr = wqe.remote_addr
-    request.rkey = wqe.rkey
-    request.srqn = wqe.remote_srqn
+    if wqe.flags & _SOLICITED:
+        request.solicited = True
+    if wqe.rkey or wqe.remote_addr:
+        request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
+    if wqe.remote_srqn:
+        request.srqn = wqe.remote_srqn
     if wqe.opcode in _WITH_IMM:
         request.imm = wqe.imm
     elif wqe.opcode is Opcode.SEND_WITH_INV:
@@ -131,23 +135,38 @@ def _send_or_write(qp: QueuePair, wqe: SendWQE) -> int:
     return 0
 
 
+def _room(wqe: SendWQE) -> int:
+    """Return the size of the local buffers of a work request that fetches something.
+
+    They are looked at when the answer is there, and not before, as in hardware: what
+    the responder has done by then stays done.
+    """
+    if wqe.inline is not None:
+        return len(wqe.inline)
+    size: int = sum(length or 1 << 31 for _, length, _ in wqe.sges)
+    if size > MAX_MSG_SIZE:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    return size
+
+
 def _read(qp: QueuePair, wqe: SendWQE) -> int:
-    target, size = _local_data(qp, wqe, write=True)
+    size = _room(wqe)
     _needs_rd_atomic(qp)
     ack = _exchange(qp, _request(qp, wqe, [], size))
+    target, _ = _local_data(qp, wqe, write=True)
     if ack.data:
         copy(ack.data, target)
     return size
 
 
 def _atomic(qp: QueuePair, wqe: SendWQE) -> int:
-    target, size = _local_data(qp, wqe, write=True)
-    if size < 8:
+    if _room(wqe) < 8:
         raise Fault(WCStatus.LOC_LEN_ERR)
     _needs_rd_atomic(qp)
     request = _request(qp, wqe, [], 8)
     request.compare, request.swap = wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
+    target, _ = _local_data(qp, wqe, write=True)
     copy([(ffi.new("uint64_t *", old), 8)], target)
     return 8
 
@@ -174,7 +193,10 @@ def _bind(qp: QueuePair, wqe: SendWQE) -> int:
 
 def _tso(qp: QueuePair, wqe: SendWQE) -> int:
     data, size = _local_data(qp, wqe)
-    offload.segment(qp, wqe, data, size)
+    if qp.type is QPType.UD:
+        datagram.send_segmented(qp, wqe, data, size)
+    else:
+        raw.send_segmented(qp, wqe, data, size)
     return 0
 
 

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 from .._binding import ffi
 from ..enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
-from . import datagram
+from . import datagram, raw
 from .memory import Fault, RemoteFault, copy
 from .queue import RecvWQE, SharedReceiveQueue, WorkQueue
 from .wire import ACK, Ack, AckKind, Request, Segments, size_of
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue
+    from .memory import ProtectionDomain
     from .qp import QueuePair
 
-__all__ = ["consume_receive", "receive"]
+__all__ = ["Receive", "consume_receive", "fill", "receive", "refuse"]
 
 _RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 _PARTNER = {QPType.XRC_SEND: QPType.XRC_RECV}
@@ -30,6 +31,11 @@ _REMOTE_ACCESS = Ack(AckKind.NAK_REMOTE_ACCESS)
 _REMOTE_OPERATIONAL = Ack(AckKind.NAK_REMOTE_OPERATIONAL)
 
 _MASK64 = (1 << 64) - 1
+# As numbers: arithmetic on a Flag costs more than all the rest of a small write.
+_REMOTE_WRITE = int(Access.REMOTE_WRITE)
+_REMOTE_READ = int(Access.REMOTE_READ)
+_REMOTE_ATOMIC = int(Access.REMOTE_ATOMIC)
+_WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCFlags.GRH)
 
 
 def receive(qp: QueuePair, request: Request) -> Ack | None:
@@ -55,10 +61,12 @@ def _is_for(qp: QueuePair, request: Request) -> bool:
         return False
     if qp.type is QPType.UD:
         return bool(request.qkey == qp.attr["qkey"])
+    if qp.type is QPType.RAW_PACKET:
+        return True
     return bool(qp.attr["dest_qp_num"] == request.src_qpn)
 
 
-def _refuse(qp: QueuePair) -> Ack:
+def refuse(qp: QueuePair) -> Ack:
     """Answer an invalid request; it breaks the connection."""
     if qp.reliable:
         qp.fail(EventType.QP_REQ_ERR)
@@ -68,16 +76,18 @@ def _refuse(qp: QueuePair) -> Ack:
 # ---- receives ---------------------------------------------------------------
 
 
-class _Receive:
+class Receive:
     """A receive work request taken off a queue, and where it completes."""
 
     __slots__ = ("cq", "pd", "queue", "wqe")
 
-    def __init__(self, qp: QueuePair, wqe: RecvWQE, srq: SharedReceiveQueue | None) -> None:
+    def __init__(
+        self, wqe: RecvWQE, queue: WorkQueue, pd: ProtectionDomain, cq: CompletionQueue
+    ) -> None:
         self.wqe = wqe
-        self.queue: WorkQueue = qp.rq if srq is None else srq.queue
-        self.pd = qp.pd if srq is None else srq.pd
-        self.cq: CompletionQueue = (srq.cq if srq is not None else None) or qp.recv_cq
+        self.queue = queue
+        self.pd = pd
+        self.cq = cq
 
 
 def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
@@ -94,17 +104,20 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
     return srq
 
 
-def consume_receive(qp: QueuePair, request: Request) -> _Receive | Ack | None:
+def consume_receive(qp: QueuePair, request: Request) -> Receive | Ack | None:
     """Take the next receive, or return what to answer when there is none."""
     srq = shared_queue(qp, request)
     pending = qp.rq.pending if srq is None else srq.queue.pending
-    if not pending or qp.device.faults.refuse_receive(qp.number):
+    faults = qp.context.faults
+    if not pending or (faults.refusals and faults.refuse_receive(qp.number)):
         return Ack(AckKind.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
-    taken = _Receive(qp, pending.popleft(), srq)
-    if srq is not None and len(pending) < srq.limit:
+    wqe = pending.popleft()
+    if srq is None:
+        return Receive(wqe, qp.rq, qp.pd, qp.recv_cq)
+    if len(pending) < srq.limit:
         srq.limit = 0
         srq.context.events.push(EventType.SRQ_LIMIT_REACHED, srq.handle)
-    return taken
+    return Receive(wqe, srq.queue, srq.pd, srq.cq or qp.recv_cq)
 
 
 def _send(qp: QueuePair, request: Request) -> Ack | None:
@@ -113,40 +126,51 @@ def _send(qp: QueuePair, request: Request) -> Ack | None:
         ack: Ack | None = srq.tags.receive(qp, request)
         return ack
     taken = consume_receive(qp, request)
-    if not isinstance(taken, _Receive):
+    if not isinstance(taken, Receive):
         return taken
     return fill(qp, request, taken)
 
 
-def fill(qp: QueuePair, request: Request, taken: _Receive) -> Ack | None:
+def fill(
+    qp: QueuePair,
+    request: Request,
+    taken: Receive,
+    opcode: WCOpcode = WCOpcode.RECV,
+    flags: int = 0,
+    tm_info: tuple[int, int] = (0, 0),
+) -> Ack | None:
     """Write a message into a receive's buffers and complete it."""
     status, ack = WCStatus.SUCCESS, ACK
-    flags = imm = 0
+    imm = 0
     byte_len = request.length
     try:
         segments = qp.device.memory.local(taken.pd, taken.wqe.sges, True)
         if qp.type is QPType.UD:
             status = datagram.deliver(request, segments)
             byte_len += datagram.GRH_SIZE
-            flags = int(WCFlags.GRH)
+            flags = _GRH | datagram.flags_of(request)
         elif request.length > size_of(segments):
             status = WCStatus.LOC_LEN_ERR
         elif request.data:
             copy(request.data, segments)
+            if qp.type is QPType.RAW_PACKET:
+                flags = raw.flags_of(request)
         if status:
             ack = _INVALID_REQUEST
     except Fault as fault:
         status, ack = fault.status, _REMOTE_OPERATIONAL
     if request.imm is not None:
-        imm, flags = request.imm, flags | WCFlags.WITH_IMM
+        imm, flags = request.imm, flags | _WITH_IMM
     elif request.invalidate_rkey is not None and not status:
-        imm, flags = request.invalidate_rkey, flags | WCFlags.WITH_INV
+        imm, flags = request.invalidate_rkey, flags | _WITH_INV
         if not qp.device.memory.invalidate(taken.pd, qp.number, request.invalidate_rkey):
-            status, ack = WCStatus.LOC_ACCESS_ERR, _REMOTE_ACCESS
+            # The message itself has been carried out: it is acknowledged, and the
+            # responder alone is told and broken.
+            status = WCStatus.REM_INV_REQ_ERR
     qp.complete_recv(
-        taken.wqe, status, byte_len=byte_len, imm=imm, flags=flags,
+        taken.wqe, status, opcode=opcode, byte_len=byte_len, imm=imm, flags=flags,
         src_qp=request.src_qpn if qp.type is QPType.UD else 0, sl=request.sl,
-        solicited=request.solicited, queue=taken.queue, cq=taken.cq,
+        solicited=request.solicited, queue=taken.queue, cq=taken.cq, tm_info=tm_info,
     )  # fmt: skip
     if status:
         qp.fail()
@@ -156,7 +180,7 @@ def fill(qp: QueuePair, request: Request, taken: _Receive) -> Ack | None:
 # ---- remote memory ----------------------------------------------------------
 
 
-def _target(qp: QueuePair, request: Request, size: int, access: Access) -> Segments:
+def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
     """Return the memory that a request names, for an access that its key must grant."""
     if not size:
         # A message of no bytes touches nothing, so its key is not looked at.
@@ -170,38 +194,38 @@ def _target(qp: QueuePair, request: Request, size: int, access: Access) -> Segme
 
 
 def _write(qp: QueuePair, request: Request) -> Ack | None:
-    if not qp.grants(Access.REMOTE_WRITE):
-        return _refuse(qp)
-    target = _target(qp, request, request.length, Access.REMOTE_WRITE)
+    if not qp.grants(_REMOTE_WRITE):
+        return refuse(qp)
+    target = _target(qp, request, request.length, _REMOTE_WRITE)
     if request.imm is None:
         copy(request.data, target)
         return ACK
     # Without a receive nothing is written either.
     taken = consume_receive(qp, request)
-    if not isinstance(taken, _Receive):
+    if not isinstance(taken, Receive):
         return taken
     copy(request.data, target)
     qp.complete_recv(
         taken.wqe, WCStatus.SUCCESS, opcode=WCOpcode.RECV_RDMA_WITH_IMM,
-        byte_len=request.length, imm=request.imm, flags=WCFlags.WITH_IMM,
+        byte_len=request.length, imm=request.imm, flags=_WITH_IMM,
         solicited=request.solicited, queue=taken.queue, cq=taken.cq,
     )  # fmt: skip
     return ACK
 
 
 def _read(qp: QueuePair, request: Request) -> Ack | None:
-    if not qp.grants(Access.REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
-        return _refuse(qp)
-    source = _target(qp, request, request.length, Access.REMOTE_READ)
+    if not qp.grants(_REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
+        return refuse(qp)
+    source = _target(qp, request, request.length, _REMOTE_READ)
     return Ack(AckKind.ACK, data=source)
 
 
 def _atomic(qp: QueuePair, request: Request) -> Ack | None:
-    if not qp.grants(Access.REMOTE_ATOMIC) or not qp.attr["max_dest_rd_atomic"]:
-        return _refuse(qp)
+    if not qp.grants(_REMOTE_ATOMIC) or not qp.attr["max_dest_rd_atomic"]:
+        return refuse(qp)
     if request.remote_addr % 8:
-        return _refuse(qp)
-    [(pointer, _)] = _target(qp, request, 8, Access.REMOTE_ATOMIC)
+        return refuse(qp)
+    [(pointer, _)] = _target(qp, request, 8, _REMOTE_ATOMIC)
     # The device's lock makes this atomic among everything that it does.
     value = ffi.cast("uint64_t *", pointer)
     old: int = value[0]

@@ -20,25 +20,19 @@ Segments = list[tuple[Any, int]]
 class Request:
     """A message from a requester, whole: segmentation is not modelled."""
 
-    __slots__ = (
-        "compare",
-        "data",
-        "dest_qpn",
-        "grh",
-        "imm",
-        "invalidate_rkey",
-        "length",
-        "opcode",
-        "qkey",
-        "qp_type",
-        "remote_addr",
-        "rkey",
-        "sl",
-        "solicited",
-        "src_qpn",
-        "srqn",
-        "swap",
-    )
+    # Most requests differ from these in two or three.
+    solicited = False
+    imm: int | None = None
+    """Immediate data as the work request holds it, in network order."""
+    invalidate_rkey: int | None = None
+    remote_addr = 0
+    rkey = 0
+    compare = 0
+    swap = 0
+    srqn = 0
+    qkey = 0
+    grh = b""
+    sl = 0
 
     def __init__(
         self,
@@ -55,18 +49,6 @@ class Request:
         self.dest_qpn = dest_qpn
         self.data = data
         self.length = length
-        self.solicited = False
-        self.imm: int | None = None
-        """Immediate data as the work request holds it, in network order."""
-        self.invalidate_rkey: int | None = None
-        self.remote_addr = 0
-        self.rkey = 0
-        self.compare = 0
-        self.swap = 0
-        self.srqn = 0
-        self.qkey = 0
-        self.grh = b""
-        self.sl = 0
 
 
 class AckKind(IntEnum):

@@ -1,0 +1,378 @@
+"""Tag matching: a shared receive queue that finds the buffer for a message by its tag.
+
+A message starts with a header (TMH).  Its tag is looked for in the matching
+list; where an entry matches, the payload goes into the entry's buffers, and
+where none does, the message is unexpected and goes, header and all, into the
+next receive of the queue.
+
+Software may be about to add an entry while a message that it would match is
+already waiting among the unexpected ones; a later message must not overtake
+that one.  So both sides count unexpected messages, and entries that are added
+while the counts differ are held: they match nothing until an operation brings
+a count that agrees (phase synchronisation, ibv_post_srq_ops(3)).
+
+A rendezvous request carries no payload but says where it lies (RVH).  The
+device fetches it with an RDMA READ of its own, on the queue pair on which the
+request came, and answers with a FIN.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import itertools
+from enum import IntEnum
+from struct import Struct
+from typing import TYPE_CHECKING, Any
+
+from .._binding import ffi
+from ..enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
+from .completion import Entry
+from .memory import Fault, gather
+from .memory import copy as copy_bytes
+from .queue import RecvWQE, SendWQE, WorkQueue
+from .responder import Receive, consume_receive, fill, refuse
+from .wire import ACK, Ack, AckKind, Request, Segments, size_of
+
+if TYPE_CHECKING:
+    from .memory import ProtectionDomain
+    from .qp import QueuePair
+    from .queue import SharedReceiveQueue
+
+__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList", "TMHOpcode", "TagWQE"]
+
+MAX_NUM_TAGS = 127
+MAX_OPS = 1024
+MAX_RNDV_HEADER = 64
+"""Bytes of a rendezvous request, with the sender's own data behind TMH and RVH."""
+
+_TMH = Struct("!B3xIQ")  # opcode, app_ctx, tag
+_RVH = Struct("!QII")  # va, rkey, len
+_COUNT_MASK = 0xFFFF
+"""What the device keeps of an unexpected_cnt."""
+_MOST_UNSEEN = 0x3FFF
+"""Unexpected messages that software may be behind before their completions ask for a sync."""
+
+_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
+_SYNC_REQ = int(WCFlags.TM_SYNC_REQ)
+_MATCH, _DATA_VALID = int(WCFlags.TM_MATCH), int(WCFlags.TM_DATA_VALID)
+_COMPLETES_AS = {
+    OpsOpcode.TAG_ADD: WCOpcode.TM_ADD,
+    OpsOpcode.TAG_DEL: WCOpcode.TM_DEL,
+    OpsOpcode.TAG_SYNC: WCOpcode.TM_SYNC,
+}
+_NOBODYS = -1
+"""wr_id of the device's own work requests."""
+
+
+class TMHOpcode(IntEnum):
+    """What a tag-matching message is, by the first byte of its header."""
+
+    NO_TAG = 0
+    """Not to be matched."""
+    RNDV = 1
+    """A rendezvous request: RVH behind the TMH, and data of the sender's."""
+    FIN = 2
+    """The answer to one: its data has been fetched."""
+    EAGER = 3
+    """The payload follows."""
+
+
+class TagWQE:
+    """A tag-matching operation as the device holds it."""
+
+    recv_wr_id = 0
+    sges: Any = ()
+    tag = mask = 0
+
+    def __init__(
+        self, wr_id: int, opcode: int, flags: int, unexpected_cnt: int, handle: int = 0
+    ) -> None:
+        self.wr_id = wr_id
+        self.opcode = opcode
+        self.flags = flags
+        self.unexpected_cnt = unexpected_cnt
+        self.handle = handle
+        """Of the entry to remove, or of the one that was added."""
+
+
+class _Entry:
+    """An entry of the matching list."""
+
+    __slots__ = ("held", "mask", "sges", "tag", "wr_id")
+
+    def __init__(self, op: TagWQE) -> None:
+        self.wr_id = op.recv_wr_id
+        self.sges = op.sges
+        self.tag = op.tag
+        self.mask = op.mask
+        self.held = True
+
+
+class MatchingList:
+    """The matching list of a shared receive queue, and what is done with it.
+
+    Attributes:
+        slots: the places in the list; one comes free when the completion of
+            the message that took its entry has been polled, or by a TAG_DEL.
+        ops: the operations.
+    """
+
+    def __init__(
+        self, srq: SharedReceiveQueue, max_num_tags: int, max_ops: int, max_sge: int
+    ) -> None:
+        self.srq = srq
+        self.slots = WorkQueue(max_num_tags, max_sge)
+        self.ops = WorkQueue(max_ops, 0)
+        self._entries: dict[int, _Entry] = {}
+        self._held: list[_Entry] = []
+        self._handles = itertools.count(1)
+        self._last_handle = 0
+        self._seen = 0
+        self._handled = 0
+
+    # ---- operations ---------------------------------------------------------
+
+    def post(self, op: TagWQE) -> int:
+        """Carry out an operation; return 0 or an errno."""
+        if self.ops.used >= self.ops.depth:
+            return errno.ENOMEM
+        if op.opcode == OpsOpcode.TAG_ADD:
+            if self.slots.used >= self.slots.depth:
+                return errno.ENOMEM
+            if len(op.sges) > self.slots.max_sge:
+                return errno.EINVAL
+        elif op.opcode == OpsOpcode.TAG_DEL:
+            if not 0 < op.handle <= self._last_handle:
+                return errno.EINVAL
+        elif op.opcode != OpsOpcode.TAG_SYNC:
+            return errno.EINVAL
+        self.ops.used += 1
+        if op.flags & _TM_SYNC:
+            self._handled = op.unexpected_cnt & _COUNT_MASK
+        status = WCStatus.SUCCESS
+        if op.opcode == OpsOpcode.TAG_ADD:
+            self._add(op)
+        elif op.opcode == OpsOpcode.TAG_DEL and not self._remove(op.handle):
+            # A message has taken it meanwhile.
+            status = WCStatus.TM_ERR
+        if self._in_phase():
+            for entry in self._held:
+                entry.held = False
+            self._held.clear()
+        self._complete_op(op, status)
+        return 0
+
+    def _add(self, op: TagWQE) -> None:
+        op.handle = self._last_handle = next(self._handles)
+        entry = self._entries[op.handle] = _Entry(op)
+        self._held.append(entry)
+        self.slots.used += 1
+
+    def _remove(self, handle: int) -> bool:
+        if self._entries.pop(handle, None) is None:
+            return False
+        self.slots.used -= 1
+        return True
+
+    def _behind(self) -> int:
+        """Return how many unexpected messages software has not reported as handled."""
+        return (self._seen - self._handled) & _COUNT_MASK
+
+    def _in_phase(self) -> bool:
+        return self._behind() == 0
+
+    def _complete_op(self, op: TagWQE, status: WCStatus) -> None:
+        if not op.flags & _SIGNALED:
+            self.ops.silent += 1
+            return
+        frees, self.ops.silent = self.ops.silent + 1, 0
+        flags = 0 if self._in_phase() else _SYNC_REQ
+        opcode = _COMPLETES_AS[OpsOpcode(op.opcode)]
+        fields = (op.wr_id, status, opcode, 0, 0, 0, 0, 0, flags, 0, 0, 0, 0)
+        self._push(Entry(fields, self.ops, frees))
+
+    def _push(self, entry: Entry) -> None:
+        cq = self.srq.cq
+        assert cq is not None
+        if not cq.push(entry):
+            self.srq.context.events.push(EventType.CQ_ERR, cq.handle)
+
+    # ---- messages -----------------------------------------------------------
+
+    def receive(self, qp: QueuePair, request: Request) -> Ack | None:
+        """Take a message that came on a queue pair of this shared receive queue."""
+        head, payload = _split(request.data, _TMH.size)
+        kind = head[0] if head else TMHOpcode.NO_TAG
+        if kind in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
+            return self._deliver(qp, request, WCOpcode.TM_NO_TAG)
+        if kind not in (TMHOpcode.EAGER, TMHOpcode.RNDV) or len(head) < _TMH.size:
+            return refuse(qp)
+        _, app_ctx, tag = _TMH.unpack(head)
+        rendezvous = kind == TMHOpcode.RNDV
+        if rendezvous and not _TMH.size + _RVH.size <= request.length <= MAX_RNDV_HEADER:
+            return refuse(qp)
+        handle = self._match(tag)
+        if handle is None:
+            return self._unexpected(qp, request, (tag, app_ctx))
+        entry = self._entries.pop(handle)
+        if rendezvous:
+            return self._begin_rendezvous(qp, entry, gather(request.data), (tag, app_ctx))
+        return self._eager(qp, entry, request, payload, (tag, app_ctx))
+
+    def _match(self, tag: int) -> int | None:
+        """Return the handle of the first entry that a tag matches."""
+        for handle, entry in self._entries.items():
+            if not entry.held and tag & entry.mask == entry.tag:
+                return handle
+        return None
+
+    def _deliver(
+        self,
+        qp: QueuePair,
+        request: Request,
+        opcode: WCOpcode,
+        flags: int = 0,
+        tm_info: tuple[int, int] = (0, 0),
+    ) -> Ack | None:
+        taken = consume_receive(qp, request)
+        if not isinstance(taken, Receive):
+            return taken
+        return fill(qp, request, taken, opcode, flags, tm_info)
+
+    def _unexpected(self, qp: QueuePair, request: Request, tm_info: tuple[int, int]) -> Ack | None:
+        flags = _SYNC_REQ if self._behind() >= _MOST_UNSEEN else 0
+        ack = self._deliver(qp, request, WCOpcode.TM_RECV, flags, tm_info)
+        if ack is ACK:
+            self._seen += 1
+        return ack
+
+    def _eager(
+        self,
+        qp: QueuePair,
+        entry: _Entry,
+        request: Request,
+        payload: Segments,
+        tm_info: tuple[int, int],
+    ) -> Ack | None:
+        message = copy.copy(request)
+        message.data, message.length = payload, request.length - _TMH.size
+        flags = _MATCH | _DATA_VALID
+        if request.length > 128 << qp.attr["path_mtu"]:
+            # It matches with its first packet, and is complete with its last.
+            self._complete_match(qp, entry, tm_info)
+            flags, tm_info = _DATA_VALID, (0, 0)
+        return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tm_info)
+
+    def _taken(self, entry: _Entry) -> Receive:
+        srq = self.srq
+        assert srq.cq is not None
+        return Receive(RecvWQE(entry.wr_id, entry.sges), self.slots, srq.pd, srq.cq)
+
+    def _complete_match(self, qp: QueuePair, entry: _Entry, tm_info: tuple[int, int]) -> None:
+        fields = (
+            entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, 0, qp.number, 0, _MATCH,
+            0, 0, 0, 0,
+        )  # fmt: skip
+        # The entry keeps its place in the list until its data is there too.
+        self._push(Entry(fields, self.slots, 0, tm_info=tm_info))
+
+    def complete(
+        self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
+    ) -> None:
+        """Complete a tagged receive, whatever became of its message."""
+        qp.complete_recv(
+            RecvWQE(entry.wr_id, ()), status, opcode=WCOpcode.TM_RECV, byte_len=byte_len,
+            flags=flags, queue=self.slots, cq=self.srq.cq,
+        )  # fmt: skip
+
+    # ---- rendezvous ---------------------------------------------------------
+
+    def _begin_rendezvous(
+        self, qp: QueuePair, entry: _Entry, message: bytes, tm_info: tuple[int, int]
+    ) -> Ack:
+        va, rkey, size = _RVH.unpack_from(message, _TMH.size)
+        try:
+            segments = qp.device.memory.local(self.srq.pd, entry.sges, True)
+        except Fault as fault:
+            self.complete(qp, entry, fault.status, 0, 0)
+            qp.fail()
+            return Ack(AckKind.NAK_REMOTE_OPERATIONAL)
+        room = size_of(segments)
+        if size > room:
+            # Software fetches the data; it finds in the buffer where that lies.
+            headers = message[: min(_TMH.size + _RVH.size, room)]
+            if headers:
+                copy_bytes([(ffi.from_buffer(headers), len(headers))], segments)
+            self.complete(
+                qp, entry, WCStatus.TM_RNDV_INCOMPLETE, len(headers), _MATCH | _DATA_VALID
+            )
+            return ACK
+        self._complete_match(qp, entry, tm_info)
+        _Rendezvous(self, qp, entry, size).start(va, rkey, message[: _TMH.size + _RVH.size])
+        return ACK
+
+
+class _Rendezvous:
+    """The device's own work on a send queue: fetch the data, then say so.
+
+    Attributes:
+        pd: the protection domain of the buffers.
+    """
+
+    def __init__(self, tags: MatchingList, qp: QueuePair, entry: _Entry, size: int) -> None:
+        self.pd: ProtectionDomain = tags.srq.pd
+        self._tags = tags
+        self._qp = qp
+        self._entry = entry
+        self._size = size
+
+    def start(self, va: int, rkey: int, headers: bytes) -> None:
+        """Put an RDMA READ and the FIN on the queue pair's send queue.
+
+        They are carried out when the acknowledgement of the request is on its way.
+        """
+        read = SendWQE(_NOBODYS, Opcode.RDMA_READ, 0, 0)
+        read.sges = _first(self._entry.sges, self._size)
+        read.remote_addr, read.rkey = va, rkey
+        fin = SendWQE(_NOBODYS, Opcode.SEND, 0, 0)
+        # The FIN is the request again, but for the opcode.
+        fin.inline = ffi.from_buffer(bytes([TMHOpcode.FIN]) + headers[1:])
+        read.owner = fin.owner = self
+        self._qp.sq.pending.extend((read, fin))
+        self._qp.device.park(self._qp)
+
+    def ended(self, wqe: SendWQE, status: WCStatus) -> None:
+        """Hear how one of the two ended."""
+        if wqe.opcode is Opcode.RDMA_READ:
+            outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS
+            self._tags.complete(self._qp, self._entry, outcome, self._size, _DATA_VALID)
+        if status not in (WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR):
+            # No send work request of the consumer's will tell why the queue pair broke.
+            self._qp.fail(EventType.QP_FATAL)
+
+
+# ---- pieces of messages and buffers -----------------------------------------
+
+
+def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
+    """Return the first bytes of a message, as far as there are so many, and the rest."""
+    head = b""
+    rest: Segments = []
+    for pointer, length in data:
+        taken = min(size - len(head), length)
+        head += bytes(ffi.buffer(pointer, taken))
+        if length > taken:
+            rest.append((pointer + taken, length - taken))
+    return head, rest
+
+
+def _first(sges: Any, size: int) -> list[tuple[int, int, int]]:
+    """Return SGEs over the first bytes of others."""
+    found = []
+    for addr, length, lkey in sges:
+        taken = min(length or 1 << 31, size)
+        if taken:
+            found.append((addr, taken, lkey))
+        size -= taken
+    return found

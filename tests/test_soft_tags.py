@@ -1,0 +1,929 @@
+"""Tag matching on the software device: the list, its operations, and both protocols."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import ALL
+
+import rdmapost as rp
+from rdmapost import OpsFlags, QPState, QPType, SRQType, WCFlags, WCOpcode, WCStatus
+
+NO_TAG, RNDV, FIN, EAGER = range(4)
+SYNC = OpsFlags.SIGNALED | OpsFlags.TM_SYNC
+MATCHED = WCFlags.TM_MATCH | WCFlags.TM_DATA_VALID
+NO_FLAGS = WCFlags(0)
+
+RECEIVES = 32768
+"""Where the server's untagged receives begin; tagged buffers lie before."""
+SLOT = 1024
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[rp.Context]:
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+def tmh(kind: int, tag: int = 0, app_ctx: int = 0) -> bytes:
+    return struct.pack("!B3xIQ", kind, app_ctx, tag)
+
+
+class Server:
+    """A tag-matching SRQ with a CQ of its own, and clients that are connected to it."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, pd: rp.PD, clients: int = 1, **options: Any
+    ) -> None:
+        self.pd = pd
+        context = pd.context
+        self.cq = stack.enter_context(rp.CQ(context, 256, tm_info=True))
+        self.mr = stack.enter_context(rp.MR(pd, 65536, ALL))
+        self.srq = rp.SRQ(pd, 16, 2, srq_type=SRQType.TM, cq=self.cq, **options)
+        stack.callback(self.srq.close)
+        self.send_cq = stack.enter_context(rp.CQ(context))
+        self.clients = [Client(stack, self) for _ in range(clients)]
+        self.client = self.clients[0]
+
+    def add(self, tag: int, at: int = 0, size: int = SLOT, **fields: Any) -> rp.TagAdd:
+        """Add an entry for a tag, with its completion polled; return its work request."""
+        op = rp.TagAdd(tag=tag, sg_list=self.mr[at : at + size] if size else (), **fields)
+        self.srq.post_srq_ops(op)
+        if op.flags & OpsFlags.SIGNALED:
+            wc = self.cq.wait(1)[0].check()
+            assert (wc.wr_id, wc.opcode) == (op.wr_id, WCOpcode.TM_ADD)
+        return op
+
+    def post_receives(self, count: int = 1) -> None:
+        """Post receives for messages that are not matched, wr_id 500 and up."""
+        mr = self.mr
+        self.srq.post_srq_recv(
+            [
+                rp.RecvWR(mr[RECEIVES + i * SLOT : RECEIVES + (i + 1) * SLOT], wr_id=500 + i)
+                for i in range(count)
+            ]
+        )
+
+    def bytes(self, size: int, at: int = 0) -> bytes:
+        return bytes(self.mr.buffer[at : at + size])
+
+    def one(self) -> rp.WC:
+        """Return the one completion that is there."""
+        [wc] = self.cq.wait(1)
+        assert self.cq.poll() == []
+        return wc
+
+
+class Client:
+    """A queue pair connected to a server, with memory and a CQ of its own."""
+
+    def __init__(self, stack: contextlib.ExitStack, server: Server) -> None:
+        pd = server.pd
+        self.cq = stack.enter_context(rp.CQ(pd.context))
+        self.mr = stack.enter_context(rp.MR(pd, 65536, ALL))
+        self.qp = rp.QP(pd, QPType.RC, self.cq, max_inline_data=64)
+        self.peer = rp.QP(pd, QPType.RC, server.send_cq, srq=server.srq)
+        stack.callback(self.peer.close)
+        stack.callback(self.qp.close)
+        self.qp.connect(self.peer.endpoint(), rnr_retry=1)
+        self.peer.connect(self.qp.endpoint(), rnr_retry=1)
+
+    def post(self, message: bytes) -> None:
+        self.mr.buffer[: len(message)] = message
+        self.qp.post_send(rp.Send(self.mr[: len(message)] if message else (), wr_id=1))
+
+    def send(self, message: bytes) -> WCStatus:
+        """Send a message; return how that ended."""
+        self.post(message)
+        [wc] = self.cq.wait(1)
+        assert wc.wr_id == 1
+        return wc.status
+
+    def eager(self, tag: int, payload: bytes = b"", app_ctx: int = 0) -> WCStatus:
+        return self.send(tmh(EAGER, tag, app_ctx) + payload)
+
+    def rndv(self, tag: int, data: bytes, *, app_ctx: int = 9, more: bytes = b"", **wrong: int):
+        """Make a rendezvous request for data at 8192."""
+        self.mr.buffer[8192 : 8192 + len(data)] = data
+        fields = {"va": self.mr.addr + 8192, "rkey": self.mr.rkey, "len": len(data)} | wrong
+        return tmh(RNDV, tag, app_ctx) + struct.pack("!QII", *fields.values()) + more
+
+
+@pytest.fixture
+def server(stack, pd) -> Server:
+    return Server(stack, pd, max_num_tags=8, max_ops=8)
+
+
+# ---- the queue --------------------------------------------------------------------
+
+
+def test_what_a_tag_matching_queue_is_made_of(server):
+    srq = server.srq
+    assert str(srq) == "TM SRQ of 16 work requests"
+    assert (srq.srq_type, srq.max_num_tags, srq.max_ops, srq.cq) == (SRQType.TM, 8, 8, server.cq)
+    assert (srq.outstanding, srq.outstanding_tags, srq.outstanding_ops) == (0, 0, 0)
+    with pytest.raises(rp.RdmaError, match="no number that a message could name"):
+        _ = srq.srq_num
+
+
+def test_what_it_needs_is_asked_for_by_name(pd, cq, context, stack):
+    tagged = stack.enter_context(rp.CQ(context, tm_info=True))
+    for options, words in (
+        ({}, "an SRQ of type TM needs a CQ"),
+        ({"cq": cq}, r"needs a CQ that tells the tags: CQ\(context, tm_info=True\)"),
+        ({"cq": tagged, "max_num_tags": 128}, r"max_num_tags=128 is not in 1\.\.127"),
+        ({"cq": tagged, "max_num_tags": 0}, "max_num_tags=0 is not in"),
+        ({"cq": tagged, "max_ops": -1}, "max_ops=-1 is not in"),
+        ({"cq": tagged, "max_ops": 1025}, r"max_ops=1025 is not in 1\.\.1024"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rp.SRQ(pd, srq_type=SRQType.TM, **options)
+    with pytest.raises(ValueError, match="type BASIC has no use for a CQ"):
+        rp.SRQ(pd, cq=cq)
+
+
+def test_only_rc_queue_pairs_match_tags(server, pd, cq):
+    for qp_type in (QPType.UC, QPType.UD):
+        with pytest.raises(ValueError, match=f"for RC queue pairs, not {qp_type.name}"):
+            rp.QP(pd, qp_type, cq, srq=server.srq)
+
+
+def test_its_cq_cannot_be_closed_before_it(server):
+    with pytest.raises(rp.InUseError, match="TM SRQ of 16 work requests"):
+        server.cq.close()
+
+
+def test_queue_without_a_list_says_so(pd, stack):
+    srq = stack.enter_context(rp.SRQ(pd))
+    for op in (rp.TagAdd(), rp.TagDel(), rp.TagSync()):
+        with pytest.raises(rp.PostError, match=r"no matching list; .*SRQType\.TM") as caught:
+            srq.post_srq_ops(op)
+        assert caught.value.errno == errno.EINVAL
+        assert (caught.value.index, caught.value.posted) == (0, 0)
+    assert (srq.outstanding_tags, srq.outstanding_ops) == (0, 0)
+
+
+# ---- eager messages ---------------------------------------------------------------
+
+
+def test_message_goes_to_the_buffer_of_its_tag(server):
+    """The payload without the header; the tag and the sender's data in the completion."""
+    add = server.add(0x1234_5678_9ABC_DEF0, wr_id=1, recv_wr_id=2)
+    assert isinstance(add.handle, rp.TagHandle)
+    assert (server.srq.outstanding_tags, server.srq.outstanding_ops) == (1, 0)
+    assert server.client.eager(0x1234_5678_9ABC_DEF0, b"payload", 0xCAFE) is WCStatus.SUCCESS
+    wc = server.one()
+    assert (wc.status, wc.opcode, wc.wr_id) == (WCStatus.SUCCESS, WCOpcode.TM_RECV, 2)
+    assert (wc.wc_flags, wc.byte_len, wc.qp_num) == (MATCHED, 7, server.client.peer.qp_num)
+    assert (wc.tm_tag, wc.tm_priv) == (0x1234_5678_9ABC_DEF0, 0xCAFE)
+    assert server.bytes(8) == b"payload\0"
+    assert server.srq.outstanding_tags == 0
+
+
+def test_first_entry_that_matches_is_taken(server):
+    """In the order of the list, whatever else would match; the mask says which bits count."""
+    server.add(0x10, 0, mask=0xF0, recv_wr_id=1)
+    server.add(0x12, SLOT, recv_wr_id=2)
+    server.add(0, 2 * SLOT, mask=0, recv_wr_id=3)
+    for tag, wr_id in ((0x12, 1), (0x12, 2), (0x99, 3)):
+        server.client.eager(tag, bytes([wr_id]))
+        wc = server.one()
+        assert (wc.wr_id, wc.tm_tag, wc.wc_flags) == (wr_id, tag, MATCHED)
+        assert server.bytes(1, (wr_id - 1) * SLOT) == bytes([wr_id])
+
+
+def test_tag_of_every_width_matches(server):
+    for tag in (0, 1, (1 << 64) - 1, 1 << 63):
+        server.add(tag, recv_wr_id=tag)
+        server.client.eager(tag)
+        wc = server.one()
+        assert (wc.wr_id, wc.tm_tag) == (tag, tag)
+
+
+def test_payload_is_scattered(server):
+    mr = server.mr
+    server.srq.post_srq_ops(rp.TagAdd(tag=1, sg_list=[mr[0:3], mr[100:200]], flags=0))
+    server.client.eager(1, b"abcdefgh")
+    assert server.one().byte_len == 8
+    assert (server.bytes(4), server.bytes(6, 100)) == (b"abc\0", b"defgh\0")
+
+
+def test_inline_message_matches(server):
+    server.add(1, recv_wr_id=4)
+    data = rp.SGE.from_buffer(tmh(EAGER, 1) + b"inline")
+    flags = rp.SendFlags.SIGNALED | rp.SendFlags.INLINE
+    server.client.qp.post_send(rp.Send(data, send_flags=flags))
+    assert server.one().byte_len == 6
+    assert server.bytes(6) == b"inline"
+
+
+def test_header_may_be_spread_over_buffers(server):
+    client, message = server.client, tmh(EAGER, 77, 3) + b"xyz"
+    client.mr.buffer[:5], client.mr.buffer[100:114] = message[:5], message[5:]
+    server.add(77)
+    client.qp.post_send(rp.Send([client.mr[0:5], client.mr[100:106], client.mr[106:114]]))
+    wc = server.one()
+    assert (wc.tm_tag, wc.tm_priv, wc.byte_len) == (77, 3, 3)
+    assert server.bytes(3) == b"xyz"
+
+
+def test_immediate_data_comes_too(server):
+    server.add(5)
+    server.client.mr.buffer[:16] = tmh(EAGER, 5)
+    server.client.qp.post_send(rp.SendWithImm(server.client.mr[:16], imm_data=0x0102_0304))
+    wc = server.one()
+    assert wc.imm_data == 0x0102_0304
+    assert wc.wc_flags == MATCHED | WCFlags.WITH_IMM
+
+
+def test_message_of_many_packets_completes_twice(server):
+    """It matches with the first packet, and is complete with the last (tag_matching.md)."""
+    server.add(1, size=16384, recv_wr_id=6)
+    data = bytes(i % 251 for i in range(10000))
+    server.client.eager(1, data, 8)
+    first, second = server.cq.wait(2)
+    assert (first.wr_id, second.wr_id) == (6, 6)
+    assert (first.opcode, second.opcode) == (WCOpcode.TM_RECV, WCOpcode.TM_RECV)
+    assert (first.wc_flags, second.wc_flags) == (WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID)
+    assert (first.tm_tag, first.tm_priv) == (1, 8)
+    assert (second.tm_tag, second.tm_priv, second.byte_len) == (None, None, 10000)
+    assert server.bytes(10000) == data
+
+
+def test_message_for_a_buffer_that_is_too_small(server):
+    server.add(1, size=4, recv_wr_id=3)
+    assert server.client.eager(1, b"12345") is WCStatus.REM_INV_REQ_ERR
+    wc = server.one()
+    assert (wc.status, wc.wr_id) == (WCStatus.LOC_LEN_ERR, 3)
+    assert server.client.peer.state is QPState.ERR
+    assert server.srq.outstanding_tags == 0
+
+
+def test_tagged_buffer_with_a_wrong_key(stack, pd):
+    server = Server(stack, pd, checked=False)
+    server.srq.post_srq_ops(rp.TagAdd(tag=1, sg_list=rp.SGE(server.mr.addr, 8, 0xDEAD)))
+    assert server.client.eager(1, b"x") is WCStatus.REM_OP_ERR
+    assert [wc.status for wc in server.cq.wait(2)] == [WCStatus.SUCCESS, WCStatus.LOC_PROT_ERR]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=8),
+    st.lists(st.integers(0, 7), max_size=12),
+)
+def test_matching_is_as_a_plain_search_says(context, entries, messages):
+    """Against a list that is searched from its beginning."""
+    with contextlib.ExitStack() as stack:
+        server = Server(stack, stack.enter_context(rp.PD(context)), max_num_tags=8)
+        server.post_receives(12)
+        model = []
+        for number, (tag, mask) in enumerate(entries):
+            server.add(tag & mask, number * SLOT, mask=mask, recv_wr_id=number)
+            model.append((number, tag & mask, mask))
+        for number, tag in enumerate(messages):
+            assert server.client.eager(tag, bytes([number])) is WCStatus.SUCCESS
+            wc = server.one()
+            found = next((e for e in model if tag & e[2] == e[1]), None)
+            if found is None:
+                assert (wc.wr_id >= 500, wc.wc_flags) == (True, NO_FLAGS)
+            else:
+                model.remove(found)
+                assert (wc.wr_id, wc.wc_flags) == (found[0], MATCHED)
+                assert server.bytes(1, found[0] * SLOT) == bytes([number])
+            assert wc.tm_tag == tag
+        assert server.srq.outstanding_tags == len(model)
+
+
+# ---- unexpected messages ----------------------------------------------------------
+
+
+def test_unexpected_message_is_delivered_whole(server):
+    """As TM_RECV without flags, header and all, into the next receive of the queue."""
+    server.post_receives()
+    server.add(1)
+    assert server.client.eager(2, b"what", 31) is WCStatus.SUCCESS
+    wc = server.one()
+    assert (wc.opcode, wc.wc_flags, wc.wr_id) == (WCOpcode.TM_RECV, NO_FLAGS, 500)
+    assert (wc.byte_len, wc.tm_tag, wc.tm_priv) == (20, 2, 31)
+    assert server.bytes(20, RECEIVES) == tmh(EAGER, 2, 31) + b"what"
+    assert (server.srq.outstanding, server.srq.outstanding_tags) == (0, 1)
+
+
+def test_unexpected_message_without_a_receive_waits(server):
+    """The sender is told to come again, and gives up in the end; it is not counted."""
+    assert server.client.eager(2) is WCStatus.RNR_RETRY_EXC_ERR
+    server.add(3)
+    assert server.cq.poll() == []
+
+
+def test_message_matches_an_entry_that_was_added_while_it_waited(stack, pd):
+    server = Server(stack, pd)
+    server.client.qp.to_reset()
+    server.client.qp.connect(server.client.peer.endpoint(), rnr_retry=7)
+    server.client.peer.to_reset()
+    server.client.peer.connect(server.client.qp.endpoint(), min_rnr_timer=1)
+    server.client.post(tmh(EAGER, 4) + b"late")
+    server.srq.post_srq_ops(rp.TagAdd(tag=4, sg_list=server.mr[:8], recv_wr_id=3, flags=0))
+    wc = server.one()
+    assert (wc.wr_id, wc.wc_flags) == (3, MATCHED)
+    server.client.cq.wait(1)[0].check()
+
+
+@pytest.mark.parametrize("message", [b"", b"\0", tmh(NO_TAG, 5) + b"text", tmh(FIN, 5)])
+def test_message_that_is_not_to_be_matched(server, message):
+    """Neither looked up nor counted; a FIN is for software too."""
+    server.post_receives()
+    server.add(5)
+    assert server.client.send(message) is WCStatus.SUCCESS
+    wc = server.one()
+    assert (wc.opcode, wc.wc_flags, wc.wr_id) == (WCOpcode.TM_NO_TAG, NO_FLAGS, 500)
+    assert (wc.byte_len, wc.tm_tag) == (len(message), None)
+    assert server.bytes(len(message), RECEIVES) == message
+    server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=0))
+    assert server.one().wc_flags == NO_FLAGS
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x03" + bytes(14), b"\x01", b"\x04" + bytes(15), b"\xff" * 40,
+        tmh(RNDV, 1) + bytes(15), tmh(RNDV, 1) + bytes(49),
+    ],
+)  # fmt: skip
+def test_malformed_message_breaks_the_connection(server, message):
+    server.post_receives()
+    server.add(1)
+    assert server.client.send(message) is WCStatus.REM_INV_REQ_ERR
+    assert server.client.peer.state is QPState.ERR
+    assert server.cq.poll() == []
+
+
+def test_write_with_immediate_takes_a_receive_of_the_queue(server):
+    server.post_receives()
+    server.client.qp.post_send(
+        rp.RdmaWriteWithImm(
+            server.client.mr[:4], remote_addr=server.mr.addr, rkey=server.mr.rkey, imm_data=6
+        )
+    )
+    wc = server.one()
+    assert (wc.opcode, wc.wr_id, wc.imm_data) == (WCOpcode.RECV_RDMA_WITH_IMM, 500, 6)
+
+
+# ---- phase synchronisation --------------------------------------------------------
+
+
+def unexpected(server: Server, count: int = 1) -> None:
+    """Let so many unexpected messages arrive."""
+    server.post_receives(count)
+    for _ in range(count):
+        server.client.eager(0xDEAD)
+        assert server.one().wc_flags == NO_FLAGS
+
+
+def test_entry_added_behind_an_unexpected_message_is_held(server):
+    """A later message must not overtake the one that software has not seen yet."""
+    unexpected(server)
+    add = rp.TagAdd(wr_id=1, recv_wr_id=2, tag=0xDEAD, sg_list=server.mr[:8])
+    server.srq.post_srq_ops(add)
+    wc = server.one()
+    assert (wc.opcode, wc.status) == (WCOpcode.TM_ADD, WCStatus.SUCCESS)
+    assert wc.wc_flags is WCFlags.TM_SYNC_REQ
+    server.post_receives()
+    server.client.eager(0xDEAD)
+    wc = server.one()
+    assert (wc.wr_id, wc.wc_flags) == (500, NO_FLAGS)
+
+
+@pytest.mark.parametrize("how", ["sync", "add", "del"])
+def test_any_operation_with_the_right_count_releases_what_is_held(server, how):
+    early = server.add(0x1, recv_wr_id=1)
+    unexpected(server, 3)
+    server.srq.post_srq_ops(rp.TagAdd(recv_wr_id=2, tag=2, sg_list=server.mr[:8], flags=0))
+    op = {
+        "sync": lambda: rp.TagSync(unexpected_cnt=3),
+        "add": lambda: rp.TagAdd(tag=9, unexpected_cnt=3, flags=SYNC),
+        "del": lambda: rp.TagDel(handle=early.handle, unexpected_cnt=3, flags=SYNC),
+    }[how]()
+    server.srq.post_srq_ops(op)
+    wc = server.one()
+    assert (wc.status, wc.wc_flags) == (WCStatus.SUCCESS, NO_FLAGS)
+    server.client.eager(2)
+    wc = server.one()
+    assert (wc.wr_id, wc.wc_flags) == (2, MATCHED)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1 << 16])
+def test_wrong_count_asks_for_another_sync(server, count):
+    unexpected(server, 2)
+    server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=count))
+    wc = server.one()
+    assert (wc.opcode, wc.wc_flags) == (WCOpcode.TM_SYNC, WCFlags.TM_SYNC_REQ)
+    server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=2))
+    assert server.one().wc_flags == NO_FLAGS
+
+
+def test_device_counts_in_16_bits(server):
+    unexpected(server, 2)
+    server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=(1 << 16) + 2))
+    assert server.one().wc_flags == NO_FLAGS
+
+
+def test_entries_from_before_still_match(server):
+    server.add(1, recv_wr_id=7)
+    unexpected(server)
+    server.client.eager(1)
+    assert server.one().wc_flags == MATCHED
+
+
+def test_held_entry_can_be_removed(server):
+    unexpected(server)
+    held = server.add(0xDEAD)
+    server.srq.post_srq_ops(rp.TagDel(wr_id=4, handle=held.handle, unexpected_cnt=1, flags=SYNC))
+    wc = server.one()
+    assert (wc.opcode, wc.status, wc.wc_flags) == (WCOpcode.TM_DEL, WCStatus.SUCCESS, NO_FLAGS)
+    assert server.srq.outstanding_tags == 0
+
+
+# ---- operations -------------------------------------------------------------------
+
+
+def test_removed_entry_matches_no_more(server):
+    add = server.add(1, recv_wr_id=5)
+    server.srq.post_srq_ops(rp.TagDel(wr_id=6, handle=add.handle))
+    wc = server.one()
+    assert (wc.opcode, wc.status, wc.wr_id) == (WCOpcode.TM_DEL, WCStatus.SUCCESS, 6)
+    assert server.srq.outstanding_tags == 0
+    server.post_receives()
+    server.client.eager(1)
+    assert server.one().wr_id == 500
+
+
+def test_entry_that_a_message_took_meanwhile_cannot_be_removed(server):
+    """The message's completion comes first, and the TAG_DEL ends with TM_ERR."""
+    add = server.add(1, recv_wr_id=5)
+    server.client.eager(1)
+    server.srq.post_srq_ops(rp.TagDel(wr_id=6, handle=add.handle))
+    assert server.srq.outstanding_tags == 1
+    received, removed = server.cq.wait(2)
+    assert (received.wr_id, received.wc_flags) == (5, MATCHED)
+    assert (removed.wr_id, removed.status) == (6, WCStatus.TM_ERR)
+    assert (server.srq.outstanding_tags, server.srq.outstanding_ops) == (0, 0)
+    assert server.client.peer.state is QPState.RTS
+
+
+def test_entry_is_removed_once(server):
+    add = server.add(1)
+    server.srq.post_srq_ops([rp.TagDel(wr_id=1, handle=add.handle)] * 2)
+    assert [wc.status for wc in server.cq.wait(2)] == [WCStatus.SUCCESS, WCStatus.TM_ERR]
+
+
+def test_handle_whose_completion_has_been_polled_is_refused(server):
+    """A driver may have given its number to another entry by then."""
+    add = server.add(1)
+    server.client.eager(1)
+    server.one()
+    with pytest.raises(rp.PostError, match="not on the list any more"):
+        server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
+
+
+def test_handle_belongs_to_one_queue(stack, pd, server):
+    """Drivers take the number as an index: not even an unchecked post gets through."""
+    for checked in (True, False):
+        other = Server(stack, pd, checked=checked)
+        for handle in (None, server.add(1).handle, 3):
+            with pytest.raises(rp.PostError, match="handle that a TagAdd of this SRQ was given"):
+                other.srq.post_srq_ops(rp.TagDel(handle=handle))
+        assert other.srq.outstanding_ops == 0
+
+
+def test_signaled_says_whether_an_operation_completes(server):
+    server.srq.post_srq_ops(
+        [
+            rp.TagAdd(wr_id=1, tag=1, flags=0),
+            rp.TagSync(wr_id=2, flags=OpsFlags.TM_SYNC),
+            rp.TagAdd(wr_id=3, tag=2),
+        ]
+    )
+    assert server.srq.outstanding_ops == 3
+    wc = server.one()
+    assert (wc.wr_id, wc.opcode, wc.wc_flags) == (3, WCOpcode.TM_ADD, NO_FLAGS)
+    assert server.srq.outstanding_ops == 0
+
+
+def test_handles_of_a_list_of_operations(server):
+    adds = [rp.TagAdd(tag=i, recv_wr_id=i, flags=0) for i in range(5)]
+    server.srq.post_srq_ops(adds)
+    assert len({repr(add.handle) for add in adds}) == 5
+    server.srq.post_srq_ops([rp.TagDel(wr_id=i, handle=adds[i].handle) for i in (4, 0, 2)])
+    assert [(wc.wr_id, wc.status) for wc in server.cq.wait(3)] == [
+        (4, WCStatus.SUCCESS), (0, WCStatus.SUCCESS), (2, WCStatus.SUCCESS),
+    ]  # fmt: skip
+    assert server.srq.outstanding_tags == 2
+    for tag in (3, 1):
+        server.client.eager(tag)
+        assert server.one().wr_id == tag
+
+
+def test_unsignaled_removal_is_known_with_the_next_completion(server):
+    add = server.add(1)
+    server.srq.post_srq_ops(rp.TagDel(handle=add.handle, flags=0))
+    assert server.srq.outstanding_tags == 1
+    server.srq.post_srq_ops(rp.TagSync())
+    server.one()
+    assert (server.srq.outstanding_tags, server.srq.outstanding_ops) == (0, 0)
+
+
+def test_full_list_is_refused_by_name(server):
+    """A place comes free when the completion of its message has been polled."""
+    for tag in range(8):
+        server.add(tag, recv_wr_id=tag)
+    with pytest.raises(rp.PostError, match="the matching list is full: max_num_tags=8"):
+        server.srq.post_srq_ops(rp.TagAdd(tag=9))
+    server.client.eager(3)
+    with pytest.raises(rp.PostError, match="matching list is full"):
+        server.srq.post_srq_ops(rp.TagAdd(tag=9))
+    server.one()
+    server.add(9)
+
+
+def test_full_list_of_the_device(stack, pd):
+    server = Server(stack, pd, max_num_tags=2, checked=False)
+    adds = [rp.TagAdd(tag=i, recv_wr_id=i, wr_id=i) for i in range(4)]
+    with pytest.raises(rp.PostError) as caught:
+        server.srq.post_srq_ops(adds)
+    assert (caught.value.errno, caught.value.index) == (errno.ENOMEM, 2)
+    assert caught.value.posted == 2
+    assert [wc.wr_id for wc in server.cq.wait(2)] == [0, 1]
+    assert [add.handle is None for add in adds] == [False, False, True, True]
+    assert server.srq.outstanding_tags == 2
+    server.client.eager(1)
+    with pytest.raises(rp.PostError):
+        server.srq.post_srq_ops(adds[2])
+    assert server.one().wr_id == 1
+    server.srq.post_srq_ops(adds[2])
+
+
+def test_full_queue_of_operations_is_refused_by_name(server):
+    server.srq.post_srq_ops([rp.TagSync(wr_id=i) for i in range(8)])
+    with pytest.raises(rp.PostError, match="the queue is full: max_ops=8") as caught:
+        server.srq.post_srq_ops(rp.TagSync())
+    assert caught.value.errno == errno.ENOMEM
+    assert [wc.wr_id for wc in server.cq.wait(8)] == list(range(8))
+    server.srq.post_srq_ops(rp.TagSync())
+
+
+def test_unsignaled_operations_fill_the_devices_queue(stack, pd):
+    """Their slots come free with a later signaled one, as on a send queue."""
+    server = Server(stack, pd, max_ops=2, checked=False)
+    server.srq.post_srq_ops([rp.TagSync(flags=0), rp.TagSync(flags=0)])
+    with pytest.raises(rp.PostError) as caught:
+        server.srq.post_srq_ops(rp.TagSync())
+    assert (caught.value.errno, caught.value.index) == (errno.ENOMEM, 0)
+
+
+def test_operations_are_checked_before_they_are_posted(server, pd, context, stack):
+    mr = server.mr
+    foreign = stack.enter_context(rp.MR(stack.enter_context(rp.PD(context)), 64))
+    read_only = stack.enter_context(rp.MR(pd, 64, rp.Access.REMOTE_READ))
+    for op, words in (
+        (rp.TagAdd(sg_list=[mr[i : i + 1] for i in range(33)]), "33 SGEs.*=32"),
+        (rp.TagAdd(sg_list=foreign[:8]), "another PD"),
+        (rp.TagAdd(sg_list=read_only[:8]), "without LOCAL_WRITE"),
+        (rp.TagAdd(sg_list=mr[3:3]), "length 0"),
+        (rp.TagAdd(tag=0x30, mask=0x0F), "no message can match"),
+        (rp.TagAdd(unexpected_cnt=2), "unexpected_cnt=2 is not looked at without"),
+        (rp.TagSync(flags=OpsFlags.SIGNALED), "tells the device nothing"),
+        (rp.TagSync(flags=8), "bits that are no flag"),
+        (rp.TagAdd(recv_wr_id=1 << 64), "recv_wr_id=18446744073709551616 is not in"),
+        (rp.TagAdd(tag=-1), "tag=-1"),
+        (rp.TagAdd(tag="x"), "tag is a str"),
+        (rp.TagSync(unexpected_cnt=1 << 32), "unexpected_cnt=4294967296 is not in"),
+        (rp.Send(), "takes a OpsWR, not a Send"),
+    ):
+        with pytest.raises(rp.PostError, match=words) as caught:
+            server.srq.post_srq_ops([rp.TagAdd(tag=0), op])
+        assert (caught.value.index, caught.value.posted) == (1, 1)
+        # What came before it stands.
+        assert server.one().opcode is WCOpcode.TM_ADD
+        assert server.srq.outstanding_tags == 1
+        server.client.eager(0)
+        server.one()
+
+
+def test_wrong_operations_end_with_an_errno(stack, pd):
+    server = Server(stack, pd, checked=False)
+    mr = server.mr
+    with pytest.raises(rp.PostError) as caught:
+        server.srq.post_srq_ops(
+            [rp.TagAdd(tag=1), rp.TagAdd(sg_list=[mr[i : i + 1] for i in range(33)])]
+        )
+    assert (caught.value.errno, caught.value.index) == (errno.EINVAL, 1)
+    assert server.one().opcode is WCOpcode.TM_ADD
+    assert server.srq.outstanding_tags == 1
+
+
+# ---- memory -----------------------------------------------------------------------
+
+
+def test_tagged_buffer_stays_alive_until_its_message_is_there(server, pd):
+    mr = rp.MR(pd, 64)
+    server.srq.post_srq_ops(rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0))
+    with pytest.raises(rp.InUseError, match="wr_id 77"):
+        mr.close()
+    server.client.eager(1, b"data")
+    with pytest.raises(rp.InUseError, match="wr_id 77"):
+        mr.close()
+    server.one()
+    # The operation was not signaled, and holds nothing.
+    assert bytes(mr.buffer[:4]) == b"data"
+    mr.close()
+
+
+def test_tagged_buffer_is_free_when_its_removal_is_known(server, pd):
+    mr = rp.MR(pd, 64)
+    add = rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0)
+    server.srq.post_srq_ops([add])
+    server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
+    with pytest.raises(rp.InUseError, match="wr_id 77"):
+        mr.close()
+    server.one()
+    mr.close()
+
+
+def test_buffer_of_a_message_that_is_still_coming_is_not_free(server, pd):
+    """The TAG_DEL came too late; its completion says nothing about the data."""
+    mr = rp.MR(pd, 16384, ALL)
+    add = rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0)
+    server.srq.post_srq_ops(add)
+    # The data cannot be fetched yet.
+    server.client.peer.to_sqd()
+    assert server.client.send(server.client.rndv(1, b"x" * 9000)) is WCStatus.SUCCESS
+    server.srq.post_srq_ops(rp.TagDel(wr_id=8, handle=add.handle))
+    seen = [server.cq.wait(1)[0] for _ in range(2)]
+    assert [wc.wr_id for wc in seen] == [77, 8]
+    assert [wc.status for wc in seen] == [WCStatus.SUCCESS, WCStatus.TM_ERR]
+    assert server.srq.outstanding_tags == 1
+    with pytest.raises(rp.InUseError, match="wr_id 77"):
+        mr.close()
+    server.client.qp.post_recv(rp.RecvWR(server.client.mr[4096:4200]))
+    server.client.peer.to_rts()
+    wc = server.one()
+    assert (wc.wr_id, wc.wc_flags) == (77, WCFlags.TM_DATA_VALID)
+    assert server.srq.outstanding_tags == 0
+    mr.close()
+
+
+def test_closing_the_queue_frees_its_buffers(stack, pd):
+    server = Server(stack, pd, clients=1)
+    server.add(1)
+    for client in server.clients:
+        client.qp.close()
+        client.peer.close()
+    server.srq.close()
+    server.mr.close()
+
+
+# ---- rendezvous -------------------------------------------------------------------
+
+
+def test_rendezvous_fetches_the_data_and_says_so(server):
+    """The match, the data by RDMA READ, and a FIN that is the request again but for its opcode."""
+    client = server.client
+    client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
+    server.add(1, size=8192, recv_wr_id=6)
+    data = bytes(i % 253 for i in range(8192))
+    request = client.rndv(1, data, app_ctx=0xABCD, more=b"more")
+    client.post(request)
+    sent, fin = client.cq.wait(2)
+    assert (sent.wr_id, sent.opcode, sent.status) == (1, WCOpcode.SEND, WCStatus.SUCCESS)
+    assert (fin.wr_id, fin.opcode, fin.byte_len) == (20, WCOpcode.RECV, 32)
+    assert bytes(client.mr.buffer[4096 : 4096 + 32]) == bytes([FIN]) + request[1:32]
+    match, done = server.cq.wait(2)
+    for wc in (match, done):
+        assert (wc.wr_id, wc.opcode, wc.qp_num) == (6, WCOpcode.TM_RECV, client.peer.qp_num)
+    assert (match.wc_flags, done.wc_flags) == (WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID)
+    assert (match.tm_tag, match.tm_priv) == (1, 0xABCD)
+    assert (done.byte_len, done.tm_tag) == (8192, None)
+    assert server.bytes(8192) == data
+    assert (server.srq.outstanding_tags, client.peer.outstanding.send) == (0, 0)
+
+
+def test_waiting_is_enough_for_a_rendezvous_to_go_on(server):
+    """Nobody but the one who waits for the data does anything."""
+    client = server.client
+    client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
+    server.add(1, size=8192, recv_wr_id=6)
+    found: list[rp.WC] = []
+    waiter = threading.Thread(target=lambda: found.extend(server.cq.wait(2, 10)))
+    waiter.start()
+    waiter.join(0.2)
+    client.post(client.rndv(1, b"data"))
+    waiter.join(10)
+    assert [wc.wr_id for wc in found] == [6, 6]
+    assert server.bytes(4) == b"data"
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_rendezvous_of_less_than_the_buffer(server, size):
+    client = server.client
+    client.qp.post_recv(rp.RecvWR(client.mr[4096:4200]))
+    server.srq.post_srq_ops(
+        rp.TagAdd(tag=1, sg_list=[server.mr[0:60], server.mr[200:300]], flags=0)
+    )
+    assert client.send(client.rndv(1, b"z" * size)) is WCStatus.SUCCESS
+    assert server.cq.wait(2)[1].byte_len == size
+    assert server.bytes(300).count(b"z") == size
+    assert server.bytes(60) == (b"z" * size).ljust(60, b"\0")[:60]
+
+
+def test_rendezvous_that_does_not_fit_is_left_to_software(server):
+    """The headers are in the tagged buffer: software reads the data, and sends the FIN."""
+    client = server.client
+    server.add(1, size=64, recv_wr_id=3)
+    request = client.rndv(1, b"y" * 65, more=b"meta")
+    assert client.send(request) is WCStatus.SUCCESS
+    wc = server.one()
+    assert (wc.status, wc.wr_id) == (WCStatus.TM_RNDV_INCOMPLETE, 3)
+    assert server.bytes(36) == request[:32] + bytes(4)
+    assert server.srq.outstanding_tags == 0
+    assert client.peer.state is QPState.RTS
+    va, rkey, size = struct.unpack_from("!QII", server.bytes(32), 16)
+    client.peer.post_send(rp.RdmaRead(server.mr[1000:1065], remote_addr=va, rkey=rkey))
+    server.send_cq.wait(1)[0].check()
+    assert server.bytes(size, 1000) == b"y" * 65
+
+
+def test_rendezvous_that_does_not_fit_into_an_empty_buffer(server):
+    server.add(1, size=0, recv_wr_id=3)
+    assert server.client.send(server.client.rndv(1, b"y")) is WCStatus.SUCCESS
+    assert server.one().status is WCStatus.TM_RNDV_INCOMPLETE
+
+
+def test_unexpected_rendezvous_is_left_to_software(server):
+    server.post_receives()
+    request = server.client.rndv(1, b"data", app_ctx=3)
+    assert server.client.send(request) is WCStatus.SUCCESS
+    wc = server.one()
+    assert (wc.opcode, wc.wc_flags, wc.tm_tag, wc.tm_priv) == (WCOpcode.TM_RECV, NO_FLAGS, 1, 3)
+    assert server.bytes(len(request), RECEIVES) == request
+    server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=1))
+    assert server.one().wc_flags == NO_FLAGS
+
+
+@pytest.mark.parametrize("wrong", [{"rkey": 1}, {"len": 60000}])
+def test_rendezvous_data_that_cannot_be_read(server, wrong):
+    """The match stands; what comes after is incomplete, and the connection is broken."""
+    client = server.client
+    server.add(1, size=60000, recv_wr_id=3)
+    assert client.send(client.rndv(1, b"data", **wrong)) is WCStatus.SUCCESS
+    match, broken = server.cq.wait(2)
+    assert (match.status, match.wc_flags) == (WCStatus.SUCCESS, WCFlags.TM_MATCH)
+    assert (broken.status, broken.wr_id) == (WCStatus.TM_RNDV_INCOMPLETE, 3)
+    assert (client.peer.state, client.qp.state) == (QPState.ERR, QPState.ERR)
+    assert server.srq.outstanding_tags == 0
+
+
+def test_fin_without_a_receive_is_tried_again(stack, pd):
+    """As any send of the server's queue pair: so long as its rnr_retry says."""
+    server = Server(stack, pd)
+    client = server.client
+    server.add(1, recv_wr_id=3)
+    assert client.send(client.rndv(1, b"data")) is WCStatus.SUCCESS
+    assert [wc.wc_flags for wc in server.cq.wait(2)] == [WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID]
+    client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
+    assert client.cq.wait(1)[0].check().wr_id == 20
+    assert client.peer.state is QPState.RTS
+
+
+def test_rendezvous_waits_for_rts(stack, pd, server):
+    client = server.client
+    client.peer.to_reset()
+    client.peer.to_init()
+    client.peer.to_rtr(client.qp.endpoint())
+    client.qp.post_recv(rp.RecvWR(client.mr[4096:4200]))
+    server.add(1, recv_wr_id=3)
+    assert client.send(client.rndv(1, b"data")) is WCStatus.SUCCESS
+    assert server.one().wc_flags is WCFlags.TM_MATCH
+    client.peer.to_rts()
+    assert server.one().wc_flags is WCFlags.TM_DATA_VALID
+
+
+@pytest.mark.parametrize("how", ["to_err", "to_reset", "close"])
+def test_rendezvous_on_a_queue_pair_that_ends(server, how):
+    """Its buffer comes back: the completion says that the data did not arrive."""
+    client = server.client
+    client.peer.to_sqd()
+    server.add(1, recv_wr_id=3)
+    assert client.send(client.rndv(1, b"data")) is WCStatus.SUCCESS
+    assert server.one().wc_flags is WCFlags.TM_MATCH
+    getattr(client.peer, how)()
+    wc = server.one()
+    assert (wc.wr_id, wc.status) == (3, WCStatus.TM_RNDV_INCOMPLETE)
+    assert server.srq.outstanding_tags == 0
+
+
+def test_sends_of_the_servers_own_keep_their_order(server):
+    """The device's READ and FIN stand in the same queue."""
+    client = server.client
+    client.qp.post_recv(
+        [rp.RecvWR(client.mr[i * 64 : i * 64 + 64], wr_id=i) for i in range(100, 104)]
+    )
+    server.add(1, recv_wr_id=3)
+    client.peer.to_sqd()
+    server.mr.buffer[5000:5003] = b"own"
+    client.peer.post_send(rp.Send(server.mr[5000:5003], wr_id=50))
+    assert client.send(client.rndv(1, b"data")) is WCStatus.SUCCESS
+    client.peer.post_send(rp.Send(server.mr[5000:5003], wr_id=51))
+    client.peer.to_rts()
+    assert [wc.wr_id for wc in server.send_cq.wait(2)] == [50, 51]
+    assert [wc.byte_len for wc in client.cq.wait(3)] == [3, 32, 3]
+    assert [wc.wc_flags for wc in server.cq.wait(2)] == [WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID]
+
+
+# ---- several queue pairs, and the CQ ----------------------------------------------
+
+
+def test_one_list_serves_all_queue_pairs(stack, pd):
+    server = Server(stack, pd, clients=3)
+    for tag in range(6):
+        server.add(tag, tag * SLOT, recv_wr_id=tag)
+    for tag, number in enumerate((2, 0, 1, 1, 0, 2)):
+        client = server.clients[number]
+        client.eager(tag, bytes([number]))
+        wc = server.one()
+        assert (wc.wr_id, wc.qp_num) == (tag, client.peer.qp_num)
+        assert server.bytes(1, tag * SLOT) == bytes([number])
+
+
+def test_more_completions_than_are_polled_at_once(server):
+    """The device hands them out in batches; none gets lost between them."""
+    server.srq.post_srq_ops([rp.TagSync(wr_id=i) for i in range(8)])
+    found = []
+    while len(found) < 8:
+        got = server.cq.poll(3)
+        assert 1 <= len(got) <= 3
+        found += [wc.wr_id for wc in got]
+    assert found == list(range(8))
+    assert server.cq.poll() == []
+
+
+def test_ordinary_completions_are_the_same_on_such_a_cq(pd, context, stack):
+    """It serves queue pairs too, with every field that the plain one has."""
+    seen = []
+    for tm_info in (False, True):
+        cq = stack.enter_context(rp.CQ(context, 256, tm_info=tm_info))
+        mr = stack.enter_context(rp.MR(pd, 4096, ALL))
+        a, b = rp.QP(pd, QPType.UD, cq), rp.QP(pd, QPType.UD, cq)
+        a.connect()
+        b.connect()
+        ah = stack.enter_context(a.ah_to(b.endpoint()))
+        key = rp.queuepair.DEFAULT_QKEY
+        for i in range(40):
+            b.post_recv(rp.RecvWR(mr[100:200], wr_id=i))
+            a.post_send(
+                rp.SendWithImm(
+                    mr[:7], wr_id=100 + i, imm_data=i, ah=ah, remote_qpn=b.qp_num, remote_qkey=key
+                )
+            )
+        a.post_send(rp.Send(mr[:8], wr_id=999, ah=ah, remote_qpn=b.qp_num, remote_qkey=key))
+        b.to_err()
+        found = cq.wait(81)
+        assert cq.poll() == []
+        numbers = {a.qp_num: 1, b.qp_num: 2}
+        seen.append(
+            [
+                wc._replace(qp_num=numbers[wc.qp_num], src_qp=numbers.get(wc.src_qp, 0))
+                for wc in found
+            ]
+        )
+        a.close()
+        b.close()
+    assert seen[0] == seen[1]
+
+
+def test_completion_event_wakes_who_sleeps_on_it(server):
+    found: list[rp.WC] = []
+    waiter = threading.Thread(target=lambda: found.extend(server.cq.wait(1, 10)))
+    waiter.start()
+    waiter.join(0.2)
+    server.srq.post_srq_ops(rp.TagSync(wr_id=5))
+    waiter.join(10)
+    assert [wc.wr_id for wc in found] == [5]
+
+
+def test_completions_of_a_closed_queue_are_delivered(stack, pd):
+    server = Server(stack, pd)
+    server.add(1, recv_wr_id=3)
+    server.client.eager(1)
+    server.srq.post_srq_ops(rp.TagSync(wr_id=4))
+    server.client.qp.close()
+    server.client.peer.close()
+    server.srq.close()
+    assert [wc.wr_id for wc in server.cq.poll()] == [3, 4]
