@@ -9,6 +9,7 @@ Everything public is here::
 """
 
 from .address import AH, AHAttr, GIDChoice, choose_gid
+from .channel import CompChannel
 from .completion import CQ, WC
 from .device import (
     GID,
@@ -37,8 +38,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AH", "CQ", "GID", "MR", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
-    "AHAttr", "AsyncEvent", "Context", "DeviceAttr", "DeviceInfo", "Endpoint", "GIDChoice",
-    "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
+    "AHAttr", "AsyncEvent", "CompChannel", "Context", "DeviceAttr", "DeviceInfo", "Endpoint",
+    "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
     "choose_gid", "get_async_event", "list_devices", "open_device",
 ]  # fmt: skip
 __all__ += [*_enums, *_errors, *_wr]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import sys
 import threading
 import time
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 
 from ._binding import ffi, lib
 from ._resource import Resource
+from .channel import CompChannel, wait_readable
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
-from .errors import CompletionError, InUseError, VerbsError, WaitTimeout
+from .errors import CompletionError, InUseError, RdmaError, VerbsError, WaitTimeout
 from .inflight import TaggedReceives
 
 __all__ = ["CQ", "WC"]
@@ -92,11 +92,13 @@ _SPIN_NS = 20_000
 
 
 class CQ(Resource):
-    """A completion queue, with a completion channel of its own (ibv_create_cq(3)).
+    """A completion queue (ibv_create_cq(3)).
 
     Args:
         context: an open device.
         cqe: entries it must hold, 1..the device's max_cqe.
+        channel: where it announces completions; without one it has a channel
+            of its own, and ``wait`` sleeps on that.
         comp_vector: which interrupt vector signals it.
         tm_info: completions tell the tags of tag-matching messages; the CQ of a
             tag-matching SRQ needs it.
@@ -113,13 +115,19 @@ class CQ(Resource):
 
     __slots__ = (
         "_awake", "_backlog", "_channel", "_extended", "_lock", "_raw", "_raw_bytes", "_sleeping",
-        "_tm", "_tm_bytes", "_waiting", "context", "cqe",
+        "_tm", "_tm_bytes", "_waiting", "channel", "context", "cqe",
     )  # fmt: skip
 
     _kind = "CQ"
 
     def __init__(
-        self, context: Context, cqe: int = 128, *, comp_vector: int = 0, tm_info: bool = False
+        self,
+        context: Context,
+        cqe: int = 128,
+        *,
+        channel: CompChannel | None = None,
+        comp_vector: int = 0,
+        tm_info: bool = False,
     ) -> None:
         self.context = context
         context._live()
@@ -137,20 +145,32 @@ class CQ(Resource):
         self._tm = ffi.new("struct ibv_wc_tm_info[]", _BATCH) if tm_info else None
         self._tm_bytes = memoryview(ffi.buffer(self._tm)) if tm_info else None
         provider = context._provider
-        self._channel = provider.create_comp_channel(context._live())
+        if channel is not None and channel.context is not context:
+            raise ValueError("the channel was created on another open device")
+        self.channel = channel
+        if channel is None:
+            self._channel = provider.create_comp_channel(context._live())
+        else:
+            self._channel = channel._live()
         try:
             # An event that another thread took must not block this one.
             os.set_blocking(self._channel.fd, False)
             create = provider.create_cq_ex if tm_info else provider.create_cq
             handle = create(context._live(), cqe, self._channel, comp_vector)
         except BaseException:
-            provider.destroy_comp_channel(self._channel)
+            self._drop_channel()
             raise
         self.cqe: int = handle.cqe
         if tm_info:
             # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
             self._extended, handle = handle, ffi.cast("struct ibv_cq *", handle)
-        super().__init__(handle, context)
+        super().__init__(handle, *((context,) if channel is None else (context, channel)))
+        if channel is not None:
+            channel._announced_by(self)
+
+    def _drop_channel(self) -> None:
+        if self.channel is None:
+            self.context._provider.destroy_comp_channel(self._channel)
 
     def __str__(self) -> str:
         return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
@@ -161,7 +181,27 @@ class CQ(Resource):
                 raise InUseError(f"{self} cannot be closed: a thread waits for its completions")
             self.context._provider.destroy_cq(self._handle)
             self._handle = None
-        self.context._provider.destroy_comp_channel(self._channel)
+        self._drop_channel()
+
+    def req_notify(self, solicited_only: bool = False) -> None:
+        """Ask for one event on the channel, at the next completion.
+
+        Args:
+            solicited_only: only at a completion that the sender asked to be
+                announced (SendFlags.SOLICITED), or at an error.
+
+        Raises:
+            RdmaError: the CQ was created without a channel to announce it on.
+            ClosedError: the CQ is closed.
+            VerbsError: the device failed.
+
+        See ibv_req_notify_cq(3).
+        """
+        handle = self._live()
+        if self.channel is None:
+            raise RdmaError(f"{self} has no channel to announce completions on: CQ(channel=...)")
+        if error := lib.ibv_req_notify_cq(handle, int(solicited_only)):
+            raise VerbsError("ibv_req_notify_cq", abs(error))
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
         """Return the completions that are there now, without waiting.
@@ -193,9 +233,15 @@ class CQ(Resource):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.
+            RdmaError: the CQ announces its completions on a channel that it shares.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
         """
+        if self.channel is not None:
+            raise RdmaError(
+                f"{self} announces its completions on a channel that it shares: wait with "
+                "channel.get_cq_event(), or create it without channel="
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         backlog = self._backlog
         with self._lock:
@@ -232,11 +278,7 @@ class CQ(Resource):
                 return
             self._lock.release()
             try:
-                poller = select.poll()
-                poller.register(self._channel.fd, select.POLLIN)
-                # Rounded up, so that a short wait does not become a busy one; and an hour
-                # at most, because poll(2) counts milliseconds in an int.
-                ready = poller.poll(None if seconds is None else min(seconds, 3600) * 1000 + 1)
+                ready = wait_readable(self._channel.fd, seconds)
             finally:
                 self._lock.acquire()
             if ready:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import time
 from typing import NamedTuple
 
 from ._resource import Resource
+from .channel import wait_readable
 from .device import Context
 from .enums import EventType
 
@@ -55,9 +55,7 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return None
-        poller = select.poll()
-        poller.register(context.async_fd, select.POLLIN)
-        poller.poll(None if left is None else min(left, 3600) * 1000 + 1)
+        wait_readable(context.async_fd, left)
 
 
 def _resource_of(root: Resource, struct: object) -> Resource | None:

@@ -1,0 +1,114 @@
+"""Completion channels: a file descriptor that tells which CQs have completions."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from ._binding import ffi
+from ._resource import Resource
+from .device import Context
+
+if TYPE_CHECKING:
+    from .completion import CQ
+
+__all__ = ["CompChannel"]
+
+_LONGEST_SLEEP_S = 3600
+"""poll(2) counts milliseconds in an int."""
+
+
+class CompChannel(Resource):
+    """A completion channel that CQs share (ibv_create_comp_channel(3)).
+
+    ``CQ(context, channel=...)`` announces its completions here, once for each
+    ``cq.req_notify()``.  ``fileno()`` is for select, poll and event loops.
+
+    Args:
+        context: an open device.
+
+    Raises:
+        ClosedError: the device is closed.
+        VerbsError: the device has no more.
+    """
+
+    __slots__ = ("_cqs", "context")
+
+    _kind = "completion channel"
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._cqs: dict[int, weakref.ref[CQ]] = {}
+        handle = context._provider.create_comp_channel(context._live())
+        # An event that another thread took must not block this one.
+        os.set_blocking(handle.fd, False)
+        super().__init__(handle, context)
+
+    def _destroy(self) -> None:
+        self.context._provider.destroy_comp_channel(self._handle)
+
+    def _announced_by(self, cq: CQ) -> None:
+        """Know a CQ by its struct, which is all that an event tells."""
+        self._cqs[_address(cq._handle)] = weakref.ref(cq)
+
+    def fileno(self) -> int:
+        """Return the file descriptor; it is readable when there is an event.
+
+        Raises:
+            ClosedError: the channel is closed.
+        """
+        fd: int = self._live().fd
+        return fd
+
+    def get_cq_event(self, timeout: float | None = 0.0) -> CQ | None:
+        """Return the CQ of the next event, and acknowledge it.
+
+        The CQ announces nothing more until its next ``req_notify()``; poll it
+        after that call, for what came in between is not announced.
+
+        Args:
+            timeout: seconds to wait; None waits as long as it takes.
+
+        Returns:
+            The CQ, or None when no event came in time.
+
+        Raises:
+            ClosedError: the channel is closed.
+            VerbsError: the device failed.
+
+        See ibv_get_cq_event(3).
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        provider = self.context._provider
+        while True:
+            struct = provider.get_cq_event(self._live())
+            if struct is not None:
+                provider.ack_cq_events(struct, 1)
+                found = self._cqs.get(_address(struct))
+                if found is not None and (cq := found()) is not None:
+                    return cq
+                continue
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            wait_readable(self.fileno(), left)
+
+
+def wait_readable(fd: int, seconds: float | None) -> bool:
+    """Sleep until a descriptor is readable; return whether it is.
+
+    Args:
+        fd: the descriptor.
+        seconds: for how long at most; None for as long as it takes.
+    """
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    # Rounded up, so that a short wait does not become a busy one.
+    return bool(poller.poll(None if seconds is None else min(seconds, _LONGEST_SLEEP_S) * 1000 + 1))
+
+
+def _address(struct: Any) -> int:
+    return int(ffi.cast("uintptr_t", struct))

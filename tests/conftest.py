@@ -1,0 +1,108 @@
+"""Fixtures of the library's tests: a device, and resources on it that are closed afterwards.
+
+A test that needs a device takes ``context`` and asks nothing about which one it
+is; what it needs beyond the common it says with ``support.needs``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+from support import Connect, Pair, kernel
+
+import rdmapost as rp
+
+NO_DEVICE = "no RDMA device on this machine; tests/guest.py runs these on Soft-RoCE"
+
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # Where the tests run may be read-only, and far slower than where they were written.
+    hypothesis.settings.register_profile(
+        "rdmapost",
+        database=None,
+        deadline=None,
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.function_scoped_fixture,
+        ],
+    )
+    hypothesis.settings.load_profile("rdmapost")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
+
+
+def pytest_report_header() -> str:
+    return f"kernel: {kernel()}"
+
+
+def _open_soft() -> rp.Context:
+    return rp.open_device("soft0")
+
+
+def _open_verbs() -> rp.Context:
+    """Open the verbs device that RDMAPOST_DEVICE names, or the first with an active port."""
+    try:
+        names = [info.name for info in rp.list_devices() if info.kind == "verbs"]
+    except rp.NoRdmaError:
+        names = []
+    wanted = os.environ.get("RDMAPOST_DEVICE")
+    for name in [wanted] if wanted in names else names:
+        context = rp.open_device(name)
+        if context.query_port(1).state is rp.PortState.ACTIVE:
+            return context
+        context.close()
+    if os.environ.get("RDMAPOST_REQUIRE_DEVICE") == "1":
+        pytest.fail(f"RDMAPOST_REQUIRE_DEVICE=1, and there is {NO_DEVICE}")
+    pytest.skip(NO_DEVICE)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(_open_soft, id="soft0"),
+        pytest.param(_open_verbs, id="verbs", marks=pytest.mark.rdma),
+    ],
+)
+def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
+    """An open device; every test that takes it runs on each kind of device."""
+    with request.param() as opened:
+        yield opened
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    """Closes what was entered, the latest first."""
+    with contextlib.ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def pd(context: rp.Context, stack: contextlib.ExitStack) -> rp.PD:
+    return stack.enter_context(rp.PD(context))
+
+
+@pytest.fixture
+def cq(context: rp.Context, stack: contextlib.ExitStack) -> rp.CQ:
+    return stack.enter_context(rp.CQ(context, 512))
+
+
+@pytest.fixture
+def connect(pd: rp.PD, cq: rp.CQ, stack: contextlib.ExitStack) -> Connect:
+    """Make pairs of queue pairs that are connected to each other."""
+
+    def make(qp_type: rp.QPType = rp.QPType.RC, **options: object) -> Pair:
+        return Pair(stack, pd, cq, qp_type, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def rc(connect: Connect) -> Pair:
+    """A connected pair of RC queue pairs."""
+    return connect()
