@@ -83,6 +83,8 @@ _STATUS = {int(status): status for status in WCStatus}
 _OPCODE = {int(opcode): opcode for opcode in WCOpcode}
 _FLAGS = {flags: WCFlags(flags) for flags in range(128)}
 _NO_FLAGS = WCFlags(0)
+_SUCCESS = WCStatus.SUCCESS
+_new_tuple = tuple.__new__
 _TM_INFO = Struct("=QI4x")
 _TM_MATCH, _TM_DATA_VALID = int(WCFlags.TM_MATCH), int(WCFlags.TM_DATA_VALID)
 _WITH_IMM, _WITH_INV, _RECV = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCOpcode.RECV)
@@ -324,23 +326,23 @@ class CQ(Resource):
                 # Of a queue that has been destroyed or reset: nobody waits for it.
                 continue
             if status:
-                found.append(
-                    WC(
-                        wr_id, _STATUS.get(status, WCStatus.GENERAL_ERR), None, 0, None, None,
-                        qp_num, 0, _NO_FLAGS, vendor_err, 0, 0, 0, 0,
-                    )
+                known = _STATUS.get(status, WCStatus.GENERAL_ERR)
+                fields: tuple[Any, ...] = (
+                    wr_id, known, None, 0, None, None, qp_num, 0, _NO_FLAGS, vendor_err,
+                    0, 0, 0, 0, None, None,
                 )  # fmt: skip
-                continue
-            found.append(
-                WC(
-                    wr_id, WCStatus.SUCCESS, _OPCODE.get(opcode), byte_len,
+            else:
+                received = opcode & _RECV
+                fields = (
+                    wr_id, _SUCCESS, _OPCODE.get(opcode), byte_len,
                     # Some drivers set the flag at the sender too, and leave the data.
-                    _from_network(imm) if flags & _WITH_IMM and opcode & _RECV else None,
-                    imm if flags & _WITH_INV and opcode & _RECV else None,
+                    _from_network(imm) if flags & _WITH_IMM and received else None,
+                    imm if flags & _WITH_INV and received else None,
                     qp_num, src_qp, _FLAGS.get(flags) or WCFlags(flags), vendor_err,
-                    pkey_index, slid, sl, path_bits,
-                )
-            )  # fmt: skip
+                    pkey_index, slid, sl, path_bits, None, None,
+                )  # fmt: skip
+            # WC(...) takes three times as long.
+            found.append(_new_tuple(WC, fields))
 
     def _read_tagged(self, raw: memoryview, infos: memoryview, found: list[WC] | deque[WC]) -> None:
         """Read completions one by one, each with its tag where it has one."""

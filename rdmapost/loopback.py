@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -9,13 +10,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from ._binding import ffi
 from .completion import CQ, WC
 from .device import Context
-from .enums import Access, MWType, QPType
-from .errors import RdmaError, WaitTimeout
+from .enums import Access, DeviceCap, MWType, QPType, SRQType
+from .errors import RdmaError, UnsupportedError, VerbsError, WaitTimeout
 from .memory import MR, MW, PD
 from .queuepair import DEFAULT_QKEY, QP
+from .srq import SRQ
 from .wr import SGE, RecvWR
+from .xrcd import XRCD
 
 __all__ = ["GRH_BYTES", "Loopback", "Side"]
 
@@ -45,20 +49,25 @@ class Loopback:
     """A local and a remote queue pair of one device, connected to each other.
 
     A context manager; ``close()`` gives everything back, in the right order
-    whatever is still outstanding.  UD queue pairs are not connected: give work
-    requests ``**loopback.address``.
+    whatever is still outstanding.  What names the remote side in a message is
+    ``**loopback.address``: an address handle on UD, a shared receive queue on
+    XRC, and nothing elsewhere.
 
     The waits share one deadline, so that nothing hangs: it starts when the
     loopback has been made.
 
     Args:
         context: an open device.
-        qp_type: RC, UC or UD.
+        qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
         local_size, remote_size: bytes of memory on each side; the remote one has the headroom
             of its receives besides.
         access: what the remote memory permits, an Access; everything unless given.
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
+        max_recv_sge: SGEs of one receive.
+        max_tso_header: bytes of the header of a TSO; 0 for no TSO.
+        srq_type: let the remote side take its receives from a shared queue: BASIC, or
+            TM for one with a matching list of `depth` tags.  XRC_SEND always has one.
         port_num: the port of both, from 1.
         gid_index: the GID of both; chosen by choose_gid unless given.
         timeout: seconds for all waits together.
@@ -66,13 +75,15 @@ class Loopback:
     Attributes:
         local: the side that posts sends, reads, writes and atomics.
         remote: the side that they go to.
-        address: on UD, the fields of a work request that name the remote side.
+        address: the fields of a message that name the remote side.
+        srq: the remote side's shared receive queue, or None.
         headroom: bytes in front of a received message: the GRH on UD.
         timeout: as given.
 
     Raises:
         ValueError: the device has no such port, or cannot hold that many completions.
         RdmaError: the port has no GID.
+        UnsupportedError: the device lacks what was asked for; the text says what.
         VerbsError: the device refused; the text says what.
     """
 
@@ -86,51 +97,69 @@ class Loopback:
         access: int | None = None,
         depth: int = 16,
         max_inline_data: int = 0,
+        max_recv_sge: int = 1,
+        max_tso_header: int = 0,
+        srq_type: SRQType | None = None,
         port_num: int = 1,
         gid_index: int | None = None,
         timeout: float = 5.0,
     ) -> None:
+        if qp_type is QPType.XRC_SEND:
+            srq_type = SRQType.XRC
+        _require(context, qp_type, max_tso_header, srq_type)
         if access is None:
             access = _EVERY_ACCESS
             if not context.attr.atomic_cap:
                 access &= ~Access.REMOTE_ATOMIC
-        # Sends and receives complete in the same queue.
-        cqe = min(2 * depth, context.attr.max_cqe)
+        # Sends and receives complete in the same queue; so do operations on a matching list.
+        tagged = srq_type is SRQType.TM
+        cqe = min((4 if tagged else 2) * depth, context.attr.max_cqe)
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
+        self.srq: SRQ | None = None
         self.timeout = timeout
+        options: dict[str, Any] = {
+            "max_send_wr": depth,
+            "max_recv_wr": depth,
+            "max_send_sge": 1,
+            "max_recv_sge": max_recv_sge,
+            "max_inline_data": max_inline_data,
+            "max_tso_header": max_tso_header,
+            "port_num": port_num,
+            "gid_index": gid_index,
+        }
         with ExitStack() as stack:
             self._pd = stack.enter_context(PD(context))
-            sides = [
+            (cq, mr), (remote_cq, remote_mr) = (
                 (
-                    stack.enter_context(CQ(context, cqe)),
+                    stack.enter_context(CQ(context, cqe, tm_info=tm_info)),
                     stack.enter_context(MR(self._pd, max(1, size), allowed)),
                 )
-                for size, allowed in (
-                    (local_size, int(Access.LOCAL_WRITE)),
-                    (remote_size + depth * self.headroom, access),
+                for size, allowed, tm_info in (
+                    (local_size, int(Access.LOCAL_WRITE), False),
+                    (remote_size + depth * self.headroom, access, tagged),
                 )
-            ]
+            )
+            remote_type, remote_options = qp_type, options
+            if srq_type is SRQType.XRC:
+                xrcd = stack.enter_context(XRCD(context))
+                remote_type = QPType.XRC_RECV
+                remote_options = {**options, "xrcd": xrcd, "max_tso_header": 0}
+                self.srq = SRQ(
+                    self._pd, depth, max_recv_sge, srq_type=srq_type, xrcd=xrcd, cq=remote_cq
+                )
+            elif srq_type is not None:
+                more = {"cq": remote_cq, "max_num_tags": depth, "max_ops": depth} if tagged else {}
+                self.srq = SRQ(self._pd, depth, max_recv_sge, srq_type=srq_type, **more)
+                remote_options = {**options, "srq": self.srq}
+            if self.srq is not None:
+                stack.enter_context(self.srq)
             self.local, self.remote = (
-                Side(
-                    stack.enter_context(
-                        QP(
-                            self._pd,
-                            qp_type,
-                            cq,
-                            max_send_wr=depth,
-                            max_recv_wr=depth,
-                            max_send_sge=1,
-                            max_recv_sge=1,
-                            max_inline_data=max_inline_data,
-                            port_num=port_num,
-                            gid_index=gid_index,
-                        )
-                    ),
-                    cq,
-                    mr,
+                Side(stack.enter_context(self._queue_pair(kind, side_cq, given)), side_cq, side_mr)
+                for kind, side_cq, side_mr, given in (
+                    (qp_type, cq, mr, options),
+                    (remote_type, remote_cq, remote_mr, remote_options),
                 )
-                for cq, mr in sides
             )
             # Windows and address handles go before the queue pairs: rxe takes 25 s
             # to destroy a queue pair that has a window bound to it.
@@ -140,11 +169,25 @@ class Loopback:
             self._stack = stack.pop_all()
         self._deadline = time.monotonic() + timeout
 
+    def _queue_pair(self, qp_type: QPType, cq: CQ, options: dict[str, Any]) -> QP:
+        try:
+            return QP(self._pd, qp_type, cq, **options)
+        except VerbsError as error:
+            if qp_type is QPType.RAW_PACKET and error.errno in (errno.EPERM, errno.EACCES):
+                error.hint = "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"
+            raise
+
     def _connect(self, qp_type: QPType) -> None:
         here, there = self.local.qp, self.remote.qp
+        if qp_type is QPType.RAW_PACKET:
+            there.connect()
+            here.connect()
+            return
         if qp_type is not QPType.UD:
             there.connect(here.endpoint())
             here.connect(there.endpoint())
+            if self.srq is not None and qp_type is QPType.XRC_SEND:
+                self.address = {"remote_srqn": self.srq.srq_num}
             return
         for qp in (there, here):
             qp.connect(qkey=DEFAULT_QKEY)
@@ -189,13 +232,30 @@ class Loopback:
         """
         return self._used.enter_context(MW(self._pd, mw_type))
 
-    def target(self, offset: int = 0) -> dict[str, Any]:
+    def region(self, length: int, access: int) -> MR:
+        """Register more memory on both sides' PD; it is given back with the loopback.
+
+        Args:
+            length: bytes.
+            access: what is permitted, an Access.
+
+        Raises:
+            VerbsError: the device refused.
+        """
+        return self._used.enter_context(MR(self._pd, length, access))
+
+    def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
         """Return the fields of a work request that name a place in the remote memory.
 
         Args:
             offset: bytes from its start.
+            rkey: the key to use; that of the region unless given.
         """
-        return {"remote_addr": self.remote.mr.addr + offset, "rkey": self.remote.mr.rkey}
+        mr = self.remote.mr
+        fields = {"remote_addr": mr.addr + offset, "rkey": mr.rkey if rkey is None else rkey}
+        if self.local.qp.qp_type is QPType.XRC_SEND:
+            fields |= self.address
+        return fields
 
     # ---- receiving ----------------------------------------------------------
 
@@ -211,12 +271,23 @@ class Loopback:
             IndexError: the remote memory is too small.
         """
         slot = self.headroom + length
-        self.remote.qp.post_recv(
+        self.post_receives(
             [
                 RecvWR(self.cut(self.remote, index * slot, slot), wr_id=index + 1)
                 for index in range(count)
             ]
         )
+
+    def post_receives(self, wrs: Sequence[RecvWR]) -> None:
+        """Post receives to the queue that the remote side takes them from.
+
+        Raises:
+            PostError: the device refused.
+        """
+        if self.srq is not None:
+            self.srq.post_srq_recv(wrs)
+        else:
+            self.remote.qp.post_recv(wrs)
 
     def received(self, length: int, index: int = 0, room: int | None = None) -> bytes:
         """Return the message that a receive took.
@@ -274,3 +345,39 @@ class Loopback:
         except WaitTimeout:
             # The time that was left says little; the whole of it is what was asked for.
             raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
+
+
+# ---- what the device lacks ----------------------------------------------------
+
+
+class _Lacking(UnsupportedError):
+    """The device lacks something; the text is one sentence."""
+
+    def __init__(self, call: str, what: str, context: Context) -> None:
+        super().__init__(call, errno.EOPNOTSUPP, f"{what} not supported by {context.name}")
+
+    def __str__(self) -> str:
+        return self.hint
+
+
+def _require(
+    context: Context, qp_type: QPType, max_tso_header: int, srq_type: SRQType | None
+) -> None:
+    """Raise UnsupportedError for what the device itself says it does not have.
+
+    Drivers are less clear: some ignore what they do not know.
+    """
+    attr = context.attr
+    if srq_type is SRQType.XRC and not attr.device_cap_flags & DeviceCap.XRC:
+        raise _Lacking("ibv_open_xrcd", "XRC is", context)
+    if srq_type is not None and not attr.max_srq:
+        raise _Lacking("ibv_create_srq", "shared receive queues are", context)
+    if not max_tso_header and srq_type is not SRQType.TM:
+        return
+    extended = ffi.new("struct ibv_device_attr_ex *")
+    context._provider.query_device_ex(context._live(), extended)
+    tso = extended.tso_caps
+    if max_tso_header and not (tso.max_tso and tso.supported_qpts >> qp_type & 1):
+        raise _Lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs is", context)
+    if srq_type is SRQType.TM and not extended.tm_caps.max_num_tags:
+        raise _Lacking("ibv_create_srq_ex", "tag matching is", context)
