@@ -1,0 +1,82 @@
+"""Time soft0 beside memmove: small round trips, and large RDMA writes.
+
+Run it as ``python tests/bench/soft.py``.  A round trip is a receive posted, a
+message sent into it, and both completions polled.  Every figure is the best of
+several runs: what disturbs a run only makes it slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import rdmapost as rp
+from rdmapost._binding import ffi
+
+ACCESS = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+MIB = 1 << 20
+
+
+def best(runs: int, run: Callable[[], None]) -> float:
+    """Return the shortest time of several runs, in seconds."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-d", "--device", default="soft0")
+    parser.add_argument("--count", type=int, default=20_000, help="round trips in a run")
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    with (
+        rp.open_device(options.device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context, 256) as cq,
+        rp.MR(pd, 4 * MIB, ACCESS) as mr,
+        rp.QP(pd, rp.QPType.RC, cq) as near,
+        rp.QP(pd, rp.QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        out, into = mr[0:8], mr[64:72]
+
+        def round_trips() -> None:
+            for _ in range(options.count):
+                far.post_recv(rp.RecvWR(into))
+                near.post_send(rp.Send(out))
+                left = 2
+                while left:
+                    left -= len(cq.poll())
+
+        large = rp.RdmaWrite(mr[0:MIB], remote_addr=mr.addr + 2 * MIB, rkey=mr.rkey)
+        writes = 200
+
+        def large_writes() -> None:
+            for _ in range(writes):
+                near.post_send(large)
+                cq.wait(1)
+
+        source, target = ffi.from_buffer(mr.buffer[:MIB]), ffi.from_buffer(mr.buffer[2 * MIB :])
+
+        def memmoves() -> None:
+            for _ in range(writes):
+                ffi.memmove(target, source, MIB)
+
+        trip = best(options.runs, round_trips) / options.count
+        write = best(options.runs, large_writes) / writes
+        move = best(options.runs, memmoves) / writes
+    print(f"round trip of 8 bytes    {trip * 1e6:8.2f} us   {1 / trip:10,.0f} a second")
+    print(f"RDMA write of 1 MiB      {write * 1e6:8.2f} us   {1 / write / 1024:10.2f} GiB/s")
+    print(f"memmove of 1 MiB         {move * 1e6:8.2f} us   {1 / move / 1024:10.2f} GiB/s")
+    print(f"write speed to memmove   {move / write:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The compiled module: what it exports, how it finds libibverbs, and that it fits the header."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import pathlib
+import re
+import struct
+
+import pytest
+from support import ROOT, prints, run_python
+
+import rdmapost
+from rdmapost import _verbs, enums
+from rdmapost._binding import ffi, lib
+
+EXPORTED = {
+    "PyInit__verbs",
+    "ibv_post_send",
+    "ibv_post_recv",
+    "ibv_post_srq_recv",
+    "ibv_post_srq_ops",
+    "ibv_poll_cq",
+    "ibv_req_notify_cq",
+}
+
+
+def exported_symbols(path: str) -> set[str]:
+    """Return what `nm -D --defined-only` lists: the global symbols that an ELF file defines."""
+    data = pathlib.Path(path).read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01", "a 64-bit little-endian ELF file"
+    start, size, count = (
+        struct.unpack_from("<Q", data, 0x28)[0],
+        *struct.unpack_from("<HH", data, 0x3A),
+    )
+    # sh_type, sh_offset, sh_size and sh_link of every section.
+    sections = [
+        struct.unpack_from("<4xI16xQQI", data, start + index * size) for index in range(count)
+    ]
+    found = set()
+    for kind, offset, length, link in sections:
+        if kind != 11:  # SHT_DYNSYM
+            continue
+        strings = sections[link][1]
+        for at in range(offset, offset + length, 24):
+            name, info, _, section = struct.unpack_from("<IBBH", data, at)
+            if section and info >> 4 in (1, 2):  # defined; global or weak
+                end = data.index(b"\0", strings + name)
+                found.add(data[strings + name : end].decode())
+    return found
+
+
+def test_module_exports_the_posting_calls_and_nothing_else():
+    assert exported_symbols(_verbs.__file__) == EXPORTED
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTED - {"PyInit__verbs"}))
+def test_exported_call_can_be_found_by_ctypes(name):
+    """They are inline in the header, so that no library has them."""
+    symbol = getattr(ctypes.CDLL(_verbs.__file__), name)
+    assert callable(symbol)
+    assert ctypes.cast(symbol, ctypes.c_void_p).value
+
+
+def test_exported_post_send_is_callable_from_ctypes():
+    """Calling it through ctypes reaches the driver's function in the context's ops."""
+    calls = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)
+    def post_send(qp, wr, bad):
+        calls.append((qp, wr, bad))
+        return 95
+
+    post = ctypes.CDLL(_verbs.__file__).ibv_post_send
+    post.argtypes = [ctypes.c_void_p] * 3
+    # struct ibv_context: device, then the ops; every slot is ours, so no layout is assumed.
+    context = (ctypes.c_void_p * 64)(*[ctypes.cast(post_send, ctypes.c_void_p).value] * 64)
+    qp = (ctypes.c_void_p * 32)(ctypes.addressof(context))
+    assert post(ctypes.addressof(qp), 16, 32) == 95
+    assert calls == [(ctypes.addressof(qp), 16, 32)]
+
+
+# ---- libibverbs -------------------------------------------------------------------
+
+
+def test_import_does_not_load_libibverbs():
+    maps = prints("import pathlib, rdmapost; print(pathlib.Path('/proc/self/maps').read_text())")
+    assert _verbs.__file__ in maps
+    assert "libibverbs" not in maps
+
+
+def test_missing_library_is_an_error_when_a_device_is_opened():
+    said = prints(
+        "import rdmapost as rp\n"
+        "for name in (None, 'mlx5_0'):\n"
+        "    try: rp.open_device(name)\n"
+        "    except rp.NoRdmaError as error: print(error)\n",
+        RDMAPOST_LIBIBVERBS="/nonexistent/libibverbs.so.1",
+        RDMAPOST_DEVICE="",
+    )
+    lines = said.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "/nonexistent/libibverbs.so.1" in line
+        assert "RDMAPOST_LIBIBVERBS" in line
+
+
+def test_missing_system_library_says_what_to_install():
+    """The loader is told to find nothing, as on a machine without rdma-core."""
+    said = prints(
+        "import rdmapost.providers.verbs as v, rdmapost as rp\n"
+        "v._LIBRARY = 'libibverbs-that-is-not-there.so.1'\n"
+        "try: rp.open_device('mlx5_0')\n"
+        "except rp.NoRdmaError as error: print(error)\n",
+        RDMAPOST_LIBIBVERBS="",
+    )
+    assert "apt install libibverbs1" in said
+    assert "dnf install" in said
+
+
+def test_another_library_is_not_taken_for_libibverbs():
+    said = prints(
+        "import rdmapost as rp\n"
+        "try: rp.open_device('mlx5_0')\n"
+        "except rp.NoRdmaError as error: print(error)\n",
+        RDMAPOST_LIBIBVERBS="libm.so.6",
+    )
+    assert "libm.so.6 is not libibverbs" in said
+
+
+def test_loading_can_be_tried_again_after_a_failure():
+    """A failure is not remembered: the next call looks again."""
+    said = prints(
+        "from rdmapost._binding import ffi, lib\n"
+        "print(lib.rp_load(b'/nonexistent') != ffi.NULL)\n"
+        "print(lib.rp_load(b'libm.so.6') != ffi.NULL)\n"
+        "print(lib.rp_has_symbol(b'ibv_open_device'))\n"
+        "print(lib.rp_load(ffi.NULL) != ffi.NULL)\n"
+    )
+    assert said.split() == ["True", "True", "0", "True"]
+
+
+def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
+    """Every forwarder has an answer of its own while the table of functions is empty."""
+    said = prints(
+        "import errno\n"
+        "from rdmapost._binding import ffi, lib\n"
+        "NULL = ffi.NULL\n"
+        "print(lib.ibv_open_device(NULL) == NULL, ffi.errno == errno.EOPNOTSUPP)\n"
+        "print(lib.ibv_close_device(NULL) == errno.EOPNOTSUPP)\n"
+        "print(lib.ibv_query_gid(NULL, 1, 0, NULL) == -1)\n"
+        "lib.ibv_free_device_list(NULL)\n"
+        "print(lib.rp_reg_mr(NULL, NULL, 1, 0) == NULL, ffi.errno == errno.EINVAL)\n"
+        "print(lib.rp_query_port(NULL, 1, NULL) == errno.EINVAL)\n"
+    )
+    assert set(said.split()) == {"True"}
+
+
+@pytest.mark.parametrize("call", ["send", "recv", "srq_recv", "srq_ops"])
+def test_posting_to_nothing_is_refused_by_the_shim(call):
+    assert getattr(lib, f"rp_post_{call}")(ffi.NULL, ffi.NULL) == 22
+
+
+def test_polling_nothing_is_refused_by_the_shim():
+    raw = ffi.new("struct ibv_wc[1]")
+    assert lib.rp_poll_cq(ffi.NULL, raw, 1, 0, 0) == -1
+    assert ffi.errno == 22
+
+
+# ---- layout and values ------------------------------------------------------------
+
+
+def declared(kind: str) -> list[str]:
+    text = (ROOT / "rdmapost" / "_c" / "verbs.cdef.h").read_text()
+    return re.findall(rf"^{kind} (\w+) \{{", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "name", [f"{kind} {name}" for kind in ("struct", "union") for name in declared(kind)]
+)
+def test_struct_has_the_layout_of_the_header(name):
+    """cffi compares size and offsets with the compiled header when the type is completed."""
+    assert ffi.sizeof(name) > 0
+
+
+MEMBERS = {
+    "ibv_wr_opcode": (enums.Opcode, "IBV_WR_"),
+    "ibv_send_flags": (enums.SendFlags, "IBV_SEND_"),
+    "ibv_ops_wr_opcode": (enums.OpsOpcode, "IBV_WR_"),
+    "ibv_ops_flags": (enums.OpsFlags, "IBV_OPS_"),
+    "ibv_qp_type": (enums.QPType, "IBV_QPT_"),
+    "ibv_qp_state": (enums.QPState, "IBV_QPS_"),
+    "ibv_qp_attr_mask": (enums.QPAttrMask, "IBV_QP_"),
+    "ibv_mig_state": (enums.MigState, "IBV_MIG_"),
+    "ibv_access_flags": (enums.Access, "IBV_ACCESS_"),
+    "ibv_mw_type": (enums.MWType, "IBV_MW_"),
+    "ibv_srq_type": (enums.SRQType, "IBV_SRQT_"),
+    "ibv_srq_attr_mask": (enums.SRQAttrMask, "IBV_SRQ_"),
+    "ibv_wc_status": (enums.WCStatus, "IBV_WC_"),
+    "ibv_wc_opcode": (enums.WCOpcode, "IBV_WC_"),
+    "ibv_wc_flags": (enums.WCFlags, "IBV_WC_"),
+    "ibv_mtu": (enums.MTU, "IBV_"),
+    "ibv_port_state": (enums.PortState, "IBV_PORT_"),
+    "ibv_node_type": (enums.NodeType, "IBV_NODE_"),
+    "ibv_atomic_cap": (enums.AtomicCap, "IBV_ATOMIC_"),
+    "ibv_event_type": (enums.EventType, "IBV_EVENT_"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MEMBERS))
+def test_enumeration_agrees_with_the_header(name):
+    """Every enumerator of the header that we declare is a member, with its value."""
+    kind, prefix = MEMBERS[name]
+    header = ffi.typeof(f"enum {name}").relements
+    assert header
+    ours = {prefix + member.name: member.value for member in kind}
+    assert {key: ours.get(key) for key in header} == dict(header)
+
+
+INTERNAL = {
+    "ibv_transport_type",
+    "ibv_qp_init_attr_mask",
+    "ibv_srq_init_attr_mask",
+    "ibv_xrcd_init_attr_mask",
+    "ibv_create_cq_wc_flags",
+}
+"""Enumerations that only the library's own code meets: they have no Python class."""
+
+
+def test_every_declared_enumeration_is_compared():
+    assert set(declared("enum")) - INTERNAL == MEMBERS.keys()
+
+
+@pytest.mark.parametrize("name", enums.__all__)
+def test_every_member_of_an_enumeration_has_a_docstring(name):
+    source = (ROOT / "rdmapost" / "enums.py").read_text()
+    body = source.split(f"class {name}(", 1)[1].split("\nclass ", 1)[0]
+    members = re.findall(r"^    (\w+) = [^\n]+\n    (\"\"\")?", body, re.MULTILINE)
+    assert members
+    assert [member for member, quotes in members if not quotes] == []
+    assert issubclass(getattr(enums, name), enum.IntEnum | enum.IntFlag)
+
+
+def test_everything_public_can_be_imported():
+    missing = [name for name in rdmapost.__all__ if not hasattr(rdmapost, name)]
+    assert missing == []
+    assert len(set(rdmapost.__all__)) == len(rdmapost.__all__)
+
+
+def test_interpreter_ends_quietly_after_a_bare_import():
+    assert run_python("import rdmapost").stderr == ""

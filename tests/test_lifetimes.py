@@ -1,0 +1,242 @@
+"""Lifetimes on a device: memory in flight, garbage, fork, exit, and no leak over many posts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import weakref
+
+import pytest
+from support import ALL, prints
+
+import rdmapost as rp
+from rdmapost import QPType
+
+SETUP = """
+import gc, os, sys, rdmapost as rp
+ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ
+
+def make():
+    context = rp.open_device(sys.argv[1])
+    pd, cq = rp.PD(context), rp.CQ(context)
+    mr = rp.MR(pd, bytearray(4096), ALL)
+    a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+    a.connect(b.endpoint(), rnr_retry=1)
+    b.connect(a.endpoint(), rnr_retry=1)
+    b.post_recv([rp.RecvWR(mr[:64], wr_id=i) for i in range(5)])
+    a.post_send(rp.Send(mr[64:128], send_flags=0))
+    return {"context": context, "pd": pd, "cq": cq, "mr": mr, "a": a, "b": b}
+"""
+
+FILES = """
+def open_files():
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [f"{link} {os.readlink(link)}" for link in links if os.path.lexists(link)]
+"""
+
+
+def test_memory_lives_until_the_completion(rc):
+    """The user has dropped every reference, and the device still writes there."""
+    mr = rp.MR(rc.pd, bytearray(64), ALL)
+    ref = weakref.ref(mr)
+    rc.b.post_recv(rp.RecvWR(mr[:8], wr_id=1))
+    view = mr.buffer
+    del mr
+    gc.collect()
+    assert ref() is not None
+    rc.mine.buffer[:4] = b"late"
+    rc.a.post_send(rp.Send(rc.mine[:4]))
+    rc.wait(2)
+    gc.collect()
+    assert ref() is None
+    # The region is closed, and its memory is back with whoever has it.
+    with pytest.raises(ValueError, match="released"):
+        bytes(view)
+
+
+def test_address_handle_lives_until_the_completion(connect):
+    pair = connect(QPType.UD)
+    ah = pair.a.ah_to(pair.b.endpoint())
+    ref = weakref.ref(ah)
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:100]))
+    pair.a.post_send(pair.send(pair.mine[:4], ah=ah))
+    del ah
+    gc.collect()
+    assert ref() is not None
+    pair.wait(2)
+    gc.collect()
+    assert ref() is None
+
+
+def test_dropped_queue_pair_lets_its_memory_go(pd, cq):
+    mr = rp.MR(pd, 64)
+    qp = rp.QP(pd, QPType.RC, cq)
+    qp.to_init()
+    qp.post_recv(rp.RecvWR(mr[:8]))
+    del qp
+    gc.collect()
+    mr.close()
+
+
+def test_garbage_in_any_order_gives_everything_back(context):
+    """Nothing is closed by hand, work requests are outstanding, and all files are closed."""
+    said = prints(
+        SETUP + FILES + "rp.list_devices()\n"
+        "before = set(open_files())\n"
+        "for order in range(6):\n"
+        "    things = make()\n"
+        "    for name in [*things][order:] + [*things][:order]: del things[name]\n"
+        "    gc.collect()\n"
+        # And in one piece, through a cycle.
+        "    things = make()\n"
+        "    things['self'] = things\n"
+        "    del things\n"
+        "    gc.collect()\n"
+        "    print(sorted(set(open_files()) - before))\n",
+        context.name,
+    )
+    assert said.splitlines() == ["[]"] * 6
+
+
+def test_interpreter_ends_quietly_with_everything_open(context):
+    """With an exception that was seen, a cycle, and a list of them in another order."""
+    said = prints(
+        SETUP + "class Mine(Exception): pass\n"
+        "import atexit; atexit.register(print, 'closed')\n"
+        "kept = []\n"
+        "for _ in range(3):\n"
+        "    things = make()\n"
+        "    kept = [kept, *list(things.values())[::-1]]\n"
+        "kept.append(kept)\n"
+        "try:\n"
+        "    with rp.open_device(sys.argv[1]) as context, rp.PD(context) as pd:\n"
+        "        mr = rp.MR(pd, 64)\n"
+        "        raise Mine\n"
+        "except Mine:\n"
+        "    print('mine')\n",
+        context.name,
+    )
+    assert said == "mine\nclosed"
+
+
+def test_interpreter_ends_quietly_under_a_waiting_thread(context):
+    said = prints(
+        SETUP + "import threading\n"
+        "things = make()\n"
+        "threading.Thread(target=things['cq'].wait, args=(9, 60), daemon=True).start()\n"
+        "while not things['cq']._waiting: pass\n"
+        "print('end')\n",
+        context.name,
+    )
+    assert said == "end"
+
+
+def test_child_of_a_fork_closes_nothing(context):
+    """The child ends in every way there is, and the parent goes on."""
+    said = prints(
+        SETUP + "things = make()\n"
+        "for way in ('exit', 'close', 'garbage'):\n"
+        "    sys.stdout.flush()\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        if way == 'close':\n"
+        "            for name in ('a', 'b', 'mr', 'cq', 'pd', 'context'): things[name].close()\n"
+        "        if way == 'garbage':\n"
+        "            del things; gc.collect()\n"
+        "        sys.exit(0)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "a, b, mr, cq = (things[n] for n in ('a', 'b', 'mr', 'cq'))\n"
+        "mr.buffer[64:68] = b'work'\n"
+        "a.post_send(rp.RdmaWrite(mr[64:68], remote_addr=mr.addr + 200, rkey=mr.rkey, wr_id=9))\n"
+        "while 9 not in [wc.check().wr_id for wc in cq.wait()]: pass\n"
+        "print(bytes(mr.buffer[200:204]))\n"
+        "for name in ('a', 'b', 'mr', 'cq', 'pd', 'context'): things[name].close()\n",
+        context.name,
+    )
+    assert said.splitlines() == ["0", "0", "0", "b'work'"]
+
+
+def test_exception_in_the_middle_of_set_up_closes_what_was_opened(context):
+    opened: list[rp.PD | rp.CQ | rp.MR | rp.QP | rp.Context] = []
+
+    def set_up() -> None:
+        with (
+            rp.open_device(context.name) as other,
+            rp.PD(other) as pd,
+            rp.CQ(other) as cq,
+            rp.MR(pd, 64) as mr,
+            rp.QP(pd, QPType.RC, cq) as qp,
+        ):
+            opened.extend([other, pd, cq, mr, qp])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        set_up()
+    assert len(opened) == 5
+    assert all(resource.closed for resource in opened)
+
+
+def test_garbage_during_a_poll_does_not_lock_up(connect, context):
+    """The collector may drop a queue pair while its CQ is being polled, in the same thread."""
+    pair = connect()
+    for _ in range(5):
+        doomed = rp.QP(pair.pd, QPType.RC, pair.cq)
+        doomed.to_init()
+        doomed.post_recv(rp.RecvWR(pair.mine[:8]))
+        cycle = [doomed]
+        cycle.append(cycle)
+        del doomed, cycle
+        with pair.cq._lock:
+            gc.collect()
+    pair.works()
+
+
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_200_000_posts_leave_resident_memory_where_it_was(connect, record_property):
+    pair = connect(QPType.UC, max_send_wr=256)
+    batch = min(256, pair.a.max_send_wr)
+    signaled = int(rp.SendFlags.SIGNALED)
+    wrs = [
+        pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=i, send_flags=signaled * (i == batch - 1))
+        for i in range(batch)
+    ]
+
+    def post(batches: int) -> None:
+        for _ in range(batches):
+            pair.a.post_send(wrs)
+            pair.wait()
+
+    post(40)
+    gc.collect()
+    before = resident()
+    post(-(-200_000 // batch))
+    gc.collect()
+    grown = resident() - before
+    record_property("grown", grown)
+    assert pair.a.outstanding == (0, 0)
+    assert grown < 1 << 20, f"{grown} bytes more after 200,000 posts"
+
+
+def test_opening_and_closing_leaves_resident_memory_where_it_was(connect):
+    pair = connect()
+
+    def cycle(count: int) -> None:
+        for _ in range(count):
+            with rp.MR(pair.pd, bytearray(4096)) as mr, rp.QP(pair.pd, QPType.RC, pair.cq) as qp:
+                qp.to_init()
+                qp.post_recv(rp.RecvWR(mr[:8]))
+                qp.close()
+
+    cycle(20)
+    gc.collect()
+    before = resident()
+    cycle(200)
+    gc.collect()
+    assert resident() - before < 1 << 20
+    assert len(pair.pd.context._queues) == 4

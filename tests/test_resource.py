@@ -1,0 +1,262 @@
+"""The order in which resources may be closed, whoever closes them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+from typing import Any
+
+import pytest
+from support import prints
+
+import rdmapost as rp
+from rdmapost._resource import Resource
+
+closed: list[str] = []
+
+
+class Thing(Resource):
+    """A resource of no device."""
+
+    __slots__ = ("above", "broken", "name", "others")
+
+    def __init__(self, name: str, *parents: Thing) -> None:
+        self.name = name
+        self.above = parents
+        self.others: list[Any] = []
+        self.broken = False
+        super().__init__(object(), *parents)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def _destroy(self) -> None:
+        if self.broken:
+            raise rp.VerbsError("ibv_destroy_thing", 16)
+        closed.append(self.name)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    closed.clear()
+
+
+def tree() -> dict[str, Thing]:
+    """A device, a PD and a CQ on it, an MR, and a QP that needs PD and CQ."""
+    context = Thing("context")
+    pd, cq = Thing("pd", context), Thing("cq", context)
+    return {
+        "context": context, "pd": pd, "cq": cq, "mr": Thing("mr", pd), "qp": Thing("qp", pd, cq),
+    }  # fmt: skip
+
+
+def test_closing_is_idempotent():
+    thing = Thing("pd")
+    assert not thing.closed
+    thing.close()
+    thing.close()
+    assert closed == ["pd"]
+    assert thing.closed
+    assert "(closed)" in repr(thing)
+
+
+def test_use_after_close_names_the_resource():
+    thing = Thing("pd")
+    thing.close()
+    with pytest.raises(rp.ClosedError, match="pd is closed"):
+        thing._live()
+    with pytest.raises(rp.ClosedError, match="pd is closed"), thing:
+        pass
+
+
+def test_parent_with_open_children_names_them():
+    things = tree()
+    with pytest.raises(rp.InUseError, match=r"pd cannot be closed: mr, qp still open on it"):
+        things["pd"].close()
+    assert not things["pd"].closed
+    things["qp"].close()
+    with pytest.raises(rp.InUseError, match=r"mr still open on it; close it first"):
+        things["pd"].close()
+    things["mr"].close()
+    things["pd"].close()
+    assert closed == ["qp", "mr", "pd"]
+
+
+def test_many_children_are_counted():
+    pd = Thing("pd")
+    mrs = [Thing(f"mr{i}", pd) for i in range(7)]
+    with pytest.raises(rp.InUseError, match=r"mr0, mr1, mr2, mr3 and 3 more still open"):
+        pd.close()
+    assert len(mrs) == 7
+
+
+def test_resource_that_the_device_keeps_stays_open():
+    thing = Thing("pd")
+    thing.broken = True
+    with pytest.raises(rp.VerbsError):
+        thing.close()
+    assert not thing.closed
+    thing.broken = False
+    thing.close()
+    assert closed == ["pd"]
+
+
+def test_error_inside_with_is_the_one_that_is_seen():
+    """What closing runs into then, an open child, does not hide it."""
+    pd = Thing("pd")
+    opened: list[Thing] = []
+
+    def use() -> None:
+        with pd:
+            opened.append(Thing("mr", pd))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use()
+    assert not pd.closed
+    opened[0].close()
+
+
+def test_with_closes_and_open_children_are_an_error():
+    with Thing("pd") as pd:
+        pass
+    assert pd.closed
+    pd = Thing("pd")
+    with pytest.raises(rp.InUseError), pd:
+        mr = Thing("mr", pd)
+    mr.close()
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
+def test_dropped_in_any_order_everything_is_closed(order):
+    """A parent that is dropped first is closed by its last child."""
+    things = tree()
+    for name in order:
+        del things[name]
+    gc.collect()
+    assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"]
+    assert closed[-1] == "context"
+    assert closed.index("qp") < min(closed.index("pd"), closed.index("cq"))
+    assert closed.index("mr") < closed.index("pd")
+
+
+def test_garbage_in_a_cycle_is_closed_children_first():
+    """The collector finalises what it finds in an order of its own."""
+    for rotation in range(5):
+        closed.clear()
+        things = list(tree().values())
+        things = things[rotation:] + things[:rotation]
+        for thing, other in zip(things, things[1:] + things[:1], strict=True):
+            thing.others.append(other)
+        del things, thing, other
+        gc.collect()
+        assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"], rotation
+        assert closed[-1] == "context"
+        assert closed.index("mr") < closed.index("pd")
+
+
+def test_garbage_that_the_device_keeps_is_nobodys_error():
+    thing = Thing("pd")
+    thing.broken = True
+    del thing
+    gc.collect()
+    assert closed == []
+
+
+def test_half_made_resource_is_garbage_without_a_word():
+    """A constructor that fails leaves an object that was never made."""
+
+    class Half(Thing):
+        def __init__(self) -> None:
+            raise rp.VerbsError("ibv_alloc_pd", 12)
+
+    with pytest.raises(rp.VerbsError):
+        Half()
+    half = object.__new__(Thing)
+    half.close()
+    del half
+    gc.collect()
+
+
+def test_closing_from_two_threads_destroys_once():
+    """The second one finds it closed, or being closed; it never frees twice."""
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Thing):
+        def _destroy(self) -> None:
+            inside.set()
+            assert go.wait(10)
+            super()._destroy()
+
+    thing = Slow("pd")
+    first = threading.Thread(target=thing.close)
+    first.start()
+    assert inside.wait(10)
+    second = threading.Thread(target=thing.close)
+    second.start()
+    second.join(0.2)
+    go.set()
+    first.join(10)
+    second.join(10)
+    assert not first.is_alive()
+    assert not second.is_alive()
+    assert closed == ["pd"]
+
+
+def test_child_of_a_fork_closes_nothing():
+    """The objects are the parent's: the child only forgets them."""
+    things = tree()
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            for name in ("qp", "mr", "cq", "pd", "context"):
+                things[name].close()
+            os.write(writing, repr((closed, things["pd"].closed)).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert said.read() == "([], True)"
+    for name in ("qp", "mr", "cq", "pd", "context"):
+        things[name].close()
+    assert len(closed) == 5
+
+
+def test_interpreter_ends_quietly_with_everything_open():
+    """At exit the whole tree is closed, children first."""
+    said = prints(
+        "from rdmapost._resource import Resource\n"
+        "class Thing(Resource):\n"
+        "    def __init__(self, name, *above):\n"
+        "        self.name, self.above = name, above\n"
+        "        super().__init__(object(), *above)\n"
+        "    def _destroy(self): print(self.name, flush=True)\n"
+        "context = Thing('context'); pd = Thing('pd', context)\n"
+        "mr = Thing('mr', pd); qp = Thing('qp', pd)\n"
+        "cycle = [mr]; cycle.append(cycle)\n"
+    )
+    assert sorted(said.split()) == ["context", "mr", "pd", "qp"]
+    assert said.split()[-2:] == ["pd", "context"]
+
+
+def test_what_another_keeps_busy_is_closed_at_exit_too():
+    """A region that posted work requests name closes only after their queue pair."""
+    said = prints(
+        "import atexit\n"
+        "atexit.register(print, 'end')\n"
+        "import rdmapost as rp\n"
+        "from rdmapost._resource import Resource\n"
+        "class Thing(Resource):\n"
+        "    def __init__(self, name, *above):\n"
+        "        self.name, self.above = name, above\n"
+        "        super().__init__(object(), *above)\n"
+        "    def _destroy(self):\n"
+        "        if self.name == 'mr' and not qp.closed: raise rp.InUseError('mr')\n"
+        "        print(self.name, flush=True)\n"
+        "context = Thing('context'); pd = Thing('pd', context)\n"
+        "mr = Thing('mr', pd); qp = Thing('qp', pd)\n"
+    )
+    assert said.split() == ["qp", "mr", "pd", "context", "end"]
