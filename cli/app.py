@@ -18,9 +18,12 @@ from .atomic import atomic
 from .check import check
 from .devices import devices
 from .failure import report
+from .keys import bind_mw, invalidate
+from .offload import tso
 from .output import Output
 from .rdma import read, write
 from .send import send
+from .tag import tag
 
 __all__ = ["app"]
 
@@ -72,12 +75,13 @@ def app(ctx: click.Context) -> None:
     """Post RDMA work requests and see exactly what the device did with them.
 
     Without -d, the device is what RDMAPOST_DEVICE names, else the first one
-    that has an active port.
+    that has an active port.  Where there is none it is soft0, the software
+    device of this process, unless RDMAPOST_REQUIRE_DEVICE=1 forbids that.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)
 
 
-for command in (devices, send, write, read, atomic, check):
+for command in (devices, send, write, read, atomic, bind_mw, invalidate, tso, tag, check):
     app.add_command(command)

@@ -20,15 +20,17 @@ __all__ = ["devices"]
 def devices(out: Output, target: Target) -> None:
     """List devices, their ports and GIDs.
 
-    A star marks the GID that is used unless another is asked for.
+    A star marks the GID that is used unless another is asked for.  The software
+    device soft0 is there in every process.
     """
     from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
 
-    from .session import usage_error
+    from .session import device_is_required, usage_error
 
     out.doc["devices"] = found = []
-    names = [target.device] if target.device is not None else [d.name for d in list_devices()]
-    if not names:
+    infos = list_devices()
+    names = [info.name for info in infos] if target.device is None else [target.device]
+    if target.device is None and device_is_required() and all(d.kind == "soft" for d in infos):
         # Opening is what explains why there is none.
         open_device().close()
     failures: list[tuple[str, RdmaError]] = []
@@ -109,7 +111,7 @@ def _text(found: list[dict[str, Any]]) -> str:
             rows.append(
                 [
                     device["name"],
-                    device["kind"],
+                    "software" if device["kind"] == "soft" else device["kind"],
                     str(port["port"]),
                     port["state"],
                     port["link_layer"],

@@ -8,8 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rdmapost import SGE, WC, Opcode, QPType, RdmaError, SendFlags, SendWR, WaitTimeout
-from rdmapost.loopback import Loopback
+from rdmapost import (
+    SGE,
+    WC,
+    Opcode,
+    OpsOpcode,
+    QPType,
+    RdmaError,
+    SendFlags,
+    SendWR,
+    WaitTimeout,
+)
+from rdmapost.loopback import Loopback, Side
 from rdmapost.queuepair import QP
 
 from .options import Shot, Target
@@ -18,8 +28,10 @@ from .session import open_target, usage_error
 
 __all__ = [
     "arrive",
+    "frame_header",
     "loopback",
     "post",
+    "record",
     "send_flags",
     "show",
     "source",
@@ -35,11 +47,13 @@ def loopback(
     out: Output,
     target: Target,
     shot: Shot,
-    opcode: Opcode,
+    opcode: Opcode | OpsOpcode,
     *,
     local_size: int,
     remote_size: int,
     inlined: int = 0,
+    depth: int | None = None,
+    **options: Any,
 ) -> Iterator[Loopback]:
     """Open the device and make two queue pairs on it.
 
@@ -50,6 +64,8 @@ def loopback(
         opcode: what will be posted.
         local_size, remote_size: as in Loopback.
         inlined: bytes of a work request that can be posted inline.
+        depth: what each queue must hold, if that is not what is posted at once but segments.
+        options: as in Loopback.
     """
     out.doc.update(
         device=None, kind=None, opcode=opcode.name, qp_type=shot.qp_type,
@@ -57,10 +73,12 @@ def loopback(
     )  # fmt: skip
     with open_target(out, target) as (context, port_num):
         attr = context.attr
+        what = f"--count {shot.count}" if depth is None else f"{depth} segments"
+        depth = shot.count if depth is None else depth
         for name in ("max_qp_wr", "max_cqe"):
-            if shot.count > getattr(attr, name):
+            if depth > getattr(attr, name):
                 usage_error(
-                    f"--count {shot.count} is more than {context.name} can hold in a queue "
+                    f"{what} is more than {context.name} can hold in a queue "
                     f"({name}={getattr(attr, name)})"
                 )
         with Loopback(
@@ -68,11 +86,12 @@ def loopback(
             QPType[shot.qp_type],
             local_size=local_size,
             remote_size=remote_size,
-            depth=shot.count,
+            depth=depth,
             max_inline_data=inlined if "INLINE" in shot.flags else 0,
             port_num=port_num,
             gid_index=target.gid_index,
             timeout=shot.timeout,
+            **options,
         ) as pair:
             out.doc["gid_index"] = pair.local.qp.gid.index
             _note_queue_pairs(out, pair)
@@ -95,7 +114,14 @@ def source(pair: Loopback, shot: Shot, payload: bytes) -> Sequence[SGE]:
     return pair.cut(pair.local, 0, len(payload))
 
 
-def post(out: Output, pair: Loopback, wrs: Sequence[SendWR]) -> list[WC]:
+def frame_header(shot: Shot) -> bytes:
+    """Return what a message starts with: a made-up Ethernet header on raw packets."""
+    from rdmapost.frames import ethernet
+
+    return ethernet() if shot.qp_type == "RAW_PACKET" else b""
+
+
+def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None = None) -> list[WC]:
     """Post a list of work requests in one call, and wait until they are done.
 
     Args:
@@ -103,19 +129,21 @@ def post(out: Output, pair: Loopback, wrs: Sequence[SendWR]) -> list[WC]:
             the last, and for a list ``count`` and ``completions``.
         pair: the queue pairs.
         wrs: the work requests.
+        side: who posts; the local side unless given.
 
     Raises:
         PostError: one of them was refused.
         CompletionError: one of them failed.
         WaitTimeout: they did not complete in time.
     """
-    pair.local.qp.post_send(wrs)
+    side = pair.local if side is None else side
+    side.qp.post_send(wrs)
     try:
-        wcs = pair.sent(len(wrs))
+        wcs = (pair.sent if side is pair.local else pair.arrived)(len(wrs))
     except WaitTimeout:
-        _record(out, pair.local.cq.poll(len(wrs)), len(wrs))
+        record(out, side.cq.poll(len(wrs)), len(wrs))
         raise
-    if telling := _record(out, wcs, len(wrs)):
+    if telling := record(out, wcs, len(wrs)):
         telling.check()
     return wcs
 
@@ -154,7 +182,8 @@ def show(out: Output, yields: dict[str, Any]) -> None:
 
     Args:
         out: where to.
-        yields: what the operation gave, by name; bytes are data.
+        yields: what the operation gave, by name; bytes are data, and a list is
+            shown as far as it fits.
     """
     doc = out.doc
     pairs = []
@@ -167,9 +196,12 @@ def show(out: Output, yields: dict[str, Any]) -> None:
             pairs.append((name, json.dumps(text) if encoding == "utf-8" else f"hex {text}"))
             continue
         doc[name] = value
-        if value is not None and not isinstance(value, list):
-            same = value is True or value is False
-            pairs.append((name, str(value).lower() if same else f"{value} ({value:#x})"))
+        if isinstance(value, bool):
+            pairs.append((name, str(value).lower()))
+        elif isinstance(value, list):
+            pairs.append((name, ", ".join(map(str, value))))
+        elif value is not None:
+            pairs.append((name, value if isinstance(value, str) else f"{value} ({value:#x})"))
     many = f"{doc['count']} x " if "count" in doc else ""
     head = (
         f"{many}{doc['opcode']} of {doc['byte_len']} bytes on {doc['qp_type']}, "
@@ -191,7 +223,7 @@ def _as_text(data: bytes) -> tuple[str, str]:
     return shown.hex(), "hex"
 
 
-def _record(out: Output, wcs: list[WC], count: int) -> WC | None:
+def record(out: Output, wcs: list[WC], count: int) -> WC | None:
     """Put completions into the document.
 
     Returns:
@@ -220,7 +252,7 @@ def _attributes(qp: QP) -> str:
         shown["qkey"] = f"{attr.qkey:#x}"
     elif attr.path_mtu is not None:
         shown["path_mtu"] = attr.path_mtu.bytes
-    if qp.qp_type is QPType.RC:
+    if qp.qp_type in (QPType.RC, QPType.XRC_SEND):
         for name in ("timeout", "retry_cnt", "rnr_retry", "min_rnr_timer", "max_rd_atomic"):
             shown[name] = getattr(attr, name)
     for name in ("max_send_wr", "max_recv_wr", "max_inline_data"):

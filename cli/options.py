@@ -23,8 +23,10 @@ __all__ = [
     "flag_options",
     "integer",
     "payload_options",
+    "payload_options_for",
     "seconds",
     "shot_options",
+    "shot_options_for",
     "size_in_bytes",
     "timeout_option",
 ]
@@ -106,7 +108,7 @@ class Shot:
     """How to post.
 
     Attributes:
-        qp_type: RC, UC or UD.
+        qp_type: name of the type, a QPType.
         count: how many work requests, in one post.
         timeout: seconds for all waits.
         flags: names of send flags beside SIGNALED.
@@ -121,7 +123,7 @@ class Shot:
 def device_options(function: Command) -> Command:
     """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
 
-    @click.option("-d", "--device", metavar="NAME", help="RDMA device, such as mlx5_0 or rxe0.")
+    @click.option("-d", "--device", metavar="NAME", help="Device, such as mlx5_0, rxe0 or soft0.")
     @click.option(
         "-p", "--port", type=integer(1, 255), metavar="N", help="Port of the device, from 1."
     )
@@ -176,54 +178,97 @@ def flag_options(*names: str) -> Callable[[Command], Command]:
     return decorate
 
 
+_QP_TYPES = {"rc": "RC", "uc": "UC", "ud": "UD", "xrc": "XRC_SEND", "raw": "RAW_PACKET"}
+"""What the command line calls them, and their names in QPType."""
+
+
+def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
+    """Add --qp-type and --timeout, and --count; the command gets ``shot``.
+
+    Args:
+        qp_types: those to choose from, the default first; one alone is no option.
+        count: whether a list can be posted.
+    """
+
+    def decorate(function: Command) -> Command:
+        @timeout_option
+        @functools.wraps(function)
+        def command(
+            timeout: float, qp_type: str = qp_types[0], count: int = 1, **options: Any
+        ) -> Any:
+            flags = tuple(
+                name.upper()
+                for name in ("inline", "fence", "solicited")
+                if options.pop(name, False)
+            )
+            return function(shot=Shot(_QP_TYPES[qp_type], count, timeout, flags), **options)
+
+        if count:
+            command = click.option(
+                "--count",
+                type=integer(1),
+                metavar="N",
+                default=1,
+                show_default=True,
+                help="Post a list of N work requests at once.",
+            )(command)
+        if len(qp_types) > 1:
+            command = click.option(
+                "--qp-type",
+                type=click.Choice(qp_types, case_sensitive=False),
+                default=qp_types[0],
+                show_default=True,
+                help="Type of the queue pairs.",
+            )(command)
+        return command
+
+    return decorate
+
+
 def shot_options(function: Command) -> Command:
-    """Add --qp-type, --count and --timeout; the command gets ``shot``."""
-
-    @click.option(
-        "--qp-type",
-        type=click.Choice(["rc", "uc", "ud"], case_sensitive=False),
-        default="rc",
-        show_default=True,
-        help="Type of the queue pairs.",
-    )
-    @click.option(
-        "--count",
-        type=integer(1),
-        metavar="N",
-        default=1,
-        show_default=True,
-        help="Post a list of N work requests at once.",
-    )
-    @timeout_option
-    @functools.wraps(function)
-    def command(qp_type: str, count: int, timeout: float, **options: Any) -> Any:
-        flags = tuple(
-            name.upper() for name in ("inline", "fence", "solicited") if options.pop(name, False)
-        )
-        return function(shot=Shot(qp_type.upper(), count, timeout, flags), **options)
-
-    return command
+    """Add --qp-type of every type, --count and --timeout; the command gets ``shot``."""
+    return shot_options_for(*_QP_TYPES, count=True)(function)
 
 
 def payload_options(function: Command) -> Command:
     """Add --data, --data-file and --size; the command gets ``payload``."""
+    return payload_options_for(None)(function)
 
-    @click.option("--data", metavar="TEXT", help=f"The data. [default: {_DEFAULT_DATA!r}]")
-    @click.option(
-        "--data-file", type=click.File("rb"), metavar="FILE", help="Take the data from a file."
-    )
-    @click.option(
-        "--size", type=size_in_bytes, metavar="N[K|M|G]", help="Make up this many bytes of data."
-    )
-    @functools.wraps(function)
-    def command(
-        data: str | None, data_file: IO[bytes] | None, size: int | None, **options: Any
-    ) -> Any:
-        if sum(source is not None for source in (data, data_file, size)) > 1:
-            _usage("--data, --data-file and --size exclude each other; give one of them")
-        return function(payload=_payload(data, data_file, size), **options)
 
-    return command
+def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Command]:
+    """Add --data, --data-file and --size; the command gets ``payload``.
+
+    Args:
+        size_unless_given: bytes to make up; None for a short text.
+    """
+    text_default = "" if size_unless_given else f" [default: {_DEFAULT_DATA!r}]"
+    size_default = f" [default: {size_unless_given}]" if size_unless_given else ""
+
+    def decorate(function: Command) -> Command:
+        @click.option("--data", metavar="TEXT", help=f"The data.{text_default}")
+        @click.option(
+            "--data-file", type=click.File("rb"), metavar="FILE", help="Take the data from a file."
+        )
+        @click.option(
+            "--size",
+            type=size_in_bytes,
+            metavar="N[K|M|G]",
+            help=f"Make up this many bytes of data.{size_default}",
+        )
+        @functools.wraps(function)
+        def command(
+            data: str | None, data_file: IO[bytes] | None, size: int | None, **options: Any
+        ) -> Any:
+            given = sum(source is not None for source in (data, data_file, size))
+            if given > 1:
+                _usage("--data, --data-file and --size exclude each other; give one of them")
+            if not given:
+                size = size_unless_given
+            return function(payload=_payload(data, data_file, size), **options)
+
+        return command
+
+    return decorate
 
 
 def _payload(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,46 +17,122 @@ from .options import (
 )
 from .output import Output
 
+if TYPE_CHECKING:
+    from rdmapost import WC, SendWR
+    from rdmapost.loopback import Loopback
+
 __all__ = ["send"]
 
 
 @click.command()
 @payload_options
 @click.option("--imm", type=U32, metavar="N", help="Send 32 bits of immediate data too.")
+@click.option("--invalidate", is_flag=True, help="Invalidate a key of the other side (WITH_INV).")
 @flag_options("inline", "fence", "solicited")
 @shot_options
 @device_options
-def send(out: Output, target: Target, shot: Shot, payload: bytes, imm: int | None) -> None:
-    """Send a message to a second queue pair of the same device."""
-    from rdmapost import Opcode, Send, SendWithImm
+@click.pass_context
+def send(
+    ctx: click.Context,
+    out: Output,
+    target: Target,
+    shot: Shot,
+    payload: bytes,
+    imm: int | None,
+    invalidate: bool,
+) -> None:
+    """Send a message to a second queue pair of the same device.
 
-    from .oneshot import arrive, loopback, post, send_flags, show, source, verify
+    With --invalidate the key is that of a memory window which the other side
+    has bound, and on xrc that of a memory region.  With --qp-type raw the data
+    follows a made-up Ethernet header.
+    """
+    from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
 
-    length, count = len(payload), shot.count
+    from .oneshot import arrive, frame_header, loopback, post, send_flags, show, source, verify
+
+    if invalidate and imm is not None:
+        raise click.UsageError("--imm and --invalidate exclude each other; give one of them", ctx)
+    header = frame_header(shot)
+    message, count = header + payload, shot.count
+    length = len(message)
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
+    if invalidate:
+        opcode = Opcode.SEND_WITH_INV
     with loopback(
-        out, target, shot, opcode, local_size=length, remote_size=count * length, inlined=length
-    ) as pair:
+        out, target, shot, opcode, local_size=length, remote_size=count * length, inlined=length,
+        **_access(invalidate),
+    ) as pair:  # fmt: skip
+        rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {
-            "sg_list": source(pair, shot, payload),
+            "sg_list": source(pair, shot, message),
             "send_flags": send_flags(shot),
-            **pair.address,
         }
-        post(
-            out,
-            pair,
-            [
-                Send(wr_id=wr_id, **fields)
-                if imm is None
-                else SendWithImm(wr_id=wr_id, imm_data=imm, **fields)
-                for wr_id in range(1, count + 1)
-            ],
-        )
+
+        def make(index: int) -> SendWR:
+            wr_id = index + 1
+            if invalidate:
+                srqn = pair.address.get("remote_srqn", 0)
+                return SendWithInv(
+                    wr_id=wr_id, invalidate_rkey=rkeys[index], remote_srqn=srqn, **fields
+                )
+            if imm is not None:
+                return SendWithImm(wr_id=wr_id, imm_data=imm, **fields, **pair.address)
+            return Send(wr_id=wr_id, **fields, **pair.address)
+
+        post(out, pair, [make(index) for index in range(count)])
         wcs = arrive(out, pair, count)
         for index, wc in enumerate(wcs):
             received = pair.received(wc.byte_len - pair.headroom, index, room=length)
-            verify(received, payload, index, count)
+            verify(received, message, index, count)
         out.doc["byte_len"] = wcs[-1].byte_len - pair.headroom
-    yields: dict[str, Any] = {"data": payload, "received": received}
-    show(out, yields if imm is None else {**yields, "imm_data": wcs[-1].imm_data})
+    yields: dict[str, Any] = {"data": payload, "received": received[len(header) :]}
+    if header:
+        yields = {"header": header.hex(), **yields}
+    if imm is not None:
+        yields["imm_data"] = wcs[-1].imm_data
+    if invalidate:
+        yields |= {"rkey": rkeys[-1], "invalidated_rkey": wcs[-1].invalidated_rkey}
+        if wrong := _wrong_key(wcs, rkeys):
+            raise RdmaError(wrong)
+    show(out, yields)
+
+
+def _access(invalidate: bool) -> dict[str, Any]:
+    from rdmapost.check.keys import WINDOW_REGION
+
+    # Windows are bound to the other side's memory.
+    return {"access": WINDOW_REGION} if invalidate else {}
+
+
+def _keys(pair: Loopback, count: int) -> list[int]:
+    """Make keys of the other side that can be invalidated."""
+    from rdmapost import Access, Opcode, QPType, WaitTimeout
+    from rdmapost.check.keys import bind_wr
+    from rdmapost.rules import OPCODES_BY_QP_TYPE
+
+    qp_type = pair.local.qp.qp_type
+    if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:
+        # The post will say so.
+        return [0] * count
+    if qp_type is QPType.XRC_SEND:
+        # Its target has no send queue that could bind a window.
+        access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+        return [pair.region(1, access).rkey for _ in range(count)]
+    binds = [bind_wr(pair, pair.window(), 0, 1) for _ in range(count)]
+    pair.remote.qp.post_send(binds)
+    try:
+        for wc in pair.arrived(count):
+            wc.check()
+    except WaitTimeout:
+        raise WaitTimeout("the memory window was not bound in time") from None
+    return [bind.rkey for bind in binds]
+
+
+def _wrong_key(wcs: list[WC], rkeys: list[int]) -> str | None:
+    for wc, rkey in zip(wcs, rkeys, strict=True):
+        # Soft-RoCE names no key.
+        if wc.invalidated_rkey not in (None, rkey):
+            return f"the completion names key {wc.invalidated_rkey:#x} and not {rkey:#x}"
+    return None

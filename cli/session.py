@@ -9,12 +9,24 @@ from typing import NoReturn
 
 import click
 
-from rdmapost import Context, PortAttr, PortState, RdmaError, choose_gid, open_device
+from rdmapost import (
+    Context,
+    NoDeviceError,
+    NoRdmaError,
+    PortAttr,
+    PortState,
+    RdmaError,
+    choose_gid,
+    list_devices,
+    open_device,
+)
 
 from .options import Target
 from .output import Output
 
-__all__ = ["open_target", "usage_error"]
+__all__ = ["device_is_required", "open_target", "usage_error"]
+
+SOFT = "soft0"
 
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 
@@ -22,6 +34,9 @@ _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 @contextmanager
 def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
     """Open the device that was asked for, or choose one.
+
+    Where there is no RDMA device to choose, that is the software device of this
+    process, and standard error says so.
 
     Args:
         out: gets ``device`` and ``kind``.
@@ -35,11 +50,12 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         RdmaError: the port carries no traffic, or has no GID.
         NoRdmaError, NoDeviceError, VerbsError: as in open_device.
     """
-    with open_device(target.device) as context:
+    context, why = _open(out, target)
+    with context:
         out.doc.update(device=context.name, kind=context.kind)
         ports = _ports(context, target)
         port = next((port for port in ports if port.state in _CARRIES_TRAFFIC), ports[0])
-        out.note(f"device   {context.name} ({context.kind}), {_why(target)}")
+        out.note(f"device   {context.name} ({context.kind}), {why}")
         out.note(
             f"port     {port.port_num}, {port.state.name}, {port.link_layer.name}, "
             f"MTU {port.active_mtu.bytes}"
@@ -75,9 +91,25 @@ def _ports(context: Context, target: Target) -> list[PortAttr]:
         usage_error(str(error))
 
 
-def _why(target: Target) -> str:
+def device_is_required() -> bool:
+    """Whether RDMAPOST_REQUIRE_DEVICE forbids to fall back to the software device."""
+    return os.environ.get("RDMAPOST_REQUIRE_DEVICE", "") not in ("", "0")
+
+
+def _open(out: Output, target: Target) -> tuple[Context, str]:
+    """Open the device, and say why it is this one."""
     if target.device is not None:
-        return "asked for"
+        return open_device(target.device), "asked for"
     if os.environ.get("RDMAPOST_DEVICE"):
-        return "named by RDMAPOST_DEVICE"
-    return "the first with an active port"
+        return open_device(), "named by RDMAPOST_DEVICE"
+    try:
+        return open_device(), "the first with an active port"
+    except (NoRdmaError, NoDeviceError) as error:
+        if device_is_required():
+            raise
+        lacking = "no RDMA device"
+        if any(info.kind != "soft" for info in list_devices()):
+            lacking += " with an active port"
+        click.echo(f"{lacking}: using {SOFT}, the software device of this process", err=True)
+        out.note(str(error))
+        return open_device(SOFT), lacking

@@ -149,7 +149,9 @@ class Loopback:
                     self._pd, depth, max_recv_sge, srq_type=srq_type, xrcd=xrcd, cq=remote_cq
                 )
             elif srq_type is not None:
-                more = {"cq": remote_cq, "max_num_tags": depth, "max_ops": depth} if tagged else {}
+                more: dict[str, Any] = {}
+                if tagged:
+                    more = {"cq": remote_cq, "max_num_tags": depth, "max_ops": depth}
                 self.srq = SRQ(self._pd, depth, max_recv_sge, srq_type=srq_type, **more)
                 remote_options = {**options, "srq": self.srq}
             if self.srq is not None:

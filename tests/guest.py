@@ -372,10 +372,15 @@ class Guest:
         self._streams.events.clear()
 
     def show_console(self) -> None:
-        """Show the last lines that the kernel, QEMU or virtme-ng left, unless shown already."""
-        if not self._verbose:
-            for line in self._console.decode(errors="replace").splitlines()[-60:]:
-                say(f"| {line.rstrip()}")
+        """Show what the kernel, QEMU or virtme-ng left that matters, unless shown already."""
+        if self._verbose:
+            return
+        lines = self._console.decode(errors="replace").splitlines()
+        # A kernel that goes down says first why, and then much else.
+        oops = [i for i, line in enumerate(lines) if re.search("BUG:|Oops|panic - ", line)]
+        shown = lines[oops[0] : oops[0] + 30] + lines[oops[0] + 30 :][-2:] if oops else lines[-30:]
+        for line in shown:
+            say(f"| {line.rstrip()}")
 
     def close(self) -> None:
         """End whatever still runs, QEMU included, and remove the traces."""

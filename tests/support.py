@@ -128,7 +128,8 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in a Python of its own; return what it said."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *args],
+        # -P: what is installed is tested, whatever the current directory holds.
+        [sys.executable, "-P", "-W", "error", "-c", code, *args],
         capture_output=True,
         text=True,
         timeout=timeout,

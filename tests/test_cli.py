@@ -26,8 +26,15 @@ COMMANDS = [
     ["read"],
     ["atomic", "cas"],
     ["atomic", "fetch-add"],
+    ["bind-mw"],
+    ["invalidate"],
+    ["tso"],
+    ["tag", "add"],
+    ["tag", "del"],
+    ["tag", "sync"],
     ["check"],
 ]
+GROUPS = [["atomic"], ["tag"]]
 ONE_SHOTS = COMMANDS[1:-1]
 EVERYWHERE = ["-d, --device", "-p, --port", "-g, --gid-index", "--json", "-v, --verbose"]
 
@@ -35,7 +42,7 @@ EVERYWHERE = ["-d, --device", "-p, --port", "-g, --gid-index", "--json", "-v, --
 def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command line as a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "rdmapost.cli", *args],
+        [sys.executable, "-P", "-m", "rdmapost.cli", *args],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -49,7 +56,7 @@ def test_runs_as_a_module() -> None:
     assert (ended.returncode, ended.stdout) == (0, f"rdmapost {rp.__version__}\n")
 
 
-@pytest.mark.parametrize("command", [[], ["atomic"], *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("command", [[], *GROUPS, *COMMANDS], ids=" ".join)
 def test_help_fits_80_columns(command: list[str]) -> None:
     ran = run(*command, "--help")
     assert ran.code == 0
@@ -63,7 +70,7 @@ def test_every_command_has_the_common_options(command: list[str]) -> None:
     assert [option for option in EVERYWHERE if option not in text] == []
 
 
-@pytest.mark.parametrize("command", [[], ["atomic"]], ids=["rdmapost", "atomic"])
+@pytest.mark.parametrize("command", [[], *GROUPS], ids=" ".join)
 def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
     ran = run(*command)
     assert ran.code == 2
@@ -92,6 +99,14 @@ def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
         (["send", "--timeout", "inf"], "at most 86400 s"),
         (["send", "--timeout", "soon"], "more than 0 s"),
         (["send", "--qp-type", "rd"], "'rd' is not one of"),
+        (["send", "--imm", "1", "--invalidate"], "exclude each other"),
+        (["tso", "--qp-type", "rc"], "'rc' is not one of"),
+        (["tso", "--mss", "0"], "0 is not at least 1"),
+        (["tso", "--header", "xyz"], "'xyz' is not bytes in hexadecimal"),
+        (["invalidate", "--qp-type", "raw"], "'raw' is not one of"),
+        (["bind-mw", "--data", ""], "at least 1 byte"),
+        (["tag", "add", "--mask", "-1"], "-1 is not at least 0"),
+        (["tag", "add", "--qp-type", "rc"], "No such option"),
         (["check", "--port", "0"], "0 is not at least 1"),
         (["devices", "-g", "x"], "'x' is not an integer"),
         (["atomic", "cas", "--swap", "0x1ffffffffffffffff"], "at most 18446744073709551615"),
@@ -155,7 +170,7 @@ def test_no_such_device_as_json(command: list[str]) -> None:
     assert "no RDMA device nosuch0" in ran.doc.pop("error")
     assert ran.doc["device"] is None
     assert ran.doc["status"] is None
-    assert ran.doc["qp_type"] == "RC"
+    assert ran.doc["qp_type"] == ("RAW_PACKET" if command == ["tso"] else "RC")
 
 
 def test_the_variable_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +183,79 @@ def test_the_variable_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_option_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch1")
     assert "nosuch2" in run("send", "-d", "nosuch2").err
+
+
+# ---- no device --------------------------------------------------------------
+
+NOTHING = {
+    "RDMAPOST_LIBIBVERBS": "/nonexistent",
+    "RDMAPOST_DEVICE": "",
+    "RDMAPOST_REQUIRE_DEVICE": "",
+}
+FALLBACK = "no RDMA device: using soft0, the software device of this process"
+
+
+@pytest.mark.parametrize("command", [["send"], ["tso"], ["tag", "add"], ["check"]], ids=" ".join)
+def test_falls_back_to_the_software_device_and_says_so(command: list[str]) -> None:
+    ended = process(*command, "--json", **NOTHING)
+    assert (ended.returncode, ended.stderr) == (0, f"{FALLBACK}\n")
+    doc = json.loads(ended.stdout)
+    assert (doc["device"], doc["kind"]) == ("soft0", "soft")
+
+
+def test_verbose_says_why_it_falls_back() -> None:
+    ended = process("send", "-v", **NOTHING)
+    assert ended.stderr.startswith(f"{FALLBACK}\nlibibverbs cannot be loaded")
+    assert "device   soft0 (soft), no RDMA device\n" in ended.stderr
+
+
+def test_devices_without_a_device() -> None:
+    ended = process("devices", "--json", **NOTHING)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [(d["name"], d["kind"]) for d in json.loads(ended.stdout)["devices"]] == [
+        ("soft0", "soft")
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_device_can_be_required(command: list[str]) -> None:
+    ended = process(*command, "--json", **{**NOTHING, "RDMAPOST_REQUIRE_DEVICE": "1"})
+    assert ended.returncode == 3
+    assert "libibverbs cannot be loaded" in json.loads(ended.stdout)["error"]
+    assert "using soft0" not in ended.stderr
+
+
+def test_a_required_device_may_be_the_software_one_by_name() -> None:
+    for args, more in ((["-d", "soft0"], {}), ([], {"RDMAPOST_DEVICE": "soft0"})):
+        ended = process("send", *args, **{**NOTHING, "RDMAPOST_REQUIRE_DEVICE": "1", **more})
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("error", [rp.NoDeviceError, rp.NoRdmaError])
+def test_a_device_without_an_active_port_is_said_to_be_one(
+    error: type[rp.RdmaError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(name: str | None = None) -> rp.Context:
+        if name is None:
+            raise error("mlx5_0 port 1 is DOWN")
+        return rp.open_device(name)
+
+    info = rp.DeviceInfo(name="mlx5_0", kind="verbs", guid=0, node_type=1, dev_path="")
+    monkeypatch.delenv("RDMAPOST_DEVICE", raising=False)
+    monkeypatch.delenv("RDMAPOST_REQUIRE_DEVICE", raising=False)
+    monkeypatch.setattr("rdmapost.cli.session.open_device", choose)
+    monkeypatch.setattr("rdmapost.cli.session.list_devices", lambda: [info])
+    ran = run("send", "-v")
+    assert ran.code == 0
+    assert ran.err.startswith("no RDMA device with an active port: using soft0, ")
+    assert "mlx5_0 port 1 is DOWN" in ran.err
+
+
+def test_a_named_device_never_falls_back() -> None:
+    for args, more in ((["-d", "rxe9"], {}), ([], {"RDMAPOST_DEVICE": "rxe9"})):
+        ended = process("send", *args, **{**NOTHING, **more})
+        assert (ended.returncode, ended.stdout) == (3, "")
+        assert "using soft0" not in ended.stderr
 
 
 def test_without_libibverbs() -> None:
@@ -196,7 +284,7 @@ def test_interrupted(as_json: bool, tmp_path: pathlib.Path) -> None:
     os.mkfifo(fifo)
     args = ["send", "--data-file", str(fifo), *(["--json"] if as_json else [])]
     command = subprocess.Popen(
-        [sys.executable, "-m", "rdmapost.cli", *args],
+        [sys.executable, "-P", "-m", "rdmapost.cli", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

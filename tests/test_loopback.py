@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Any
+
 import pytest
 
 import rdmapost as rp
 from rdmapost import Access, QPType
+from rdmapost.frames import ethernet
 from rdmapost.loopback import GRH_BYTES, Loopback
 
 
@@ -83,3 +87,82 @@ def test_a_bound_window_is_given_back(context: rp.Context) -> None:
         pair.arrived()[0].check()
     assert window.closed
     assert region.closed
+
+
+# ---- shared receive queues, XRC, raw packets, segments ----------------------------
+
+
+def make(context: rp.Context, *args: Any, **options: Any) -> Loopback:
+    """Make a loopback, or skip where the device says that it lacks something."""
+    try:
+        return Loopback(context, *args, **options)
+    except rp.UnsupportedError as why:
+        pytest.skip(str(why))
+    except rp.VerbsError as why:
+        if args[:1] != (QPType.RAW_PACKET,):
+            raise
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD, QPType.XRC_SEND])
+def test_a_message_arrives_through_a_shared_queue(context: rp.Context, qp_type: QPType) -> None:
+    with make(context, qp_type, remote_size=128, srq_type=rp.SRQType.BASIC) as pair:
+        assert pair.srq is not None
+        pair.local.mr.buffer[:3] = b"abc"
+        pair.receive(16, 2)
+        assert pair.srq.outstanding == 2
+        pair.local.qp.post_send(rp.Send(sg_list=pair.local.mr[:3], **pair.address))
+        pair.sent()[0].check()
+        assert pair.arrived()[0].check().byte_len == pair.headroom + 3
+        assert pair.received(3, room=16) == b"abc"
+        assert pair.srq.outstanding == 1
+        kept = pair.srq
+    assert kept.closed
+
+
+def test_remote_memory_over_xrc(context: rp.Context) -> None:
+    with make(context, QPType.XRC_SEND) as pair:
+        assert pair.remote.qp.qp_type is QPType.XRC_RECV
+        pair.local.mr.buffer[:3] = b"abc"
+        pair.local.qp.post_send(rp.RdmaWrite(sg_list=pair.local.mr[:3], **pair.target(5)))
+        pair.sent()[0].check()
+        assert bytes(pair.remote.mr.buffer[4:9]) == b"\0abc\0"
+
+
+def test_a_frame_arrives(context: rp.Context) -> None:
+    with make(context, QPType.RAW_PACKET, remote_size=128) as pair:
+        pair.local.mr.buffer[:64] = frame = ethernet() + bytes(range(50))
+        pair.receive(64)
+        pair.local.qp.post_send(rp.Send(sg_list=pair.local.mr[:64]))
+        pair.sent()[0].check()
+        assert pair.arrived()[0].check().byte_len == 64
+        assert pair.received(64) == frame
+
+
+def test_a_region_is_given_back(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        region = pair.region(64, Access.LOCAL_WRITE | Access.REMOTE_WRITE)
+        target = {**pair.target(rkey=region.rkey), "remote_addr": region.addr}
+        pair.local.qp.post_send(rp.RdmaWrite(sg_list=pair.local.mr[:8], **target))
+        pair.sent()[0].check()
+    assert region.closed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"srq_type": rp.SRQType.TM}, {"qp_type": QPType.XRC_SEND},
+     {"qp_type": QPType.UD, "max_tso_header": 64}],
+    ids=["tags", "xrc", "tso"],
+)  # fmt: skip
+def test_it_is_made_or_says_what_the_device_lacks(
+    context: rp.Context, options: dict[str, Any]
+) -> None:
+    why = None
+    try:
+        Loopback(context, **options).close()
+    except rp.UnsupportedError as error:
+        why = error
+    assert why is None or context.kind != "soft"
+    if why is not None:
+        assert str(why).endswith(f"not supported by {context.name}")
+        assert why.errno == errno.EOPNOTSUPP

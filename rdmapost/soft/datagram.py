@@ -9,7 +9,7 @@ from .._binding import ffi
 from ..enums import Opcode, SendFlags, WCFlags, WCStatus
 from . import offload
 from .memory import Fault, copy, gather
-from .wire import Request, Segments, size_of
+from .wire import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
@@ -96,12 +96,9 @@ def _grh(address: AddressHandle, size: int) -> bytes:
     )  # fmt: skip
 
 
-def deliver(request: Request, segments: Segments) -> WCStatus:
-    """Write a datagram, GRH first, into a receive's buffers; return how it ended."""
-    if request.length + GRH_SIZE > size_of(segments):
-        return WCStatus.LOC_LEN_ERR
+def deliver(request: Request, segments: Segments) -> None:
+    """Write a datagram, GRH first, into a receive's buffers, which have room for it."""
     copy([(ffi.from_buffer(request.grh), GRH_SIZE), *request.data], segments)
-    return WCStatus.SUCCESS
 
 
 def flags_of(request: Request) -> int:

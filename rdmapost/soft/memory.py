@@ -21,6 +21,7 @@ __all__ = [
     "RemoteFault",
     "Window",
     "copy",
+    "front",
     "gather",
 ]
 
@@ -271,6 +272,18 @@ class Memory:
 def gather(source: Segments) -> bytes:
     """Return the bytes behind segments."""
     return b"".join(bytes(ffi.buffer(pointer, length)) for pointer, length in source)
+
+
+def front(sges: Any, size: int) -> Any:
+    """Return the part of SGEs that so many bytes fill, or None where they do not fit."""
+    used = []
+    for addr, length, lkey in sges:
+        if not size:
+            break
+        length = min(length or 1 << 31, size)
+        used.append((addr, length, lkey))
+        size -= length
+    return None if size else used
 
 
 def copy(source: Segments, target: Segments) -> None:

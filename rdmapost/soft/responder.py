@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from .._binding import ffi
 from ..enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
 from . import datagram, raw
-from .memory import Fault, RemoteFault, copy
+from .memory import Fault, RemoteFault, copy, front
 from .queue import RecvWQE, SharedReceiveQueue, WorkQueue
-from .wire import ACK, Ack, AckKind, Request, Segments, size_of
+from .wire import ACK, Ack, AckKind, Request, Segments
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue
@@ -143,14 +143,17 @@ def fill(
     status, ack = WCStatus.SUCCESS, ACK
     imm = 0
     byte_len = request.length
+    if qp.type is QPType.UD:
+        byte_len += datagram.GRH_SIZE
     try:
-        segments = qp.device.memory.local(taken.pd, taken.wqe.sges, True)
-        if qp.type is QPType.UD:
-            status = datagram.deliver(request, segments)
-            byte_len += datagram.GRH_SIZE
-            flags = _GRH | datagram.flags_of(request)
-        elif request.length > size_of(segments):
+        # Buffers that the message does not reach are not looked at.
+        used = front(taken.wqe.sges, byte_len)
+        segments = [] if used is None else qp.device.memory.local(taken.pd, used, True)
+        if used is None:
             status = WCStatus.LOC_LEN_ERR
+        elif qp.type is QPType.UD:
+            datagram.deliver(request, segments)
+            flags = _GRH | datagram.flags_of(request)
         elif request.data:
             copy(request.data, segments)
             if qp.type is QPType.RAW_PACKET:

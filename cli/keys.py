@@ -1,0 +1,109 @@
+"""``rdmapost bind-mw`` and ``rdmapost invalidate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .options import (
+    Shot,
+    Target,
+    device_options,
+    flag_options,
+    payload_options,
+    shot_options_for,
+)
+from .output import Output
+
+__all__ = ["bind_mw", "invalidate"]
+
+_LEAST = 16
+"""Bytes of the write that tries a key."""
+
+
+@click.command("bind-mw")
+@payload_options
+@flag_options("fence")
+@shot_options_for("rc", "uc", "xrc")
+@device_options
+def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
+    """Bind a type 2 memory window, and write data through it.
+
+    The window is as long as the data, and another write tries what lies beside
+    it.  On xrc the side that binds is not the one that can be written to, and
+    the window's key is refused.
+    """
+    from rdmapost import Opcode, RdmaError, RdmaWrite
+    from rdmapost.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.check.registry import MARGIN
+
+    from .oneshot import loopback, post, send_flags, show, source, verify
+
+    length = len(payload)
+    if not length:
+        raise click.UsageError("a memory window has at least 1 byte", click.get_current_context())
+    with loopback(
+        out, target, shot, Opcode.BIND_MW, access=WINDOW_REGION, depth=4,
+        local_size=max(_LEAST, length), remote_size=max(_LEAST, length) + 2 * MARGIN,
+    ) as pair:  # fmt: skip
+        wr = bind_wr(pair, pair.window(), MARGIN, length, wr_id=1)
+        wr.send_flags = send_flags(shot)
+        post(out, pair, [wr], binder(pair))
+        out.doc["byte_len"] = length
+        yields: dict[str, Any] = {"rkey": wr.rkey}
+        if binder(pair) is pair.remote:
+            sges = source(pair, shot, payload)
+            pair.local.qp.post_send(
+                RdmaWrite(sg_list=sges, wr_id=2, **pair.target(MARGIN, wr.rkey))
+            )
+            pair.sent()[0].check()
+            pair.settled(payload, MARGIN)
+            received = bytes(pair.remote.mr.buffer[MARGIN : MARGIN + length])
+            verify(received, payload, 0, 1)
+            yields |= {"data": payload, "received": received}
+            # Soft-RoCE does not keep to the window's bounds.
+            yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _LEAST)
+        else:
+            if admitted(pair, wr.rkey, MARGIN):
+                raise RdmaError("a queue pair that did not bind the window was written through it")
+            yields["target_refused"] = True
+    show(out, yields)
+
+
+@click.command()
+@flag_options("fence")
+@shot_options_for("rc", "uc", "xrc")
+@device_options
+def invalidate(out: Output, target: Target, shot: Shot) -> None:
+    """Invalidate the key of a type 2 memory window (LOCAL_INV).
+
+    The window is bound and written through before, and a write with its key is
+    tried again afterwards.
+    """
+    from rdmapost import LocalInv, Opcode, RdmaError
+    from rdmapost.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.check.registry import MARGIN
+
+    from .oneshot import loopback, post, send_flags, show
+
+    with loopback(
+        out, target, shot, Opcode.LOCAL_INV, access=WINDOW_REGION, depth=4,
+        local_size=_LEAST, remote_size=_LEAST + 2 * MARGIN,
+    ) as pair:  # fmt: skip
+        side = binder(pair)
+        bind = bind_wr(pair, pair.window(), MARGIN, _LEAST)
+        side.qp.post_send(bind)
+        (pair.arrived() if side is pair.remote else pair.sent())[0].check()
+        if side is pair.remote and not admitted(pair, bind.rkey, MARGIN):
+            raise RdmaError("a write through the window was refused while it was bound")
+        post(
+            out,
+            pair,
+            [LocalInv(wr_id=1, invalidate_rkey=bind.rkey, send_flags=send_flags(shot))],
+            side,
+        )
+        out.doc["byte_len"] = 0
+        if admitted(pair, bind.rkey, MARGIN):
+            raise RdmaError("a write with the key that was invalidated went in")
+    show(out, {"rkey": bind.rkey, "refused_afterwards": True})

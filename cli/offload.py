@@ -1,0 +1,80 @@
+"""``rdmapost tso``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .options import (
+    Shot,
+    Target,
+    device_options,
+    integer,
+    payload_options_for,
+    shot_options_for,
+)
+from .output import Output
+
+__all__ = ["tso"]
+
+
+def _header(text: str) -> bytes:
+    """Read bytes in hexadecimal."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not bytes in hexadecimal") from None
+
+
+@click.command()
+@click.option(
+    "--mss", type=integer(1, 0xFFFF), metavar="N", default=1000, show_default=True,
+    help="Bytes of data in each segment.",
+)  # fmt: skip
+@click.option(
+    "--header", type=_header, metavar="HEX",
+    help="Header of every segment. [default: made-up Ethernet, IPv4, TCP]",
+)  # fmt: skip
+@payload_options_for(4000)
+@shot_options_for("raw", "ud")
+@device_options
+def tso(
+    out: Output, target: Target, shot: Shot, payload: bytes, mss: int, header: bytes | None
+) -> None:
+    """Let the device cut data into segments (TSO).
+
+    Each is a frame with a header of its own, and on ud a message that starts
+    as IP over InfiniBand does.
+    """
+    from rdmapost import TSO, Opcode, QPType, RdmaError, frames
+    from rdmapost.check.offload import segments
+
+    from .oneshot import loopback, post, show, source, verify
+
+    qp_type = QPType[shot.qp_type]
+    hdr = frames.tcp(qp_type) if header is None else header
+    length, count = len(payload), max(1, -(-len(payload) // mss))
+    room = len(hdr) + min(mss, length)
+    with loopback(
+        out, target, shot, Opcode.TSO, local_size=length, remote_size=count * room, depth=count,
+        max_tso_header=len(hdr),
+    ) as pair:  # fmt: skip
+        pair.receive(room, count)
+        sges = source(pair, shot, payload)
+        post(out, pair, [TSO(sg_list=sges, hdr=hdr, mss=mss, wr_id=1, **pair.address)])
+        packets = segments(pair, count, room)
+        out.doc["byte_len"] = length
+    if header is None and (wrong := frames.what_is_wrong(packets, hdr, qp_type, payload, mss)):
+        raise RdmaError(f"the device reported success, but {wrong}")
+    received = b"".join(packet[len(hdr) :] for packet in packets)
+    verify(received, payload, 0, 1)
+    yields: dict[str, Any] = {
+        "mss": mss,
+        "segments": count,
+        "lengths": [len(packet) for packet in packets],
+        "header": hdr.hex(),
+        "data": payload,
+        "received": received,
+    }
+    show(out, yields)

@@ -1,0 +1,188 @@
+"""``rdmapost tag add``, ``rdmapost tag del`` and ``rdmapost tag sync``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import U64, Shot, Target, device_options, payload_options, shot_options_for
+from .output import Output
+
+if TYPE_CHECKING:
+    from rdmapost import WC, OpsOpcode, OpsWR, TagAdd
+    from rdmapost.loopback import Loopback
+
+__all__ = ["tag"]
+
+_ALL_BITS = (1 << 64) - 1
+_DEPTH = 4
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def tag(ctx: click.Context) -> None:
+    """Match messages to buffers by their tags."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
+
+
+def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add what every operation has; the command gets ``out, target, shot, payload, tag``."""
+    for decorate in (
+        device_options,
+        shot_options_for("rc"),
+        payload_options,
+        click.option(
+            "--tag", type=U64, metavar="N", default=1, show_default=True,
+            help="The tag of the buffer.",
+        ),
+    ):  # fmt: skip
+        function = decorate(function)
+    return function
+
+
+@tag.command("add")
+@click.option("--mask", type=U64, metavar="N", help="Which bits of the tag count. [default: all]")
+@click.option("--message-tag", type=U64, metavar="N", help="The message's tag. [default: --tag]")
+@_tag_options
+def add(
+    out: Output,
+    target: Target,
+    shot: Shot,
+    payload: bytes,
+    tag: int,
+    mask: int | None,
+    message_tag: int | None,
+) -> None:
+    """Add a tagged buffer, and send a message to it.
+
+    One that does not match is received too, as an unexpected one.
+    """
+    from rdmapost import OpsOpcode, WCOpcode
+
+    mask = _ALL_BITS if mask is None else mask
+    with _tags(out, target, shot, OpsOpcode.TAG_ADD, payload) as pair:
+        _operate(out, pair, _buffer(pair, payload, tag, mask), WCOpcode.TM_ADD)
+        yields = _send(out, pair, payload, tag if message_tag is None else message_tag)
+    _show(out, {"tag": tag, "mask": mask, **yields})
+
+
+@tag.command("del")
+@_tag_options
+def delete(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
+    """Add a tagged buffer and remove it, and send a message that does not find it."""
+    from rdmapost import OpsOpcode, RdmaError, TagDel, WCOpcode
+
+    with _tags(out, target, shot, OpsOpcode.TAG_DEL, payload) as pair:
+        entry = _buffer(pair, payload, tag)
+        _operate(out, pair, entry, WCOpcode.TM_ADD)
+        _operate(out, pair, TagDel(wr_id=2, handle=entry.handle), WCOpcode.TM_DEL)
+        yields = _send(out, pair, payload, tag)
+    if yields["matched"]:
+        raise RdmaError("a message matched the buffer that was removed")
+    _show(out, {"tag": tag, **yields})
+
+
+@tag.command("sync")
+@_tag_options
+def sync(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
+    """Tell the device the number of unexpected messages.
+
+    There is one, so a buffer that is added matches nothing until the device
+    has been told.
+    """
+    from rdmapost import OpsOpcode, RdmaError, TagSync, WCFlags, WCOpcode
+
+    with _tags(out, target, shot, OpsOpcode.TAG_SYNC, payload) as pair:
+        if _send(out, pair, payload, tag)["matched"]:
+            raise RdmaError("a message matched and there was no buffer")
+        wc = _operate(out, pair, _buffer(pair, payload, tag), WCOpcode.TM_ADD)
+        asked = bool(wc.wc_flags & WCFlags.TM_SYNC_REQ)
+        _operate(out, pair, TagSync(wr_id=2, unexpected_cnt=1), WCOpcode.TM_SYNC)
+        yields = _send(out, pair, payload, tag)
+    if not yields["matched"]:
+        raise RdmaError("a message did not match after the device had been told")
+    _show(out, {"tag": tag, "unexpected_cnt": 1, "sync_requested": asked, **yields})
+
+
+@contextmanager
+def _tags(
+    out: Output, target: Target, shot: Shot, opcode: OpsOpcode, payload: bytes
+) -> Iterator[Loopback]:
+    """Make a pair whose remote side matches tags, with receives for unexpected messages.
+
+    Their memory lies behind the tagged buffer's.
+    """
+    from rdmapost import RecvWR, SRQType
+    from rdmapost.frames import TMH_BYTES
+
+    from .oneshot import loopback
+
+    length = len(payload)
+    size = TMH_BYTES + length
+    with loopback(
+        out, target, shot, opcode, local_size=size, remote_size=length + 2 * size, depth=_DEPTH,
+        srq_type=SRQType.TM,
+    ) as pair:  # fmt: skip
+        mr = pair.remote.mr
+        pair.post_receives(
+            [RecvWR(mr[start : start + size], wr_id=start) for start in (length, length + size)]
+        )
+        yield pair
+
+
+def _buffer(pair: Loopback, payload: bytes, tag: int, mask: int = _ALL_BITS) -> TagAdd:
+    from rdmapost import TagAdd
+
+    sges = pair.cut(pair.remote, 0, len(payload))
+    return TagAdd(wr_id=1, recv_wr_id=0, sg_list=sges, tag=tag, mask=mask)
+
+
+def _operate(out: Output, pair: Loopback, wr: OpsWR, opcode: Any) -> WC:
+    """Post an operation and wait until it is done."""
+    from rdmapost import RdmaError
+
+    from .oneshot import record
+
+    assert pair.srq is not None, "_tags() asks for it"
+    pair.srq.post_srq_ops(wr)
+    (wc,) = pair.arrived()
+    record(out, [wc], 1)
+    if wc.check().opcode is not opcode:
+        found = "an unknown opcode" if wc.opcode is None else wc.opcode.name
+        raise RdmaError(f"the completion says {found} and not {opcode.name}")
+    return wc
+
+
+def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, Any]:
+    """Send a message and return what became of it."""
+    from rdmapost import RdmaError, Send, WCFlags
+    from rdmapost.check.tags import take
+    from rdmapost.frames import TMH_BYTES, tagged
+
+    from .oneshot import verify
+
+    message = tagged(tag, payload)
+    pair.local.mr.buffer[:] = message
+    pair.local.qp.post_send(Send(sg_list=pair.local.mr[:], wr_id=1))
+    pair.sent()[0].check()
+    first, last = take(pair)
+    matched = bool(last.check().wc_flags & WCFlags.TM_DATA_VALID)
+    if first.check().tm_tag != tag:
+        raise RdmaError(f"the completion tells tag {first.tm_tag} and not {tag}")
+    # The header stays where nothing matched; wr_id says where the buffer is.
+    found = bytes(pair.remote.mr.buffer[last.wr_id : last.wr_id + last.byte_len])
+    received = found if matched else found[TMH_BYTES:]
+    verify(received, payload, 0, 1)
+    out.doc["byte_len"] = len(received)
+    return {"matched": matched, "tm_tag": tag, "data": payload, "received": received}
+
+
+def _show(out: Output, yields: dict[str, Any]) -> None:
+    from .oneshot import show
+
+    show(out, yields)

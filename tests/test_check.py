@@ -1,0 +1,177 @@
+"""The loopback checks: which rows there are, what each one saw, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import QPType, frames
+from rdmapost.check import ROWS, Failed, Result, Trial, run_checks
+from rdmapost.rules import QP_TYPES_BY_OPCODE
+
+RECEIVING = {
+    "RECV": {"RC", "UC", "UD", "RAW_PACKET"},
+    "SRQ_RECV": {"RC", "UD", "XRC_SEND"},
+    "TAG_ADD": {"RC"},
+    "TAG_DEL": {"RC"},
+    "TAG_SYNC": {"RC"},
+}
+EXPECTED = {
+    *((op.name, t.name) for op, types in QP_TYPES_BY_OPCODE.items() for t in types),
+    *((name, qp_type) for name, types in RECEIVING.items() for qp_type in types),
+}
+
+
+@pytest.fixture(scope="module")
+def soft() -> Any:
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def results(soft: rp.Context) -> dict[tuple[str, str], Result]:
+    return {(result.opcode, result.qp_type): result for result in run_checks(soft)}
+
+
+def test_every_opcode_on_every_type_of_the_table() -> None:
+    rows = [(row.opcode, t.name) for row in ROWS for t in row.qp_types]
+    assert set(rows) == EXPECTED
+    assert len(rows) == len(EXPECTED)
+
+
+def test_all_pass_on_the_software_device(results: dict[tuple[str, str], Result]) -> None:
+    assert set(results) == EXPECTED
+    assert [result for result in results.values() if result.status != "pass"] == []
+
+
+def test_they_are_quick(soft: rp.Context) -> None:
+    start = time.perf_counter()
+    assert len(list(run_checks(soft))) == len(EXPECTED)
+    # A tenth of this is usual; a wait that runs into its timeout is longer.
+    assert time.perf_counter() - start < 4
+
+
+@pytest.mark.parametrize("qp_type", ["RC", "UC"])
+def test_windows_keep_their_bounds(results: dict[tuple[str, str], Result], qp_type: str) -> None:
+    detail = results["BIND_MW", qp_type].detail
+    assert detail == "the key is good when bound, refused before, refused outside the window"
+
+
+@pytest.mark.parametrize("qp_type", ["RC", "UC", "XRC_SEND"])
+def test_invalidated_keys_are_reported(
+    results: dict[tuple[str, str], Result], qp_type: str
+) -> None:
+    detail = results["SEND_WITH_INV", qp_type].detail
+    assert detail.endswith("refused afterwards, and named in the receive's completion (WITH_INV)")
+
+
+def test_on_any_device_nothing_fails(context: rp.Context) -> None:
+    found = list(run_checks(context))
+    assert {(result.opcode, result.qp_type) for result in found} == EXPECTED
+    assert [result for result in found if result.status == "fail"] == []
+    assert all(result.detail for result in found)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.opcode)
+def test_a_row_runs_alone_and_leaves_nothing(soft: rp.Context, row: Any) -> None:
+    for qp_type in row.qp_types:
+        with rp.open_device("soft0") as context:
+            assert row.run(Trial(context, qp_type, 1, None, 5.0))
+            # Closing it refuses while anything is open on it.
+            context.close()
+
+
+# ---- that a check sees what is wrong ----------------------------------------------
+
+
+@pytest.mark.parametrize(("opcode", "qp_type"), sorted(EXPECTED), ids=str)
+def test_a_status_that_is_an_error_fails(
+    soft: rp.Context, opcode: str, qp_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check looks at the status of every completion that it waits for."""
+    (row,) = [row for row in ROWS if row.opcode == opcode]
+    poll = rp.CQ.wait
+
+    def wait(cq: rp.CQ, *args: Any) -> list[rp.WC]:
+        return [wc._replace(status=rp.WCStatus.GENERAL_ERR) for wc in poll(cq, *args)]
+
+    monkeypatch.setattr(rp.CQ, "wait", wait)
+    with pytest.raises(rp.RdmaError, match="GENERAL_ERR"):
+        row.run(Trial(soft, QPType[qp_type], 1, None, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "qp_type"),
+    sorted(
+        (opcode, t)
+        for opcode, t in EXPECTED
+        # Of these the data is a value, or none.
+        if opcode not in ("ATOMIC_CMP_AND_SWP", "ATOMIC_FETCH_AND_ADD")
+        and (opcode, t) not in (("BIND_MW", "XRC_SEND"), ("LOCAL_INV", "XRC_SEND"))
+    ),
+    ids=str,
+)
+def test_data_that_does_not_arrive_fails(
+    soft: rp.Context, opcode: str, qp_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A completion alone proves nothing."""
+
+    def copy(source: Any, target: Any) -> None:
+        """Copy nothing."""
+
+    for module in ("datagram", "requester", "responder"):
+        monkeypatch.setattr(f"rdmapost.soft.{module}.copy", copy, raising=False)
+    (row,) = [row for row in ROWS if row.opcode == opcode]
+    with pytest.raises(Failed):
+        row.run(Trial(soft, QPType[qp_type], 1, None, 0.2))
+
+
+def test_frames_that_do_not_come_are_no_failure(
+    soft: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NIC needs a flow rule before it gives frames to a queue pair."""
+    monkeypatch.setattr("rdmapost.soft.raw._send_frame", lambda qp, frame: None)
+    found = list(run_checks(soft, timeout=0.1))
+    raw = [result for result in found if result.qp_type == "RAW_PACKET"]
+    assert {result.status for result in raw} == {"unsupported"}
+    assert all("flow rule" in result.detail for result in raw)
+
+
+# ---- segments -----------------------------------------------------------------------
+
+
+def segments(qp_type: QPType, payload: bytes, mss: int) -> list[bytes]:
+    """Make the right segments of a payload, by the device's own means."""
+    from rdmapost.soft import offload
+
+    link = offload.ethernet if qp_type is QPType.RAW_PACKET else offload.ipoib
+    return list(offload.segments(frames.tcp(qp_type), link, payload, mss))
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RAW_PACKET, QPType.UD])
+def test_any_byte_that_is_wrong_in_a_segment_is_seen(qp_type: QPType) -> None:
+    payload, mss = bytes(range(100)), 40
+    right = segments(qp_type, payload, mss)
+    hdr = frames.tcp(qp_type)
+    assert frames.what_is_wrong(right, hdr, qp_type, payload, mss) is None
+    for number, packet in enumerate(right):
+        for at in range(len(packet)):
+            broken = bytearray(packet)
+            broken[at] ^= 0x40
+            packets = [*right[:number], bytes(broken), *right[number + 1 :]]
+            wrong = frames.what_is_wrong(packets, hdr, qp_type, payload, mss)
+            assert wrong is not None, (number, at)
+            assert wrong.startswith(f"segment {number + 1} of 3: its ")
+
+
+def test_segments_that_are_missing_or_swapped_are_seen() -> None:
+    payload, kind = bytes(range(100)), QPType.UD
+    right = segments(kind, payload, 50)
+    hdr = frames.tcp(kind)
+    assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == (
+        "1 segments arrived and not 2"
+    )
+    assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, kind, payload, 50))
