@@ -1,0 +1,205 @@
+"""soft0 under load: threads, endless creating and closing, and faults of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import threading
+import time
+from collections import Counter
+
+import pytest
+from support import ALL
+
+import rdmapost as rp
+from rdmapost import QPType, SendFlags, WCStatus
+
+SECONDS = 10
+THREADS = 8
+CYCLES = 100_000
+
+
+@pytest.fixture
+def context():
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+def resident() -> int:
+    """Return the resident memory of this process, in bytes."""
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_threads_lose_and_duplicate_nothing(context):
+    """Eight threads post to one pair of queue pairs and poll its CQs at the same time."""
+    sent: list[Counter[int]] = [Counter() for _ in range(THREADS)]
+    seen: list[Counter[int]] = [Counter() for _ in range(THREADS)]
+    failures: list[BaseException] = []
+    depth = 512
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context, 4 * depth) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq, max_send_wr=depth, max_recv_wr=depth) as near,
+        rp.QP(pd, QPType.RC, cq, max_send_wr=depth, max_recv_wr=depth) as far,
+    ):
+        near.connect(far.endpoint(), rnr_retry=7, min_rnr_timer=1)
+        far.connect(near.endpoint(), rnr_retry=7, min_rnr_timer=1)
+        end = time.monotonic() + SECONDS
+
+        def work(number: int) -> None:
+            try:
+                count = 0
+                while time.monotonic() < end:
+                    wr_id = number << 40 | count
+                    count += 1
+                    try:
+                        far.post_recv(rp.RecvWR(mr[64:72], wr_id=wr_id << 1))
+                    except rp.PostError:
+                        pass
+                    else:
+                        sent[number][wr_id << 1] += 1
+                        try:
+                            near.post_send(rp.Send(mr[0:8], wr_id=wr_id << 1 | 1))
+                        except rp.PostError:
+                            pass
+                        else:
+                            sent[number][wr_id << 1 | 1] += 1
+                    for wc in cq.poll():
+                        assert wc.status is WCStatus.SUCCESS, wc
+                        seen[number][wc.wr_id] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS + 30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not failures
+        posted = sum(sent, Counter())
+        completed = sum(seen, Counter())
+        # What is still under way: every send, and a receive for each of them.
+        while near.outstanding.send:
+            completed.update(wc.wr_id for wc in cq.wait(1, 10))
+        far.to_err()
+        while far.outstanding.recv:
+            completed.update(wc.wr_id for wc in cq.wait(1, 10))
+        completed.update(wc.wr_id for wc in cq.poll())
+    assert len(posted) > 10_000
+    assert completed == posted
+
+
+def cycles(make, count: int) -> None:
+    for _ in range(count):
+        make().close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["Context", "PD", "MR", "MW", "CQ", "CompChannel", "SRQ", "XRCD", "QP", "AH"]
+)
+def test_a_hundred_thousand_of_a_resource_leave_nothing(context, kind):
+    with rp.PD(context) as pd, rp.CQ(context, 16) as cq:
+        memory = bytearray(4096)
+        way = rp.AHAttr(dgid=rp.choose_gid(context).gid)
+        make = {
+            "Context": lambda: rp.open_device("soft0"),
+            "PD": lambda: rp.PD(context),
+            "MR": lambda: rp.MR(pd, memory, ALL),
+            "MW": lambda: rp.MW(pd),
+            "CQ": lambda: rp.CQ(context, 16),
+            "CompChannel": lambda: rp.CompChannel(context),
+            "SRQ": lambda: rp.SRQ(pd, 16),
+            "XRCD": lambda: rp.XRCD(context),
+            "QP": lambda: rp.QP(pd, QPType.RC, cq),
+            "AH": lambda: rp.AH(pd, way),
+        }[kind]
+        cycles(make, 1000)
+        gc.collect()
+        memory_before, descriptors_before = resident(), descriptors()
+        cycles(make, CYCLES)
+        gc.collect()
+        assert descriptors() == descriptors_before
+        assert resident() - memory_before < 1 << 20
+
+
+def test_a_fault_of_the_device_is_told_and_nothing_hangs(context, caplog, monkeypatch):
+    """An exception inside a verb ends the work request, and its traceback is logged."""
+    from rdmapost.soft import responder
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        monkeypatch.setattr(responder, "copy", broken)
+        near.post_send(
+            [
+                rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey)
+                for n in range(2)
+            ]
+        )
+        first, second = cq.wait(2, 5)
+        assert (first.wr_id, first.status) == (0, WCStatus.FATAL_ERR)
+        assert (second.wr_id, second.status) == (1, WCStatus.WR_FLUSH_ERR)
+        assert "ZeroDivisionError: planted" in caplog.text
+
+
+def test_memory_that_is_not_registered_is_never_touched(context):
+    """A wrong address by number ends in a status, on both sides."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.UC, cq, checked=False) as near,
+        rp.QP(pd, QPType.UC, cq, checked=False) as far,
+    ):
+        for addr, length in ((8, 8), (mr.addr - 1, 8), (mr.addr + 4090, 8), (mr.addr, 0)):
+            near.to_reset()
+            far.to_reset()
+            near.connect(far.endpoint())
+            far.connect(near.endpoint())
+            sge = rp.SGE(addr, length, mr.lkey)
+            near.post_send(rp.RdmaWrite(sge, remote_addr=mr.addr, rkey=mr.rkey))
+            assert cq.wait(1)[0].status is WCStatus.LOC_PROT_ERR
+            near.to_reset()
+            near.connect(far.endpoint())
+            # UC drops in silence what it may not write.
+            near.post_send(
+                rp.RdmaWrite(mr[0:8], remote_addr=addr - (length == 0) * 4, rkey=mr.rkey)
+            )
+            assert cq.wait(1)[0].status is WCStatus.SUCCESS
+
+
+def test_posting_without_a_completion_ends_when_the_queue_is_full(context):
+    """Slots come free only when a later signaled completion is polled."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq, max_send_wr=4, checked=False) as near,
+        rp.QP(pd, QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        silent = rp.RdmaWrite(
+            mr[0:8], remote_addr=mr.addr + 64, rkey=mr.rkey, send_flags=SendFlags(0)
+        )
+        near.post_send([silent] * 4)
+        with pytest.raises(rp.PostError) as caught:
+            near.post_send(silent)
+        assert caught.value.errno == 12
