@@ -487,6 +487,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def terminate(number: int, _frame: FrameType | None) -> NoReturn:
     """Turn a signal into an exit, so that the guest is ended on the way."""
+    say(f"ended by {signal.Signals(number).name}")
     sys.exit(128 + number)
 
 
