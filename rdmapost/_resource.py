@@ -104,6 +104,9 @@ class Resource:
             self._close_quietly()
 
     def __del__(self) -> None:
+        if _exiting is not False:
+            # What could be closed has been; the modules may be in pieces by now.
+            return
         self._abandoned = True
         if getattr(self, "_children", None):
             return
@@ -158,6 +161,8 @@ class Resource:
 
 _roots: weakref.WeakSet[Resource] = weakref.WeakSet()
 
+_exiting = False
+
 _garbage: list[Resource] = []
 """What the collector met at a moment when it could not be closed."""
 
@@ -170,6 +175,8 @@ def _collect() -> None:
 @atexit.register
 def _close_all() -> None:
     """Close what is open before the interpreter takes the modules apart."""
+    global _exiting
     _collect()
     for root in list(_roots):
         root._close_tree()
+    _exiting = True

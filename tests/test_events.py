@@ -18,6 +18,13 @@ def channel(context, stack):
     return stack.enter_context(rp.CompChannel(context))
 
 
+@pytest.fixture(autouse=True)
+def no_old_events(context):
+    """Take what the tests before have left."""
+    while rp.get_async_event(context) is not None:
+        pass
+
+
 @pytest.fixture
 def mr(pd, stack):
     return stack.enter_context(rp.MR(pd, 4096, ALL))

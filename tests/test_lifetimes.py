@@ -188,10 +188,8 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_200_000_posts_leave_resident_memory_where_it_was(connect, record_property):
-    """A quarter are writes; the rest are flushed, which costs the device less and us more."""
-    pair, broken = connect(QPType.UC, max_send_wr=256), connect(QPType.UC, max_send_wr=256)
-    broken.a.to_err()
+def test_200_000_posts_leave_resident_memory_where_it_was(connect):
+    pair = connect(QPType.UC, max_send_wr=256)
     batch = 250
     signaled = int(rp.SendFlags.SIGNALED)
     wrs = [
@@ -199,23 +197,19 @@ def test_200_000_posts_leave_resident_memory_where_it_was(connect, record_proper
         for i in range(batch)
     ]
 
-    def post(rounds: int) -> int:
-        for _ in range(rounds):
+    def post(lists: int) -> int:
+        for _ in range(lists):
             pair.a.post_send(wrs)
             pair.wait()
-            for _ in range(3):
-                broken.a.post_send(wrs)
-                broken.cq.wait(batch)
-        return 4 * rounds * batch
+        return lists * batch
 
-    post(10)
+    post(40)
     gc.collect()
     before = resident()
-    assert post(200) == 200_000
+    assert post(800) == 200_000
     gc.collect()
     grown = resident() - before
-    record_property("grown", grown)
-    assert pair.a.outstanding == broken.a.outstanding == (0, 0)
+    assert pair.a.outstanding == (0, 0)
     assert grown < 1 << 20, f"{grown} bytes more after 200,000 posts"
 
 

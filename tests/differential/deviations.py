@@ -1,0 +1,587 @@
+"""Where a real device is known to answer otherwise than the soft one.
+
+Each entry says what differs and why, shows it with a program of its own, and holds
+the differences that this program has on each kernel where it was seen.  A test
+runs that program: an entry that is no longer true fails it.
+
+For random programs an entry also says what the soft device must be made to answer,
+or which work requests to leave out where what follows differs too much, or where
+the device would be harmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from .model import REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sge, Step, W
+from .races import MTU, WRITES_LOCALLY, faulty, faulty_sges, split
+from .transcript import Done
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["DEVIATIONS", "HARMFUL", "Deviation", "for_kernel", "kernel_of"]
+
+KERNELS = ("6.1", "6.12")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """An entry of the table.
+
+    Attributes:
+        name: a few words.
+        why: what Soft-RoCE does, what is right, and where that is from.
+        program: shows it.
+        seen: by kernel, how the program's transcript differs: how the lines begin.
+        fit: returns a step as the steps to run instead.
+        refuses: returns the errno's name of a post that is refused, or None.
+        completes: returns a completion as this device has it.
+        after: does to the soft device what this one does to itself after a step.
+    """
+
+    name: str
+    why: str
+    program: Program | None = None
+    seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fit: Callable[[Run, Step], list[Step]] = lambda run, step: [step]
+    refuses: Callable[[Run, int, W], str | None] = lambda run, qp, wr: None
+    completes: Callable[[Run, int, W | R, Done], Done] = lambda run, qp, wr, done: done
+    after: Callable[[Run], None] = lambda run: None
+
+
+def kernel_of(release: str) -> str:
+    """Return which kernel of the table a release is nearest to."""
+    version = tuple(int(part) for part in release.split(".")[:2])
+    known = [tuple(int(part) for part in kernel.split(".")) for kernel in KERNELS]
+    nearest = max((k for k in known if k <= version), default=known[0])
+    return ".".join(map(str, nearest))
+
+
+def for_kernel(release: str) -> list[Deviation]:
+    """Return what holds on a kernel."""
+    kernel = kernel_of(release)
+    return [*HARMFUL, *(entry for entry in DEVIATIONS if kernel in entry.seen)]
+
+
+# ---- what the entries share ---------------------------------------------------
+
+_SENDS = ("SEND", "SEND_WITH_IMM", "SEND_WITH_INV")
+_LOCAL_STATUSES = frozenset({"LOC_PROT_ERR", "LOC_QP_OP_ERR", "LOC_LEN_ERR", "MW_BIND_ERR"})
+_NOT_ON = {
+    "RC": frozenset[str](),
+    "UC": frozenset({"RDMA_READ", "ATOMIC_CMP_AND_SWP", "ATOMIC_FETCH_AND_ADD"}),
+    "UD": frozenset[str](),
+}
+
+_RC = (Pair("RC"),)
+_UC = (Pair("UC"),)
+_UD = (Pair("UD"),)
+
+_SOME = (Sge("a", 0, 8),)
+_WRONG_KEY = (Sge("a", 0, 8, "a:wrong"),)
+_OUTSIDE = (Sge("a", 8190, 8),)
+_BIND = W("BIND_MW", at=At("b", 0), mw="w0", length=64, access="RWA")
+
+
+def _on_both(*lines: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(KERNELS, lines)
+
+
+def _filter(keep: Callable[[Run, int, W], bool]) -> Callable[[Run, Step], list[Step]]:
+    """Make a ``fit`` that leaves out work requests."""
+
+    def fit(run: Run, step: Step) -> list[Step]:
+        if not isinstance(step, Post):
+            return [step]
+        wrs = tuple(wr for wr in step.wrs if keep(run, step.qp, wr))
+        return [Post(step.qp, wrs)] if wrs else []
+
+    return fit
+
+
+# ---- failures of the sender's own ---------------------------------------------
+
+
+def _flush_local(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    if not isinstance(wr, W) or done.status not in _LOCAL_STATUSES:
+        return done
+    if wr.op in WRITES_LOCALLY and wr.op not in _NOT_ON[run.program.type_of(qp)]:
+        # It fails when the answer comes back, and that is reported.
+        return done
+    return replace(done, status="WR_FLUSH_ERR")
+
+
+def _apart(run: Run, step: Step) -> list[Step]:
+    if not isinstance(step, Post):
+        return [step]
+    not_on = _NOT_ON[run.program.type_of(step.qp)]
+    return split(
+        step,
+        {
+            index
+            for index, wr in enumerate(step.wrs)
+            if wr.op in ("BIND_MW", "LOCAL_INV")
+            or wr.op in not_on
+            or (faulty_sges(wr) and wr.op not in WRITES_LOCALLY)
+        },
+    )
+
+
+def _by_key(sge: Sge) -> bool:
+    """Whether a buffer fails because of its key, and not of its range."""
+    return sge.region == "alien" or (bool(sge.key) and sge.key not in ("a", "b"))
+
+
+def _bad_key(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    if not isinstance(wr, W) or done.status != "LOC_PROT_ERR" or wr.op in WRITES_LOCALLY:
+        return done
+    first = next(sge for sge in wr.sges if faulty(sge))
+    return replace(done, status="LOC_QP_OP_ERR") if _by_key(first) else done
+
+
+def _bad_invalidate(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    if isinstance(wr, W) and wr.op == "LOCAL_INV" and done.status == "MW_BIND_ERR":
+        return replace(done, status="LOC_QP_OP_ERR")
+    return done
+
+
+def _to_error(run: Run) -> None:
+    for index, qp in enumerate(run.qps):
+        if run.program.type_of(index) != "RC" and qp.state.name == "SQE":
+            qp.to_err()
+
+
+# ---- receives -------------------------------------------------------------------
+
+
+def _receive_fails(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    if isinstance(wr, R) and done.status in ("LOC_LEN_ERR", "LOC_PROT_ERR"):
+        return replace(done, status="LOC_QP_OP_ERR")
+    return done
+
+
+def _too_small(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    if isinstance(wr, W) and wr.op in _SENDS and done.status == "REM_INV_REQ_ERR":
+        return replace(done, status="REM_OP_ERR")
+    return done
+
+
+def _fitting_datagrams(run: Run, step: Step) -> list[Step]:
+    if not isinstance(step, Recv) or run.program.type_of(step.qp) != "UD":
+        return [step]
+    wrs = tuple(wr for wr in step.wrs if wr.size >= 40 + MTU or any(map(faulty, wr.sges)))
+    return [Recv(step.qp, wrs)] if wrs else []
+
+
+def _unfenced(run: Run, step: Step) -> list[Step]:
+    if not isinstance(step, Post):
+        return [step]
+    wrs = (
+        replace(wr, flags=tuple(flag for flag in wr.flags if flag != "FENCE"))
+        if any(later.op in WRITES_LOCALLY for later in step.wrs[index:])
+        else wr
+        for index, wr in enumerate(step.wrs)
+    )
+    return [Post(step.qp, tuple(wrs))]
+
+
+def _no_inv_flag(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    return replace(done, invalidated="") if done.invalidated else done
+
+
+def _no_receives_in_error(run: Run, step: Step) -> list[Step]:
+    if not isinstance(step, Recv):
+        return [step]
+    lost = not run.program.end(step.qp).srq and run.qps[step.qp].state.name == "ERR"
+    return [] if lost else [step]
+
+
+# ---- posting ----------------------------------------------------------------------
+
+
+def _not_yet(run: Run, step: Step) -> list[Step]:
+    if not isinstance(step, Post):
+        return [step]
+    end = run.program.end(step.qp)
+    return [step] if end.state == "RTS" or end.checked else []
+
+
+def _unaligned(run: Run, qp: int, wr: W) -> str | None:
+    atomic = wr.op.startswith("ATOMIC")
+    return "EINVAL" if atomic and wr.at is not None and wr.at.offset % 8 else None
+
+
+def _short_atomic(run: Run, qp: int, wr: W) -> str | None:
+    return "EINVAL" if wr.op.startswith("ATOMIC") and wr.size < 8 else None
+
+
+def _slots(run: Run, step: Step) -> list[Step]:
+    if not isinstance(step, Post):
+        return [step]
+    silent = run.silent[step.qp]
+    room = run.program.end(step.qp).depth - silent
+    if not silent or len(step.wrs) <= room:
+        return [step]
+    return [Post(step.qp, step.wrs[:room])] if room else []
+
+
+# ---- memory windows -----------------------------------------------------------------
+
+
+def _beyond_window(run: Run, qp: int, wr: W) -> bool:
+    if wr.at is None or wr.at.key not in run.range_of or wr.op == "BIND_MW":
+        return False
+    start, length = run.range_of[wr.at.key]
+    size = 8 if wr.op.startswith("ATOMIC") else wr.size
+    return not start <= wr.at.offset <= wr.at.offset + size <= start + length
+
+
+def _invalidates_unbound(run: Run, step: Step) -> list[Step]:
+    """Leave out what would invalidate a window that is not bound, or bound elsewhere."""
+    if not isinstance(step, Post):
+        return [step]
+    bound = dict(run.bound)
+    wrs = []
+    for wr in step.wrs:
+        if wr.op == "BIND_MW" and bound[wr.mw] is None:
+            bound[wr.mw] = step.qp
+        elif wr.op in ("LOCAL_INV", "SEND_WITH_INV") and wr.key in bound:
+            if bound[wr.key] != (step.qp if wr.op == "LOCAL_INV" else step.qp ^ 1):
+                continue
+            bound[wr.key] = None
+        wrs.append(wr)
+    return [Post(step.qp, tuple(wrs))] if wrs else []
+
+
+HARMFUL = (
+    Deviation(
+        "a window that is not bound is invalidated",
+        "rxe_do_invalidate_mw drops references to the window's queue pair and region without "
+        "asking whether it has any: the kernel stops. A window bound on another queue pair is "
+        "invalidated without asking too. No program may do that.",
+        fit=_invalidates_unbound,
+    ),
+)
+"""What is never run on Soft-RoCE, because it would not survive."""
+
+
+DEVIATIONS = (
+    Deviation(
+        "local failures are reported as flushed",
+        "rxe_requester puts the queue pair into the error state before the "
+        "completer has seen the failure, which then flushes the failed work request with the "
+        "rest. The first one that fails must carry the status (ibv_poll_cq(3)).",
+        Program(
+            _RC,
+            (Post(0, (W("RDMA_WRITE", _OUTSIDE, At("b", 0)),)),),
+        ),
+        {"6.12": ("qp0.send 0: LOC_PROT_ERR -> WR_FLUSH_ERR",)},
+        completes=_flush_local,
+    ),
+    Deviation(
+        "a local failure behind a request that nobody answers",
+        "Work requests complete in the order of their posts, however late the first is answered. "
+        "rxe of 6.1 stops its requester at the failure, so that the request before it is not sent "
+        "again, and neither ever completes.",
+        Program(
+            _RC,
+            (
+                Move(1, "ERR"),
+                Post(0, (W("SEND", _SOME), W("SEND", _OUTSIDE))),
+            ),
+        ),
+        {
+            "6.1": (
+                "qp0.send 100: RETRY_EXC_ERR -> nothing",
+                "qp0.send 101: WR_FLUSH_ERR -> nothing",
+                "qp0 ends in ERR -> RTS",
+            ),
+            "6.12": ("qp0.send 100: RETRY_EXC_ERR -> WR_FLUSH_ERR",),
+        },
+        fit=_apart,
+    ),
+    Deviation(
+        "an unknown lkey of a send or write",
+        "rxe reports LOC_QP_OP_ERR for a key that it does not find; a protection error is right, "
+        "and is what it reports where the key is known and the range is wrong.",
+        Program(
+            (Pair("RC"), Pair("RC")),
+            (
+                Post(0, (W("RDMA_WRITE", _WRONG_KEY, At("b", 0)),)),
+                Post(2, (W("RDMA_WRITE", _OUTSIDE, At("b", 0)),)),
+            ),
+        ),
+        {"6.1": ("qp0.send 0: LOC_PROT_ERR -> LOC_QP_OP_ERR",)},
+        completes=_bad_key,
+    ),
+    Deviation(
+        "a LOCAL_INV that fails",
+        "rxe reports LOC_QP_OP_ERR; it is a memory management operation (MW_BIND_ERR), as it is "
+        "for a bind that fails.",
+        Program(_RC, (Post(0, (W("LOCAL_INV", key="gone"),)),)),
+        {"6.1": ("qp0.send 0: MW_BIND_ERR -> LOC_QP_OP_ERR",)},
+        completes=_bad_invalidate,
+    ),
+    Deviation(
+        "an error of an unreliable sender",
+        "A failed send on UC and UD leads to SQE, where the queue pair still receives "
+        "(ibv_modify_qp(3)); rxe goes to ERR and flushes the receives.",
+        Program(
+            (Pair("UC"), Pair("UD")),
+            (
+                Recv(0, (R(_SOME),)),
+                Post(0, (W("RDMA_READ", _SOME, At("b", 0)),)),
+                Post(2, (W("SEND", _OUTSIDE),)),
+            ),
+        ),
+        {
+            "6.1": (
+                "qp0.recv 0: nothing -> WR_FLUSH_ERR",
+                "qp0 ends in SQE -> ERR",
+                "qp2 ends in SQE -> ERR",
+            ),
+            "6.12": (
+                "qp0.recv 0: nothing -> WR_FLUSH_ERR",
+                "qp0.send 100: LOC_QP_OP_ERR -> WR_FLUSH_ERR",
+                "qp2.send 200: LOC_PROT_ERR -> WR_FLUSH_ERR",
+                "qp0 ends in SQE -> ERR",
+                "qp2 ends in SQE -> ERR",
+            ),
+        },
+        after=_to_error,
+    ),
+    Deviation(
+        "a receive that is too small",
+        "The responder refuses an invalid request and says how long the message was "
+        "(REM_INV_REQ_ERR, LOC_LEN_ERR; so does hardware); rxe takes the receive for malformed.",
+        Program(
+            _RC,
+            (
+                Recv(1, (R((Sge("inbox", 0, 7),)),)),
+                Post(0, (W("SEND", _SOME),)),
+            ),
+        ),
+        _on_both(
+            "qp0.send 100: REM_INV_REQ_ERR -> REM_OP_ERR",
+            "qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",
+        ),
+        completes=_too_small,
+    ),
+    Deviation(
+        "a receive whose buffer cannot be used",
+        "rxe reports LOC_QP_OP_ERR at the receiver; hardware reports the protection error.",
+        Program(
+            _RC,
+            (
+                Recv(1, (R((Sge("inbox", 0, 8, "inbox:wrong"),)),)),
+                Post(0, (W("SEND", _SOME),)),
+            ),
+        ),
+        _on_both("qp1.recv 0: LOC_PROT_ERR -> LOC_QP_OP_ERR"),
+        completes=_receive_fails,
+    ),
+    Deviation(
+        "the flag of an invalidated key",
+        "The kernel's IB_WC_WITH_INVALIDATE is the library's IBV_WC_IP_CSUM_OK, and rxe hands "
+        "the kernel's number to the process: the completion does not tell of the key.",
+        Program(
+            _RC,
+            (
+                Post(1, (_BIND,)),
+                Recv(1, (R((Sge("inbox", 0, 8),)),)),
+                Post(0, (W("SEND_WITH_INV", _SOME, key="w0"),)),
+            ),
+        ),
+        _on_both("qp1.recv 100: RECV, 8 bytes, invalidated w0#1 -> RECV, 8 bytes"),
+        completes=_no_inv_flag,
+    ),
+    Deviation(
+        "invalidation on UC",
+        "ibv_post_send(3) has LOCAL_INV and SEND_WITH_INV on UC; rxe has not.",
+        Program(
+            (Pair("UC"), Pair("UC")),
+            (
+                Post(0, (_BIND,)),
+                Post(0, (W("LOCAL_INV", key="w0"),)),
+                Post(3, (replace(_BIND, mw="w1"),)),
+                Recv(3, (R((Sge("inbox", 0, 8),)),)),
+                Post(2, (W("SEND_WITH_INV", _SOME, key="w1"),)),
+            ),
+        ),
+        {
+            "6.1": (
+                "qp0.send 100: LOCAL_INV -> LOC_QP_OP_ERR",
+                "qp2.send 400: SEND -> LOC_QP_OP_ERR",
+                "qp3.recv 300: RECV, 8 bytes, invalidated w1#1 -> nothing",
+                "qp0 ends in RTS -> ERR",
+                "qp2 ends in RTS -> ERR",
+                "inbox[0:8]",
+            ),
+            "6.12": (
+                "qp0.send 100: LOCAL_INV -> WR_FLUSH_ERR",
+                "qp2.send 400: SEND -> WR_FLUSH_ERR",
+                "qp3.recv 300: RECV, 8 bytes, invalidated w1#1 -> nothing",
+                "qp0 ends in RTS -> ERR",
+                "qp2 ends in RTS -> ERR",
+                "inbox[0:8]",
+            ),
+        },
+        fit=_filter(
+            lambda run, qp, wr: (
+                run.program.type_of(qp) != "UC" or wr.op not in ("LOCAL_INV", "SEND_WITH_INV")
+            )
+        ),
+    ),
+    Deviation(
+        "an atomic at an odd address",
+        "rxe's library refuses the post; the responder must refuse the request.",
+        Program(_RC, (Post(0, (W("ATOMIC_FETCH_AND_ADD", _SOME, At("b", 4)),)),)),
+        _on_both(
+            "step 0: posted -> EINVAL at index 0",
+            "qp0.send 0: REM_INV_REQ_ERR -> nothing",
+            "qp0 ends in ERR -> RTS",
+            "qp1 ends in ERR -> RTS",
+        ),
+        refuses=_unaligned,
+    ),
+    Deviation(
+        "an atomic with less than 8 bytes of room",
+        "rxe's library refuses the post; elsewhere the answer does not fit (LOC_LEN_ERR).",
+        Program(_RC, (Post(0, (W("ATOMIC_FETCH_AND_ADD", (Sge("a", 0, 4),), At("b", 0)),)),)),
+        _on_both(
+            "step 0: posted -> EINVAL at index 0",
+            "qp0.send 0: LOC_LEN_ERR -> nothing",
+            "qp0 ends in ERR -> RTS",
+        ),
+        refuses=_short_atomic,
+    ),
+    Deviation(
+        "a send posted before RTS",
+        "rxe refuses with EINVAL and names no work request, which is in its queue all the same "
+        "and is carried out when the queue pair comes to RTS.",
+        Program(
+            (Pair("RC", End(state="RTR")),),
+            (Post(0, (W("RDMA_WRITE", _SOME, At("b", 0)),)),),
+        ),
+        _on_both("step 0: EINVAL at index 0 -> EINVAL at index None"),
+        fit=_not_yet,
+    ),
+    Deviation(
+        "a receive posted in ERR",
+        "It must be flushed (ibv_post_recv(3)); rxe's library puts it into the queue and tells "
+        "nobody, so nothing flushes it until something else happens to the queue pair.",
+        # The first receive tells when the flush is over.
+        Program(_RC, (Recv(0, (R(_SOME),)), Move(0, "ERR"), Recv(0, (R(_SOME),)))),
+        _on_both("qp0.recv 200: WR_FLUSH_ERR -> nothing"),
+        fit=_no_receives_in_error,
+    ),
+    Deviation(
+        "a fenced work request that is sent again",
+        "rxe asks before each attempt whether reads are outstanding, and since the first attempt "
+        "some may be that come later, or the work request itself: it never completes.",
+        Program(
+            _RC,
+            (
+                Move(1, "ERR"),
+                Post(0, (W("RDMA_READ", _SOME, At("b", 0), ("FENCE",)),)),
+            ),
+        ),
+        _on_both("qp0.send 100: RETRY_EXC_ERR -> nothing", "qp0 ends in ERR -> RTS"),
+        fit=_unfenced,
+    ),
+    Deviation(
+        "slots of unsignaled work requests",
+        "A slot of the send queue is free when a completion of it or of a later one has been "
+        "polled (ibv_post_send(3)), and hardware's drivers count so; rxe frees it when the work "
+        "request is done.",
+        Program(
+            (Pair("RC", End(depth=3)),),
+            (
+                Post(0, (W("RDMA_WRITE", _SOME, At("b", 0), ("UNSIGNALED",)),) * 3),
+                Post(0, (W("RDMA_WRITE", _SOME, At("b", 8)),)),
+            ),
+        ),
+        _on_both(
+            "step 1: ENOMEM at index 0 -> posted", "qp0.send 100: nothing -> RDMA_WRITE", "b[8:16]"
+        ),
+        fit=_slots,
+    ),
+    Deviation(
+        "the bounds of a window",
+        "rxe compares an access through a window with the bounds of the region behind it.",
+        Program(
+            _RC,
+            (
+                Post(1, (_BIND,)),
+                Post(0, (W("RDMA_WRITE", _SOME, At("b", 60, "w0")),)),
+            ),
+        ),
+        _on_both(
+            "qp0.send 100: REM_ACCESS_ERR -> RDMA_WRITE",
+            "qp0 ends in ERR -> RTS",
+            "qp1 ends in ERR -> RTS",
+            "b[60:68]",
+        ),
+        fit=_filter(lambda run, qp, wr: not _beyond_window(run, qp, wr)),
+    ),
+    Deviation(
+        "a region that is invalidated",
+        "LOCAL_INV invalidates any key of the process; rxe only those of fast registrations, "
+        "which a process has no way to make.",
+        Program(_RC, (Post(0, (W("LOCAL_INV", key="readable"),)),)),
+        {
+            "6.1": (
+                "qp0.send 0: LOCAL_INV -> LOC_QP_OP_ERR",
+                "qp0 ends in RTS -> ERR",
+            ),
+            "6.12": (
+                "qp0.send 0: LOCAL_INV -> WR_FLUSH_ERR",
+                "qp0 ends in RTS -> ERR",
+            ),
+        },
+        fit=_filter(lambda run, qp, wr: wr.op != "LOCAL_INV" or wr.key not in REGIONS),
+    ),
+    Deviation(
+        "an SGE of no bytes",
+        "Some hardware takes length 0 for 2^31, and so does soft0, to show the mistake; to rxe "
+        "it is 0.",
+        Program(_RC, (Post(0, (W("RDMA_WRITE", (Sge("a", 0, 0),), At("b", 0)),)),)),
+        _on_both("qp0.send 0: LOC_PROT_ERR -> RDMA_WRITE", "qp0 ends in ERR -> RTS"),
+        fit=_filter(lambda run, qp, wr: all(sge.length for sge in wr.sges)),
+    ),
+    Deviation(
+        "a datagram longer than the MTU",
+        "Hardware reports LOC_LEN_ERR. rxe reports success and sends nothing, which is what "
+        "IBA C10-93.1.1 has.",
+        Program(
+            _UD,
+            (
+                Recv(1, (R((Sge("inbox", 0, 2048),)),)),
+                Post(0, (W("SEND", (Sge("a", 0, MTU + 1),)),)),
+            ),
+        ),
+        _on_both("qp0.send 100: LOC_LEN_ERR -> SEND", "qp0 ends in SQE -> RTS"),
+        fit=_filter(lambda run, qp, wr: run.program.type_of(qp) != "UD" or wr.size <= MTU),
+    ),
+    Deviation(
+        "a datagram that does not fit into its receive",
+        "The receive ends with LOC_LEN_ERR on hardware. rxe of 6.1 takes it for malformed; rxe "
+        "of 6.12 drops the datagram and leaves the receive where it is.",
+        Program(
+            _UD,
+            (
+                Recv(1, (R((Sge("inbox", 0, 47),)),)),
+                Post(0, (W("SEND", _SOME),)),
+            ),
+        ),
+        {
+            "6.1": ("qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",),
+            "6.12": ("qp1.recv 0: LOC_LEN_ERR -> nothing", "qp1 ends in ERR -> RTS"),
+        },
+        fit=_fitting_datagrams,
+    ),
+)
+"""The table."""
