@@ -337,7 +337,7 @@ def _check_bind(wr: BindMW, pd: Any) -> str | None:
     if mw is None or mr is None:
         return "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
     if mw.type is not MWType.TYPE_2:
-        return f"{mw} is of type 1; BIND_MW binds type 2 (type 1 is bound with qp.bind_mw)"
+        return f"{mw} is of type 1, and a BIND_MW work request binds windows of type 2"
     if mw.pd is not pd or mr.pd is not pd:
         return f"{mw if mw.pd is not pd else mr} belongs to another PD than the queue pair"
     if not mr.access & Access.MW_BIND:
