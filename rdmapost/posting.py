@@ -156,9 +156,7 @@ class PostQueue:
 
     def _pack_one(self, wr: Any, sges: Sequence[SGE]) -> bool:
         """Record and pack a work request; return whether it binds a window."""
-        at = self._end
-        if at + record_size(len(sges)) > len(self._records):
-            self._grow(2 * (at + record_size(len(sges))))
+        at = self._make_room(sges)
         ticket = self.in_flight.next_ticket()
         self._end, others = self._pack(self._records, at, wr, ticket, sges)
         # Inline data has been copied when the call returns; the rest must stay.
@@ -195,6 +193,13 @@ class PostQueue:
             if index < posted:
                 wr.mw._bound(wr.rkey)
         self._binds.clear()
+
+    def _make_room(self, sges: Sequence[SGE]) -> int:
+        """Return where the next record goes, with room for its SGEs."""
+        end = self._end + record_size(len(sges))
+        if end > len(self._records):
+            self._grow(2 * end)
+        return self._end
 
     def _grow(self, size: int) -> None:
         records = bytearray(size)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ._binding import ffi, lib
 from .inflight import Operations, TaggedReceives
-from .packing import Refused, pack_ops, record_size
+from .packing import Refused, pack_ops
 from .posting import PostQueue
 from .wr import SGE, OpsWR, TagAdd, TagDel, TagHandle
 
@@ -82,9 +82,7 @@ class TagQueue(PostQueue):
         return self._bounded and 0 < self._max_num_tags <= self.tagged.outstanding
 
     def _pack_one(self, wr: Any, sges: Sequence[SGE]) -> bool:
-        at = self._end
-        if at + record_size(len(sges)) > len(self._records):
-            self._grow(2 * (at + record_size(len(sges))))
+        at = self._make_room(sges)
         ticket, tagged = self.in_flight.next_ticket(), self.tagged.next_ticket()
         if isinstance(wr, TagDel) and self._max_num_tags and not self.holds(wr.handle):
             # Drivers index an array with the number.

@@ -157,31 +157,19 @@ class QueuePair:
         """Put a work request on the send queue; return 0 or an errno."""
         if self.state < QPState.RTS:
             return errno.EINVAL
-        queue = self.sq
-        if queue.used >= queue.depth:
-            return errno.ENOMEM
-        if len(wqe.sges) > queue.max_sge:
-            return errno.EINVAL
-        queue.used += 1
-        queue.pending.append(wqe)
-        if self.state >= QPState.SQE:
+        code = self.sq.add(wqe)
+        if not code and self.state >= QPState.SQE:
             self.flush_sends()
-        return 0
+        return code
 
     def post_recv(self, wqe: RecvWQE) -> int:
         """Put a work request on the receive queue; return 0 or an errno."""
         if self.state is QPState.RESET or self.srq is not None:
             return errno.EINVAL
-        queue = self.rq
-        if queue.used >= queue.depth:
-            return errno.ENOMEM
-        if len(wqe.sges) > queue.max_sge:
-            return errno.EINVAL
-        queue.used += 1
-        queue.pending.append(wqe)
-        if self.state is QPState.ERR:
+        code = self.rq.add(wqe)
+        if not code and self.state is QPState.ERR:
             self.flush_receives()
-        return 0
+        return code
 
     # ---- attempts of the request at the head of the send queue --------------
 

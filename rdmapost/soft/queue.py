@@ -69,6 +69,16 @@ class WorkQueue:
         self.silent = 0
         """Unsignaled work requests that are done, and whose slots wait for a completion."""
 
+    def add(self, wqe: Any) -> int:
+        """Take a slot for a work request; return 0 or an errno."""
+        if self.used >= self.depth:
+            return errno.ENOMEM
+        if len(wqe.sges) > self.max_sge:
+            return errno.EINVAL
+        self.used += 1
+        self.pending.append(wqe)
+        return 0
+
     def clear(self) -> None:
         """Forget everything."""
         self.pending.clear()
@@ -123,11 +133,4 @@ class SharedReceiveQueue:
 
     def post_recv(self, wqe: RecvWQE) -> int:
         """Put a work request on the queue; return 0 or an errno."""
-        queue = self.queue
-        if queue.used >= queue.depth:
-            return errno.ENOMEM
-        if len(wqe.sges) > queue.max_sge:
-            return errno.EINVAL
-        queue.used += 1
-        queue.pending.append(wqe)
-        return 0
+        return self.queue.add(wqe)
