@@ -28,7 +28,8 @@ from .errors import __all__ as _errors
 from .events import AsyncEvent, get_async_event
 from .memory import MR, MW, PD
 from .providers import DeviceInfo
-from .queuepair import QP, Outstanding, QPAttr
+from .qpattr import QPAttr
+from .queuepair import QP, Outstanding
 from .srq import SRQ, SRQAttr
 from .wr import *  # noqa: F403
 from .wr import __all__ as _wr

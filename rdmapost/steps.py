@@ -1,0 +1,354 @@
+"""A queue pair's way to its peer: what to tell it, and the steps from state to state."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from ._binding import ffi
+from ._resource import Resource
+from .address import AH, AHAttr, GIDChoice, choose_gid
+from .endpoint import Endpoint
+from .enums import Access, LinkLayer, QPAttrMask, QPState, QPType
+from .errors import VerbsError
+from .memory import PD
+from .qpattr import QUERY_MASK, QPAttr
+from .states import FIELDS, missing_attributes
+
+__all__ = ["DEFAULT_QKEY", "Steps"]
+
+DEFAULT_QKEY = 0x1111_1111
+"""Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
+
+
+class Steps(Resource):
+    """What a queue pair has for addressing and for its states."""
+
+    __slots__ = (
+        "_gid", "_gid_index", "_state", "pd", "port_num", "psn", "qp_num", "qp_type",
+    )  # fmt: skip
+
+    pd: PD
+    port_num: int
+    psn: int
+    qp_num: int
+    qp_type: QPType
+    _gid: GIDChoice | None
+    _gid_index: int | None
+    _state: QPState
+
+    def _keep_completions(self) -> None:
+        """Take in what the device has completed, before it is dropped."""
+        raise NotImplementedError
+
+    def _forget_posted(self) -> None:
+        """Forget what was posted: the device has dropped it."""
+        raise NotImplementedError
+
+    # ---- addressing ---------------------------------------------------------
+
+    @property
+    def gid(self) -> GIDChoice:
+        """The local GID that is used, and why (choose_gid).
+
+        Raises:
+            RdmaError: the port has none, or not the one asked for.
+        """
+        if self._gid is None:
+            self._gid = choose_gid(self.pd.context, self.port_num, self._gid_index)
+        return self._gid
+
+    def endpoint(self) -> Endpoint:
+        """Return what the peer must know to connect to this queue pair.
+
+        Raises:
+            RdmaError: the port has no GID.
+            ClosedError: the QP is closed.
+        """
+        self._live()
+        port = self.pd.context.query_port(self.port_num)
+        return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, port.active_mtu)
+
+    def path_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AHAttr:
+        """Return the way to a peer, for an AH or for ibv_modify_qp's ah_attr.
+
+        Args:
+            remote: the peer's endpoint.
+            sl: service level, 0..15.
+            traffic_class: 0..255.
+        """
+        port = self.pd.context.query_port(self.port_num)
+        # On InfiniBand the LID is the way; a GID is needed only beyond the subnet.
+        by_lid = port.link_layer is not LinkLayer.ETHERNET and remote.lid != 0
+        return AHAttr(
+            port_num=self.port_num,
+            dlid=remote.lid,
+            sl=sl,
+            dgid=None if by_lid else remote.gid,
+            sgid_index=0 if by_lid else self.gid.index,
+            traffic_class=traffic_class,
+        )
+
+    def ah_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AH:
+        """Make an address handle to a UD peer.
+
+        Args:
+            remote: the peer's endpoint.
+            sl, traffic_class: as in path_to.
+        """
+        return AH(self.pd, self.path_to(remote, sl=sl, traffic_class=traffic_class))
+
+    # ---- states -------------------------------------------------------------
+
+    @property
+    def state(self) -> QPState:
+        """Its state, as the device says now."""
+        self._state = self.query().qp_state
+        return self._state
+
+    def query(self) -> QPAttr:
+        """Return its attributes as they are now.
+
+        Raises:
+            ClosedError: the QP is closed.
+            VerbsError: the device failed.
+
+        See ibv_query_qp(3).
+        """
+        raw = ffi.new("struct ibv_qp_attr *")
+        init = ffi.new("struct ibv_qp_init_attr *")
+        self.pd.context._provider.query_qp(self._live(), raw, QUERY_MASK, init)
+        return QPAttr._read(raw)
+
+    def modify(self, **attrs: Any) -> None:
+        """Change attributes; those that are given make up the mask.
+
+        Args:
+            attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
+                qp_access_flags, pkey_index, port_num, qkey, ah_attr, path_mtu,
+                dest_qp_num, rq_psn, sq_psn, timeout, retry_cnt, rnr_retry,
+                min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, ...).
+
+        Raises:
+            TypeError: there is no such field.
+            ValueError: a step that the state machine does not have, an
+                attribute that the step needs and that is missing, or a number
+                that does not fit.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        handle = self._live()
+        raw = ffi.new("struct ibv_qp_attr *")
+        mask = QPAttrMask(0)
+        for name, value in attrs.items():
+            bit = FIELDS.get(name)
+            if bit is None:
+                raise TypeError(f"struct ibv_qp_attr has no field {name}")
+            mask |= bit
+            try:
+                if isinstance(value, AHAttr):
+                    value._fill(getattr(raw, name))
+                else:
+                    setattr(raw, name, value)
+            except (OverflowError, TypeError, AttributeError) as error:
+                raise ValueError(f"{name}={value!r} does not fit: {error}") from None
+        state = attrs.get("cur_qp_state", self._state)
+        to = QPState(attrs.get("qp_state", state))
+        if reason := missing_attributes(self.qp_type, QPState(state), to, mask):
+            raise ValueError(reason)
+        if to is QPState.RESET:
+            self._keep_completions()
+        try:
+            self.pd.context._provider.modify_qp(handle, raw, mask)
+        except VerbsError as error:
+            error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
+            raise
+        if to is QPState.RESET:
+            # A reset drops what is posted, without completions.
+            self._keep_completions()
+            self._forget_posted()
+        self._state = to
+
+    def to_init(
+        self,
+        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
+        *,
+        pkey_index: int = 0,
+        qkey: int = DEFAULT_QKEY,
+    ) -> None:
+        """Bring the queue pair from RESET to INIT; receives can be posted then.
+
+        Args:
+            access: what a peer may do through it (not on UD), an Access.
+            pkey_index: entry of the port's P_Key table.
+            qkey: Q_Key (UD).
+
+        Raises:
+            as in modify.
+        """
+        attrs: dict[str, Any] = {"qp_state": QPState.INIT, "port_num": self.port_num}
+        if self.qp_type is not QPType.RAW_PACKET:
+            attrs["pkey_index"] = pkey_index
+        if self.qp_type is QPType.UD:
+            attrs["qkey"] = qkey
+        elif self.qp_type is not QPType.RAW_PACKET:
+            attrs["qp_access_flags"] = self._grantable(access)
+        self.modify(**attrs)
+
+    def _grantable(self, access: int) -> int:
+        if self.qp_type is QPType.UC:
+            # UC has no reads and atomics, and drivers refuse their flags.
+            return access & ~(Access.REMOTE_READ | Access.REMOTE_ATOMIC)
+        if not self.pd.context.attr.atomic_cap:
+            return access & ~Access.REMOTE_ATOMIC
+        return access
+
+    def to_rtr(
+        self,
+        remote: Endpoint | None = None,
+        *,
+        min_rnr_timer: int = 12,
+        max_dest_rd_atomic: int | None = None,
+        sl: int = 0,
+        traffic_class: int = 0,
+    ) -> None:
+        """Bring the queue pair from INIT to RTR: it receives then.
+
+        Args:
+            remote: the peer's endpoint; not for UD and RAW_PACKET.
+            min_rnr_timer: how long a peer waits when no receive is posted, encoded
+                as in the man page; 12 is 0.64 ms.
+            max_dest_rd_atomic: reads and atomics of the peer at once; what the
+                device can do, at most 16, unless given.
+            sl, traffic_class: as in path_to.
+
+        Raises:
+            as in modify.
+        """
+        attrs: dict[str, Any] = {"qp_state": QPState.RTR}
+        if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
+            if remote is None:
+                raise ValueError(f"a {self.qp_type.name} queue pair needs the peer's endpoint")
+            port = self.pd.context.query_port(self.port_num)
+            attrs |= {
+                "ah_attr": self.path_to(remote, sl=sl, traffic_class=traffic_class),
+                "path_mtu": min(port.active_mtu, remote.mtu),
+                "dest_qp_num": remote.qpn,
+                "rq_psn": remote.psn,
+            }
+        if self.qp_type in (QPType.RC, QPType.XRC_RECV):
+            most = self.pd.context.attr.max_qp_rd_atom
+            attrs["min_rnr_timer"] = min_rnr_timer
+            attrs["max_dest_rd_atomic"] = (
+                min(16, most) if max_dest_rd_atomic is None else max_dest_rd_atomic
+            )
+        self.modify(**attrs)
+
+    def to_rts(
+        self,
+        *,
+        timeout: int = 14,
+        retry_cnt: int = 6,
+        rnr_retry: int = 6,
+        max_rd_atomic: int | None = None,
+    ) -> None:
+        """Bring the queue pair from RTR, SQD or SQE to RTS: it sends then.
+
+        The defaults give up: after about half a second without an
+        acknowledgement, and after six attempts without a receive.
+
+        Args:
+            timeout: wait for an acknowledgement of 4.096 us * 2^timeout, 0..31;
+                14 is 67 ms, 0 is for ever.
+            retry_cnt: attempts after that, 0..7.
+            rnr_retry: attempts when the peer has no receive, 0..7; 7 is for ever.
+            max_rd_atomic: own reads and atomics at once; what the device can do,
+                at most 16, unless given.
+
+        Raises:
+            as in modify.
+        """
+        attrs: dict[str, Any] = {"qp_state": QPState.RTS}
+        if self._state is QPState.RTR:
+            if self.qp_type is not QPType.RAW_PACKET:
+                attrs["sq_psn"] = self.psn
+            if self.qp_type in (QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV):
+                attrs["timeout"] = timeout
+            if self.qp_type in (QPType.RC, QPType.XRC_SEND):
+                most = self.pd.context.attr.max_qp_init_rd_atom
+                attrs |= {
+                    "retry_cnt": retry_cnt,
+                    "rnr_retry": rnr_retry,
+                    "max_rd_atomic": min(16, most) if max_rd_atomic is None else max_rd_atomic,
+                }
+        self.modify(**attrs)
+
+    def connect(
+        self,
+        remote: Endpoint | None = None,
+        *,
+        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
+        qkey: int = DEFAULT_QKEY,
+        **more: int,
+    ) -> None:
+        """Bring the queue pair to RTS from wherever it is on the way.
+
+        Args:
+            remote: the peer's endpoint; not for UD.
+            access, qkey: as in to_init.
+            more: what to_rtr and to_rts take.
+
+        Raises:
+            as in modify.
+        """
+        unknown = more.keys() - _RTR_OPTIONS - _RTS_OPTIONS
+        if unknown:
+            raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
+        if self._state is QPState.RESET:
+            self.to_init(access, qkey=qkey)
+        if self._state is QPState.INIT:
+            self.to_rtr(remote, **{k: v for k, v in more.items() if k in _RTR_OPTIONS})
+        self.to_rts(**{k: v for k, v in more.items() if k in _RTS_OPTIONS})
+
+    def to_sqd(self) -> None:
+        """Drain the send queue; sends posted from now on are held.
+
+        Raises:
+            as in modify.
+        """
+        self.modify(qp_state=QPState.SQD)
+
+    def to_err(self) -> None:
+        """Break the queue pair: what is posted completes with WR_FLUSH_ERR.
+
+        Raises:
+            as in modify.
+        """
+        self.modify(qp_state=QPState.ERR)
+
+    def to_reset(self) -> None:
+        """Take the queue pair back to RESET; what is posted is dropped, without completions.
+
+        Raises:
+            as in modify.
+        """
+        self.modify(qp_state=QPState.RESET)
+
+    def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
+        port = self.pd.context.query_port(self.port_num)
+        if port.state.name != "ACTIVE":
+            return f"port {self.port_num} is {port.state.name}; bring the link up"
+        if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
+            path = attrs.get("ah_attr")
+            if isinstance(path, AHAttr) and path.dgid is not None:
+                return (
+                    f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
+                    "both sides need GIDs of one kind and one network (see --gid-index)"
+                )
+        return f"the QP stays in {self.state.name} and does not go to {to.name}"
+
+
+_RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}
+_RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
