@@ -1,7 +1,8 @@
 """Fixtures of the library's tests: a device, and resources on it that are closed afterwards.
 
 A test that needs a device takes ``context`` and asks nothing about which one it
-is; what it needs beyond the common it says with ``support.needs``.
+is; what it needs beyond the common it says with ``support.needs``.  What only a
+real device can show takes ``verbs_context`` and does not run on soft0 at all.
 """
 
 from __future__ import annotations
@@ -72,6 +73,16 @@ def open_verbs() -> rp.Context:
 )
 def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
     """An open device; every test that takes it runs on each kind of device."""
+    with request.param() as opened:
+        yield opened
+
+
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(open_verbs, id="verbs", marks=pytest.mark.rdma)],
+)
+def verbs_context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
+    """An open real device, for what only such a device can show."""
     with request.param() as opened:
         yield opened
 

@@ -137,9 +137,8 @@ def test_closed_pd_is_refused(context):
             make()
 
 
-def test_memlock_limit_is_named(context):
+def test_memlock_limit_is_named(verbs_context):
     """The process may lock 64 KiB, and asks for 1 MiB."""
-    needs(context.kind == "verbs", "memory that is locked", context)
     said = prints(
         "import os, resource, sys, rdmapost as rp\n"
         "pd = rp.PD(rp.open_device(sys.argv[1]))\n"
@@ -149,7 +148,7 @@ def test_memlock_limit_is_named(context):
         "try: rp.MR(pd, 1 << 20)\n"
         "except rp.VerbsError as error: print(error.errno, error)\n"
         "else: print('registered')\n",
-        context.name,
+        verbs_context.name,
     )
     assert said.startswith(f"{errno.ENOMEM} ibv_reg_mr: ENOMEM")
     assert "1048576 bytes must be locked" in said
@@ -414,17 +413,17 @@ def test_post_recv_on_its_queue_pair_says_which_call_to_use(srq, connect):
         pair.b.post_recv(rp.RecvWR(pair.theirs[:8]))
 
 
-def test_tag_matching_is_not_supported(srq, context):
+def test_tag_matching_is_not_supported(verbs_context):
     """errno 95 is not all that is said."""
-    if context.kind == "soft":
-        pytest.skip(f"{context.name} has tag matching")
-    for wr in (rp.TagAdd(tag=1), rp.TagDel(), rp.TagSync()):
-        with pytest.raises(
-            rp.PostError, match=f"tag matching is not supported by {context.name}"
-        ) as caught:
-            srq.post_srq_ops(wr)
-        assert (caught.value.index, caught.value.posted) == (0, 0)
-    assert srq.outstanding == 0
+    needs(verbs_context.attr.max_srq, "shared receive queues", verbs_context)
+    with rp.PD(verbs_context) as pd, rp.SRQ(pd) as srq:
+        for wr in (rp.TagAdd(tag=1), rp.TagDel(), rp.TagSync()):
+            with pytest.raises(
+                rp.PostError, match=f"tag matching is not supported by {verbs_context.name}"
+            ) as caught:
+                srq.post_srq_ops(wr)
+            assert (caught.value.index, caught.value.posted) == (0, 0)
+        assert srq.outstanding == 0
 
 
 def test_srq_in_use_cannot_be_closed(srq, connect):
