@@ -149,7 +149,7 @@ class AH(Resource):
         VerbsError: the device refused; the text says what to look at.
     """
 
-    __slots__ = ("attr", "pd")
+    __slots__ = ("address", "attr", "pd")
 
     _kind = "AH"
 
@@ -166,7 +166,10 @@ class AH(Resource):
             attr._fill(raw)
         except OverflowError as error:
             raise ValueError(f"the address does not fit: {error}") from None
-        super().__init__(context._provider.create_ah(pd._live(), raw), pd)
+        handle = context._provider.create_ah(pd._live(), raw)
+        # Of the struct, for the work requests that name it.
+        self.address = int(ffi.cast("uintptr_t", handle))
+        super().__init__(handle, pd)
 
     def __str__(self) -> str:
         attr = getattr(self, "attr", None)

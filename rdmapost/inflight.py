@@ -24,37 +24,47 @@ _COUNT_MASK = 0xFFFF_FFFF
 class InFlight:
     """The work requests of one queue that completes in order.
 
+    An entry is a work request's wr_id and what it refers to, or, for a list
+    that was posted in one piece, the tuple of its wr_ids and the same for all.
+
     Attributes:
         number: names the queue in its tickets; no two queues of a process share one.
-        outstanding: how many work requests are posted and not known to be done.
+        base: the number's part of a ticket.
+        counts: how many have been posted, and how many of them are known to be done.
+        entries: what is outstanding, the oldest first.
     """
 
-    __slots__ = ("_done", "_entries", "_posted", "number")
+    __slots__ = ("_begun", "base", "counts", "entries", "number")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self._entries: deque[tuple[int, Sequence[Any]]] = deque()
-        self._posted = 0
-        self._done = 0
+        self.base = self.number << 32
+        self.entries: deque[tuple[Any, Sequence[Any]]] = deque()
+        # A list, because the C that posts prepared lists counts there too.
+        self.counts = [0, 0]
+        self._begun = 0
+        """How many work requests of the first entry, a list, are done."""
 
     @property
     def outstanding(self) -> int:
-        return len(self._entries)
+        """How many work requests are posted and not known to be done."""
+        posted, done = self.counts
+        return posted - done
 
     def next_ticket(self) -> int:
         """Return the ticket of the next work request to be recorded."""
-        return self.number << 32 | self._posted & _COUNT_MASK
+        return self.base | self.counts[0] & _COUNT_MASK
 
     def add(self, wr_id: int, refers_to: Sequence[Any]) -> None:
         """Record a work request about to be posted."""
-        self._posted += 1
-        self._entries.append((wr_id, refers_to))
+        self.entries.append((wr_id, refers_to))
+        self.counts[0] += 1
 
     def forget_last(self, count: int) -> None:
         """Take back the latest entries: they were not posted after all."""
-        self._posted -= count
+        self.counts[0] -= count
         for _ in range(count):
-            self._entries.pop()
+            self.entries.pop()
 
     def complete(self, ticket: int) -> int | None:
         """Retire a work request and all before it; return the caller's wr_id.
@@ -63,67 +73,100 @@ class InFlight:
         queue are done (ibv_post_send(3)).  Returns None for a ticket that is
         not outstanding.
         """
-        ahead = (ticket - self._done) & _COUNT_MASK
-        entries = self._entries
-        if ahead >= len(entries):
+        counts = self.counts
+        done = counts[1]
+        ahead = (ticket - done) & _COUNT_MASK
+        if ahead >= counts[0] - done:
             return None
-        self._done += ahead + 1
+        counts[1] = done + ahead + 1
+        entries = self.entries
         try:
-            for _ in range(ahead):
+            while True:
+                wr_id = entries[0][0]
+                if type(wr_id) is not tuple:
+                    entries.popleft()
+                    if not ahead:
+                        return wr_id  # type: ignore[no-any-return]
+                    ahead -= 1
+                    continue
+                at = self._begun + ahead
+                if at < len(wr_id) - 1:
+                    self._begun = at + 1
+                    return wr_id[at]  # type: ignore[no-any-return]
+                ahead -= len(wr_id) - self._begun
+                self._begun = 0
                 entries.popleft()
-            return entries.popleft()[0]
+                if ahead < 0:
+                    return wr_id[at]  # type: ignore[no-any-return]
         except IndexError:
             # Cleared by another thread in this moment.
             return None
 
     def peek(self, ticket: int) -> int | None:
         """Return the caller's wr_id of an outstanding work request, or None."""
-        ahead = (ticket - self._done) & _COUNT_MASK
-        return self._entries[ahead][0] if ahead < len(self._entries) else None
+        ahead = (ticket - self.counts[1]) & _COUNT_MASK
+        for wr_id, _ in itertools.islice(self.references(), ahead, ahead + 1):
+            return wr_id
+        return None
 
     def clear(self) -> None:
         """Forget everything: the queue has been destroyed or reset."""
-        self._done = self._posted
-        self._entries.clear()
+        self.counts[1] = self.counts[0]
+        self.entries.clear()
+        self._begun = 0
 
     def references(self) -> Iterator[tuple[int, Sequence[Any]]]:
         """Go through what is outstanding: the wr_id and what it refers to."""
-        return iter(tuple(self._entries))
+        begun = self._begun
+        for wr_id, refers_to in tuple(self.entries):
+            for one in wr_id[begun:] if type(wr_id) is tuple else (wr_id,):
+                yield one, refers_to
+            begun = 0
 
 
 class InFlightAny:
-    """The work requests of one queue that completes in any order (an SRQ)."""
+    """The work requests of one queue that completes in any order (an SRQ).
 
-    __slots__ = ("_entries", "_posted", "number")
+    Attributes:
+        number, base, counts: as in InFlight.
+    """
+
+    __slots__ = ("_entries", "base", "counts", "number")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
+        self.base = self.number << 32
         self._entries: dict[int, tuple[int, Sequence[Any]]] = {}
-        self._posted = 0
+        self.counts = [0, 0]
 
     @property
     def outstanding(self) -> int:
+        """How many work requests are posted and not known to be done."""
         return len(self._entries)
 
     def next_ticket(self) -> int:
         """Return the ticket of the next work request to be recorded."""
-        return self.number << 32 | self._posted & _COUNT_MASK
+        return self.base | self.counts[0] & _COUNT_MASK
 
     def add(self, wr_id: int, refers_to: Sequence[Any]) -> None:
         """Record a work request about to be posted."""
-        self._entries[self._posted & _COUNT_MASK] = (wr_id, refers_to)
-        self._posted += 1
+        counts = self.counts
+        self._entries[counts[0] & _COUNT_MASK] = (wr_id, refers_to)
+        counts[0] += 1
 
     def forget_last(self, count: int) -> None:
         """Take back the latest entries: they were not posted after all."""
         for _ in range(count):
-            self._posted -= 1
-            del self._entries[self._posted & _COUNT_MASK]
+            self.counts[0] -= 1
+            del self._entries[self.counts[0] & _COUNT_MASK]
 
     def complete(self, ticket: int) -> int | None:
         """Retire one work request; return the caller's wr_id, or None if it is not here."""
         entry = self._entries.pop(ticket & _COUNT_MASK, None)
-        return None if entry is None else entry[0]
+        if entry is None:
+            return None
+        self.counts[1] += 1
+        return entry[0]
 
     def peek(self, ticket: int) -> int | None:
         """Return the caller's wr_id of an outstanding work request, or None."""
@@ -132,6 +175,7 @@ class InFlightAny:
 
     def clear(self) -> None:
         """Forget everything: the queue has been destroyed."""
+        self.counts[1] = self.counts[0]
         self._entries.clear()
 
     def references(self) -> Iterator[tuple[int, Sequence[Any]]]:
@@ -193,9 +237,9 @@ class Operations(InFlight):
 
     def complete(self, ticket: int) -> int | None:
         """Retire an operation and all before it; return its wr_id, or None if it is not here."""
-        ahead = (ticket - self._done) & _COUNT_MASK
+        ahead = (ticket - self.counts[1]) & _COUNT_MASK
         # A ticket that is not here must not make this go through everything.
-        done = list(itertools.islice(self._entries, min(ahead, len(self._entries) - 1) + 1))
+        done = list(itertools.islice(self.entries, min(ahead, len(self.entries) - 1) + 1))
         wr_id = super().complete(ticket)
         for _, removed in done:
             for handle in removed:

@@ -59,6 +59,7 @@ class MR(Resource):
         addr: address of the first byte; the remote_addr of a peer.
         length: bytes.
         lkey, rkey: its keys.
+        writable: whether the device may write there (Access.LOCAL_WRITE).
         buffer: the memory, as a memoryview of bytes; of memory that was given,
             until the region is closed.
 
@@ -71,6 +72,7 @@ class MR(Resource):
 
     __slots__ = (
         "_given", "_memory", "access", "addr", "buffer", "length", "lkey", "pd", "rkey",
+        "writable",
     )  # fmt: skip
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
@@ -79,6 +81,7 @@ class MR(Resource):
         needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
         if needs_local and not self.access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
+        self.writable = bool(self.access & Access.LOCAL_WRITE)
         self._given = not isinstance(memory, int)
         if isinstance(memory, int):
             if memory < 1:

@@ -37,6 +37,8 @@ from .wr import (
 )
 
 __all__ = [
+    "RECV_RECORDS",
+    "SEND_RECORDS",
     "Refused",
     "check_numbers",
     "gather",
@@ -79,10 +81,9 @@ class _Formats(dict[int, Struct]):
         return made
 
 
-_send = {name: _Formats(head) for name, head in _SEND_FORMATS.items()}
-_message, _invalidate, _rdma = _send["message"], _send["invalidate"], _send["rdma"]
-_atomic, _bind, _tso = _send["atomic"], _send["bind"], _send["tso"]
-_recv = _Formats(_RECV_FORMAT)
+SEND_RECORDS = {name: _Formats(head) for name, head in _SEND_FORMATS.items()}
+_message, _invalidate, _rdma, _atomic, _bind, _tso = SEND_RECORDS.values()
+RECV_RECORDS = _Formats(_RECV_FORMAT)
 _ops = _Formats(_OPS_FORMAT)
 
 
@@ -257,7 +258,7 @@ def pack_recv(
     out: bytearray, at: int, wr: RecvWR, wr_id: int, sges: Sequence[SGE]
 ) -> tuple[int, tuple[Any, ...]]:
     """Write a receive work request; the rest is as in pack_send."""
-    record = _recv[len(sges)]
+    record = RECV_RECORDS[len(sges)]
     try:
         record.pack_into(out, at, wr_id, len(sges), *_numbers(sges))
     except (StructError, TypeError) as error:

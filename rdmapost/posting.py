@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from struct import error as StructError
+from typing import Any, NoReturn
 
 from ._binding import ffi
 from .enums import SendFlags
 from .errors import PostError
 from .inflight import InFlight, InFlightAny
 from .packing import Refused, check_numbers, gather, record_size
-from .wr import SGE, BindMW
+from .plain import Plain
+from .wr import SGE, BindMW, RecvWR
 
 __all__ = ["PostQueue"]
 
 _WR_ID_END = 1 << 64
 _INLINE = int(SendFlags.INLINE)
+_COUNT_MASK = 0xFFFF_FFFF
+_WRONG = (StructError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What a value of the wrong type or range in a field makes the short way raise."""
+
+
+_NOT_PLAIN: Mapping[type, Plain] = {}
 
 
 class PostQueue:
@@ -31,35 +39,37 @@ class PostQueue:
 
     Args:
         call: the verb, by its man page's name.
-        link: the shim's call that links packed records.
-        post: the shim's call that posts them.
+        submit: the shim's call that links packed records and posts them.
         wr_type: the class of work request that the queue takes.
         pack: writes one work request as a record.
         depth: how many work requests the queue holds.
         depth_name: the attribute that said so.
         bounded: refuse a work request when that many are outstanding.
         in_flight: where they are recorded.
+        plain: the short ways, by the class of work request; each writes records
+            of one size.
     """
 
     def __init__(
         self,
         call: str,
-        link: Any,
-        post: Any,
+        submit: Any,
         wr_type: type,
         pack: Callable[[bytearray, int, Any, int, Sequence[SGE]], tuple[int, tuple[Any, ...]]],
         depth: int,
         depth_name: str,
         bounded: bool,
         in_flight: InFlight | InFlightAny,
+        plain: Mapping[type, Plain],
     ) -> None:
         self.call = call
         self.in_flight = in_flight
         self.depth = depth
         self._bounded = bounded
         self.lock = threading.Lock()
-        self._link = link
-        self._post = post
+        self._submit = submit
+        self._plain = plain
+        self._plain_size = record_size(1) if wr_type is not RecvWR else record_size(1) - 96
         self._wr_type = wr_type
         self._pack = pack
         self._depth_name = depth_name
@@ -72,6 +82,7 @@ class PostQueue:
         wrs: Any,
         check: Callable[[Any, Sequence[SGE]], str | None] | None,
         hint: Callable[[int, Any], str],
+        ready: bool = True,
     ) -> None:
         """Post a work request, or a sequence of them.
 
@@ -80,10 +91,14 @@ class PostQueue:
             wrs: one work request or an iterable of them.
             check: says why one cannot be posted, or None.
             hint: says what the device may have meant by an error number.
+            ready: whether the state of the queue lets work requests go the short way.
 
         Raises:
             PostError: a work request was refused, here or by the device.
         """
+        plain = self._plain if ready else _NOT_PLAIN
+        if type(wrs) in plain and self._post_plain(live, wrs, plain[type(wrs)], hint):
+            return
         items: Iterable[Any] = (wrs,) if isinstance(wrs, self._wr_type) else wrs
         try:
             wr_list = tuple(items)
@@ -97,7 +112,7 @@ class PostQueue:
             handle = live()
             if not wr_list:
                 return
-            refused = self._pack_all(wr_list, check)
+            refused = self._pack_all(wr_list, check, plain)
             count = len(wr_list) if refused is None else refused[0]
             if count:
                 self._post_packed(handle, wr_list, count, hint)
@@ -108,13 +123,59 @@ class PostQueue:
                 index=index, posted=index, count=len(wr_list), wr=wr_list[index],
             )  # fmt: skip
 
+    def _post_plain(
+        self, live: Callable[[], Any], wr: Any, pack: Plain, hint: Callable[[int, Any], str]
+    ) -> bool:
+        """Post one work request the short way, or return False where it is not plain."""
+        lock = self.lock
+        lock.acquire()
+        try:
+            handle = live()
+            if not self._add_plain(wr, pack, 0):
+                return False
+            result = self._submit(handle, self._records_ptr, self._plain_size, 1)
+            if result:
+                self._fail(result, (wr,), 1, hint)
+        finally:
+            lock.release()
+        return True
+
+    def _add_plain(self, wr: Any, pack: Plain, at: int) -> bool:
+        """Pack and record one work request the short way, or return False and do nothing."""
+        in_flight = self.in_flight
+        posted, done = in_flight.counts
+        if self._bounded and posted - done >= self.depth:
+            return False
+        wr_id = wr.wr_id
+        if type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END:
+            return False
+        try:
+            refers_to = pack(self._records, at, in_flight.base | posted & _COUNT_MASK, wr)
+        except _WRONG:
+            return False
+        if refers_to is None:
+            return False
+        in_flight.add(wr_id, refers_to)
+        return True
+
     def _pack_all(
-        self, wrs: Sequence[Any], check: Callable[[Any, Sequence[SGE]], str | None] | None
+        self,
+        wrs: Sequence[Any],
+        check: Callable[[Any, Sequence[SGE]], str | None] | None,
+        plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         """Pack work requests up to the first that is refused; return which, errno and why."""
         self._end = 0
         self._binds.clear()
         for index, wr in enumerate(wrs):
+            way = plain.get(type(wr))
+            if way is not None:
+                at, end = self._end, self._end + self._plain_size
+                if end > len(self._records):
+                    self._grow(2 * end)
+                if self._add_plain(wr, way, at):
+                    self._end = end
+                    continue
             sges: Sequence[SGE] = ()
             try:
                 sges = gather(getattr(wr, "sg_list", ()))
@@ -167,12 +228,17 @@ class PostQueue:
     def _post_packed(
         self, handle: Any, wrs: Sequence[Any], count: int, hint: Callable[[int, Any], str]
     ) -> None:
-        if self._link(self._records_ptr, self._end, count):
+        result = self._submit(handle, self._records_ptr, self._end, count)
+        if result:
+            self._fail(result, wrs, count, hint)
+        self._bound(count)
+
+    def _fail(
+        self, result: int, wrs: Sequence[Any], count: int, hint: Callable[[int, Any], str]
+    ) -> NoReturn:
+        """Take back what the device did not take, and say so."""
+        if result < 0:
             raise AssertionError("packed records do not add up")
-        result = self._post(handle, self._records_ptr)
-        if not result:
-            self._bound(count)
-            return
         code = int(result & 0xFFFF_FFFF)
         index: int | None = (result >> 32) - 1
         if index is not None and index < 0:

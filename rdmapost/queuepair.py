@@ -19,6 +19,7 @@ from .errors import RdmaError, VerbsError, describe_errno
 from .inflight import InFlight
 from .memory import PD
 from .packing import pack_recv, pack_send
+from .plain import plain_receives, plain_sends
 from .posting import PostQueue
 from .rules import (
     MAX_MSG_SIZE,
@@ -189,13 +190,15 @@ class QP(Steps):
             max_tso_header,
         )  # fmt: skip
         self._send = PostQueue(
-            "ibv_post_send", lib.rp_link_send, lib.rp_post_send, SendWR, pack_send,
+            "ibv_post_send", lib.rp_submit_send, SendWR, pack_send,
             # Of a queue that is not there, the check says more than that it is full.
             self.max_send_wr, "max_send_wr", checked and xrcd is None, InFlight(),
+            plain_sends(self._limits, checked),
         )  # fmt: skip
         self._recv = PostQueue(
-            "ibv_post_recv", lib.rp_link_recv, lib.rp_post_recv, RecvWR, pack_recv,
+            "ibv_post_recv", lib.rp_submit_recv, RecvWR, pack_recv,
             self.max_recv_wr, "max_recv_wr", checked, InFlight(),
+            plain_receives(self._limits, checked),
         )  # fmt: skip
         for queue in (self._send.in_flight, self._recv.in_flight):
             context._queues[queue.number] = queue
@@ -289,7 +292,8 @@ class QP(Steps):
         See ibv_post_send(3).
         """
         check = self._check_all if self.checked else self._check_harmful
-        self._send.post(self._live, wrs, check, self._hint)
+        ready = self._state >= QPState.RTS or not self.checked
+        self._send.post(self._live, wrs, check, self._hint, ready)
 
     def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -315,7 +319,9 @@ class QP(Steps):
             raise RdmaError(
                 f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
             )
-        self._recv.post(self._live, wrs, self._check_recv if self.checked else None, self._hint)
+        checked = self.checked
+        ready = self._state is not QPState.RESET or not checked
+        self._recv.post(self._live, wrs, self._check_recv if checked else None, self._hint, ready)
 
     def _check_all(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
         return check_send_state(self._state) or check_send(wr, sges, self._limits)

@@ -95,7 +95,6 @@ _MASK64 = (1 << 64) - 1
 _OPS_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
 # Arithmetic on a Flag costs a microsecond, on a number next to nothing.
 _INLINE = int(SendFlags.INLINE)
-_LOCAL_WRITE = int(Access.LOCAL_WRITE)
 
 
 def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags:
@@ -303,7 +302,7 @@ def _check_sge(sge: SGE, pd: Any) -> str | None:
 def _check_writable(sges: Sequence[SGE], what: str) -> str | None:
     for sge in sges:
         owner = sge.owner
-        if owner is not None and not int(owner.access) & _LOCAL_WRITE:
+        if owner is not None and not owner.writable:
             return f"{what} goes to {owner}, which was registered without LOCAL_WRITE"
     return None
 

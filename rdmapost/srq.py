@@ -15,6 +15,7 @@ from .errors import RdmaError, UnsupportedError, describe_errno
 from .inflight import InFlightAny
 from .memory import PD
 from .packing import pack_recv
+from .plain import plain_receives
 from .posting import PostQueue
 from .rules import Limits, check_op, check_recv
 from .tagging import TagQueue
@@ -114,8 +115,9 @@ class SRQ(Resource):
         self._limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {})
         self._checked = (lambda wr, sges: check_recv(wr, sges, limits)) if checked else None
         self._recv = PostQueue(
-            "ibv_post_srq_recv", lib.rp_link_recv, lib.rp_post_srq_recv, RecvWR, pack_recv,
+            "ibv_post_srq_recv", lib.rp_submit_srq_recv, RecvWR, pack_recv,
             self.max_wr, "max_wr", checked, InFlightAny(),
+            plain_receives(limits, checked),
         )  # fmt: skip
         self._ops = TagQueue(self.max_ops, self.max_num_tags, checked and tagged)
         for queue in self._queues():

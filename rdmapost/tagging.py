@@ -8,13 +8,14 @@ receive that a TAG_DEL removed never completes, and is done when the TAG_DEL is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
 from ._binding import ffi, lib
 from .inflight import Operations, TaggedReceives
 from .packing import Refused, pack_ops
+from .plain import Plain
 from .posting import PostQueue
 from .wr import SGE, OpsWR, TagAdd, TagDel, TagHandle
 
@@ -41,8 +42,8 @@ class TagQueue(PostQueue):
         self._max_num_tags = max_num_tags
         self._packed: list[tuple[TagAdd, int, int] | None] = []
         super().__init__(
-            "ibv_post_srq_ops", lib.rp_link_ops, lib.rp_post_srq_ops, OpsWR, _pack_nothing,
-            max_ops, "max_ops", bounded, Operations(self.tagged),
+            "ibv_post_srq_ops", lib.rp_submit_srq_ops, OpsWR, _pack_nothing,
+            max_ops, "max_ops", bounded, Operations(self.tagged), {},
         )  # fmt: skip
 
     def holds(self, handle: Any) -> bool:
@@ -54,11 +55,14 @@ class TagQueue(PostQueue):
         return self.tagged.peek(handle._ticket) is not None
 
     def _pack_all(
-        self, wrs: Sequence[Any], check: Callable[[Any, Sequence[SGE]], str | None] | None
+        self,
+        wrs: Sequence[Any],
+        check: Callable[[Any, Sequence[SGE]], str | None] | None,
+        plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         self._packed.clear()
         try:
-            return super()._pack_all(wrs, check)
+            return super()._pack_all(wrs, check, plain)
         except BaseException:
             self._forget_after(0)
             raise

@@ -64,6 +64,7 @@ ANYTHING = ~DeviceCap(0)
 def region(access: int = Access.LOCAL_WRITE, length: int = 4096, **fields: Any) -> Any:
     """Make what the checks see of a memory region."""
     region = {"addr": 0x10000, "length": length, "lkey": 1, "access": access, "pd": PD}
+    region["writable"] = bool(access & Access.LOCAL_WRITE)
     return SimpleNamespace(**{**region, **fields})
 
 

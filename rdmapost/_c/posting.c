@@ -133,6 +133,34 @@ int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records)
 	POST_RECORDS(struct ibv_ops_wr, ibv_post_srq_ops, srq);
 }
 
+int64_t rp_submit_send(struct ibv_qp *qp, void *records, size_t size,
+		       uint32_t count)
+{
+	return rp_link_send(records, size, count) ? -1 :
+						    rp_post_send(qp, records);
+}
+
+int64_t rp_submit_recv(struct ibv_qp *qp, void *records, size_t size,
+		       uint32_t count)
+{
+	return rp_link_recv(records, size, count) ? -1 :
+						    rp_post_recv(qp, records);
+}
+
+int64_t rp_submit_srq_recv(struct ibv_srq *srq, void *records, size_t size,
+			   uint32_t count)
+{
+	return rp_link_recv(records, size, count) ?
+		       -1 : rp_post_srq_recv(srq, records);
+}
+
+int64_t rp_submit_srq_ops(struct ibv_srq *srq, void *records, size_t size,
+			  uint32_t count)
+{
+	return rp_link_ops(records, size, count) ?
+		       -1 : rp_post_srq_ops(srq, records);
+}
+
 static int64_t now_ns(void)
 {
 	struct timespec ts;

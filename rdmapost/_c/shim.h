@@ -91,6 +91,16 @@ int64_t rp_post_recv(struct ibv_qp *qp, void *records);
 int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
 int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
 
+/* Link and post in one call; -1 when the records do not fill the buffer. */
+int64_t rp_submit_send(struct ibv_qp *qp, void *records, size_t size,
+		       uint32_t count);
+int64_t rp_submit_recv(struct ibv_qp *qp, void *records, size_t size,
+		       uint32_t count);
+int64_t rp_submit_srq_recv(struct ibv_srq *srq, void *records, size_t size,
+			   uint32_t count);
+int64_t rp_submit_srq_ops(struct ibv_srq *srq, void *records, size_t size,
+			  uint32_t count);
+
 /*
  * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`
  * nanoseconds until there are `min` of them.  Returns their number, or -1
