@@ -74,9 +74,9 @@ class InFlight:
         not outstanding.
         """
         counts = self.counts
-        done = counts[1]
+        posted, done = counts
         ahead = (ticket - done) & _COUNT_MASK
-        if ahead >= counts[0] - done:
+        if ahead >= posted - done:
             return None
         counts[1] = done + ahead + 1
         entries = self.entries
