@@ -7,28 +7,111 @@
  */
 #include "soft.h"
 
+#include <string.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
+/* A context, and what it calls; `verbs` ends it, as the header expects. */
+struct soft_context {
+	struct rp_soft_ops ops;
+	struct verbs_context verbs;
+};
+
+static struct soft_context *whole(struct ibv_context *context)
+{
+	char *verbs = (char *)verbs_get_ctx(context);
+
+	return (void *)(verbs - offsetof(struct soft_context, verbs));
+}
+
+/*
+ * A provider in Python would follow the pointers of a chain one by one, and
+ * each would cost more than all of this: so it gets the work requests as
+ * records in one piece, as many at a time as the buffer holds.
+ */
+#define BUFFER_SIZE 8192
+
+#define TAKE_CHAIN(type, take, number)                                         \
+	do {                                                                   \
+		_Alignas(8) char buffer[BUFFER_SIZE];                          \
+		while (wr) {                                                   \
+			type *first = wr;                                      \
+			size_t size = 0;                                       \
+			uint32_t count = 0;                                    \
+			int64_t taken;                                         \
+			for (int ok = 1; wr && ok; wr = wr->next) {            \
+				size_t sges = 0;                               \
+				ok = wr->num_sge >= 0 &&                       \
+				     wr->num_sge <= RP_SOFT_MAX_SGE &&         \
+				     (!wr->num_sge || wr->sg_list);            \
+				if (ok)                                        \
+					sges = (size_t)wr->num_sge *           \
+					       sizeof(struct ibv_sge);         \
+				if (size + sizeof(*wr) + sges > BUFFER_SIZE)   \
+					break;                                 \
+				memcpy(buffer + size, wr, sizeof(*wr));        \
+				if (!ok)                                       \
+					((type *)(void *)(buffer + size))      \
+						->num_sge = -1;                \
+				size += sizeof(*wr);                           \
+				if (sges)                                      \
+					memcpy(buffer + size, wr->sg_list,     \
+					       sges);                          \
+				size += sges;                                  \
+				count++;                                       \
+			}                                                      \
+			taken = take(number, buffer, size, count);             \
+			if (taken == count)                                    \
+				continue;                                      \
+			for (uint32_t i = (uint32_t)taken; i; i--)             \
+				first = first->next;                           \
+			*bad_wr = first;                                       \
+			return (int)(taken >> 32);                             \
+		}                                                              \
+		return 0;                                                      \
+	} while (0)
+
+static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
+		     struct ibv_send_wr **bad_wr)
+{
+	TAKE_CHAIN(struct ibv_send_wr, whole(qp->context)->ops.send, qp->qp_num);
+}
+
+static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr,
+		     struct ibv_recv_wr **bad_wr)
+{
+	TAKE_CHAIN(struct ibv_recv_wr, whole(qp->context)->ops.recv, qp->qp_num);
+}
+
+static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr,
+			 struct ibv_recv_wr **bad_wr)
+{
+	TAKE_CHAIN(struct ibv_recv_wr, whole(srq->context)->ops.srq_recv,
+		   srq->handle);
+}
+
 struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops)
 {
+	struct soft_context *soft;
 	struct verbs_context *context;
 
 	if (!ops) {
 		errno = EINVAL;
 		return NULL;
 	}
-	context = calloc(1, sizeof(*context)); /* freed by rp_soft_close */
-	if (!context)
+	soft = calloc(1, sizeof(*soft)); /* freed by rp_soft_close */
+	if (!soft)
 		return NULL;
+	soft->ops = *ops;
+	context = &soft->verbs;
 	context->sz = sizeof(*context);
 	context->context.abi_compat = __VERBS_ABI_IS_EXTENDED;
 	context->context.cmd_fd = -1;
 	context->context.async_fd = -1;
 	context->context.num_comp_vectors = 1;
-	context->context.ops.post_send = ops->post_send;
-	context->context.ops.post_recv = ops->post_recv;
-	context->context.ops.post_srq_recv = ops->post_srq_recv;
+	context->context.ops.post_send = post_send;
+	context->context.ops.post_recv = post_recv;
+	context->context.ops.post_srq_recv = post_srq_recv;
 	context->context.ops.poll_cq = ops->poll_cq;
 	context->context.ops.req_notify_cq = ops->req_notify_cq;
 	context->post_srq_ops = ops->post_srq_ops;
@@ -38,7 +121,7 @@ struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops)
 void rp_soft_close(struct ibv_context *context)
 {
 	if (context)
-		free(verbs_get_ctx(context));
+		free(whole(context));
 }
 
 /* ---- an extended CQ ----------------------------------------------------- */

@@ -1,12 +1,12 @@
 /* The C side of the soft device; soft.c documents it. */
 
 struct rp_soft_ops {
-	int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr,
-			 struct ibv_send_wr **bad_wr);
-	int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr,
-			 struct ibv_recv_wr **bad_wr);
-	int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *wr,
-			     struct ibv_recv_wr **bad_wr);
+	int64_t (*send)(uint32_t number, char *records, size_t size,
+			uint32_t count);
+	int64_t (*recv)(uint32_t number, char *records, size_t size,
+			uint32_t count);
+	int64_t (*srq_recv)(uint32_t number, char *records, size_t size,
+			    uint32_t count);
 	int (*post_srq_ops)(struct ibv_srq *srq, struct ibv_ops_wr *op,
 			    struct ibv_ops_wr **bad_op);
 	int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
@@ -32,12 +32,10 @@ int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq,
 int rp_timer_open(void);
 int rp_timer_set(int fd, int64_t ns);
 
-extern "Python" int soft_post_send(struct ibv_qp *, struct ibv_send_wr *,
-				   struct ibv_send_wr **);
-extern "Python" int soft_post_recv(struct ibv_qp *, struct ibv_recv_wr *,
-				   struct ibv_recv_wr **);
-extern "Python" int soft_post_srq_recv(struct ibv_srq *, struct ibv_recv_wr *,
-				       struct ibv_recv_wr **);
+#define RP_SOFT_MAX_SGE ...
+extern "Python" int64_t soft_send(uint32_t, char *, size_t, uint32_t);
+extern "Python" int64_t soft_recv(uint32_t, char *, size_t, uint32_t);
+extern "Python" int64_t soft_srq_recv(uint32_t, char *, size_t, uint32_t);
 extern "Python" int soft_post_srq_ops(struct ibv_srq *, struct ibv_ops_wr *,
 				      struct ibv_ops_wr **);
 extern "Python" int soft_poll_cq(struct ibv_cq *, int, struct ibv_wc *);

@@ -4,14 +4,22 @@
 
 #include "shim.h"
 
+/*
+ * Take the first of `count` records: work requests copied out of a chain, each
+ * followed by its SGEs.  One whose SGEs cannot be copied comes last, with a
+ * num_sge of -1.  Returns how many were taken, and, if that is not all, in the
+ * high 32 bits the errno of the next.
+ */
+typedef int64_t rp_soft_take(uint32_t number, char *records, size_t size,
+			     uint32_t count);
+
+#define RP_SOFT_MAX_SGE 32
+
 /* The data verbs of a context, as the provider defines them. */
 struct rp_soft_ops {
-	int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr,
-			 struct ibv_send_wr **bad_wr);
-	int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr,
-			 struct ibv_recv_wr **bad_wr);
-	int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *wr,
-			     struct ibv_recv_wr **bad_wr);
+	rp_soft_take *send; /* by qp_num */
+	rp_soft_take *recv; /* by qp_num */
+	rp_soft_take *srq_recv; /* by the SRQ's handle */
 	int (*post_srq_ops)(struct ibv_srq *srq, struct ibv_ops_wr *op,
 			    struct ibv_ops_wr **bad_op);
 	int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);

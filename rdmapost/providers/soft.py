@@ -59,7 +59,7 @@ __all__ = ["SoftProvider"]
 _log = logging.getLogger("rdmapost.soft")
 
 MAX_QP_WR = 16384
-MAX_SGE = 32
+MAX_SGE = lib.RP_SOFT_MAX_SGE
 MAX_INLINE = 1024
 MAX_CQE = 1 << 20
 MAX_SRQ_WR = 16384
@@ -116,7 +116,9 @@ _SGE = Struct("=QII")
 _WC = Struct("=QiIIIIIIIHHBB2x")
 _TM_INFO = Struct("=QI4x")
 _OPS = Struct("=Q8xIiIIQ8xi4xQQ")  # as rdmapost.packing writes it
-_UNION_AT, _SRQN_AT = 40, 72
+_UINT32 = Struct("=I")
+_RECV = Struct("=Q16xi4x")  # wr_id, num_sge
+_SEND_SIZE, _UNION_AT, _SRQN_AT = 128, 40, 72
 
 _SIGNED_MASK = 0xFFFF_FFFF
 _INLINE = int(SendFlags.INLINE)
@@ -196,9 +198,7 @@ class SoftProvider:
 
     def open_device(self, name: str) -> Any:
         ops = ffi.new("struct rp_soft_ops *")
-        for call in (
-            "post_send", "post_recv", "post_srq_recv", "post_srq_ops", "poll_cq", "req_notify_cq",
-        ):  # fmt: skip
+        for call in ("send", "recv", "srq_recv", "post_srq_ops", "poll_cq", "req_notify_cq"):
             setattr(ops, call, getattr(lib, f"soft_{call}"))
         context = lib.rp_soft_open(ops)
         if context == ffi.NULL:
@@ -273,8 +273,8 @@ class SoftProvider:
         mr.context, mr.pd, mr.addr, mr.length = pd.context, pd, addr, length
         start = 0 if access & Access.ZERO_BASED else int(ffi.cast("uintptr_t", addr))
         with _lock:
-            region = _device.memory.register(_objects[pd.handle], start, length, access)
-        region.base = ffi.cast("char *", addr)
+            memory = memoryview(ffi.buffer(ffi.cast("char *", addr), length))
+            region = _device.memory.register(_objects[pd.handle], start, memory, access)
         mr.lkey, mr.rkey = region.lkey, region.rkey
         return _keep(mr, region)
 
@@ -675,36 +675,54 @@ def _sges(wr: Any, count: int) -> list[tuple[int, int, int]]:
     return list(_SGE.iter_unpack(ffi.buffer(wr.sg_list, count * 16))) if count else []
 
 
-def _read_send(qp: QueuePair, wr: Any) -> tuple[SendWQE | None, int]:
-    """Read a send work request; return it, or None and an errno."""
-    raw = ffi.buffer(wr)
-    wr_id, num_sge, opcode, flags, imm = _SEND_HEAD.unpack_from(raw)
+def _read_sges(raw: Any, at: int, count: int) -> Any:
+    """Read the SGEs of a record: (addr, length, lkey) each."""
+    if count == 1:
+        return (_SGE.unpack_from(raw, at),)
+    return tuple(_SGE.iter_unpack(raw[at : at + count * _SGE.size]))
+
+
+def _read_send(qp: QueuePair, raw: Any, at: int) -> tuple[SendWQE | None, int, int]:
+    """Read a send work request; return it, where it ends, and 0; or None, and an errno."""
+    wr_id, num_sge, opcode, flags, imm = _SEND_HEAD.unpack_from(raw, at)
     if not 0 <= num_sge <= qp.sq.max_sge:
-        return None, errno.EINVAL
+        return None, at, errno.EINVAL
     wqe = SendWQE(wr_id, _OPCODES.get(opcode, opcode), flags, imm)
+    end = at + _SEND_SIZE
     if num_sge:
-        wqe.sges = _sges(wr, num_sge)
+        wqe.sges = _read_sges(raw, end, num_sge)
+        end += num_sge * _SGE.size
+    code = (
+        0
+        if opcode == Opcode.SEND and not flags & _INLINE and qp.type is QPType.RC
+        else _read_more(qp, wqe, raw, at)
+    )
+    return None if code else wqe, end, code
+
+
+def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int) -> int:
+    """Read what depends on the opcode, the flags and the queue pair; return 0 or an errno."""
+    opcode, flags, union = wqe.opcode, wqe.flags, at + _UNION_AT
     if flags & _INLINE:
         if sum(length for _, length, _ in wqe.sges) > qp.max_inline:
-            return None, errno.EINVAL
-        data = b"".join(
-            bytes(ffi.buffer(ffi.cast("char *", addr), length)) for addr, length, _ in wqe.sges
+            return errno.EINVAL
+        wqe.inline = b"".join(
+            ffi.buffer(ffi.cast("char *", addr), length) for addr, length, _ in wqe.sges
         )
-        wqe.inline = ffi.from_buffer(data)
         wqe.sges = ()
     if opcode in _REMOTE:
-        wqe.remote_addr, wqe.rkey = _RDMA.unpack_from(raw, _UNION_AT)
+        wqe.remote_addr, wqe.rkey = _RDMA.unpack_from(raw, union)
     elif opcode in _ATOMICS:
-        (wqe.remote_addr, wqe.compare_add, wqe.swap, wqe.rkey) = _ATOMIC.unpack_from(raw, _UNION_AT)
+        wqe.remote_addr, wqe.compare_add, wqe.swap, wqe.rkey = _ATOMIC.unpack_from(raw, union)
     elif opcode in _DATAGRAM and qp.type is QPType.UD:
-        ah, wqe.remote_qpn, wqe.remote_qkey = _UD.unpack_from(raw, _UNION_AT)
+        ah, wqe.remote_qpn, wqe.remote_qkey = _UD.unpack_from(raw, union)
         if not ah:
-            return None, errno.EINVAL
-        wqe.ah = _objects[wr.wr.ud.ah.handle]
+            return errno.EINVAL
+        wqe.ah = _objects[ffi.cast("struct ibv_ah *", ah).handle]
     elif opcode == Opcode.BIND_MW:
-        bind = wr.bind_mw
+        bind = _struct(raw, at).bind_mw
         if not bind.mw or not bind.bind_info.mr:
-            return None, errno.EINVAL
+            return errno.EINVAL
         info = bind.bind_info
         wqe.rkey = bind.rkey
         wqe.bind = (
@@ -712,14 +730,19 @@ def _read_send(qp: QueuePair, wr: Any) -> tuple[SendWQE | None, int]:
             info.mw_access_flags,
         )  # fmt: skip
     if opcode == Opcode.TSO:
-        tso = wr.tso
+        tso = _struct(raw, at).tso
         if tso.hdr_sz > qp.max_tso_header or (tso.hdr_sz and not tso.hdr):
-            return None, errno.EINVAL
+            return errno.EINVAL
         wqe.hdr = bytes(ffi.buffer(ffi.cast("char *", tso.hdr), tso.hdr_sz))
         wqe.mss = tso.mss
     if qp.type is QPType.XRC_SEND:
-        wqe.remote_srqn = wr.qp_type.xrc.remote_srqn
-    return wqe, 0
+        (wqe.remote_srqn,) = _UINT32.unpack_from(raw, at + _SRQN_AT)
+    return 0
+
+
+def _struct(raw: Any, at: int) -> Any:
+    """Return the struct of a record, for its less usual parts."""
+    return ffi.from_buffer("struct ibv_send_wr *", raw[at : at + _SEND_SIZE])
 
 
 def _guarded(error: int) -> Callable[[Any, Any, Any], Any]:
@@ -733,59 +756,65 @@ def _guarded(error: int) -> Callable[[Any, Any, Any], Any]:
     return onerror
 
 
-@ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]
-def soft_post_send(qp_struct: Any, wr: Any, bad_wr: Any) -> int:
+@ffi.def_extern(onerror=_guarded(errno.EIO << 32))  # type: ignore[untyped-decorator]
+def soft_send(qp_num: int, records: Any, size: int, count: int) -> int:
+    taken = code = at = 0
+    raw = memoryview(ffi.buffer(records, size))
     with _lock:
         if _device.parked:
             _device.progress()
-        qp = _device.qps[qp_struct.qp_num]
+        qp = _device.qps[qp_num]
         faults = qp.context.faults
-        code = 0
-        while wr:
+        for taken in range(count):  # noqa: B007
             code = faults.errno_of_post() if faults.posts else 0
             if not code:
-                wqe, code = _read_send(qp, wr)
+                wqe, at, code = _read_send(qp, raw, at)
                 if wqe is not None:
                     code = qp.post_send(wqe)
             if code:
-                bad_wr[0] = wr
                 break
-            wr = wr.next
+        else:
+            taken = count
         requester.run(qp)
     if _device.errors:
         _tell()
-    return code
+    return code << 32 | taken
 
 
-def _post_receives(post: Callable[[RecvWQE], int], max_sge: int, wr: Any, bad_wr: Any) -> int:
-    code = 0
+def _take_receives(
+    post: Callable[[RecvWQE], int], max_sge: int, records: Any, size: int, count: int
+) -> int:
+    taken = code = at = 0
+    raw = memoryview(ffi.buffer(records, size))
     with _lock:
         if _device.parked:
             _device.progress()
-        while wr:
-            count = wr.num_sge
+        for taken in range(count):  # noqa: B007
+            wr_id, num_sge = _RECV.unpack_from(raw, at)
             code = errno.EINVAL
-            if 0 <= count <= max_sge:
-                code = post(RecvWQE(wr.wr_id, _sges(wr, count)))
+            if 0 <= num_sge <= max_sge:
+                at += _RECV.size
+                code = post(RecvWQE(wr_id, _read_sges(raw, at, num_sge)))
+                at += num_sge * _SGE.size
             if code:
-                bad_wr[0] = wr
                 break
-            wr = wr.next
+        else:
+            taken = count
     if _device.errors:
         _tell()
-    return code
+    return code << 32 | taken
 
 
-@ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]
-def soft_post_recv(qp_struct: Any, wr: Any, bad_wr: Any) -> int:
-    qp = _device.qps[qp_struct.qp_num]
-    return _post_receives(qp.post_recv, qp.rq.max_sge, wr, bad_wr)
+@ffi.def_extern(onerror=_guarded(errno.EIO << 32))  # type: ignore[untyped-decorator]
+def soft_recv(qp_num: int, records: Any, size: int, count: int) -> int:
+    qp = _device.qps[qp_num]
+    return _take_receives(qp.post_recv, qp.rq.max_sge, records, size, count)
 
 
-@ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]
-def soft_post_srq_recv(srq_struct: Any, wr: Any, bad_wr: Any) -> int:
-    srq: SharedReceiveQueue = _objects[srq_struct.handle]
-    return _post_receives(srq.post_recv, srq.queue.max_sge, wr, bad_wr)
+@ffi.def_extern(onerror=_guarded(errno.EIO << 32))  # type: ignore[untyped-decorator]
+def soft_srq_recv(handle: int, records: Any, size: int, count: int) -> int:
+    srq: SharedReceiveQueue = _objects[handle]
+    return _take_receives(srq.post_recv, srq.queue.max_sge, records, size, count)
 
 
 @ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]
@@ -834,8 +863,8 @@ def soft_poll_cq(cq_struct: Any, most: int, wc: Any) -> int:
         if entries:
             raw = ffi.buffer(wc, len(entries) * _WC.size)
             at = 0
-            for entry in entries:
-                _WC.pack_into(raw, at, *entry.fields)
+            for fields, *_ in entries:
+                _WC.pack_into(raw, at, *fields)
                 at += _WC.size
     if _device.errors:
         _tell()
@@ -851,9 +880,9 @@ def soft_fill_cq(cq_struct: Any, most: int, wc: Any, tm: Any) -> int:
         if entries:
             raw = ffi.buffer(wc, len(entries) * _WC.size)
             infos = ffi.buffer(tm, len(entries) * _TM_INFO.size)
-            for index, entry in enumerate(entries):
-                _WC.pack_into(raw, index * _WC.size, *entry.fields)
-                _TM_INFO.pack_into(infos, index * _TM_INFO.size, *entry.tm_info)
+            for index, (fields, _, _, _, tm_info) in enumerate(entries):
+                _WC.pack_into(raw, index * _WC.size, *fields)
+                _TM_INFO.pack_into(infos, index * _TM_INFO.size, *tm_info)
     if _device.errors:
         _tell()
     return len(entries)

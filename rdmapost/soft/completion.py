@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._binding import ffi, lib
 from ..enums import EventType
@@ -13,31 +13,19 @@ if TYPE_CHECKING:
     from .device import Device
     from .queue import WorkQueue
 
-__all__ = ["Channel", "CompletionQueue", "Entry", "EventQueue"]
+__all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue"]
 
 _NOT_ARMED, _ARMED_SOLICITED, _ARMED_NEXT = range(3)
 
 
-class Entry:
-    """A completion queue entry: the fields of ``struct ibv_wc``, and whose slots it frees."""
+Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, tuple[int, int]]"
+"""A completion queue entry: the fields of ``struct ibv_wc`` (wr_id, status, opcode, vendor_err,
+byte_len, imm_data or invalidated_rkey, qp_num, src_qp, wc_flags, pkey_index, slid, sl,
+dlid_path_bits); the queue whose slots it frees; how many; whether it was solicited; and the tag
+and application context of a tag-matching message.  A plain tuple, for there are many."""
 
-    __slots__ = ("fields", "frees", "queue", "solicited", "tm_info")
-
-    def __init__(
-        self,
-        fields: tuple[int, ...],
-        queue: WorkQueue,
-        frees: int,
-        solicited: bool = False,
-        tm_info: tuple[int, int] = (0, 0),
-    ) -> None:
-        self.fields = fields
-        """wr_id, status, opcode, vendor_err, byte_len, imm_data or invalidated_rkey,
-        qp_num, src_qp, wc_flags, pkey_index, slid, sl, dlid_path_bits."""
-        self.queue = queue
-        self.frees = frees
-        self.solicited = solicited
-        self.tm_info = tm_info
+NO_TAG = (0, 0)
+"""In the entry of what is no tag-matching message."""
 
 
 class Channel:
@@ -98,8 +86,8 @@ class CompletionQueue:
         return True
 
     def _notify(self, entry: Entry) -> None:
-        failed = entry.fields[1] != 0
-        if self._armed == _ARMED_SOLICITED and not (entry.solicited or failed):
+        (_, status, *_), _, _, solicited, _ = entry
+        if self._armed == _ARMED_SOLICITED and not (solicited or status):
             return
         self._armed = _NOT_ARMED
         if self.channel is not None:
@@ -112,7 +100,8 @@ class CompletionQueue:
         taken: list[Entry] = []
         while entries and len(taken) < most:
             entry = entries.popleft()
-            entry.queue.used -= entry.frees
+            _, queue, frees, _, _ = entry
+            queue.used -= frees
             taken.append(entry)
         return taken
 
@@ -124,7 +113,7 @@ class CompletionQueue:
 
     def forget(self, queue: WorkQueue) -> None:
         """Drop the entries of a queue that is being destroyed or reset."""
-        self.entries = deque(entry for entry in self.entries if entry.queue is not queue)
+        self.entries = deque(entry for entry in self.entries if entry[1] is not queue)
 
 
 class EventQueue:

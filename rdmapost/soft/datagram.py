@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._binding import ffi
 from ..enums import Opcode, SendFlags, WCFlags, WCStatus
 from . import offload
 from .memory import Fault, copy, gather
@@ -53,8 +52,7 @@ def send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
     if size > qp.device.port_mtu.bytes:
         raise Fault(WCStatus.LOC_LEN_ERR)
     if wqe.flags & _IP_CSUM:
-        message = offload.fill_checksums(gather(data), offload.ipoib)
-        data = [(ffi.from_buffer(message), size)]
+        data = [offload.fill_checksums(gather(data), offload.ipoib)]
     _send(qp, wqe, data, size)
 
 
@@ -67,7 +65,7 @@ def send_segmented(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> No
     if len(wqe.hdr) + min(size, wqe.mss) > qp.device.port_mtu.bytes:
         raise Fault(WCStatus.LOC_LEN_ERR)
     for message in offload.segments(wqe.hdr, offload.ipoib, gather(data), wqe.mss):
-        _send(qp, wqe, [(ffi.from_buffer(message), len(message))], len(message))
+        _send(qp, wqe, [message], len(message))
 
 
 def _send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
@@ -98,12 +96,12 @@ def _grh(address: AddressHandle, size: int) -> bytes:
 
 def deliver(request: Request, segments: Segments) -> None:
     """Write a datagram, GRH first, into a receive's buffers, which have room for it."""
-    copy([(ffi.from_buffer(request.grh), GRH_SIZE), *request.data], segments)
+    copy([request.grh, *request.data], segments)
 
 
 def flags_of(request: Request) -> int:
     """Return IP_CSUM_OK for a received IP-over-InfiniBand message with right checksums, else 0."""
-    if not request.data or bytes(ffi.buffer(request.data[0][0], 1)) not in _ETHERTYPE_STARTS:
+    if not request.data or bytes(request.data[0][:1]) not in _ETHERTYPE_STARTS:
         return 0
     right = offload.checksums_are_right(gather(request.data), offload.ipoib)
     return int(WCFlags.IP_CSUM_OK) if right else 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._binding import ffi
 from ..enums import Access, MWType, WCStatus
 from .wire import Segments
 
@@ -21,7 +20,6 @@ __all__ = [
     "RemoteFault",
     "Window",
     "copy",
-    "front",
     "gather",
 ]
 
@@ -53,18 +51,18 @@ class ProtectionDomain:
 class Region:
     """Registered memory."""
 
-    __slots__ = ("access", "addr", "base", "length", "lkey", "pd", "rkey", "valid", "windows")
+    __slots__ = ("access", "addr", "length", "lkey", "memory", "pd", "rkey", "valid", "windows")
 
     def __init__(
-        self, pd: ProtectionDomain, addr: int, length: int, access: int, lkey: int, rkey: int
+        self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int, lkey: int, rkey: int
     ) -> None:
         self.pd = pd
         self.addr = addr
-        self.length = length
+        self.memory = memory
+        self.length = len(memory)
         self.access = int(access)
         self.lkey = lkey
         self.rkey = rkey
-        self.base = ffi.cast("char *", addr)
         self.valid = True
         self.windows = 0
 
@@ -121,10 +119,12 @@ class Memory:
 
     # ---- registering --------------------------------------------------------
 
-    def register(self, pd: ProtectionDomain, addr: int, length: int, access: int) -> Region:
-        """Register memory; its keys are new, and the rkey is not the lkey."""
+    def register(self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int) -> Region:
+        """Register memory, which starts at an address; its keys are new, and the rkey is not the
+        lkey.
+        """
         lkey = self._new_key()
-        region = Region(pd, addr, length, access, lkey, lkey | 0x8000_0000)
+        region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000)
         self.regions_by_lkey[lkey] = region
         self._by_rkey[region.rkey] = region
         return region
@@ -154,22 +154,33 @@ class Memory:
 
     # ---- checking -----------------------------------------------------------
 
-    def local(self, pd: ProtectionDomain, sges: Any, write: bool) -> Segments:
+    def local(
+        self, pd: ProtectionDomain, sges: Any, write: bool, size: int | None = None
+    ) -> Segments:
         """Return the memory behind local SGEs.
 
         Args:
             pd: the queue's protection domain.
             sges: (addr, length, lkey) each; length 0 means 2^31.
             write: the device is to write there.
+            size: how many bytes are wanted, from the first on; SGEs that they do
+                not reach are not looked at.  All unless given.
 
         Raises:
-            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong.
+            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong;
+                LOC_LEN_ERR: the SGEs hold less than is wanted.
         """
         segments: Segments = []
         regions = self.regions_by_lkey
         for addr, length, lkey in sges:
-            region = regions.get(lkey)
             length = length or 1 << 31
+            if size is not None:
+                if not size:
+                    break
+                if length > size:
+                    length = size
+                size -= length
+            region = regions.get(lkey)
             if region is None or region.pd is not pd:
                 raise Fault(WCStatus.LOC_PROT_ERR)
             start = addr - region.addr
@@ -177,13 +188,15 @@ class Memory:
                 raise Fault(WCStatus.LOC_PROT_ERR)
             if write and not region.access & _LOCAL_WRITE:
                 raise Fault(WCStatus.LOC_PROT_ERR)
-            segments.append((region.base + start, length))
+            segments.append(region.memory[start : start + length])
+        if size:
+            raise Fault(WCStatus.LOC_LEN_ERR)
         return segments
 
     def remote(
         self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int, length: int, need: int
-    ) -> Any:
-        """Return a pointer to the memory behind a remote key.
+    ) -> memoryview:
+        """Return the memory behind a remote key.
 
         Args:
             pd: the responder's protection domain.
@@ -212,7 +225,8 @@ class Memory:
             raise RemoteFault("the range lies outside what the rkey covers")
         if need & ~target.access:
             raise RemoteFault("the rkey does not grant this")
-        return region.base + (target.addr - region.addr + start)
+        start += target.addr - region.addr
+        return region.memory[start : start + length]
 
     # ---- memory management operations ---------------------------------------
 
@@ -271,35 +285,21 @@ class Memory:
 
 def gather(source: Segments) -> bytes:
     """Return the bytes behind segments."""
-    return b"".join(bytes(ffi.buffer(pointer, length)) for pointer, length in source)
-
-
-def front(sges: Any, size: int) -> Any:
-    """Return the part of SGEs that so many bytes fill, or None where they do not fit."""
-    used = []
-    for addr, length, lkey in sges:
-        if not size:
-            break
-        length = min(length or 1 << 31, size)
-        used.append((addr, length, lkey))
-        size -= length
-    return None if size else used
+    return b"".join(source)
 
 
 def copy(source: Segments, target: Segments) -> None:
     """Copy all of the source into the target, which is at least as long."""
     if len(source) == 1 and target:
-        (pointer, length), (into, room) = source[0], target[0]
-        if length <= room:
-            ffi.memmove(into, pointer, length)
+        piece, into = source[0], target[0]
+        if len(piece) <= len(into):
+            into[: len(piece)] = piece
             return
     pieces = iter(target)
-    into, room = None, 0
-    for pointer, length in source:
-        while length:
-            if not room:
-                into, room = next(pieces)
-            size = min(length, room)
-            ffi.memmove(into, pointer, size)
-            pointer, into = pointer + size, into + size
-            length, room = length - size, room - size
+    into = memoryview(b"")
+    for piece in source:
+        while piece:
+            into = into or next(pieces)
+            size = min(len(piece), len(into))
+            into[:size] = piece[:size]
+            piece, into = piece[size:], into[size:]

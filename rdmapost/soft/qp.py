@@ -17,7 +17,7 @@ from ..enums import (
 )
 from ..rules import OPCODES_BY_QP_TYPE
 from ..states import OPTIONAL, REQUIRED
-from .completion import CompletionQueue, Entry
+from .completion import NO_TAG, CompletionQueue, Entry
 from .queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _COMPLETES_AS = {
 }
 
 _SIGNALED = int(SendFlags.SIGNALED)
+_PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
 _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
 
 ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
@@ -97,6 +98,7 @@ class QueuePair:
         self.handle: Any = None
         self.opcodes = OPCODES_BY_QP_TYPE[qp_type]
         self.reliable = qp_type in _RELIABLE
+        self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
         self.state = QPState.RESET
         self.attr: dict[str, Any] = {}
         self._forget()
@@ -195,7 +197,7 @@ class QueuePair:
         # An unknown opcode can only have failed; opcode means nothing then.
         opcode = _COMPLETES_AS.get(wqe.opcode, WCOpcode.SEND)
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
-        self._push(self.send_cq, Entry(fields, queue, frees))
+        self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
 
     def complete_recv(
         self,
@@ -204,23 +206,17 @@ class QueuePair:
         *,
         opcode: WCOpcode = WCOpcode.RECV,
         byte_len: int = 0,
-        imm: int = 0,
-        src_qp: int = 0,
         flags: int = 0,
-        sl: int = 0,
-        solicited: bool = False,
         queue: WorkQueue | None = None,
         cq: CompletionQueue | None = None,
-        tm_info: tuple[int, int] = (0, 0),
     ) -> None:
         """Retire a receive work request of this queue pair's, or of the given queue."""
-        fields = (
-            wqe.wr_id, status, opcode, 0, byte_len, imm, self.number, src_qp, flags, 0, 0, sl, 0,
-        )  # fmt: skip
-        entry = Entry(fields, self.rq if queue is None else queue, 1, solicited, tm_info)
-        self._push(self.recv_cq if cq is None else cq, entry)
+        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, flags, 0, 0, 0, 0)
+        entry = (fields, self.rq if queue is None else queue, 1, False, NO_TAG)
+        self.push(self.recv_cq if cq is None else cq, entry)
 
-    def _push(self, cq: CompletionQueue, entry: Entry) -> None:
+    def push(self, cq: CompletionQueue, entry: Entry) -> None:
+        """Put an entry on a completion queue; one that is full breaks the queue pair."""
         if cq.push(entry) or self.state is QPState.ERR:
             return
         self.context.events.push(EventType.CQ_ERR, cq.handle)

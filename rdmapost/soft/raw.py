@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._binding import ffi
 from ..enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
 from . import offload
 from .memory import Fault, gather
@@ -51,11 +50,10 @@ def _check_length(size: int) -> None:
 
 def _send_frame(qp: QueuePair, frame: bytes) -> None:
     """Put a frame on the wire."""
-    data = [(ffi.from_buffer(frame), len(frame))]
     for other in list(qp.device.qps.values()):
         if other is not qp and other.type is QPType.RAW_PACKET:
             request = Request(
-                Opcode.SEND, QPType.RAW_PACKET, qp.number, other.number, data, len(frame)
+                Opcode.SEND, QPType.RAW_PACKET, qp.number, other.number, [frame], len(frame)
             )
             qp.device.transmit(request, None)
 

@@ -9,10 +9,10 @@ the one before it is done.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
-from .._binding import ffi
 from ..enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ..rules import MAX_MSG_SIZE
 from . import datagram, raw
@@ -67,7 +67,8 @@ def run(qp: QueuePair) -> None:
             # A fault of ours is the caller's to see, and the work request's end.
             qp.device.report(error)
             status = WCStatus.FATAL_ERR
-        qp.begin_attempts()
+        if qp.due:
+            qp.begin_attempts()
         if not pending or pending[0] is not wqe:
             # Its own consequences flushed it: a queue pair that sends to itself.
             return
@@ -99,8 +100,7 @@ def _carry_out(qp: QueuePair, wqe: SendWQE) -> int:
 def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Segments, int]:
     """Return the local buffers of a work request and their size."""
     if wqe.inline is not None:
-        size = len(wqe.inline)
-        return ([(wqe.inline, size)] if size else []), size
+        return ([wqe.inline] if wqe.inline else []), len(wqe.inline)
     pd = qp.pd if wqe.owner is None else wqe.owner.pd
     segments = qp.device.memory.local(pd, wqe.sges, write)
     size = size_of(segments)
@@ -110,17 +110,20 @@ def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Se
 
 
 def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
-    request = Request(wqe.opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
+    opcode = wqe.opcode
+    request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
     if wqe.flags & _SOLICITED:
         request.solicited = True
+    if opcode is Opcode.SEND:
+        pass
+    elif opcode in _WITH_IMM:
+        request.imm = wqe.imm
+    elif opcode is Opcode.SEND_WITH_INV:
+        request.invalidate_rkey = wqe.imm
     if wqe.rkey or wqe.remote_addr:
         request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
     if wqe.remote_srqn:
         request.srqn = wqe.remote_srqn
-    if wqe.opcode in _WITH_IMM:
-        request.imm = wqe.imm
-    elif wqe.opcode is Opcode.SEND_WITH_INV:
-        request.invalidate_rkey = wqe.imm
     return request
 
 
@@ -167,7 +170,7 @@ def _atomic(qp: QueuePair, wqe: SendWQE) -> int:
     request.compare, request.swap = wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
     target, _ = _local_data(qp, wqe, write=True)
-    copy([(ffi.new("uint64_t *", old), 8)], target)
+    copy([old.to_bytes(8, sys.byteorder)], target)
     return 8
 
 

@@ -7,12 +7,13 @@ dropped in silence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from struct import Struct
+from typing import TYPE_CHECKING, TypeAlias
 
-from .._binding import ffi
 from ..enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
 from . import datagram, raw
-from .memory import Fault, RemoteFault, copy, front
+from .completion import NO_TAG
+from .memory import Fault, RemoteFault, copy
 from .queue import RecvWQE, SharedReceiveQueue, WorkQueue
 from .wire import ACK, Ack, AckKind, Request, Segments
 
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
     from .memory import ProtectionDomain
     from .qp import QueuePair
 
-__all__ = ["Receive", "consume_receive", "fill", "receive", "refuse"]
+__all__ = ["Receive", "consume_receive", "fill", "not_ready", "receive", "refuse"]
 
 _RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
-_PARTNER = {QPType.XRC_SEND: QPType.XRC_RECV}
 
 _INVALID_REQUEST = Ack(AckKind.NAK_INVALID_REQUEST)
 _REMOTE_ACCESS = Ack(AckKind.NAK_REMOTE_ACCESS)
 _REMOTE_OPERATIONAL = Ack(AckKind.NAK_REMOTE_OPERATIONAL)
 
 _MASK64 = (1 << 64) - 1
+_UINT64 = Struct("=Q")
 # As numbers: arithmetic on a Flag costs more than all the rest of a small write.
 _REMOTE_WRITE = int(Access.REMOTE_WRITE)
 _REMOTE_READ = int(Access.REMOTE_READ)
@@ -57,7 +58,7 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
 
 def _is_for(qp: QueuePair, request: Request) -> bool:
     """Whether a request reaches this queue pair: its type, and its peer or Q_Key."""
-    if qp.type is not _PARTNER.get(request.qp_type, request.qp_type):
+    if qp.peer_type is not request.qp_type:
         return False
     if qp.type is QPType.UD:
         return bool(request.qkey == qp.attr["qkey"])
@@ -76,18 +77,14 @@ def refuse(qp: QueuePair) -> Ack:
 # ---- receives ---------------------------------------------------------------
 
 
-class Receive:
-    """A receive work request taken off a queue, and where it completes."""
+Receive: TypeAlias = "tuple[RecvWQE, WorkQueue, ProtectionDomain, CompletionQueue]"
+"""A receive work request taken off a queue: the queue, whose memory it names, and where it
+completes."""
 
-    __slots__ = ("cq", "pd", "queue", "wqe")
 
-    def __init__(
-        self, wqe: RecvWQE, queue: WorkQueue, pd: ProtectionDomain, cq: CompletionQueue
-    ) -> None:
-        self.wqe = wqe
-        self.queue = queue
-        self.pd = pd
-        self.cq = cq
+def not_ready(qp: QueuePair) -> Ack | None:
+    """Answer that no receive is posted."""
+    return Ack(AckKind.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
 
 
 def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
@@ -104,20 +101,20 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
     return srq
 
 
-def consume_receive(qp: QueuePair, request: Request) -> Receive | Ack | None:
-    """Take the next receive, or return what to answer when there is none."""
+def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
+    """Take the next receive; None where there is none."""
     srq = shared_queue(qp, request)
     pending = qp.rq.pending if srq is None else srq.queue.pending
     faults = qp.context.faults
     if not pending or (faults.refusals and faults.refuse_receive(qp.number)):
-        return Ack(AckKind.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
+        return None
     wqe = pending.popleft()
     if srq is None:
-        return Receive(wqe, qp.rq, qp.pd, qp.recv_cq)
+        return wqe, qp.rq, qp.pd, qp.recv_cq
     if len(pending) < srq.limit:
         srq.limit = 0
         srq.context.events.push(EventType.SRQ_LIMIT_REACHED, srq.handle)
-    return Receive(wqe, srq.queue, srq.pd, srq.cq or qp.recv_cq)
+    return wqe, srq.queue, srq.pd, srq.cq or qp.recv_cq
 
 
 def _send(qp: QueuePair, request: Request) -> Ack | None:
@@ -126,8 +123,8 @@ def _send(qp: QueuePair, request: Request) -> Ack | None:
         ack: Ack | None = srq.tags.receive(qp, request)
         return ack
     taken = consume_receive(qp, request)
-    if not isinstance(taken, Receive):
-        return taken
+    if taken is None:
+        return not_ready(qp)
     return fill(qp, request, taken)
 
 
@@ -137,44 +134,43 @@ def fill(
     taken: Receive,
     opcode: WCOpcode = WCOpcode.RECV,
     flags: int = 0,
-    tm_info: tuple[int, int] = (0, 0),
+    tm_info: tuple[int, int] = NO_TAG,
 ) -> Ack | None:
     """Write a message into a receive's buffers and complete it."""
+    wqe, queue, pd, cq = taken
     status, ack = WCStatus.SUCCESS, ACK
     imm = 0
     byte_len = request.length
-    if qp.type is QPType.UD:
+    datagrams = qp.type is QPType.UD
+    if datagrams:
         byte_len += datagram.GRH_SIZE
     try:
-        # Buffers that the message does not reach are not looked at.
-        used = front(taken.wqe.sges, byte_len)
-        segments = [] if used is None else qp.device.memory.local(taken.pd, used, True)
-        if used is None:
-            status = WCStatus.LOC_LEN_ERR
-        elif qp.type is QPType.UD:
+        segments = qp.device.memory.local(pd, wqe.sges, True, byte_len)
+        if datagrams:
             datagram.deliver(request, segments)
             flags = _GRH | datagram.flags_of(request)
         elif request.data:
             copy(request.data, segments)
             if qp.type is QPType.RAW_PACKET:
                 flags = raw.flags_of(request)
-        if status:
-            ack = _INVALID_REQUEST
     except Fault as fault:
-        status, ack = fault.status, _REMOTE_OPERATIONAL
+        room = sum(length or 1 << 31 for _, length, _ in wqe.sges)
+        # Whether the message fits is found out before it is written anywhere.
+        status = fault.status if byte_len <= room else WCStatus.LOC_LEN_ERR
+        ack = _INVALID_REQUEST if status is WCStatus.LOC_LEN_ERR else _REMOTE_OPERATIONAL
     if request.imm is not None:
         imm, flags = request.imm, flags | _WITH_IMM
     elif request.invalidate_rkey is not None and not status:
         imm, flags = request.invalidate_rkey, flags | _WITH_INV
-        if not qp.device.memory.invalidate(taken.pd, qp.number, request.invalidate_rkey):
+        if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey):
             # The message itself has been carried out: it is acknowledged, and the
             # responder alone is told and broken.
             status = WCStatus.REM_INV_REQ_ERR
-    qp.complete_recv(
-        taken.wqe, status, opcode=opcode, byte_len=byte_len, imm=imm, flags=flags,
-        src_qp=request.src_qpn if qp.type is QPType.UD else 0, sl=request.sl,
-        solicited=request.solicited, queue=taken.queue, cq=taken.cq, tm_info=tm_info,
+    fields = (
+        wqe.wr_id, status, opcode, 0, byte_len, imm, qp.number,
+        request.src_qpn if datagrams else 0, flags, 0, 0, request.sl, 0,
     )  # fmt: skip
+    qp.push(cq, (fields, queue, 1, request.solicited, tm_info))
     if status:
         qp.fail()
     return ack
@@ -190,10 +186,8 @@ def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments
         return []
     srq = shared_queue(qp, request) if qp.type is QPType.XRC_RECV else None
     pd = qp.pd if srq is None else srq.pd
-    pointer = qp.device.memory.remote(
-        pd, qp.number, request.rkey, request.remote_addr, size, access
-    )
-    return [(pointer, size)]
+    memory = qp.device.memory
+    return [memory.remote(pd, qp.number, request.rkey, request.remote_addr, size, access)]
 
 
 def _write(qp: QueuePair, request: Request) -> Ack | None:
@@ -205,14 +199,15 @@ def _write(qp: QueuePair, request: Request) -> Ack | None:
         return ACK
     # Without a receive nothing is written either.
     taken = consume_receive(qp, request)
-    if not isinstance(taken, Receive):
-        return taken
+    if taken is None:
+        return not_ready(qp)
     copy(request.data, target)
-    qp.complete_recv(
-        taken.wqe, WCStatus.SUCCESS, opcode=WCOpcode.RECV_RDMA_WITH_IMM,
-        byte_len=request.length, imm=request.imm, flags=_WITH_IMM,
-        solicited=request.solicited, queue=taken.queue, cq=taken.cq,
+    wqe, queue, _, cq = taken
+    fields = (
+        wqe.wr_id, WCStatus.SUCCESS, WCOpcode.RECV_RDMA_WITH_IMM, 0, request.length, request.imm,
+        qp.number, 0, _WITH_IMM, 0, 0, 0, 0,
     )  # fmt: skip
+    qp.push(cq, (fields, queue, 1, request.solicited, NO_TAG))
     return ACK
 
 
@@ -228,14 +223,14 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
         return refuse(qp)
     if request.remote_addr % 8:
         return refuse(qp)
-    [(pointer, _)] = _target(qp, request, 8, _REMOTE_ATOMIC)
+    [target] = _target(qp, request, 8, _REMOTE_ATOMIC)
     # The device's lock makes this atomic among everything that it does.
-    value = ffi.cast("uint64_t *", pointer)
-    old: int = value[0]
+    old: int
+    (old,) = _UINT64.unpack(target)
     if request.opcode is Opcode.ATOMIC_FETCH_AND_ADD:
-        value[0] = (old + request.compare) & _MASK64
+        _UINT64.pack_into(target, 0, (old + request.compare) & _MASK64)
     elif old == request.compare:
-        value[0] = request.swap
+        _UINT64.pack_into(target, 0, request.swap)
     return Ack(AckKind.ACK, value=old)
 
 

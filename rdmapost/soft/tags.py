@@ -25,13 +25,12 @@ from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from .._binding import ffi
 from ..enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
-from .completion import Entry
+from .completion import NO_TAG, Entry
 from .memory import Fault, gather
 from .memory import copy as copy_bytes
 from .queue import RecvWQE, SendWQE, WorkQueue
-from .responder import Receive, consume_receive, fill, refuse
+from .responder import Receive, consume_receive, fill, not_ready, refuse
 from .wire import ACK, Ack, AckKind, Request, Segments, size_of
 
 if TYPE_CHECKING:
@@ -190,7 +189,7 @@ class MatchingList:
         flags = 0 if self._in_phase() else _SYNC_REQ
         opcode = _COMPLETES_AS[OpsOpcode(op.opcode)]
         fields = (op.wr_id, status, opcode, 0, 0, 0, 0, 0, flags, 0, 0, 0, 0)
-        self._push(Entry(fields, self.ops, frees))
+        self._push((fields, self.ops, frees, False, NO_TAG))
 
     def _push(self, entry: Entry) -> None:
         cq = self.srq.cq
@@ -233,11 +232,11 @@ class MatchingList:
         request: Request,
         opcode: WCOpcode,
         flags: int = 0,
-        tm_info: tuple[int, int] = (0, 0),
+        tm_info: tuple[int, int] = NO_TAG,
     ) -> Ack | None:
         taken = consume_receive(qp, request)
-        if not isinstance(taken, Receive):
-            return taken
+        if taken is None:
+            return not_ready(qp)
         return fill(qp, request, taken, opcode, flags, tm_info)
 
     def _unexpected(self, qp: QueuePair, request: Request, tm_info: tuple[int, int]) -> Ack | None:
@@ -261,13 +260,13 @@ class MatchingList:
         if request.length > 128 << qp.attr["path_mtu"]:
             # It matches with its first packet, and is complete with its last.
             self._complete_match(qp, entry, tm_info)
-            flags, tm_info = _DATA_VALID, (0, 0)
+            flags, tm_info = _DATA_VALID, NO_TAG
         return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tm_info)
 
     def _taken(self, entry: _Entry) -> Receive:
         srq = self.srq
         assert srq.cq is not None
-        return Receive(RecvWQE(entry.wr_id, entry.sges), self.slots, srq.pd, srq.cq)
+        return RecvWQE(entry.wr_id, entry.sges), self.slots, srq.pd, srq.cq
 
     def _complete_match(self, qp: QueuePair, entry: _Entry, tm_info: tuple[int, int]) -> None:
         fields = (
@@ -275,7 +274,7 @@ class MatchingList:
             0, 0, 0, 0,
         )  # fmt: skip
         # The entry keeps its place in the list until its data is there too.
-        self._push(Entry(fields, self.slots, 0, tm_info=tm_info))
+        self._push((fields, self.slots, 0, False, tm_info))
 
     def complete(
         self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
@@ -303,7 +302,7 @@ class MatchingList:
             # Software fetches the data; it finds in the buffer where that lies.
             headers = message[: min(_TMH.size + _RVH.size, room)]
             if headers:
-                copy_bytes([(ffi.from_buffer(headers), len(headers))], segments)
+                copy_bytes([headers], segments)
             self.complete(
                 qp, entry, WCStatus.TM_RNDV_INCOMPLETE, len(headers), _MATCH | _DATA_VALID
             )
@@ -337,7 +336,7 @@ class _Rendezvous:
         read.remote_addr, read.rkey = va, rkey
         fin = SendWQE(_NOBODYS, Opcode.SEND, 0, 0)
         # The FIN is the request again, but for the opcode.
-        fin.inline = ffi.from_buffer(bytes([TMHOpcode.FIN]) + headers[1:])
+        fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
         self._qp.sq.pending.extend((read, fin))
         self._qp.device.park(self._qp)
@@ -359,11 +358,11 @@ def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
     """Return the first bytes of a message, as far as there are so many, and the rest."""
     head = b""
     rest: Segments = []
-    for pointer, length in data:
-        taken = min(size - len(head), length)
-        head += bytes(ffi.buffer(pointer, taken))
-        if length > taken:
-            rest.append((pointer + taken, length - taken))
+    for piece in data:
+        taken = size - len(head)
+        head += piece[:taken]
+        if len(piece) > taken:
+            rest.append(piece[taken:])
     return head, rest
 
 

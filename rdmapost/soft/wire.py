@@ -13,8 +13,8 @@ from ..enums import Opcode, QPType
 
 __all__ = ["Ack", "AckKind", "Request", "Segments", "size_of"]
 
-Segments = list[tuple[Any, int]]
-"""Bytes in memory: pairs of a ``char *`` and a length."""
+Segments = list[Any]
+"""Bytes in memory: memoryviews of registered memory, or bytes of the device's own."""
 
 
 class Request:
@@ -88,6 +88,4 @@ ACK = Ack(AckKind.ACK)
 
 def size_of(segments: Segments) -> int:
     """Return the number of bytes in segments."""
-    if len(segments) == 1:
-        return segments[0][1]
-    return sum(length for _, length in segments)
+    return len(segments[0]) if len(segments) == 1 else sum(map(len, segments))
