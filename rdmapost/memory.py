@@ -143,6 +143,9 @@ class MR(Resource):
 class MW(Resource):
     """A memory window: a key for a part of a region, bound and unbound by work requests.
 
+    A window of type 1 is bound with ``qp.bind_mw``, one of type 2 by a BindMW
+    that is posted.
+
     Args:
         pd: the protection domain.
         mw_type: type 1 or type 2; see MWType.
@@ -169,9 +172,25 @@ class MW(Resource):
 
     @property
     def rkey(self) -> int:
-        """Its key; a BIND_MW of type 2 gives it a new one, as soon as it is posted."""
+        """Its key; a bind gives it a new one, as soon as it is posted.
+
+        Where that bind completes with an error, set it back to the key before
+        (ibv_bind_mw(3)): a driver takes the key that the next bind replaces
+        from here.
+
+        Raises:
+            ValueError: the key that is set is not in 0..2^32-1.
+            ClosedError: the window is closed.
+        """
         rkey: int = self._live().rkey
         return rkey
+
+    @rkey.setter
+    def rkey(self, rkey: int) -> None:
+        try:
+            self._live().rkey = rkey
+        except OverflowError:
+            raise ValueError(f"rkey={rkey} is not in 0..2^32-1") from None
 
     def _bound(self, rkey: int) -> None:
         # A driver takes the key that it replaces from here, and nothing else sets it.

@@ -9,15 +9,10 @@ from typing import Any, NamedTuple
 
 from ._binding import ffi, lib
 from .completion import CQ
-from .enums import (
-    Opcode,
-    QPState,
-    QPType,
-    SRQType,
-)
+from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
 from .errors import RdmaError, VerbsError, describe_errno
 from .inflight import InFlight
-from .memory import PD
+from .memory import MR, MW, PD
 from .packing import pack_recv, pack_send
 from .plain import plain_receives, plain_sends
 from .posting import PostQueue
@@ -26,15 +21,18 @@ from .rules import (
     OPCODES_BY_QP_TYPE,
     QP_TYPES_BY_OPCODE,
     Limits,
+    check_bind_mw,
     check_recv,
     check_send,
     check_send_state,
     check_unsafe,
+    check_unsafe_bind_mw,
     flags_allowed,
 )
 from .srq import SRQ
 from .steps import DEFAULT_QKEY, Steps
-from .wr import SGE, RecvWR, SendWR
+from .windows import post_bind
+from .wr import SGE, BindMW, RecvWR, SendWR
 from .xrcd import XRCD
 
 __all__ = ["DEFAULT_QKEY", "QP", "Outstanding"]
@@ -323,11 +321,62 @@ class QP(Steps):
         ready = self._state is not QPState.RESET or not checked
         self._recv.post(self._live, wrs, self._check_recv if checked else None, self._hint, ready)
 
+    def bind_mw(
+        self,
+        mw: MW,
+        mr: MR,
+        addr: int,
+        length: int,
+        mw_access_flags: int = Access(0),
+        *,
+        wr_id: int = 0,
+        send_flags: int = SendFlags.SIGNALED,
+    ) -> None:
+        """Post the binding of a window of type 1 to a part of a region (RC, UC, XRC_SEND).
+
+        It takes a place in the send queue and completes there as BIND_MW, and
+        ``mw.rkey`` is the new key at once; a peer may use it after the
+        completion.  A window that is bound already is bound anew: its key
+        before is of no use then.
+
+        Args:
+            mw: the window; those of type 2 are bound by a BindMW that is posted.
+            mr: the region, registered with Access.MW_BIND and open until the
+                window is unbound; also needed to unbind.
+            addr: first byte of the part.
+            length: its bytes; 0 unbinds the window.
+            mw_access_flags: what the peer may do through the window, an Access.
+            wr_id: comes back in the completion, 0..2^64-1.
+            send_flags: SIGNALED, FENCE or both; 0 for neither.
+
+        Raises:
+            PostError: it was refused, here or by the device; the window has the
+                key that it had.
+            ClosedError: the QP is closed.
+
+        See ibv_bind_mw(3).
+        """
+        wr = BindMW(
+            wr_id=wr_id, send_flags=send_flags, mw=mw, mr=mr, addr=addr, length=length,
+            mw_access_flags=mw_access_flags,
+        )  # fmt: skip
+        check = self._check_bind_mw if self.checked else self._check_harmful_bind_mw
+        # rxe keeps what it was given before RTS, and carries it out there.
+        sure = self._state >= QPState.RTS
+        bind = self.pd.context._provider.bind_mw
+        post_bind(self._send, self._live, wr, check, self._hint, bind, sure=sure)
+
     def _check_all(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
         return check_send_state(self._state) or check_send(wr, sges, self._limits)
 
     def _check_harmful(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
         return check_unsafe(wr, sges, self._limits)
+
+    def _check_bind_mw(self, wr: BindMW, _: Sequence[SGE]) -> str | None:
+        return check_send_state(self._state) or check_bind_mw(wr, self._limits)
+
+    def _check_harmful_bind_mw(self, wr: BindMW, _: Sequence[SGE]) -> str | None:
+        return check_unsafe_bind_mw(wr, self._limits)
 
     def _check_recv(self, wr: RecvWR, sges: Sequence[SGE]) -> str | None:
         if self._state is QPState.RESET:

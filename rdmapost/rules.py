@@ -20,11 +20,13 @@ __all__ = [
     "OPCODES_BY_QP_TYPE",
     "QP_TYPES_BY_OPCODE",
     "Limits",
+    "check_bind_mw",
     "check_op",
     "check_recv",
     "check_send",
     "check_send_state",
     "check_unsafe",
+    "check_unsafe_bind_mw",
     "flags_allowed",
 ]
 
@@ -181,10 +183,30 @@ def check_send(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
     if limits.qp_type is QPType.UD and (reason := _check_datagram(wr, limits.pd)):
         return reason
     if isinstance(wr, BindMW):
-        return _check_bind(wr, limits.pd)
+        return _check_bind(wr, limits.pd, MWType.TYPE_2)
     if isinstance(wr, TSO):
         return _check_tso(wr, limits)
     return None
+
+
+def check_bind_mw(wr: BindMW, limits: Limits) -> str | None:
+    """Say why a window of type 1 cannot be bound through a queue pair (ibv_bind_mw(3)), or None."""
+    allowed = limits.flags.get(wr.opcode)
+    if allowed is None:
+        return _wrong_type(wr.opcode, limits.qp_type)
+    if wrong := int(wr.send_flags) & ~allowed:
+        return _wrong_flags(wr, wrong, limits)
+    return _check_bind(wr, limits.pd, MWType.TYPE_1)
+
+
+def check_unsafe_bind_mw(wr: BindMW, limits: Limits) -> str | None:
+    """Say why a bind of type 1 would harm this process or the driver, or None."""
+    if wr.opcode not in OPCODES_BY_QP_TYPE[limits.qp_type]:
+        # Drivers read its work request as one of the queue pair's type.
+        return _wrong_type(wr.opcode, limits.qp_type)
+    if wr.mw is None or wr.mr is None:
+        return _BIND_NEEDS
+    return check_unsafe(wr, (), limits)
 
 
 def check_unsafe(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
@@ -331,14 +353,25 @@ def _check_datagram(wr: Any, pd: Any) -> str | None:
     return None
 
 
-def _check_bind(wr: BindMW, pd: Any) -> str | None:
+_BIND_NEEDS = "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
+
+
+def _check_bind(wr: BindMW, pd: Any, mw_type: MWType) -> str | None:
     mw, mr = wr.mw, wr.mr
     if mw is None or mr is None:
-        return "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
-    if mw.type is not MWType.TYPE_2:
-        return f"{mw} is of type 1, and a BIND_MW work request binds windows of type 2"
+        return _BIND_NEEDS
+    if mw.type is not mw_type:
+        if mw_type is MWType.TYPE_2:
+            return (
+                f"{mw} is of type 1, and a BIND_MW work request binds windows of type 2; "
+                "qp.bind_mw() binds this one"
+            )
+        return f"{mw} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
     if mw.pd is not pd or mr.pd is not pd:
         return f"{mw if mw.pd is not pd else mr} belongs to another PD than the queue pair"
+    if mw_type is MWType.TYPE_1 and not wr.length:
+        # It is unbound; the region only has to be there.
+        return None
     if not mr.access & Access.MW_BIND:
         return f"{mr} was registered without MW_BIND"
     if wr.addr < mr.addr or wr.addr + wr.length > mr.addr + mr.length:

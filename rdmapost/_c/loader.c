@@ -202,3 +202,16 @@ int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		return EINVAL;
 	return ___ibv_query_port(context, port_num, attr);
 }
+
+int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
+{
+	/* Drivers follow every one, even the region of a bind of length 0. */
+	if (!qp || !mw || !bind || !bind->bind_info.mr)
+		return EINVAL;
+	if (!mw->context || mw->context != qp->context ||
+	    mw->context != bind->bind_info.mr->context)
+		return EINVAL;
+	if (!mw->context->ops.bind_mw)
+		return EOPNOTSUPP;
+	return ibv_bind_mw(qp, mw, bind);
+}

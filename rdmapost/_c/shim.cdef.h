@@ -6,6 +6,7 @@ struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr);
+int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
 int rp_link_send(void *records, size_t size, uint32_t count);
 int rp_link_recv(void *records, size_t size, uint32_t count);

@@ -67,6 +67,9 @@ struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr);
 
+/* ibv_bind_mw, which the header has only as an inline; no pointer may be NULL. */
+int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
+
 /* ---- posting.c: work requests as packed records ------------------------- */
 
 /*

@@ -317,8 +317,6 @@ int ibv_dealloc_pd(struct ibv_pd *pd);
 int ibv_dereg_mr(struct ibv_mr *mr);
 struct ibv_mw *ibv_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int ibv_dealloc_mw(struct ibv_mw *mw);
-int ibv_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw,
-		struct ibv_mw_bind *mw_bind);
 
 /* ---- completions -------------------------------------------------------- */
 

@@ -309,10 +309,12 @@ class SoftProvider:
         wqe = SendWQE(bind.wr_id, Opcode.BIND_MW, bind.send_flags, 0)
         region = _objects[info.mr.handle] if info.mr != ffi.NULL else None
         wqe.bind = (window, region, info.addr, info.length, info.mw_access_flags)
-        wqe.rkey = window.rkey & ~0xFF | (window.rkey + 1) & 0xFF
+        wqe.rkey = mw.rkey & ~0xFF | (mw.rkey + 1) & 0xFF
         with _verb():
             target = _device.qps[qp.qp_num]
-            if code := target.post_send(wqe):
+            faults = target.context.faults
+            code = faults.errno_of_post() if faults.posts else 0
+            if code := code or target.post_send(wqe):
                 raise _failed("ibv_bind_mw", code)
             mw.rkey = wqe.rkey
             requester.run(target)

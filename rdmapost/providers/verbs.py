@@ -192,6 +192,9 @@ class VerbsProvider:
     def dealloc_mw(self, mw: Any) -> None:
         _zero("ibv_dealloc_mw", lib.ibv_dealloc_mw(mw))
 
+    def bind_mw(self, qp: Any, mw: Any, bind: Any) -> None:
+        _zero("ibv_bind_mw", lib.rp_bind_mw(qp, mw, bind))
+
     # ---- completions --------------------------------------------------------
 
     def create_comp_channel(self, context: Any) -> Any:
