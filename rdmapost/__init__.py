@@ -26,6 +26,7 @@ from .enums import __all__ as _enums
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .events import AsyncEvent, get_async_event
+from .inline import max_inline
 from .memory import MR, MW, PD
 from .providers import DeviceInfo
 from .qpattr import QPAttr
@@ -41,6 +42,7 @@ __all__ = [
     "AH", "CQ", "GID", "MR", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
     "AHAttr", "AsyncEvent", "CompChannel", "Context", "DeviceAttr", "DeviceInfo", "Endpoint",
     "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
-    "choose_gid", "get_async_event", "list_devices", "open_device",
+    "choose_gid", "get_async_event", "list_devices", "max_inline",
+    "open_device",
 ]  # fmt: skip
 __all__ += [*_enums, *_errors, *_wr]

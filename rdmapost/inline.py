@@ -1,0 +1,81 @@
+"""How many inline bytes a device grants.
+
+No attribute of a device says it, and it depends on the queue pair's type and
+its other limits; the only way to find out is to create queue pairs
+(ibv_create_qp(3)).  Drivers differ: some refuse what is too much, some grant
+more than was asked, and some grant less.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from .completion import CQ
+from .enums import QPType
+from .errors import VerbsError
+from .memory import PD
+from .queuepair import QP
+
+__all__ = ["max_inline"]
+
+_TOO_MUCH = frozenset(
+    {errno.EINVAL, errno.ENOMEM, errno.E2BIG, errno.ERANGE, errno.ENOSPC, errno.EOPNOTSUPP}
+)
+"""What drivers say to more inline data than they can take."""
+_FIRST = 64
+"""Where the search begins: a cache line, which nearly every device grants."""
+
+
+def max_inline(
+    pd: PD, qp_type: QPType, send_cq: CQ, *, at_most: int = 1 << 16, **options: Any
+) -> int:
+    """Find the largest max_inline_data that a device grants.
+
+    It creates and closes queue pairs, at most two for each bit of at_most and
+    one more: some milliseconds on most devices.
+
+    Args:
+        pd: the protection domain.
+        qp_type: type of the queue pair that is wanted; XRC_RECV has no sends.
+        send_cq: where its sends would complete.
+        at_most: how many bytes would be enough, 0..2^31.
+        options: what QP takes beside max_inline_data.  Give those that the real
+            one will have: a device may grant less to a queue with more SGEs.
+
+    Returns:
+        bytes, 0 where the device takes no inline data, and at most at_most.
+
+    Raises:
+        ValueError: at_most is out of range; or as from QP.
+        VerbsError: the device refuses the queue pair without inline data too,
+            or for another reason than its size.
+    """
+    if not 0 <= at_most <= 1 << 31:
+        raise ValueError(f"at_most={at_most} is not in 0..2^31")
+
+    def grants(size: int) -> int | None:
+        try:
+            with QP(pd, qp_type, send_cq, max_inline_data=size, **options) as qp:
+                return qp.max_inline_data
+        except VerbsError as error:
+            # Without inline data it is not the size that was too much.
+            if not size or error.errno not in _TOO_MUCH:
+                raise
+            return None
+
+    # What is granted, and the least that is not, as far as is known.
+    low, high = grants(0) or 0, at_most + 1
+    size = max(_FIRST, 2 * low)
+    while low + 1 < high:
+        # Upward in doubles, because limits are small; then halve what is left.
+        size = size if low < size < high else (low + high) // 2
+        granted = grants(size)
+        if granted is None:
+            high = size
+        elif granted < size:
+            return min(max(low, granted), at_most)
+        else:
+            low = granted
+        size = 2 * low if high > at_most else 0
+    return min(low, at_most)
