@@ -31,6 +31,7 @@ from .memory import MR, MW, PD
 from .providers import DeviceInfo
 from .qpattr import QPAttr
 from .queuepair import QP, Outstanding
+from .rules import MULTICAST_QPN
 from .srq import SRQ, SRQAttr
 from .wr import *  # noqa: F403
 from .wr import __all__ as _wr
@@ -39,10 +40,9 @@ from .xrcd import XRCD
 __version__ = "0.1.0"
 
 __all__ = [
-    "AH", "CQ", "GID", "MR", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
+    "AH", "CQ", "GID", "MR", "MULTICAST_QPN", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
     "AHAttr", "AsyncEvent", "CompChannel", "Context", "DeviceAttr", "DeviceInfo", "Endpoint",
     "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
-    "choose_gid", "get_async_event", "list_devices", "max_inline",
-    "open_device",
+    "choose_gid", "get_async_event", "list_devices", "max_inline", "open_device",
 ]  # fmt: skip
 __all__ += [*_enums, *_errors, *_wr]

@@ -71,6 +71,12 @@ class GID(bytes):
         """Whether it is an IPv4 address mapped into IPv6."""
         return IPv6Address(bytes(self)).ipv4_mapped is not None
 
+    @property
+    def is_multicast(self) -> bool:
+        """Whether it names a multicast group: in ff00::/8, or an IPv4 one mapped into IPv6."""
+        address = IPv6Address(bytes(self))
+        return (address.ipv4_mapped or address).is_multicast
+
 
 @dataclass(frozen=True, slots=True)
 class GIDTableEntry:

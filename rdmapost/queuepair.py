@@ -13,6 +13,7 @@ from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
 from .errors import RdmaError, VerbsError, describe_errno
 from .inflight import InFlight
 from .memory import MR, MW, PD
+from .multicast import Multicast
 from .packing import pack_recv, pack_send
 from .plain import plain_receives, plain_sends
 from .posting import PostQueue
@@ -30,7 +31,7 @@ from .rules import (
     flags_allowed,
 )
 from .srq import SRQ
-from .steps import DEFAULT_QKEY, Steps
+from .steps import DEFAULT_QKEY
 from .windows import post_bind
 from .wr import SGE, BindMW, RecvWR, SendWR
 from .xrcd import XRCD
@@ -50,7 +51,7 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(Steps):
+class QP(Multicast):
     """A queue pair (ibv_create_qp(3)).
 
     Args:
@@ -142,6 +143,7 @@ class QP(Steps):
         port = context.query_port(port_num)
         self._gid_index = gid_index
         self._gid = None
+        self._groups = set()
         self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 
@@ -246,6 +248,7 @@ class QP(Steps):
 
     def _destroy(self) -> None:
         with self._send.lock, self._recv.lock:
+            self._leave_groups()
             self._keep_completions()
             self.pd.context._provider.destroy_qp(self._handle)
             self._keep_completions()

@@ -17,6 +17,7 @@ from .wr import SGE, TSO, BindMW, OpsWR, RecvWR, SendWR, TagAdd, TagSync
 __all__ = [
     "FLAGS_BY_OPCODE",
     "MAX_MSG_SIZE",
+    "MULTICAST_QPN",
     "OPCODES_BY_QP_TYPE",
     "QP_TYPES_BY_OPCODE",
     "Limits",
@@ -32,6 +33,9 @@ __all__ = [
 
 MAX_MSG_SIZE = 1 << 31
 """Bytes in one message, at most."""
+
+MULTICAST_QPN = 0xFFFFFF
+"""The remote_qpn of a message to a multicast group."""
 
 _CONNECTED = frozenset({QPType.UC, QPType.RC, QPType.XRC_SEND})
 _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND})

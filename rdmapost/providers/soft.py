@@ -138,6 +138,8 @@ _SRQ_FIELDS: dict[int, int] = {
 }
 """The attributes of ibv_create_srq_ex, by type."""
 
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"
+
 _device = Device("soft0")
 _lock = _device.lock
 _objects: dict[int, Any] = {}
@@ -596,8 +598,8 @@ class SoftProvider:
         with _lock:
             made: QueuePair = _objects.pop(qp.handle)
             made.drop_queues()
-            for group in _device.groups.values():
-                group.discard(made)
+            for group in list(_device.groups):
+                _device.detach(made, group)
             for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
                 if user is not None:
                     user.users -= 1
@@ -621,17 +623,19 @@ class SoftProvider:
     def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
         with _lock:
             made: QueuePair = _objects[qp.handle]
-            if made.type is not QPType.UD or gid[0] != 0xFF:
+            if made.type is not QPType.UD or not _is_group(gid):
                 raise _failed("ibv_attach_mcast", errno.EINVAL)
-            _device.groups.setdefault(gid, set()).add(made)
+            _device.attach(made, gid)
 
     def detach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
         with _lock:
-            group = _device.groups.get(gid, set())
-            made: QueuePair = _objects[qp.handle]
-            if made not in group:
+            if not _device.detach(_objects[qp.handle], gid):
                 raise _failed("ibv_detach_mcast", errno.EINVAL)
-            group.discard(made)
+
+
+def _is_group(gid: bytes) -> bool:
+    """Whether a GID names a multicast group, of IPv6 or of IPv4 (224.0.0.0/4)."""
+    return gid[0] == 0xFF or (gid[:12] == _IPV4_MAPPED and gid[12] >> 4 == 0xE)
 
 
 _channels: dict[int, Channel] = {}

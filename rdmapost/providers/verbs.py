@@ -62,6 +62,13 @@ def _zero(call: str, result: int) -> None:
         raise _failed(call, ffi.errno if result == -1 else abs(result))
 
 
+def _group(gid: bytes) -> Any:
+    """Return a GID as the struct that the calls take."""
+    struct = ffi.new("union ibv_gid *")
+    struct.raw = gid
+    return struct
+
+
 def _load() -> None:
     path = os.environ.get(_LIBRARY_VARIABLE) or _LIBRARY
     why = lib.rp_load(path.encode())
@@ -270,6 +277,12 @@ class VerbsProvider:
 
     def destroy_qp(self, qp: Any) -> None:
         _zero("ibv_destroy_qp", lib.ibv_destroy_qp(qp))
+
+    def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
+        _zero("ibv_attach_mcast", lib.ibv_attach_mcast(qp, _group(gid), lid))
+
+    def detach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
+        _zero("ibv_detach_mcast", lib.ibv_detach_mcast(qp, _group(gid), lid))
 
     def create_ah(self, pd: Any, attr: Any) -> Any:
         return _pointer("ibv_create_ah", lib.ibv_create_ah(pd, attr))

@@ -6,6 +6,7 @@ import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..enums import Opcode, SendFlags, WCFlags, WCStatus
+from ..rules import MULTICAST_QPN
 from . import offload
 from .memory import Fault, copy, gather
 from .wire import Request, Segments
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GRH_SIZE",
-    "MULTICAST_QPN",
     "AddressHandle",
     "deliver",
     "flags_of",
@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 GRH_SIZE = 40
-MULTICAST_QPN = 0xFFFFFF
 _NEXT_HEADER_BTH = 0x1B
 _PRIVILEGED_QKEY = 0x8000_0000
 _IP_CSUM = int(SendFlags.IP_CSUM)

@@ -77,6 +77,19 @@ class Device:
         qp = self.qps.get(request.dest_qpn)
         return None if qp is None else responder.receive(qp, request)
 
+    def attach(self, qp: QueuePair, group: bytes) -> None:
+        """Let a queue pair receive what is sent to a multicast group."""
+        self.groups.setdefault(group, set()).add(qp)
+
+    def detach(self, qp: QueuePair, group: bytes) -> bool:
+        """Undo attach; return whether the queue pair was attached."""
+        members = self.groups.get(group, set())
+        attached = qp in members
+        members.discard(qp)
+        if attached and not members:
+            del self.groups[group]
+        return attached
+
     def multicast(self, request: Request, dgid: bytes) -> None:
         """Carry a datagram to every queue pair that is attached to the group."""
         for qp in list(self.groups.get(dgid, ())):

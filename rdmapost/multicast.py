@@ -1,0 +1,102 @@
+"""Multicast groups that a queue pair is attached to."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from .device import GID
+from .enums import QPType
+from .errors import RdmaError, VerbsError
+from .steps import Steps
+
+__all__ = ["Multicast"]
+
+
+class Multicast(Steps):
+    """What a queue pair has for multicast."""
+
+    __slots__ = ("_groups",)
+
+    _groups: set[tuple[GID, int]]
+
+    def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
+        """Receive what is sent to a multicast group, too (UD).
+
+        A message to the group has ``remote_qpn=MULTICAST_QPN``, the Q_Key of the
+        receivers, and an AH with the group as dgid (and its LID as dlid).  Each
+        queue pair that is attached gets one copy, however often it was attached.
+        On a network the port must have joined the group as well: on InfiniBand
+        at the subnet administrator.  Closing the queue pair detaches it.
+
+        Args:
+            gid: the group: in ff00::/8, or an IPv4 one such as "::ffff:239.1.2.3".
+            lid: its LID on InfiniBand; 0 on Ethernet.
+
+        Raises:
+            ValueError: it is no multicast GID, or lid is not in 0..65535.
+            RdmaError: the queue pair is not of type UD.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_attach_mcast(3).
+        """
+        group = self._group(gid, lid)
+        try:
+            self.pd.context._provider.attach_mcast(self._live(), *group)
+        except VerbsError as error:
+            error.hint = error.hint or self._why_not_attached(error.errno)
+            raise
+        self._groups.add(group)
+
+    def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
+        """Receive no more of what is sent to a multicast group.
+
+        Args:
+            gid, lid: as they were given to attach_mcast.
+
+        Raises:
+            RdmaError: the queue pair is not attached to the group.
+            others: as attach_mcast.
+        """
+        group = self._group(gid, lid)
+        handle = self._live()
+        if group not in self._groups:
+            attached = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in self._groups))
+            raise RdmaError(
+                f"{self} is not attached to {group[0]} (lid {lid}), but to "
+                f"{attached or 'no multicast group'}"
+            )
+        self._detach(handle, *group)
+
+    def _detach(self, handle: Any, gid: GID, lid: int) -> None:
+        self.pd.context._provider.detach_mcast(handle, gid, lid)
+        self._groups.discard((gid, lid))
+
+    def _leave_groups(self) -> None:
+        """Detach from every group: a queue pair that is attached cannot be destroyed."""
+        for gid, lid in list(self._groups):
+            self._detach(self._handle, gid, lid)
+
+    def _group(self, gid: GID | bytes | str, lid: int) -> tuple[GID, int]:
+        if self.qp_type is not QPType.UD:
+            raise RdmaError(f"{self} has no multicast; UD queue pairs have it")
+        group = GID(gid)
+        if not group.is_multicast:
+            raise ValueError(
+                f"{group} is no multicast GID: those are in ff00::/8 or ::ffff:224.0.0.0/100"
+            )
+        if not 0 <= lid <= 0xFFFF:
+            raise ValueError(f"lid={lid} is not in 0..65535")
+        return group, lid
+
+    def _why_not_attached(self, code: int | None) -> str:
+        attr, name = self.pd.context.attr, self.pd.context.name
+        if not attr.max_mcast_grp:
+            return f"{name} has no multicast"
+        if code == errno.ENOMEM:
+            return (
+                f"{name} has at most {attr.max_mcast_grp} groups (max_mcast_grp), with "
+                f"{attr.max_mcast_qp_attach} queue pairs each (max_mcast_qp_attach)"
+            )
+        return f"{name} does not take this GID and LID; on InfiniBand a group has a LID"

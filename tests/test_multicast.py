@@ -1,0 +1,224 @@
+"""Multicast: attaching UD queue pairs to groups, and who gets what is sent to one."""
+
+from __future__ import annotations
+
+import pytest
+from support import ALL, GRH, needs
+
+import rdmapost as rp
+from rdmapost import QPType, WCStatus
+from rdmapost.queuepair import DEFAULT_QKEY
+
+SOFT_ROCE = 0xFFFFFF
+GROUPS = ["ff0e::1234", "::ffff:239.1.2.3"]
+
+
+@pytest.fixture(autouse=True)
+def _multicast(context):
+    needs(context.attr.max_mcast_grp, "multicast", context)
+    ethernet = context.query_port(1).link_layer is rp.LinkLayer.ETHERNET
+    needs(ethernet, "Ethernet, where a group needs no LID from a subnet administrator", context)
+
+
+@pytest.fixture
+def hears_itself(context):
+    """Soft-RoCE sends to the network, and the network does not send it back."""
+    needs(context.attr.vendor_id != SOFT_ROCE, "loopback of its multicast messages", context)
+
+
+@pytest.fixture
+def group(context):
+    """A group of the kind that the port's GID is of."""
+    with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, QPType.UD, cq) as qp:
+        return rp.GID(GROUPS[qp.gid.gid.is_ipv4])
+
+
+class Party:
+    """A UD queue pair in RTS that has posted receives."""
+
+    def __init__(self, stack, pd, **options):
+        self.cq = stack.enter_context(rp.CQ(pd.context))
+        self.mr = stack.enter_context(rp.MR(pd, 4096, ALL))
+        self.qp = stack.enter_context(rp.QP(pd, QPType.UD, self.cq, **options))
+        self.qp.connect()
+        self.stack = stack
+
+    def listen(self, count=1):
+        for index in range(count):
+            self.qp.post_recv(rp.RecvWR(self.mr[index * 256 : index * 256 + 256], wr_id=index))
+
+    def say(self, group, text, **fields):
+        path = rp.AHAttr(dgid=group, sgid_index=self.qp.gid.index)
+        ah = self.stack.enter_context(rp.AH(self.qp.pd, path))
+        self.mr.buffer[2048 : 2048 + len(text)] = text
+        fields = {"remote_qpn": rp.MULTICAST_QPN, "remote_qkey": DEFAULT_QKEY, **fields}
+        sge = self.mr[2048 : 2048 + len(text)]
+        self.qp.post_send(rp.Send(sge, ah=ah, wr_id=99, **fields))
+
+    def heard(self, count):
+        """Wait for so many messages, and return them; no more may have come."""
+        found = []
+        for wc in [*self.cq.wait(count), *self.cq.poll(16)]:
+            assert wc.status is WCStatus.SUCCESS
+            start = wc.wr_id * 256
+            text = bytes(self.mr.buffer[start + GRH : start + wc.byte_len])
+            # Of an IPv4 header and of a GRH, the last bytes are the destination's.
+            last = bytes(self.mr.buffer[start + GRH - 4 : start + GRH])
+            found.append((text, last, wc.src_qp))
+        return found
+
+
+@pytest.fixture
+def party(pd, stack):
+    """Make parties; they are closed afterwards, and their queue pairs first."""
+    return lambda **options: Party(stack, pd, **options)
+
+
+@pytest.mark.usefixtures("hears_itself")
+def test_every_attached_queue_pair_gets_one_copy(party, group):
+    """One that is not attached gets nothing, and one attached twice no more than others."""
+    sender, one, two, stranger = (party() for _ in range(4))
+    for listener in (one, two, stranger):
+        listener.listen(2)
+    one.qp.attach_mcast(group)
+    two.qp.attach_mcast(group)
+    two.qp.attach_mcast(group)
+    sender.say(group, b"to all of you")
+    (sent,) = sender.cq.wait()
+    assert (sent.wr_id, sent.status) == (99, WCStatus.SUCCESS)
+    said = [(b"to all of you", group[-4:], sender.qp.qp_num)]
+    assert one.heard(1) == said
+    assert two.heard(1) == said
+    assert stranger.heard(0) == []
+
+
+@pytest.mark.usefixtures("hears_itself")
+def test_groups_are_apart(party):
+    first, second = rp.GID("ff0e::1"), rp.GID("ff0e::2")
+    sender, one, both = party(), party(), party()
+    for listener in (one, both):
+        listener.listen(2)
+    one.qp.attach_mcast(first)
+    both.qp.attach_mcast(str(first))
+    both.qp.attach_mcast(bytes(second))
+    sender.say(first, b"first")
+    sender.say(second, b"second")
+    sender.cq.wait(2)
+    assert [text for text, *_ in one.heard(1)] == [b"first"]
+    assert [text for text, *_ in both.heard(2)] == [b"first", b"second"]
+
+
+@pytest.mark.usefixtures("hears_itself")
+def test_detached_queue_pair_hears_no_more(party, group):
+    sender, one, two = party(), party(), party()
+    for listener in (one, two):
+        listener.listen(2)
+        listener.qp.attach_mcast(group)
+    one.qp.detach_mcast(group)
+    sender.say(group, b"still there?")
+    sender.cq.wait()
+    assert len(two.heard(1)) == 1
+    assert one.heard(0) == []
+
+
+@pytest.mark.usefixtures("hears_itself")
+def test_wrong_qkey_and_no_receive_are_dropped_for_those_only(party, group):
+    """Each receiver of a message stands for itself."""
+    sender, ready, deaf, other_key = party(), party(), party(), party()
+    other_key.qp.modify(qkey=0x2222)
+    ready.listen()
+    other_key.listen()
+    for listener in (ready, deaf, other_key):
+        listener.qp.attach_mcast(group)
+    sender.say(group, b"hello")
+    assert sender.cq.wait()[0].status is WCStatus.SUCCESS
+    assert len(ready.heard(1)) == 1
+    assert deaf.heard(0) == other_key.heard(0) == []
+
+
+@pytest.mark.usefixtures("hears_itself")
+def test_closed_queue_pair_leaves_its_groups(party, group):
+    sender, gone, stays = party(), party(), party()
+    for listener in (gone, stays):
+        listener.listen()
+        listener.qp.attach_mcast(group)
+    gone.qp.close()
+    sender.say(group, b"hello")
+    sender.cq.wait()
+    assert len(stays.heard(1)) == 1
+
+
+def test_attached_queue_pair_can_be_closed(pd, cq, group):
+    """A device refuses to destroy one that is attached: it is detached before."""
+    with rp.QP(pd, QPType.UD, cq) as qp:
+        qp.connect()
+        qp.attach_mcast(group)
+    assert qp.closed
+
+
+def test_attached_queue_pair_still_hears_what_is_for_it(connect, group):
+    pair = connect(QPType.UD)
+    pair.b.attach_mcast(group)
+    pair.works()
+    pair.b.detach_mcast(group)
+    pair.works()
+
+
+def test_attached_again_after_it_was_detached(connect, group):
+    pair = connect(QPType.UD)
+    for _ in range(3):
+        pair.a.attach_mcast(group)
+        pair.a.detach_mcast(group)
+    with pytest.raises(rp.RdmaError, match=f"{pair.a} is not attached to {group}"):
+        pair.a.detach_mcast(group)
+
+
+# ---- what is refused --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
+@pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
+def test_only_datagrams_have_it(pd, cq, qp_type, call):
+    with (
+        rp.QP(pd, qp_type, cq) as qp,
+        pytest.raises(rp.RdmaError, match=f"{qp_type.name} QP .* has no multicast; UD"),
+    ):
+        getattr(qp, call)("ff0e::1")
+
+
+@pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fe80::1",), "fe80::1 is no multicast GID"),
+        (("::ffff:10.0.0.1",), "::ffff:10.0.0.1 is no multicast GID"),
+        (("::ffff:240.0.0.1",), "is no multicast GID"),
+        ((bytes(16),), ":: is no multicast GID"),
+        ((b"\xff" * 15,), "a GID has 16 bytes, not 15"),
+        (("group",), "group"),
+        (("ff0e::1", -1), "lid=-1 is not in"),
+        (("ff0e::1", 1 << 16), "lid=65536 is not in"),
+    ],
+)
+def test_what_is_no_group(pd, cq, call, arguments, words):
+    with rp.QP(pd, QPType.UD, cq) as qp, pytest.raises(ValueError, match=words):
+        getattr(qp, call)(*arguments)
+
+
+def test_group_that_it_is_not_attached_to(connect, group):
+    """The error says to which it is."""
+    pair = connect(QPType.UD)
+    with pytest.raises(rp.RdmaError, match=r"is not attached to ff0e::9 .*but to no multicast"):
+        pair.a.detach_mcast("ff0e::9")
+    pair.a.attach_mcast(group)
+    with pytest.raises(rp.RdmaError, match=rf"ff0e::9 \(lid 0\), but to {group} \(lid 0\)"):
+        pair.a.detach_mcast("ff0e::9")
+    pair.a.detach_mcast(group)
+
+
+@pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
+def test_closed_queue_pair(pd, cq, call, group):
+    qp = rp.QP(pd, QPType.UD, cq)
+    qp.close()
+    with pytest.raises(rp.ClosedError, match="is closed"):
+        getattr(qp, call)(group)
