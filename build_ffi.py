@@ -22,7 +22,16 @@ MODULE = "rdmapost._verbs"
 ffibuilder = FFI()
 for declarations in ("verbs.cdef.h", "shim.cdef.h", "soft.cdef.h"):
     ffibuilder.cdef((SOURCES / declarations).read_text())
-ffibuilder.set_source(MODULE, '#include "soft.h"')
+ffibuilder.set_source(
+    MODULE,
+    """
+    #include "soft.h"
+    /* The module's init function is door.c's; it calls cffi's, which nobody else sees. */
+    #undef PyMODINIT_FUNC
+    #define PyMODINIT_FUNC __attribute__((visibility("hidden"))) PyObject *
+    #define PyInit__verbs rp_cffi_init
+    """,
+)
 
 
 class build_ext(_build_ext.build_ext):

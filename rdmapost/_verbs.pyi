@@ -4,3 +4,26 @@ from typing import Any
 
 ffi: Any
 lib: Any
+
+# _c/door.c: they never block, and take addresses as numbers.  Writing a record
+# with one SGE raises OverflowError or TypeError where a number does not fit.
+def put_message(
+    record: int, wr_id: int, opcode: int, send_flags: int, imm_data: int,
+    ah: int, remote_qpn: int, remote_qkey: int, remote_srqn: int,
+    addr: int, length: int, lkey: int, /,
+) -> None: ...  # fmt: skip
+def put_rdma(
+    record: int, wr_id: int, opcode: int, send_flags: int, imm_data: int,
+    remote_addr: int, rkey: int, remote_srqn: int,
+    addr: int, length: int, lkey: int, /,
+) -> None: ...  # fmt: skip
+def put_recv(record: int, wr_id: int, addr: int, length: int, lkey: int, /) -> None: ...
+
+# As rp_submit_send and so on (_c/shim.h).
+def submit_send(qp: int, records: int, size: int, count: int, /) -> int: ...
+def submit_recv(qp: int, records: int, size: int, count: int, /) -> int: ...
+def submit_srq_recv(srq: int, records: int, size: int, count: int, /) -> int: ...
+def submit_srq_ops(srq: int, records: int, size: int, count: int, /) -> int: ...
+
+# ibv_poll_cq(3).
+def poll(cq: int, wc: int, num_entries: int, /) -> int: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ._binding import ffi
+from ._binding import address_of, ffi
 from ._resource import Resource
 from .device import GID, Context, GIDTableEntry
 from .enums import GIDType, LinkLayer
@@ -168,7 +168,7 @@ class AH(Resource):
             raise ValueError(f"the address does not fit: {error}") from None
         handle = context._provider.create_ah(pd._live(), raw)
         # Of the struct, for the work requests that name it.
-        self.address = int(ffi.cast("uintptr_t", handle))
+        self.address = address_of(handle)
         super().__init__(handle, pd)
 
     def __str__(self) -> str:

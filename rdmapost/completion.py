@@ -11,7 +11,7 @@ from collections import deque
 from struct import Struct
 from typing import Any, NamedTuple
 
-from ._binding import ffi, lib
+from ._binding import address_of, door, ffi, lib
 from ._resource import Resource
 from .channel import CompChannel, wait_readable
 from .device import Context
@@ -116,8 +116,8 @@ class CQ(Resource):
     """
 
     __slots__ = (
-        "_awake", "_backlog", "_channel", "_extended", "_lock", "_raw", "_raw_bytes", "_sleeping",
-        "_tm", "_tm_bytes", "_waiting", "channel", "context", "cqe",
+        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_raw", "_raw_at",
+        "_raw_bytes", "_sleeping", "_tm", "_tm_bytes", "_waiting", "channel", "context", "cqe",
     )  # fmt: skip
 
     _kind = "CQ"
@@ -142,6 +142,7 @@ class CQ(Resource):
         self._waiting = 0
         self._sleeping = False
         self._raw = ffi.new("struct ibv_wc[]", _BATCH)
+        self._raw_at = address_of(self._raw)
         self._raw_bytes = memoryview(ffi.buffer(self._raw))
         self._extended: Any = None
         self._tm = ffi.new("struct ibv_wc_tm_info[]", _BATCH) if tm_info else None
@@ -166,6 +167,7 @@ class CQ(Resource):
         if tm_info:
             # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
             self._extended, handle = handle, ffi.cast("struct ibv_cq *", handle)
+        self._address = address_of(handle)
         super().__init__(handle, *((context,) if channel is None else (context, channel)))
         if channel is not None:
             channel._announced_by(self)
@@ -220,8 +222,17 @@ class CQ(Resource):
         lock = self._lock
         lock.acquire()
         try:
-            handle = self._live()
+            handle = self._handle
+            if handle is None:
+                self._live()
             backlog = self._backlog
+            if not backlog and self._tm is None and 0 < max_entries <= _BATCH:
+                count = door.poll(self._address, self._raw_at, max_entries)
+                if count > 0:
+                    self._read(self._raw_bytes[: count * _RAW.size], found)
+                elif count:
+                    raise VerbsError("ibv_poll_cq", errno.EIO)
+                return found
             while backlog and len(found) < max_entries:
                 found.append(backlog.popleft())
             self._fill(handle, found, max_entries)

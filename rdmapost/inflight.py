@@ -34,12 +34,13 @@ class InFlight:
         entries: what is outstanding, the oldest first.
     """
 
-    __slots__ = ("_begun", "base", "counts", "entries", "number")
+    __slots__ = ("_begun", "base", "counts", "entries", "keep", "number")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.base = self.number << 32
         self.entries: deque[tuple[Any, Sequence[Any]]] = deque()
+        self.keep = self.entries.append
         # A list, because the C that posts prepared lists counts there too.
         self.counts = [0, 0]
         self._begun = 0
@@ -56,8 +57,8 @@ class InFlight:
         return self.base | self.counts[0] & _COUNT_MASK
 
     def add(self, wr_id: int, refers_to: Sequence[Any]) -> None:
-        """Record a work request about to be posted."""
-        self.entries.append((wr_id, refers_to))
+        """Record a work request about to be posted: keep its entry, and count it."""
+        self.keep((wr_id, refers_to))
         self.counts[0] += 1
 
     def forget_last(self, count: int) -> None:
@@ -81,6 +82,12 @@ class InFlight:
         counts[1] = done + ahead + 1
         entries = self.entries
         try:
+            if not ahead and not self._begun:
+                # The oldest, as nearly always.
+                wr_id, refers_to = entries.popleft()
+                if type(wr_id) is not tuple:
+                    return wr_id  # type: ignore[no-any-return]
+                entries.appendleft((wr_id, refers_to))
             while True:
                 wr_id = entries[0][0]
                 if type(wr_id) is not tuple:
@@ -149,10 +156,13 @@ class InFlightAny:
         return self.base | self.counts[0] & _COUNT_MASK
 
     def add(self, wr_id: int, refers_to: Sequence[Any]) -> None:
-        """Record a work request about to be posted."""
-        counts = self.counts
-        self._entries[counts[0] & _COUNT_MASK] = (wr_id, refers_to)
-        counts[0] += 1
+        """Record a work request about to be posted: keep its entry, and count it."""
+        self.keep((wr_id, refers_to))
+        self.counts[0] += 1
+
+    def keep(self, entry: tuple[int, Sequence[Any]]) -> None:
+        """Keep the entry of the work request that is counted next."""
+        self._entries[self.counts[0] & _COUNT_MASK] = entry
 
     def forget_last(self, count: int) -> None:
         """Take back the latest entries: they were not posted after all."""

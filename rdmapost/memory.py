@@ -57,6 +57,7 @@ class MR(Resource):
 
     Attributes:
         addr: address of the first byte; the remote_addr of a peer.
+        end: address behind the last byte.
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
@@ -71,7 +72,7 @@ class MR(Resource):
     """
 
     __slots__ = (
-        "_given", "_memory", "access", "addr", "buffer", "length", "lkey", "pd", "rkey",
+        "_given", "_memory", "access", "addr", "buffer", "end", "length", "lkey", "pd", "rkey",
         "writable",
     )  # fmt: skip
 
@@ -98,6 +99,7 @@ class MR(Resource):
             error.hint = error.hint or _why_not_registered(error.errno, self.length)
             raise
         self.addr = int(ffi.cast("uintptr_t", self._memory))
+        self.end = self.addr + self.length
         self.lkey: int = handle.lkey
         self.rkey: int = handle.rkey
         super().__init__(handle, pd)

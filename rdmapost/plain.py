@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ._binding import door
 from .address import AH
 from .enums import Opcode, QPType, SendFlags
 from .memory import MR
-from .packing import RECV_RECORDS, SEND_RECORDS
 from .rules import Limits
 from .wr import SGE, RdmaRead, RdmaWrite, RdmaWriteWithImm, RecvWR, Send, SendWithImm
 
 __all__ = ["Plain", "plain_receives", "plain_sends"]
 
-Plain = Callable[[bytearray, int, int, Any], tuple[Any, ...] | None]
-"""Write a work request at an offset, under a ticket; return what it refers to, or None where it
+Plain = Callable[[int, int, Any], tuple[Any, ...] | None]
+"""Write a work request at an address, under a ticket; return what it refers to, or None where it
 is not plain.  May raise what a wrong value in a field makes it raise."""
 
 _FLAGS = tuple(int(flag) for flag in SendFlags)
@@ -52,25 +52,23 @@ def _region(pd: Any, most: int, checked: bool, written: bool) -> Callable[[Any],
             return None if checked or owner is not None else sg_list
         if owner._handle is None:
             return None
-        if checked:
-            start = addr - owner.addr
-            if (
-                owner.pd is not pd or start < 0 or not 0 < length <= owner.length - start
-                or length > most or (written and not owner.writable)
-            ):  # fmt: skip
-                return None
+        if checked and (
+            owner.pd is not pd or addr < owner.addr or not 0 < length <= owner.end - addr
+            or length > most or (written and not owner.writable)
+        ):  # fmt: skip
+            return None
         return sg_list
 
     return one
 
 
 def _message(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int]) -> Plain:
-    pack_into, code = SEND_RECORDS["message"][1].pack_into, int(opcode)
+    put, code = door.put_message, int(opcode)
     region = _region(limits.pd, limits.max_msg_size, checked, False)
     datagram, pd = limits.qp_type is QPType.UD, limits.pd
     has_imm = opcode is Opcode.SEND_WITH_IMM
 
-    def pack(out: bytearray, at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
+    def pack(at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
         sge, ah = region(wr.sg_list), wr.ah
         if sge is None or wr.send_flags not in flags:
             return None
@@ -79,8 +77,8 @@ def _message(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int
                 return None
         elif ah is not None:
             return None
-        pack_into(
-            out, at, ticket, 1, code, wr.send_flags, wr.imm_data if has_imm else 0,
+        put(
+            at, ticket, code, wr.send_flags, wr.imm_data if has_imm else 0,
             ah.address if datagram else 0, wr.remote_qpn, wr.remote_qkey, wr.remote_srqn,
             sge[0], sge[1], sge[2],
         )  # fmt: skip
@@ -90,16 +88,16 @@ def _message(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int
 
 
 def _rdma(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int]) -> Plain:
-    pack_into, code = SEND_RECORDS["rdma"][1].pack_into, int(opcode)
+    put, code = door.put_rdma, int(opcode)
     region = _region(limits.pd, limits.max_msg_size, checked, opcode is Opcode.RDMA_READ)
     has_imm = opcode is Opcode.RDMA_WRITE_WITH_IMM
 
-    def pack(out: bytearray, at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
+    def pack(at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
         sge = region(wr.sg_list)
         if sge is None or wr.send_flags not in flags:
             return None
-        pack_into(
-            out, at, ticket, 1, code, wr.send_flags, wr.imm_data if has_imm else 0,
+        put(
+            at, ticket, code, wr.send_flags, wr.imm_data if has_imm else 0,
             wr.remote_addr, wr.rkey, wr.remote_srqn, sge[0], sge[1], sge[2],
         )  # fmt: skip
         return (sge,)
@@ -134,15 +132,15 @@ def plain_sends(limits: Limits, checked: bool) -> Mapping[type, Plain]:
 
 def plain_receives(limits: Limits, checked: bool) -> Mapping[type, Plain]:
     """Return the short way of a receive queue; the rest is as in plain_sends."""
-    pack_into = RECV_RECORDS[1].pack_into
+    put = door.put_recv
     # A receive may be longer than any message.
     region = _region(limits.pd, 1 << 32, checked, True)
 
-    def pack(out: bytearray, at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
+    def pack(at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
         sge = region(wr.sg_list)
         if sge is None:
             return None
-        pack_into(out, at, ticket, 1, sge[0], sge[1], sge[2])
+        put(at, ticket, sge[0], sge[1], sge[2])
         return (sge,)
 
     return {RecvWR: pack} if limits.max_recv_sge or not checked else {}

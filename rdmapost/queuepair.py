@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ._binding import ffi, lib
+from ._binding import address_of, door, ffi, lib
 from .completion import CQ
 from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
 from .errors import RdmaError, VerbsError, describe_errno
@@ -190,18 +190,20 @@ class QP(Multicast):
             max_tso_header,
         )  # fmt: skip
         self._send = PostQueue(
-            "ibv_post_send", lib.rp_submit_send, SendWR, pack_send,
+            "ibv_post_send", door.submit_send, SendWR, pack_send,
             # Of a queue that is not there, the check says more than that it is full.
             self.max_send_wr, "max_send_wr", checked and xrcd is None, InFlight(),
             plain_sends(self._limits, checked),
         )  # fmt: skip
         self._recv = PostQueue(
-            "ibv_post_recv", lib.rp_submit_recv, RecvWR, pack_recv,
+            "ibv_post_recv", door.submit_recv, RecvWR, pack_recv,
             self.max_recv_wr, "max_recv_wr", checked, InFlight(),
-            plain_receives(self._limits, checked),
+            {} if srq is not None or self.qp_type in _XRC
+            else plain_receives(self._limits, checked),
         )  # fmt: skip
-        for queue in (self._send.in_flight, self._recv.in_flight):
-            context._queues[queue.number] = queue
+        for queue in (self._send, self._recv):
+            queue.handle = address_of(handle)
+            context._queues[queue.in_flight.number] = queue.in_flight
         parents = {id(p): p for p in (pd, send_cq, recv_cq, srq, xrcd) if p is not None}
         super().__init__(handle, *parents.values())
 
@@ -252,7 +254,7 @@ class QP(Multicast):
             self._keep_completions()
             self.pd.context._provider.destroy_qp(self._handle)
             self._keep_completions()
-            self._handle = None
+            self._handle = self._send.handle = self._recv.handle = None
         for queue in (self._send.in_flight, self._recv.in_flight):
             self.pd.context._queues.pop(queue.number, None)
             queue.clear()
@@ -292,8 +294,10 @@ class QP(Multicast):
 
         See ibv_post_send(3).
         """
+        ready = self._state >= _RTS or not self.checked
+        if ready and self._send.post_plain(wrs, self._hint):
+            return
         check = self._check_all if self.checked else self._check_harmful
-        ready = self._state >= QPState.RTS or not self.checked
         self._send.post(self._live, wrs, check, self._hint, ready)
 
     def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
@@ -310,6 +314,9 @@ class QP(Multicast):
 
         See ibv_post_recv(3).
         """
+        ready = self._state is not QPState.RESET or not self.checked
+        if ready and self._recv.post_plain(wrs, self._hint):
+            return
         self._live()
         if self.qp_type in _XRC:
             raise RdmaError(
@@ -320,9 +327,8 @@ class QP(Multicast):
             raise RdmaError(
                 f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
             )
-        checked = self.checked
-        ready = self._state is not QPState.RESET or not checked
-        self._recv.post(self._live, wrs, self._check_recv if checked else None, self._hint, ready)
+        check = self._check_recv if self.checked else None
+        self._recv.post(self._live, wrs, check, self._hint, ready)
 
     def bind_mw(
         self,
@@ -418,4 +424,5 @@ class QP(Multicast):
         return f"{device} may not have {self.qp_type.name} queue pairs, or no more of them"
 
 
+_RTS = int(QPState.RTS)
 _XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._binding import ffi, lib
+from ._binding import address_of, door, ffi, lib
 from ._resource import Resource
 from .completion import CQ
 from .enums import QPType, SRQAttrMask, SRQType
@@ -115,11 +115,12 @@ class SRQ(Resource):
         self._limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {})
         self._checked = (lambda wr, sges: check_recv(wr, sges, limits)) if checked else None
         self._recv = PostQueue(
-            "ibv_post_srq_recv", lib.rp_submit_srq_recv, RecvWR, pack_recv,
+            "ibv_post_srq_recv", door.submit_srq_recv, RecvWR, pack_recv,
             self.max_wr, "max_wr", checked, InFlightAny(),
             plain_receives(limits, checked),
         )  # fmt: skip
         self._ops = TagQueue(self.max_ops, self.max_num_tags, checked and tagged)
+        self._recv.handle = address_of(handle)
         for queue in self._queues():
             context._queues[queue.number] = queue
         super().__init__(handle, *[parent for parent in (pd, xrcd, cq) if parent is not None])
@@ -195,7 +196,7 @@ class SRQ(Resource):
         self._keep_completions()
         with self._recv.lock, self._ops.lock:
             self.pd.context._provider.destroy_srq(self._handle)
-            self._handle = None
+            self._handle = self._recv.handle = None
         self._keep_completions()
         for queue in self._queues():
             self.pd.context._queues.pop(queue.number, None)
@@ -263,7 +264,8 @@ class SRQ(Resource):
 
         See ibv_post_srq_recv(3).
         """
-        self._recv.post(self._live, wrs, self._checked, self._hint)
+        if not self._recv.post_plain(wrs, self._hint):
+            self._recv.post(self._live, wrs, self._checked, self._hint)
 
     def post_srq_ops(self, wrs: OpsWR | Sequence[OpsWR]) -> None:
         """Post tag-matching operations.

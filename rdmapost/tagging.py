@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
-from ._binding import ffi, lib
+from ._binding import door, ffi
 from .inflight import Operations, TaggedReceives
 from .packing import Refused, pack_ops
 from .plain import Plain
@@ -42,7 +42,7 @@ class TagQueue(PostQueue):
         self._max_num_tags = max_num_tags
         self._packed: list[tuple[TagAdd, int, int] | None] = []
         super().__init__(
-            "ibv_post_srq_ops", lib.rp_submit_srq_ops, OpsWR, _pack_nothing,
+            "ibv_post_srq_ops", door.submit_srq_ops, OpsWR, _pack_nothing,
             max_ops, "max_ops", bounded, Operations(self.tagged), {},
         )  # fmt: skip
 

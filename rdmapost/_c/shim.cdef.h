@@ -16,14 +16,6 @@ int64_t rp_post_send(struct ibv_qp *qp, void *records);
 int64_t rp_post_recv(struct ibv_qp *qp, void *records);
 int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
 int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
-int64_t rp_submit_send(struct ibv_qp *qp, void *records, size_t size,
-		       uint32_t count);
-int64_t rp_submit_recv(struct ibv_qp *qp, void *records, size_t size,
-		       uint32_t count);
-int64_t rp_submit_srq_recv(struct ibv_srq *srq, void *records, size_t size,
-			   uint32_t count);
-int64_t rp_submit_srq_ops(struct ibv_srq *srq, void *records, size_t size,
-			  uint32_t count);
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,

@@ -18,6 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define ibv_post_send header_ibv_post_send
 #define ibv_post_recv header_ibv_post_recv

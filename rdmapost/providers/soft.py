@@ -35,6 +35,7 @@ from ..enums import (
     OpsOpcode,
     PortState,
     QPAttrMask,
+    QPState,
     QPType,
     SendFlags,
     SRQAttrMask,
@@ -114,6 +115,7 @@ _ATOMIC = Struct("=QQQI")
 _UD = Struct("=QII")
 _SGE = Struct("=QII")
 _WC = Struct("=QiIIIIIIIHHBB2x")
+_pack_wc, _WC_SIZE = _WC.pack_into, _WC.size
 _TM_INFO = Struct("=QI4x")
 _OPS = Struct("=Q8xIiIIQ8xi4xQQ")  # as rdmapost.packing writes it
 _UINT32 = Struct("=I")
@@ -122,6 +124,7 @@ _SEND_SIZE, _UNION_AT, _SRQN_AT = 128, 40, 72
 
 _SIGNED_MASK = 0xFFFF_FFFF
 _INLINE = int(SendFlags.INLINE)
+_SEND = int(Opcode.SEND)
 _OPCODES = {int(opcode): opcode for opcode in Opcode}
 _ATOMICS = frozenset({Opcode.ATOMIC_CMP_AND_SWP, Opcode.ATOMIC_FETCH_AND_ADD})
 _REMOTE = frozenset({Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ})
@@ -164,6 +167,13 @@ def _verb() -> Iterator[None]:
     with _lock:
         yield
     _tell()
+
+
+def _told(result: int) -> int:
+    """Return what a data verb returns, and tell what went wrong inside."""
+    if _device.errors:
+        _tell()
+    return result
 
 
 def _tell() -> None:
@@ -677,8 +687,11 @@ def _find_domain(init: Any) -> XRCDomain:
 # ---- data verbs --------------------------------------------------------------
 
 
-def _sges(wr: Any, count: int) -> list[tuple[int, int, int]]:
-    return list(_SGE.iter_unpack(ffi.buffer(wr.sg_list, count * 16))) if count else []
+class _Refused(Exception):
+    """A work request that the device does not take."""
+
+    def __init__(self, code: int) -> None:
+        self.errno = code
 
 
 def _read_sges(raw: Any, at: int, count: int) -> Any:
@@ -688,30 +701,38 @@ def _read_sges(raw: Any, at: int, count: int) -> Any:
     return tuple(_SGE.iter_unpack(raw[at : at + count * _SGE.size]))
 
 
-def _read_send(qp: QueuePair, raw: Any, at: int) -> tuple[SendWQE | None, int, int]:
-    """Read a send work request; return it, where it ends, and 0; or None, and an errno."""
-    wr_id, num_sge, opcode, flags, imm = _SEND_HEAD.unpack_from(raw, at)
-    if not 0 <= num_sge <= qp.sq.max_sge:
-        return None, at, errno.EINVAL
-    wqe = SendWQE(wr_id, _OPCODES.get(opcode, opcode), flags, imm)
-    end = at + _SEND_SIZE
-    if num_sge:
-        wqe.sges = _read_sges(raw, end, num_sge)
-        end += num_sge * _SGE.size
-    code = (
-        0
-        if opcode == Opcode.SEND and not flags & _INLINE and qp.type is QPType.RC
-        else _read_more(qp, wqe, raw, at)
-    )
-    return None if code else wqe, end, code
+def _add_sends(qp: QueuePair, records: Any, size: int, count: int) -> int:
+    """Put send work requests on the queue; return what soft_send returns."""
+    raw, at, taken = ffi.buffer(records, size), 0, 0
+    faults = qp.context.faults
+    try:
+        while taken < count:
+            if faults.posts and (code := faults.errno_of_post()):
+                raise _Refused(code)
+            wr_id, num_sge, opcode, flags, imm = _SEND_HEAD.unpack_from(raw, at)
+            if not 0 <= num_sge <= qp.sq.max_sge:
+                raise _Refused(errno.EINVAL)
+            wqe = SendWQE(wr_id, _OPCODES.get(opcode, opcode), flags, imm)
+            record, at = at, at + _SEND_SIZE
+            if num_sge:
+                wqe.sges = _read_sges(raw, at, num_sge)
+                at += num_sge * _SGE.size
+            if opcode != _SEND or flags & _INLINE or not qp.reads_only_the_head:
+                _read_more(qp, wqe, raw, record, records)
+            if code := qp.post_send(wqe):
+                raise _Refused(code)
+            taken += 1
+    except _Refused as refused:
+        return refused.errno << 32 | taken
+    return taken
 
 
-def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int) -> int:
-    """Read what depends on the opcode, the flags and the queue pair; return 0 or an errno."""
+def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int, records: Any) -> None:
+    """Read what depends on the opcode, the flags and the type of the queue pair."""
     opcode, flags, union = wqe.opcode, wqe.flags, at + _UNION_AT
     if flags & _INLINE:
         if sum(length for _, length, _ in wqe.sges) > qp.max_inline:
-            return errno.EINVAL
+            raise _Refused(errno.EINVAL)
         wqe.inline = b"".join(
             ffi.buffer(ffi.cast("char *", addr), length) for addr, length, _ in wqe.sges
         )
@@ -723,12 +744,12 @@ def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int) -> int:
     elif opcode in _DATAGRAM and qp.type is QPType.UD:
         ah, wqe.remote_qpn, wqe.remote_qkey = _UD.unpack_from(raw, union)
         if not ah:
-            return errno.EINVAL
+            raise _Refused(errno.EINVAL)
         wqe.ah = _objects[ffi.cast("struct ibv_ah *", ah).handle]
     elif opcode == Opcode.BIND_MW:
-        bind = _struct(raw, at).bind_mw
+        bind = _struct(records, at).bind_mw
         if not bind.mw or not bind.bind_info.mr:
-            return errno.EINVAL
+            raise _Refused(errno.EINVAL)
         info = bind.bind_info
         wqe.rkey = bind.rkey
         wqe.bind = (
@@ -736,19 +757,18 @@ def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int) -> int:
             info.mw_access_flags,
         )  # fmt: skip
     if opcode == Opcode.TSO:
-        tso = _struct(raw, at).tso
+        tso = _struct(records, at).tso
         if tso.hdr_sz > qp.max_tso_header or (tso.hdr_sz and not tso.hdr):
-            return errno.EINVAL
+            raise _Refused(errno.EINVAL)
         wqe.hdr = bytes(ffi.buffer(ffi.cast("char *", tso.hdr), tso.hdr_sz))
         wqe.mss = tso.mss
     if qp.type is QPType.XRC_SEND:
         (wqe.remote_srqn,) = _UINT32.unpack_from(raw, at + _SRQN_AT)
-    return 0
 
 
-def _struct(raw: Any, at: int) -> Any:
+def _struct(records: Any, at: int) -> Any:
     """Return the struct of a record, for its less usual parts."""
-    return ffi.from_buffer("struct ibv_send_wr *", raw[at : at + _SEND_SIZE])
+    return ffi.cast("struct ibv_send_wr *", records + at)
 
 
 def _guarded(error: int) -> Callable[[Any, Any, Any], Any]:
@@ -764,63 +784,53 @@ def _guarded(error: int) -> Callable[[Any, Any, Any], Any]:
 
 @ffi.def_extern(onerror=_guarded(errno.EIO << 32))  # type: ignore[untyped-decorator]
 def soft_send(qp_num: int, records: Any, size: int, count: int) -> int:
-    taken = code = at = 0
-    raw = memoryview(ffi.buffer(records, size))
     with _lock:
         if _device.parked:
             _device.progress()
         qp = _device.qps[qp_num]
-        faults = qp.context.faults
-        for taken in range(count):  # noqa: B007
-            code = faults.errno_of_post() if faults.posts else 0
-            if not code:
-                wqe, at, code = _read_send(qp, raw, at)
-                if wqe is not None:
-                    code = qp.post_send(wqe)
-            if code:
-                break
-        else:
-            taken = count
+        result = _add_sends(qp, records, size, count)
         requester.run(qp)
-    if _device.errors:
-        _tell()
-    return code << 32 | taken
+    return _told(result)
 
 
-def _take_receives(
-    post: Callable[[RecvWQE], int], max_sge: int, records: Any, size: int, count: int
-) -> int:
-    taken = code = at = 0
-    raw = memoryview(ffi.buffer(records, size))
-    with _lock:
-        if _device.parked:
-            _device.progress()
-        for taken in range(count):  # noqa: B007
-            wr_id, num_sge = _RECV.unpack_from(raw, at)
-            code = errno.EINVAL
-            if 0 <= num_sge <= max_sge:
-                at += _RECV.size
-                code = post(RecvWQE(wr_id, _read_sges(raw, at, num_sge)))
-                at += num_sge * _SGE.size
-            if code:
-                break
-        else:
-            taken = count
-    if _device.errors:
-        _tell()
-    return code << 32 | taken
+def _add_receives(queue: WorkQueue, records: Any, size: int, count: int) -> int:
+    """Put receive work requests on a queue; return what soft_recv returns."""
+    raw, at, taken = ffi.buffer(records, size), 0, 0
+    while taken < count:
+        wr_id, num_sge = _RECV.unpack_from(raw, at)
+        if not 0 <= num_sge <= queue.max_sge:
+            return errno.EINVAL << 32 | taken
+        at += _RECV.size
+        if code := queue.add(RecvWQE(wr_id, _read_sges(raw, at, num_sge))):
+            return code << 32 | taken
+        at += num_sge * _SGE.size
+        taken += 1
+    return taken
 
 
 @ffi.def_extern(onerror=_guarded(errno.EIO << 32))  # type: ignore[untyped-decorator]
 def soft_recv(qp_num: int, records: Any, size: int, count: int) -> int:
-    qp = _device.qps[qp_num]
-    return _take_receives(qp.post_recv, qp.rq.max_sge, records, size, count)
+    with _lock:
+        if _device.parked:
+            _device.progress()
+        qp = _device.qps[qp_num]
+        if qp.state is QPState.RESET or qp.srq is not None:
+            result = errno.EINVAL << 32
+        else:
+            result = _add_receives(qp.rq, records, size, count)
+            if qp.state is QPState.ERR:
+                qp.flush_receives()
+    return _told(result)
 
 
 @ffi.def_extern(onerror=_guarded(errno.EIO << 32))  # type: ignore[untyped-decorator]
 def soft_srq_recv(handle: int, records: Any, size: int, count: int) -> int:
-    srq: SharedReceiveQueue = _objects[handle]
-    return _take_receives(srq.post_recv, srq.queue.max_sge, records, size, count)
+    with _lock:
+        if _device.parked:
+            _device.progress()
+        srq: SharedReceiveQueue = _objects[handle]
+        result = _add_receives(srq.queue, records, size, count)
+    return _told(result)
 
 
 @ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]
@@ -841,9 +851,7 @@ def soft_post_srq_ops(srq_struct: Any, op: Any, bad_op: Any) -> int:
             if wqe is not None and wqe.opcode == OpsOpcode.TAG_ADD:
                 op.tm.handle = wqe.handle
             op = op.next
-    if _device.errors:
-        _tell()
-    return code
+    return _told(code)
 
 
 def _read_op(matching: tags.MatchingList, op: Any) -> tags.TagWQE | None:
@@ -856,7 +864,7 @@ def _read_op(matching: tags.MatchingList, op: Any) -> tags.TagWQE | None:
         if not 0 <= num_sge <= matching.slots.max_sge:
             return None
         wqe.recv_wr_id, wqe.tag, wqe.mask = recv_wr_id, tag, mask
-        wqe.sges = _sges(op.tm.add, num_sge)
+        wqe.sges = _read_sges(ffi.buffer(op.tm.add.sg_list, num_sge * _SGE.size), 0, num_sge)
     return wqe
 
 
@@ -865,16 +873,16 @@ def soft_poll_cq(cq_struct: Any, most: int, wc: Any) -> int:
     with _lock:
         if _device.parked:
             _device.progress()
-        entries = _objects[cq_struct.handle].poll(most)
-        if entries:
-            raw = ffi.buffer(wc, len(entries) * _WC.size)
-            at = 0
-            for fields, *_ in entries:
-                _WC.pack_into(raw, at, *fields)
-                at += _WC.size
-    if _device.errors:
-        _tell()
-    return len(entries)
+        cq: CompletionQueue = _objects[cq_struct.handle]
+        if not cq.entries:
+            return _told(0)
+        entries = cq.poll(most)
+        raw = ffi.buffer(wc, len(entries) * _WC.size)
+        at = 0
+        for fields, _, _, _, _ in entries:
+            _pack_wc(raw, at, *fields)
+            at += _WC_SIZE
+    return _told(len(entries))
 
 
 @ffi.def_extern(onerror=_guarded(-1))  # type: ignore[untyped-decorator]
@@ -889,9 +897,7 @@ def soft_fill_cq(cq_struct: Any, most: int, wc: Any, tm: Any) -> int:
             for index, (fields, _, _, _, tm_info) in enumerate(entries):
                 _WC.pack_into(raw, index * _WC.size, *fields)
                 _TM_INFO.pack_into(infos, index * _TM_INFO.size, *tm_info)
-    if _device.errors:
-        _tell()
-    return len(entries)
+    return _told(len(entries))
 
 
 @ffi.def_extern(onerror=_guarded(errno.EIO))  # type: ignore[untyped-decorator]

@@ -98,6 +98,9 @@ class QueuePair:
         self.handle: Any = None
         self.opcodes = OPCODES_BY_QP_TYPE[qp_type]
         self.reliable = qp_type in _RELIABLE
+        self.connected = qp_type not in (QPType.UD, QPType.RAW_PACKET)
+        self.reads_only_the_head = qp_type in (QPType.RC, QPType.UC)
+        """A plain SEND names nobody."""
         self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
         self.state = QPState.RESET
         self.attr: dict[str, Any] = {}
@@ -162,15 +165,6 @@ class QueuePair:
         code = self.sq.add(wqe)
         if not code and self.state >= QPState.SQE:
             self.flush_sends()
-        return code
-
-    def post_recv(self, wqe: RecvWQE) -> int:
-        """Put a work request on the receive queue; return 0 or an errno."""
-        if self.state is QPState.RESET or self.srq is not None:
-            return errno.EINVAL
-        code = self.rq.add(wqe)
-        if not code and self.state is QPState.ERR:
-            self.flush_receives()
         return code
 
     # ---- attempts of the request at the head of the send queue --------------

@@ -130,7 +130,3 @@ class SharedReceiveQueue:
         """The matching list of a tag-matching queue."""
         self.handle: Any = None
         self.users = 0
-
-    def post_recv(self, wqe: RecvWQE) -> int:
-        """Put a work request on the queue; return 0 or an errno."""
-        return self.queue.add(wqe)

@@ -41,7 +41,12 @@ _WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(W
 
 def receive(qp: QueuePair, request: Request) -> Ack | None:
     """Carry out a request; return the acknowledgement, or None where there is none."""
-    if qp.state not in _RECEIVES or not _is_for(qp, request):
+    if qp.state not in _RECEIVES or qp.peer_type is not request.qp_type:
+        return None
+    if qp.connected:
+        if qp.attr["dest_qp_num"] != request.src_qpn:
+            return None
+    elif qp.type is QPType.UD and request.qkey != qp.attr["qkey"]:
         return None
     if qp.state is QPState.RTR and not qp.established:
         qp.established = True
@@ -54,17 +59,6 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
         qp.fail(EventType.QP_ACCESS_ERR)
         ack = _REMOTE_ACCESS
     return ack if qp.reliable else None
-
-
-def _is_for(qp: QueuePair, request: Request) -> bool:
-    """Whether a request reaches this queue pair: its type, and its peer or Q_Key."""
-    if qp.peer_type is not request.qp_type:
-        return False
-    if qp.type is QPType.UD:
-        return bool(request.qkey == qp.attr["qkey"])
-    if qp.type is QPType.RAW_PACKET:
-        return True
-    return bool(qp.attr["dest_qp_num"] == request.src_qpn)
 
 
 def refuse(qp: QueuePair) -> Ack:

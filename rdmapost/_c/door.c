@@ -1,0 +1,163 @@
+/*
+ * A small door into the shim beside cffi, for calls that never block.
+ *
+ * cffi gives up the GIL around every call.  Posting and polling do not wait
+ * for anything, and beside a busy thread getting the GIL back takes a thousand
+ * times as long as they do: so these functions keep it.  They also take a
+ * third of the time, because they take numbers and no cdata.  Addresses come
+ * from rdmapost alone, never from its callers.
+ *
+ * The functions are in the module that cffi makes: its own init function is
+ * renamed (build_ffi.py), and the one below calls it.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "shim.h"
+
+PyObject *rp_cffi_init(void);
+
+/* Read `count` integers, each in 0..most[i]; 0, or -1 with an exception. */
+static int read_numbers(PyObject *const *args, Py_ssize_t nargs,
+			Py_ssize_t count, const uint64_t *most, uint64_t *into)
+{
+	if (nargs != count) {
+		PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+		return -1;
+	}
+	for (Py_ssize_t i = 0; i < count; i++) {
+		into[i] = PyLong_AsUnsignedLongLong(args[i]);
+		if (into[i] == (uint64_t)-1 && PyErr_Occurred())
+			return -1;
+		if (into[i] > most[i]) {
+			PyErr_SetString(PyExc_OverflowError, "out of range");
+			return -1;
+		}
+	}
+	return 0;
+}
+
+#define U64 UINT64_MAX
+#define U32 UINT32_MAX
+#define COUNT(array) (sizeof(array) / sizeof(array[0]))
+#define READ(types)                                                            \
+	uint64_t n[COUNT(types)];                                              \
+	(void)self;                                                            \
+	if (read_numbers(args, nargs, COUNT(types), types, n))                 \
+		return NULL
+
+#define FUNCTION(name)                                                         \
+	static PyObject *name(PyObject *self, PyObject *const *args,           \
+			      Py_ssize_t nargs)
+
+static void put_sge(struct ibv_sge *sge, const uint64_t *n)
+{
+	sge->addr = n[0];
+	sge->length = (uint32_t)n[1];
+	sge->lkey = (uint32_t)n[2];
+}
+
+/* What every send begins with: address, wr_id, opcode, send_flags, imm_data. */
+static struct ibv_send_wr *put_send(const uint64_t *n)
+{
+	struct ibv_send_wr *wr = (void *)(uintptr_t)n[0];
+
+	memset(wr, 0, sizeof(*wr));
+	wr->wr_id = n[1];
+	wr->num_sge = 1;
+	wr->opcode = (enum ibv_wr_opcode)n[2];
+	wr->send_flags = (unsigned int)n[3];
+	wr->imm_data = (uint32_t)n[4];
+	return wr;
+}
+
+FUNCTION(put_message)
+{
+	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64, U32,
+					 U32, U32, U64, U32, U32 };
+	struct ibv_send_wr *wr;
+
+	READ(most);
+	wr = put_send(n);
+	wr->wr.ud.ah = (void *)(uintptr_t)n[5];
+	wr->wr.ud.remote_qpn = (uint32_t)n[6];
+	wr->wr.ud.remote_qkey = (uint32_t)n[7];
+	wr->qp_type.xrc.remote_srqn = (uint32_t)n[8];
+	put_sge((void *)(wr + 1), n + 9);
+	Py_RETURN_NONE;
+}
+
+FUNCTION(put_rdma)
+{
+	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64,
+					 U32, U32, U64, U32, U32 };
+	struct ibv_send_wr *wr;
+
+	READ(most);
+	wr = put_send(n);
+	wr->wr.rdma.remote_addr = n[5];
+	wr->wr.rdma.rkey = (uint32_t)n[6];
+	wr->qp_type.xrc.remote_srqn = (uint32_t)n[7];
+	put_sge((void *)(wr + 1), n + 8);
+	Py_RETURN_NONE;
+}
+
+FUNCTION(put_recv)
+{
+	static const uint64_t most[] = { U64, U64, U64, U32, U32 };
+	struct ibv_recv_wr *wr;
+
+	READ(most);
+	wr = (void *)(uintptr_t)n[0];
+	memset(wr, 0, sizeof(*wr));
+	wr->wr_id = n[1];
+	wr->num_sge = 1;
+	put_sge((void *)(wr + 1), n + 2);
+	Py_RETURN_NONE;
+}
+
+static const uint64_t submit_most[] = { U64, U64, U64, U32 };
+
+/* The queue's struct, the records, their size and their number. */
+#define SUBMIT(name)                                                           \
+	FUNCTION(submit_##name)                                                \
+	{                                                                      \
+		READ(submit_most);                                             \
+		return PyLong_FromLongLong(                                    \
+			rp_submit_##name((void *)(uintptr_t)n[0],              \
+					 (void *)(uintptr_t)n[1], n[2],        \
+					 (uint32_t)n[3]));                     \
+	}
+SUBMIT(send)
+SUBMIT(recv)
+SUBMIT(srq_recv)
+SUBMIT(srq_ops)
+
+/* The CQ's struct, an array of struct ibv_wc and its length. */
+FUNCTION(poll)
+{
+	static const uint64_t most[] = { U64, U64, INT32_MAX };
+
+	READ(most);
+	return PyLong_FromLong(ibv_poll_cq((void *)(uintptr_t)n[0], (int)n[2],
+					   (void *)(uintptr_t)n[1]));
+}
+
+#define METHOD(name)                                                           \
+	{ #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL }
+static PyMethodDef functions[] = {
+	METHOD(put_message),	METHOD(put_rdma),    METHOD(put_recv),
+	METHOD(submit_send),	METHOD(submit_recv), METHOD(submit_srq_recv),
+	METHOD(submit_srq_ops), METHOD(poll),	     { NULL, NULL, 0, NULL },
+};
+
+PyMODINIT_FUNC PyInit__verbs(void)
+{
+	PyObject *module = rp_cffi_init();
+
+	if (module && PyModule_AddFunctions(module, functions)) {
+		Py_DECREF(module);
+		return NULL;
+	}
+	return module;
+}
