@@ -1,0 +1,88 @@
+"""What the benchmarks' workers share: cases as statements, each timed several times."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import timeit
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+LENGTHS = (1, 2, 8, 32, 256)
+SGES = (1, 4)
+WORK = 4096
+"""Work requests in one timed run: enough to tell, few enough to stay in the caches."""
+
+
+class Case(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        name: what it is, as the other workers call it.
+        statement: what is timed, inlined into timeit's loop.
+        each: how many work requests, or completions, a statement handles.
+        names: the names that it uses.
+        before, after: what is not timed, around each run; ``before`` takes
+            how often the statement will run.
+    """
+
+    name: str
+    statement: str
+    each: int
+    names: dict[str, Any]
+    before: Callable[[int], object] | None = None
+    after: Callable[[], object] | None = None
+
+
+def pin() -> None:
+    """Stay on one CPU: the last, which interrupts use least."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+class NullDevice:
+    """The null device's own calls.
+
+    Args:
+        path: the library, which the binding has loaded, or will.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path)
+        self._library.null_posted.restype = ctypes.c_uint64
+
+    def remember(self, on: bool) -> None:
+        """Let what is posted from now on complete, or only be counted."""
+        self._library.null_remember(int(on))
+
+    @property
+    def posted(self) -> int:
+        """How many work requests have arrived."""
+        posted: int = self._library.null_posted()
+        return posted
+
+
+def best_ns(case: Case, runs: int, null: NullDevice, work: int = WORK) -> float:
+    """Return the least ns for each work request among several runs."""
+    number = max(1, work // case.each)
+    timer = timeit.Timer(case.statement, globals=case.names)
+    found = []
+    for _ in range(runs):
+        if case.before is not None:
+            case.before(number)
+        posted = null.posted
+        found.append(timer.timeit(number) / number / case.each * 1e9)
+        arrived = null.posted - posted
+        if arrived != (0 if "poll" in case.statement else number * case.each):
+            raise AssertionError(f"{case.name}: {arrived} work requests arrived")
+        if case.after is not None:
+            case.after()
+    return min(found)
+
+
+def work(cases: Iterator[Case], null: NullDevice) -> None:
+    """Time the cases, and print their figures as JSON: the whole of a worker."""
+    pin()
+    runs = int(sys.argv[1])
+    json.dump({case.name: best_ns(case, runs, null) for case in cases}, sys.stdout)

@@ -1,0 +1,217 @@
+"""Measure what a post costs: rdmapost, pyverbs and plain C on a device that does nothing.
+
+Run it as ``python tests/bench/null.py``.  The device (null.c) and the C loop
+(loop.c) are compiled with cc into a temporary directory.  rdmapost and pyverbs
+run in one interpreter, the one that pyverbs is installed for (Debian:
+python3-pyverbs), where that is of this Python's version; without pyverbs its
+columns stay empty.  Every figure is the best of several runs in several
+processes, pinned to one CPU: what disturbs a run only makes it slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+
+import _cffi_backend
+
+import rdmapost
+
+HERE = pathlib.Path(__file__).resolve().parent
+LENGTHS = (1, 2, 8, 32, 256)
+GROWTH = tuple(10**power for power in range(2, 7))
+
+# Label, rdmapost's case, that of pyverbs and C, and the ratio to pyverbs to reach, if one is set.
+GOALS: tuple[tuple[str, str, str, float | None], ...] = (
+    ("RDMA write, checked", "build/RDMA_WRITE/1/1/checked", "build/RDMA_WRITE/1/1", 0.40),
+    ("RDMA write, unchecked", "build/RDMA_WRITE/1/1/unchecked", "build/RDMA_WRITE/1/1", 0.25),
+    ("list of 32, checked", "build/RDMA_WRITE/32/1/checked", "build/RDMA_WRITE/32/1", 0.20),
+    ("list of 32, unchecked", "build/RDMA_WRITE/32/1/unchecked", "build/RDMA_WRITE/32/1", 0.12),
+    ("prepared", "prepared/1", "prepared/1", 1.0),
+    ("prepared list of 32", "prepared/32", "prepared/32", 1.5),
+    ("receive, checked", "recv/1/checked", "recv/1", None),
+    ("receive, unchecked", "recv/1/unchecked", "recv/1", None),
+    ("list of 32 receives, checked", "recv/32/checked", "recv/32", None),
+    ("list of 32 receives, unchecked", "recv/32/unchecked", "recv/32", None),
+    ("poll 16", "poll/16", "poll/16", 0.25),
+)
+
+Figures = Mapping[str, float]
+
+
+def compile_c(into: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Compile the null device and the C loop; return their paths."""
+    cc = os.environ.get("CC", "cc")
+    null, loop = into / "null.so", into / "loop"
+    run = [cc, "-O2", "-std=gnu11", "-Wall", "-Wextra"]
+    subprocess.run([*run, "-shared", "-fPIC", "-o", null, HERE / "null.c"], check=True)
+    subprocess.run(
+        [*run, "-o", loop, HERE / "loop.c", null, f"-Wl,-rpath,{into}"], check=True
+    )  # fmt: skip
+    return null, loop
+
+
+def find_pyverbs(null: pathlib.Path) -> str | None:
+    """Return the interpreter that pyverbs is installed for: this one, or the system's, or None."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        found = subprocess.run(
+            [python, "-c", "import pyverbs.wr"],
+            env={**os.environ, "LD_PRELOAD": str(null)}, capture_output=True, check=False,
+        )  # fmt: skip
+        if found.returncode == 0:
+            return python
+    return None
+
+
+def interpreter_for_both(pyverbs: str | None) -> str:
+    """Return the interpreter for rdmapost: that of pyverbs if its compiled modules load there."""
+    if pyverbs is None:
+        return sys.executable
+    found = subprocess.run(
+        [pyverbs, "-c", "import rdmapost"], env=environment(), capture_output=True, check=False
+    )
+    return pyverbs if found.returncode == 0 else sys.executable
+
+
+def environment() -> dict[str, str]:
+    """Return an environment in which another interpreter finds rdmapost and cffi's module."""
+    places = [
+        pathlib.Path(rdmapost.__file__).parent.parent,
+        pathlib.Path(_cffi_backend.__file__).parent,
+    ]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
+
+
+def run_python(python: str, worker: str, runs: int, *more: str, **env: str) -> dict[str, float]:
+    """Run a worker and return its figures."""
+    done = subprocess.run(
+        [python, str(HERE / worker), str(runs), *more],
+        env={**environment(), **env}, stdout=subprocess.PIPE, check=True, timeout=600,
+    )  # fmt: skip
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def run_c(loop: pathlib.Path, runs: int) -> dict[str, float]:
+    """Run the C loop and return its figures."""
+    cpu = max(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "-c", str(cpu), loop, str(runs)],
+        stdout=subprocess.PIPE, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    lines = (line.split("\t") for line in done.stdout.splitlines())
+    return {name: float(ns) for name, ns in lines}
+
+
+def keep_least(into: dict[str, float], figures: Figures) -> None:
+    """Keep the better of two figures of a case."""
+    for name, ns in figures.items():
+        into[name] = min(ns, into.get(name, ns))
+
+
+def number(ns: float | None, width: int = 9) -> str:
+    """Return a figure, right-aligned; "-" for one that there is not."""
+    return f"{'-' if ns is None else format(ns, '.1f'):>{width}}"
+
+
+def ratio(ours: float | None, theirs: float | None) -> str:
+    """Return the ratio of two figures, as text."""
+    return f"{'-' if ours is None or theirs is None else format(ours / theirs, '.2f'):>7}"
+
+
+def print_goals(ours: Figures, pyverbs: Figures, c: Figures) -> None:
+    """Print the figures that have a goal, and those beside them."""
+    print(f"{'ns per work request':<31} rdmapost  pyverbs        C  ratio  goal")
+    for label, case, other, goal in GOALS:
+        mine, theirs = ours.get(case), pyverbs.get(other)
+        line = (
+            f"{label:<31}{number(mine)}{number(theirs)}{number(c.get(other))}{ratio(mine, theirs)}"
+        )
+        if goal is not None:
+            line += f"  {goal:.2f}"
+            if mine is not None and theirs is not None:
+                line += "  met" if mine <= goal * theirs else "  missed"
+        print(line.rstrip())
+
+
+def print_wide(title: str, rows: list[tuple[str, str]], ours: Figures, pyverbs: Figures,
+               c: Figures) -> None:  # fmt: skip
+    """Print a table of the cases that are built and posted, checked and unchecked."""
+    print(f"\n{title:<25}  checked  ratio unchecked  ratio  pyverbs        C")
+    for label, case in rows:
+        checked, unchecked = ours.get(case + "/checked"), ours.get(case + "/unchecked")
+        theirs = pyverbs.get(case)
+        print(
+            f"{label:<25}{number(checked)}{ratio(checked, theirs)} {number(unchecked)}"
+            f"{ratio(unchecked, theirs)}{number(theirs)}{number(c.get(case))}"
+        )
+
+
+def print_growth(ours: Figures) -> None:
+    """Print what one more costs when there are, or were, many."""
+    print("\ncost of one more, after       post, if all   post, if all   poll 16, each")
+    print("so many posts                 outstanding    completed")
+    for count in GROWTH:
+        outstanding, before, poll = (
+            ours.get(f"growth/{name}/{count}") for name in ("outstanding", "before", "poll")
+        )
+        print(f"{count:<30,}{number(outstanding, 11)}{number(before, 13)}{number(poll, 16)}")
+
+
+def main() -> None:
+    """Print the tables, or everything as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    parser.add_argument("--runs", type=int, default=5, help="runs in a process (default 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each (default 3)")
+    parser.add_argument("--no-growth", action="store_true", help="leave out the last table")
+    options = parser.parse_args()
+    ours: dict[str, float] = {}
+    theirs: dict[str, float] = {}
+    c: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        null, loop = compile_c(pathlib.Path(directory))
+        pyverbs = find_pyverbs(null)
+        python = interpreter_for_both(pyverbs)
+        load = {"RDMAPOST_LIBIBVERBS": str(null)}
+        # In turns, so that a busy spell of the machine does not hit only one of them.
+        for _ in range(options.rounds):
+            keep_least(ours, run_python(python, "on_rdmapost.py", options.runs, **load))
+            if pyverbs is not None:
+                figures = run_python(pyverbs, "on_pyverbs.py", options.runs, LD_PRELOAD=str(null))
+                keep_least(theirs, figures)
+            keep_least(c, run_c(loop, options.runs))
+        if not options.no_growth:
+            keep_least(ours, run_python(python, "on_rdmapost.py", 3, "growth", **load))
+    if options.json:
+        document = {"python": python, "rdmapost": ours, "pyverbs": theirs, "c": c}
+        json.dump({**document, "pyverbs_python": pyverbs}, sys.stdout, indent=2)
+        print()
+        return
+    if pyverbs is None:
+        print("pyverbs is not installed (Debian: apt-get install python3-pyverbs)")
+    else:
+        print(f"rdmapost in {python}, pyverbs in {pyverbs}")
+    print("best of several runs; 'ratio' is to pyverbs\n")
+    print_goals(ours, theirs, c)
+    rows = [
+        (f"list of {length}, {sges} SGE{'s' * (sges > 1)}", f"build/RDMA_WRITE/{length}/{sges}")
+        for sges in (1, 4) for length in LENGTHS
+    ]  # fmt: skip
+    print_wide("RDMA writes, each", rows, ours, theirs, c)
+    cases = [name.removesuffix("/checked") for name in ours if name.endswith("/1/1/checked")]
+    print_wide(
+        "one of each opcode", [(name.split("/")[1], name) for name in cases], ours, theirs, c
+    )
+    if not options.no_growth:
+        print_growth(ours)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""rdmapost on the null device; null.py runs this with RDMAPOST_LIBIBVERBS set."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import measuring
+from measuring import LENGTHS, SGES, Case, NullDevice
+
+import rdmapost as rp
+
+ALL = rp.Access(0)
+for _access in (
+    rp.Access.LOCAL_WRITE, rp.Access.REMOTE_WRITE, rp.Access.REMOTE_READ, rp.Access.REMOTE_ATOMIC,
+    rp.Access.MW_BIND,
+):  # fmt: skip
+    ALL |= _access
+DEEP = 1 << 22
+
+REMOTE = "remote_addr=addr, rkey=rkey"
+BUILD = {
+    "RDMA_WRITE": "RdmaWrite({sges}, wr_id=7, " + REMOTE + ")",
+    "RDMA_WRITE_WITH_IMM": "RdmaWriteWithImm({sges}, wr_id=7, imm_data=5, " + REMOTE + ")",
+    "RDMA_READ": "RdmaRead({sges}, wr_id=7, " + REMOTE + ")",
+    "SEND": "Send({sges}, wr_id=7)",
+    "SEND_WITH_IMM": "SendWithImm({sges}, wr_id=7, imm_data=5)",
+    "SEND_WITH_INV": "SendWithInv({sges}, wr_id=7, invalidate_rkey=rkey)",
+    "ATOMIC_CMP_AND_SWP": "AtomicCmpAndSwp({sges}, wr_id=7, compare_add=1, swap=2, " + REMOTE + ")",
+    "ATOMIC_FETCH_AND_ADD": "AtomicFetchAndAdd({sges}, wr_id=7, compare_add=1, " + REMOTE + ")",
+    "LOCAL_INV": "LocalInv(wr_id=7, invalidate_rkey=rkey)",
+    "BIND_MW": "BindMW(wr_id=7, mw=mw, rkey=mw.next_rkey(), mr=mr, addr=addr, length=64)",
+    "SEND (UD)": "Send({sges}, wr_id=7, ah=ah, remote_qpn=3, remote_qkey=4)",
+    "TSO (UD)": "TSO({sges}, wr_id=7, hdr=hdr, mss=64, ah=ah, remote_qpn=3, remote_qkey=4)",
+}
+
+
+def build(opcode: str, sges: int = 1) -> str:
+    """Return the expression that makes a work request."""
+    made = [f"mr[{at}:{at + 8}]" for at in range(0, 8 * sges, 8)]
+    return BUILD[opcode].format(sges=made[0] if sges == 1 else f"[{', '.join(made)}]")
+
+
+class Bench:
+    """Queue pairs on the null device, and the names that the statements use."""
+
+    def __init__(self) -> None:
+        self.null = NullDevice(os.environ["RDMAPOST_LIBIBVERBS"])
+        self.context = rp.open_device("null0")
+        self.pd = rp.PD(self.context)
+        self.cq = rp.CQ(self.context, DEEP)
+        self.mr = rp.MR(self.pd, 4096, ALL)
+        self.names: dict[str, Any] = {
+            **{name: getattr(rp, name) for name in rp.__all__},
+            "mr": self.mr, "mw": rp.MW(self.pd), "ah": rp.AH(self.pd, rp.AHAttr(dlid=1)),
+            "addr": self.mr.addr, "rkey": self.mr.rkey, "hdr": bytes(14),
+        }  # fmt: skip
+
+    def qp(self, qp_type: rp.QPType = rp.QPType.RC, **options: Any) -> rp.QP:
+        made = rp.QP(
+            self.pd, qp_type, self.cq, max_send_wr=DEEP, max_recv_wr=DEEP, **options
+        )  # fmt: skip
+        made.connect(made.endpoint())
+        return made
+
+    def drain(self, qp: rp.QP) -> None:
+        """Complete one more on each queue, which shows that all before are done."""
+        self.null.remember(True)
+        if qp.outstanding.send:
+            qp.post_send(rp.LocalInv() if qp.qp_type is rp.QPType.RC else self.ud_send())
+        if qp.outstanding.recv:
+            qp.post_recv(rp.RecvWR())
+        self.null.remember(False)
+        while self.cq.poll():
+            pass
+        assert not sum(qp.outstanding), qp.outstanding
+
+    def ud_send(self) -> rp.Send:
+        sent: rp.Send = eval(build("SEND (UD)"), self.names)
+        return sent
+
+    def case(self, name: str, qp: rp.QP, statement: str, each: int, **names: Any) -> Case:
+        names = {**self.names, "post": qp.post_send, **names}
+        return Case(name, statement, each, names, after=lambda: self.drain(qp))
+
+    def lists(self, qp: rp.QP, mode: str) -> Iterator[Case]:
+        for length in LENGTHS:
+            for sges in SGES:
+                one = build("RDMA_WRITE", sges)
+                posted = one if length == 1 else f"[{one} for _ in range({length})]"
+                name = f"build/RDMA_WRITE/{length}/{sges}/{mode}"
+                yield self.case(name, qp, f"post({posted})", length)
+
+    def opcodes(self, qp: rp.QP, ud: rp.QP, mode: str) -> Iterator[Case]:
+        for opcode in BUILD:
+            on = ud if "UD" in opcode else qp
+            yield self.case(f"build/{opcode}/1/1/{mode}", on, f"post({build(opcode)})", 1)
+
+    def prepared(self, qp: rp.QP) -> Iterator[Case]:
+        if hasattr(qp, "prepare"):
+            for length in (1, 32):
+                wrs = [eval(build("RDMA_WRITE"), self.names) for _ in range(length)]
+                post = qp.prepare(wrs).post
+                yield self.case(f"prepared/{length}", qp, "post()", length, post=post)
+
+    def receives(self, qp: rp.QP, mode: str) -> Iterator[Case]:
+        for length in (1, 32):
+            one = "RecvWR(mr[0:8], wr_id=7)"
+            posted = one if length == 1 else f"[{one} for _ in range({length})]"
+            name = f"recv/{length}/{mode}"
+            yield self.case(name, qp, f"post({posted})", length, post=qp.post_recv)
+
+    def fill(self, qp: rp.QP, count: int) -> None:
+        """Post so many writes, in lists."""
+        wr = eval(build("RDMA_WRITE"), self.names)
+        for at in range(0, count, 256):
+            qp.post_send([wr] * min(256, count - at))
+
+    def polls(self, qp: rp.QP) -> Iterator[Case]:
+        def before(number: int) -> None:
+            self.null.remember(True)
+            self.fill(qp, 16 * number)
+            self.null.remember(False)
+
+        yield Case("poll/16", "poll(16)", 16, {"poll": self.cq.poll}, before)
+
+    def cases(self) -> Iterator[Case]:
+        for mode in ("checked", "unchecked"):
+            options = {"checked": mode == "checked"}
+            qp = self.qp(**options)
+            ud = self.qp(rp.QPType.UD, max_tso_header=64, **options)
+            yield from self.lists(qp, mode)
+            yield from self.opcodes(qp, ud, mode)
+            yield from self.receives(qp, mode)
+            if mode == "checked":
+                yield from self.prepared(qp)
+                yield from self.polls(qp)
+
+    def growth(self, runs: int) -> dict[str, float]:
+        """Time one more post, and a poll, when so many are outstanding or were posted before."""
+        found = {}
+        post = f"post({build('RDMA_WRITE')})"
+        for power in range(2, 7):
+            for name, statement, each in (
+                ("outstanding", post, 1), ("before", post, 1), ("poll", "poll(16)", 16),
+            ):  # fmt: skip
+                taken = [self.grown(10**power, name, statement, each) for _ in range(runs)]
+                found[f"growth/{name}/{10**power}"] = min(taken)
+        return found
+
+    def grown(self, count: int, name: str, statement: str, each: int) -> float:
+        qp = self.qp()
+        self.null.remember(name == "poll")
+        self.fill(qp, count)
+        self.null.remember(False)
+        if name == "before":
+            self.drain(qp)
+        names = {**self.names, "post": qp.post_send, "poll": self.cq.poll}
+        taken = measuring.best_ns(
+            Case(name, statement, each, names), 1, self.null, min(count, 2048)
+        )  # fmt: skip
+        self.drain(qp)
+        qp.close()
+        return taken
+
+
+if __name__ == "__main__":
+    bench = Bench()
+    if len(sys.argv) > 2:
+        measuring.pin()
+        json.dump(bench.growth(int(sys.argv[1])), sys.stdout)
+    else:
+        measuring.work(bench.cases(), bench.null)
