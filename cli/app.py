@@ -1,31 +1,60 @@
 """The group of all commands, and how each of them ends.
 
-The modules of the commands import the library only when a command runs, so
-that help and usage errors are quick.
+A command's module is imported when the command is asked for, and it imports
+the library when the command runs, so that help and usage errors are quick.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
 from rdmapost import __version__
 
-from .atomic import atomic
-from .check import check
-from .devices import devices
 from .failure import report
-from .keys import bind_mw, invalidate
-from .offload import tso
 from .output import Output
-from .rdma import read, write
-from .send import send
-from .tag import tag
 
 __all__ = ["app"]
+
+
+_COMMANDS = (
+    ("devices", "devices", "List devices, their ports and GIDs."),
+    ("send", "send", "Send a message to a second queue pair of the same device."),
+    ("rdma", "write", "Write to the memory of a second queue pair of the same device."),
+    ("rdma", "read", "Read the memory of a second queue pair of the same device."),
+    ("atomic", "atomic", "Change a 64-bit value of a second queue pair in one step."),
+    ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
+    ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
+    ("offload", "tso", "Let the device cut data into segments (TSO)."),
+    ("tag", "tag", "Match messages to buffers by their tags."),
+    ("check", "check", "Post every opcode on every QP type in loopback and see that it works."),
+)
+"""Module, name, and the first sentence of its help, of every command."""
+
+
+class Later(click.Command):
+    """What the list of commands shows of one whose module is not imported yet.
+
+    Args:
+        module: where it is, as an attribute of its own name.
+        name: its name.
+        help: the first sentence of its help.
+    """
+
+    def __init__(self, module: str, name: str, help: str) -> None:
+        super().__init__(name, help=help)
+        self._module = module
+
+    def load(self) -> click.Command:
+        """Import the command."""
+        assert self.name is not None
+        module = import_module(f".{self._module}", __package__)
+        command: click.Command = getattr(module, self.name.replace("-", "_"))
+        return command
 
 
 class App(click.Group):
@@ -61,6 +90,13 @@ class App(click.Group):
             code = report(error, out)
         sys.exit(code or 0)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the arguments name, and import it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, Later) else command, rest
+
 
 @click.group(
     cls=App,
@@ -83,5 +119,5 @@ def app(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
-for command in (devices, send, write, read, atomic, bind_mw, invalidate, tso, tag, check):
-    app.add_command(command)
+for each in _COMMANDS:
+    app.add_command(Later(*each))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import traceback
 
 import click
 
@@ -77,6 +76,8 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         return FAILED, ["there is not enough memory for this; try a smaller --size or --count"]
     if not isinstance(error, (RdmaError, OSError, ValueError)):
         # A fault of this program and not of its user's.
+        import traceback
+
         traceback.print_exception(error)
     return FAILED, [text]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,8 @@ class Output:
 
     def finish(self, text: str) -> None:
         """Print the result."""
+        import json
+
         click.echo(json.dumps(self.doc, indent=2) if self.json else text)
 
 

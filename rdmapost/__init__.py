@@ -8,41 +8,30 @@ Everything public is here::
         ...
 """
 
-from .address import AH, AHAttr, GIDChoice, choose_gid
-from .channel import CompChannel
-from .completion import CQ, WC
-from .device import (
-    GID,
-    Context,
-    DeviceAttr,
-    GIDTableEntry,
-    PortAttr,
-    list_devices,
-    open_device,
-)
-from .endpoint import Endpoint
-from .enums import *  # noqa: F403 - the enumerations, listed in enums.__all__
-from .enums import __all__ as _enums
-from .errors import *  # noqa: F403
-from .errors import __all__ as _errors
-from .events import AsyncEvent, get_async_event
-from .inline import max_inline
-from .memory import MR, MW, PD
-from .providers import DeviceInfo
-from .qpattr import QPAttr
-from .queuepair import QP, Outstanding
-from .rules import MULTICAST_QPN
-from .srq import SRQ, SRQAttr
-from .wr import *  # noqa: F403
-from .wr import __all__ as _wr
-from .xrcd import XRCD
-
 __version__ = "0.1.0"
 
-__all__ = [
-    "AH", "CQ", "GID", "MR", "MULTICAST_QPN", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
-    "AHAttr", "AsyncEvent", "CompChannel", "Context", "DeviceAttr", "DeviceInfo", "Endpoint",
-    "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
-    "choose_gid", "get_async_event", "list_devices", "max_inline", "open_device",
-]  # fmt: skip
-__all__ += [*_enums, *_errors, *_wr]
+# As typing's, without the time that importing typing takes.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403
+    from .enums import *  # noqa: F403
+    from .errors import *  # noqa: F403
+    from .wr import *  # noqa: F403
+else:
+
+    def __getattr__(name):
+        """Load everything at the first use of anything, so that the import costs nothing."""
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # "from . import _public" would ask here for it.
+        from ._public import __dict__ as public
+
+        names = public["__all__"]
+        globals().update({each: public[each] for each in names}, __all__=names)
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+    def __dir__():
+        return sorted({*globals(), *__getattr__("__all__")})
