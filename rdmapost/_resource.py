@@ -14,11 +14,19 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from .errors import ClosedError, InUseError, RdmaError
 
-__all__ = ["Resource"]
+__all__ = ["Child", "Resource", "join", "leave"]
+
+
+class Child(Protocol):
+    """What depends on resources: another resource, or a prepared list."""
+
+    _parents: tuple[Resource, ...]
+
+    def _close_tree(self) -> None: ...
 
 
 class Resource:
@@ -40,14 +48,14 @@ class Resource:
     def __init__(self, handle: Any, *parents: Resource) -> None:
         self._handle = handle
         self._parents = parents
-        self._children: dict[int, weakref.ref[Resource]] = {}
+        self._children: dict[int, weakref.ref[Child]] = {}
         self._abandoned = False
         self._closing = threading.Lock()
         if _garbage:
             _collect()
         self._pid = os.getpid()
         for parent in parents:
-            parent._children[id(self)] = weakref.ref(self)
+            join(self, parent)
         if not parents:
             _roots.add(self)
 
@@ -81,11 +89,7 @@ class Resource:
             self._destroy()
         # After a fork the child has only copies: the objects are its parent's.
         self._handle = None
-        parents, self._parents = self._parents, ()
-        for parent in parents:
-            parent._children.pop(id(self), None)
-            if parent._abandoned and not parent._children:
-                parent._close_quietly()
+        leave(self)
 
     def __enter__(self) -> Self:
         self._live()
@@ -136,7 +140,7 @@ class Resource:
             raise ClosedError(f"{self} is closed")
         return handle
 
-    def _open_children(self) -> list[Resource]:
+    def _open_children(self) -> list[Child]:
         found = (ref() for ref in list(self._children.values()))
         return [child for child in found if child is not None]
 
@@ -157,6 +161,20 @@ class Resource:
             for child in self._open_children():
                 child._close_tree()
         self._close_quietly()
+
+
+def join(child: Child, parent: Resource) -> None:
+    """Let a child depend on a parent, which cannot be closed before it."""
+    parent._children[id(child)] = weakref.ref(child)
+
+
+def leave(child: Child) -> None:
+    """Let a child, closed now, depend on nothing any more."""
+    parents, child._parents = child._parents, ()
+    for parent in parents:
+        parent._children.pop(id(child), None)
+        if parent._abandoned and not parent._children:
+            parent._close_quietly()
 
 
 _roots: weakref.WeakSet[Resource] = weakref.WeakSet()

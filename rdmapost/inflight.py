@@ -15,22 +15,27 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["InFlight", "InFlightAny", "Operations", "TaggedReceives"]
+__all__ = ["HANDLE", "InFlight", "InFlightAny", "Operations", "TaggedReceives"]
 
 _numbers = itertools.count(1)
 _COUNT_MASK = 0xFFFF_FFFF
+
+HANDLE = 2
+"""Where in the counts the address of the queue's struct stands."""
 
 
 class InFlight:
     """The work requests of one queue that completes in order.
 
     An entry is a work request's wr_id and what it refers to, or, for a list
-    that was posted in one piece, the tuple of its wr_ids and the same for all.
+    that was posted in one piece, the list of its wr_ids and the same for all.
 
     Attributes:
         number: names the queue in its tickets; no two queues of a process share one.
         base: the number's part of a ticket.
-        counts: how many have been posted, and how many of them are known to be done.
+        counts: how many have been posted, how many of them are known to be done,
+            and the address of the queue's struct while nothing but the work
+            request itself can stand against posting it, else 0.
         entries: what is outstanding, the oldest first.
     """
 
@@ -42,14 +47,14 @@ class InFlight:
         self.entries: deque[tuple[Any, Sequence[Any]]] = deque()
         self.keep = self.entries.append
         # A list, because the C that posts prepared lists counts there too.
-        self.counts = [0, 0]
+        self.counts = [0, 0, 0]
         self._begun = 0
         """How many work requests of the first entry, a list, are done."""
 
     @property
     def outstanding(self) -> int:
         """How many work requests are posted and not known to be done."""
-        posted, done = self.counts
+        posted, done, _ = self.counts
         return posted - done
 
     def next_ticket(self) -> int:
@@ -64,8 +69,15 @@ class InFlight:
     def forget_last(self, count: int) -> None:
         """Take back the latest entries: they were not posted after all."""
         self.counts[0] -= count
-        for _ in range(count):
-            self.entries.pop()
+        entries = self.entries
+        while count > 0:
+            wr_id, refers_to = entries.pop()
+            if type(wr_id) is not list:
+                count -= 1
+                continue
+            if count < len(wr_id):
+                entries.append((wr_id[: len(wr_id) - count], refers_to))
+            count -= len(wr_id)
 
     def complete(self, ticket: int) -> int | None:
         """Retire a work request and all before it; return the caller's wr_id.
@@ -75,7 +87,7 @@ class InFlight:
         not outstanding.
         """
         counts = self.counts
-        posted, done = counts
+        posted, done, _ = counts
         ahead = (ticket - done) & _COUNT_MASK
         if ahead >= posted - done:
             return None
@@ -85,12 +97,12 @@ class InFlight:
             if not ahead and not self._begun:
                 # The oldest, as nearly always.
                 wr_id, refers_to = entries.popleft()
-                if type(wr_id) is not tuple:
+                if type(wr_id) is not list:
                     return wr_id  # type: ignore[no-any-return]
                 entries.appendleft((wr_id, refers_to))
             while True:
                 wr_id = entries[0][0]
-                if type(wr_id) is not tuple:
+                if type(wr_id) is not list:
                     entries.popleft()
                     if not ahead:
                         return wr_id  # type: ignore[no-any-return]
@@ -126,7 +138,7 @@ class InFlight:
         """Go through what is outstanding: the wr_id and what it refers to."""
         begun = self._begun
         for wr_id, refers_to in tuple(self.entries):
-            for one in wr_id[begun:] if type(wr_id) is tuple else (wr_id,):
+            for one in wr_id[begun:] if type(wr_id) is list else (wr_id,):
                 yield one, refers_to
             begun = 0
 
@@ -144,7 +156,7 @@ class InFlightAny:
         self.number = next(_numbers)
         self.base = self.number << 32
         self._entries: dict[int, tuple[int, Sequence[Any]]] = {}
-        self.counts = [0, 0]
+        self.counts = [0, 0, 0]
 
     @property
     def outstanding(self) -> int:

@@ -18,6 +18,8 @@ from .wr import SGE
 
 __all__ = ["MR", "MW", "PD"]
 
+_new_tuple = tuple.__new__
+
 
 class PD(Resource):
     """A protection domain: what it holds may be used together (ibv_alloc_pd(3)).
@@ -116,6 +118,16 @@ class MR(Resource):
         return self.length
 
     def __getitem__(self, bounds: slice) -> SGE:
+        try:
+            start, stop = bounds.start, bounds.stop
+            if bounds.step is None and 0 <= start <= stop <= self.length:
+                # SGE(...) takes twice as long.
+                return _new_tuple(SGE, (self.addr + start, stop - start, self.lkey, self))
+        except (AttributeError, TypeError):
+            pass
+        return self._slice(bounds)
+
+    def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
             raise TypeError("an SGE is a plain slice of the region: mr[start:stop]")
         length = self.length

@@ -9,19 +9,23 @@ request that cannot be posted; those before it go in, and stand.
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from ._binding import address_of, ffi
+from ._binding import address_of, door, ffi
 from .enums import SendFlags
 from .errors import PostError
-from .inflight import InFlight, InFlightAny
+from .inflight import HANDLE, InFlight, InFlightAny
 from .packing import Refused, check_numbers, gather, record_size
 from .plain import Plain
 from .wr import SGE, BindMW, RecvWR
 
-__all__ = ["PostQueue"]
+__all__ = ["Check", "Hint", "PostQueue"]
+
+Check = Callable[[Any, Sequence[SGE]], "str | None"]
+"""Says why a work request cannot be posted, or None."""
+Hint = Callable[[int, Any], str]
+"""Says what the device may have meant by an error number, of a work request or None."""
 
 _WR_ID_END = 1 << 64
 _INLINE = int(SendFlags.INLINE)
@@ -49,8 +53,9 @@ class PostQueue:
             of one size.
 
     Attributes:
+        call, wr_type, pack, depth, in_flight: as given.
         lock: whoever posts holds it, and whoever closes the queue.
-        handle: the address of the queue's struct; None once it is closed.
+        room: how many work requests may be outstanding.
     """
 
     def __init__(
@@ -69,15 +74,15 @@ class PostQueue:
         self.in_flight = in_flight
         self.depth = depth
         self._bounded = bounded
-        self._room = depth if bounded else _COUNT_MASK
-        self.lock = threading.Lock()
+        self.room = depth if bounded else _COUNT_MASK
+        self.lock = door.Lock()
         self._acquire, self._release = self.lock.acquire, self.lock.release
-        self.handle: int | None = None
+        self._handle = 0
         self._submit = submit
         self._plain = plain
         self._plain_size = record_size(1) if wr_type is not RecvWR else record_size(1) - 96
-        self._wr_type = wr_type
-        self._pack = pack
+        self.wr_type = wr_type
+        self.pack = pack
         self._depth_name = depth_name
         self._binds: list[tuple[int, Any]] = []
         self._grow(16 * record_size(1))
@@ -86,9 +91,8 @@ class PostQueue:
         self,
         live: Callable[[], Any],
         wrs: Any,
-        check: Callable[[Any, Sequence[SGE]], str | None] | None,
-        hint: Callable[[int, Any], str],
-        ready: bool = True,
+        check: Check | None,
+        hint: Hint,
     ) -> None:
         """Post a work request, or a sequence of them.
 
@@ -97,18 +101,17 @@ class PostQueue:
             wrs: one work request or an iterable of them.
             check: says why one cannot be posted, or None.
             hint: says what the device may have meant by an error number.
-            ready: whether the state of the queue lets work requests go the short way.
 
         Raises:
             PostError: a work request was refused, here or by the device.
         """
-        plain = self._plain if ready else _NOT_PLAIN
-        items: Iterable[Any] = (wrs,) if isinstance(wrs, self._wr_type) else wrs
+        plain = self._plain if self.in_flight.counts[HANDLE] else _NOT_PLAIN
+        items: Iterable[Any] = (wrs,) if isinstance(wrs, self.wr_type) else wrs
         try:
             wr_list = tuple(items)
         except TypeError:
             raise TypeError(
-                f"{self.call} takes a {self._wr_type.__name__} or a sequence of them, "
+                f"{self.call} takes a {self.wr_type.__name__} or a sequence of them, "
                 f"not a {type(wrs).__name__}"
             ) from None
         with self.lock:
@@ -127,7 +130,24 @@ class PostQueue:
                 index=index, posted=index, count=len(wr_list), wr=wr_list[index],
             )  # fmt: skip
 
-    def post_plain(self, wr: Any, hint: Callable[[int, Any], str]) -> bool:
+    @property
+    def receives(self) -> bool:
+        """Whether it takes receives."""
+        return self.wr_type is RecvWR
+
+    def open(self, handle: Any) -> None:
+        """Say which struct work requests are posted to; none is before that."""
+        self._handle = address_of(handle)
+
+    def shut(self) -> None:
+        """Let nothing be posted any more; whoever calls this holds the lock."""
+        self._handle = self.in_flight.counts[HANDLE] = 0
+
+    def set_ready(self, ready: bool) -> None:
+        """Say whether the state of the queue lets work requests go the short way."""
+        self.in_flight.counts[HANDLE] = self._handle if ready else 0
+
+    def post_plain(self, wr: Any, hint: Hint) -> bool:
         """Post one work request the short way, or return False where it is not plain.
 
         Args:
@@ -143,11 +163,11 @@ class PostQueue:
         # "with" takes twice as long.
         self._acquire()
         try:
-            handle, in_flight = self.handle, self.in_flight
-            posted, done = in_flight.counts
+            in_flight = self.in_flight
+            posted, done, handle = in_flight.counts
             wr_id = wr.wr_id
             if (
-                handle is None or posted - done >= self._room
+                not handle or posted - done >= self.room
                 or type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END
             ):  # fmt: skip
                 return False
@@ -161,7 +181,7 @@ class PostQueue:
             in_flight.counts[0] = posted + 1
             result = self._submit(handle, self._at, self._plain_size, 1)
             if result:
-                self._fail(result, (wr,), 1, hint)
+                self.fail(result, (wr,), 1, hint)
             return True
         finally:
             self._release()
@@ -169,8 +189,8 @@ class PostQueue:
     def _add_plain(self, wr: Any, pack: Plain, at: int) -> bool:
         """Pack and record one work request the short way, or return False and do nothing."""
         in_flight = self.in_flight
-        posted, done = in_flight.counts
-        if posted - done >= self._room:
+        posted, done, _ = in_flight.counts
+        if posted - done >= self.room:
             return False
         wr_id = wr.wr_id
         if type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END:
@@ -187,7 +207,7 @@ class PostQueue:
     def _pack_all(
         self,
         wrs: Sequence[Any],
-        check: Callable[[Any, Sequence[SGE]], str | None] | None,
+        check: Check | None,
         plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         """Pack work requests up to the first that is refused; return which, errno and why."""
@@ -226,42 +246,59 @@ class PostQueue:
         self,
         wr: Any,
         sges: Sequence[SGE],
-        check: Callable[[Any, Sequence[SGE]], str | None] | None,
+        check: Check | None,
     ) -> str | None:
-        wr_type: Any = self._wr_type
+        wr_type: Any = self.wr_type
         if not isinstance(wr, wr_type):
             return f"{self.call} takes a {wr_type.__name__}, not a {type(wr).__name__}"
         if not 0 <= wr.wr_id < _WR_ID_END:
             return f"wr_id={wr.wr_id} is not in 0..2^64-1"
-        outstanding = self.in_flight.outstanding
-        if self._bounded and outstanding >= self.depth:
-            return (
-                f"the queue is full: {self._depth_name}={self.depth} and {outstanding} work "
-                "requests are outstanding; poll the CQ, or create the queue deeper"
-            )
+        if self._bounded and self.in_flight.outstanding >= self.depth:
+            return self._full()
         return None if check is None else check(wr, sges)
+
+    def _full(self) -> str:
+        return (
+            f"the queue is full: {self._depth_name}={self.depth} and "
+            f"{self.in_flight.outstanding} work requests are outstanding; poll the CQ, or create "
+            "the queue deeper"
+        )
+
+    def refuse_whole(self, wrs: Sequence[Any], reason: str | None) -> NoReturn:
+        """Refuse a list that goes in as a whole or not at all.
+
+        Args:
+            wrs: the list.
+            reason: why nothing can be posted now; None where there is no room for all of it.
+
+        Raises:
+            PostError: always.
+        """
+        code, index = errno.EINVAL, 0
+        if reason is None:
+            left = max(0, self.depth - self.in_flight.outstanding)
+            code, index, reason = errno.ENOMEM, min(left, len(wrs) - 1), self._full()
+        raise PostError(
+            self.call, code, reason, index=index, posted=0, count=len(wrs), wr=wrs[index]
+        )
 
     def _pack_one(self, wr: Any, sges: Sequence[SGE]) -> bool:
         """Record and pack a work request; return whether it binds a window."""
         at = self._make_room(sges)
         ticket = self.in_flight.next_ticket()
-        self._end, others = self._pack(self._records, at, wr, ticket, sges)
+        self._end, others = self.pack(self._records, at, wr, ticket, sges)
         # Inline data has been copied when the call returns; the rest must stay.
         inline = int(getattr(wr, "send_flags", 0)) & _INLINE
         self.in_flight.add(wr.wr_id, others if inline else (*sges, *others))
         return bool(others) and isinstance(wr, BindMW)
 
-    def _post_packed(
-        self, handle: Any, wrs: Sequence[Any], count: int, hint: Callable[[int, Any], str]
-    ) -> None:
+    def _post_packed(self, handle: Any, wrs: Sequence[Any], count: int, hint: Hint) -> None:
         result = self._submit(address_of(handle), self._at, self._end, count)
         if result:
-            self._fail(result, wrs, count, hint)
+            self.fail(result, wrs, count, hint)
         self._bound(count)
 
-    def _fail(
-        self, result: int, wrs: Sequence[Any], count: int, hint: Callable[[int, Any], str]
-    ) -> NoReturn:
+    def fail(self, result: int, wrs: Sequence[Any], count: int, hint: Hint) -> NoReturn:
         """Take back what the device did not take, and say so."""
         if result < 0:
             raise AssertionError("packed records do not add up")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._binding import address_of, door, ffi, lib
+from ._binding import door, ffi, lib
 from .completion import CQ
 from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
 from .errors import RdmaError, VerbsError, describe_errno
@@ -16,7 +17,8 @@ from .memory import MR, MW, PD
 from .multicast import Multicast
 from .packing import pack_recv, pack_send
 from .plain import plain_receives, plain_sends
-from .posting import PostQueue
+from .posting import Check, PostQueue
+from .prepared import Batch
 from .rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
@@ -85,6 +87,7 @@ class QP(Multicast):
     """
 
     __slots__ = (
+        "_batches",
         "_limits",
         "_recv",
         "_send",
@@ -144,7 +147,6 @@ class QP(Multicast):
         self._gid_index = gid_index
         self._gid = None
         self._groups = set()
-        self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
@@ -202,10 +204,12 @@ class QP(Multicast):
             else plain_receives(self._limits, checked),
         )  # fmt: skip
         for queue in (self._send, self._recv):
-            queue.handle = address_of(handle)
+            queue.open(handle)
             context._queues[queue.in_flight.number] = queue.in_flight
+        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         parents = {id(p): p for p in (pd, send_cq, recv_cq, srq, xrcd) if p is not None}
         super().__init__(handle, *parents.values())
+        self._note_state(QPState.RESET)
 
     def _what_does_not_fit(self) -> str | None:
         kind, name, srq, xrcd = self.qp_type, self.qp_type.name, self.srq, self.xrcd
@@ -249,12 +253,16 @@ class QP(Multicast):
         return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
 
     def _destroy(self) -> None:
+        for batch in list(self._batches):
+            batch.close()
         with self._send.lock, self._recv.lock:
             self._leave_groups()
             self._keep_completions()
             self.pd.context._provider.destroy_qp(self._handle)
             self._keep_completions()
-            self._handle = self._send.handle = self._recv.handle = None
+            self._send.shut()
+            self._recv.shut()
+            self._handle = None
         for queue in (self._send.in_flight, self._recv.in_flight):
             self.pd.context._queues.pop(queue.number, None)
             queue.clear()
@@ -265,6 +273,11 @@ class QP(Multicast):
             self.send_cq._keep(wait=not self._abandoned)
             if self.recv_cq is not self.send_cq:
                 self.recv_cq._keep(wait=not self._abandoned)
+
+    def _note_state(self, state: QPState) -> None:
+        self._state = state
+        self._send.set_ready(state >= QPState.RTS or not self.checked)
+        self._recv.set_ready(state is not QPState.RESET or not self.checked)
 
     def _forget_posted(self) -> None:
         self._send.in_flight.clear()
@@ -294,11 +307,9 @@ class QP(Multicast):
 
         See ibv_post_send(3).
         """
-        ready = self._state >= _RTS or not self.checked
-        if ready and self._send.post_plain(wrs, self._hint):
-            return
-        check = self._check_all if self.checked else self._check_harmful
-        self._send.post(self._live, wrs, check, self._hint, ready)
+        if not self._send.post_plain(wrs, self._hint):
+            check = self._check_all if self.checked else self._check_harmful
+            self._send.post(self._live, wrs, check, self._hint)
 
     def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -314,9 +325,13 @@ class QP(Multicast):
 
         See ibv_post_recv(3).
         """
-        ready = self._state is not QPState.RESET or not self.checked
-        if ready and self._recv.post_plain(wrs, self._hint):
+        if self._recv.post_plain(wrs, self._hint):
             return
+        self._refuse_without_receives()
+        check = self._check_recv if self.checked else None
+        self._recv.post(self._live, wrs, check, self._hint)
+
+    def _refuse_without_receives(self) -> None:
         self._live()
         if self.qp_type in _XRC:
             raise RdmaError(
@@ -327,8 +342,57 @@ class QP(Multicast):
             raise RdmaError(
                 f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
             )
-        check = self._check_recv if self.checked else None
-        self._recv.post(self._live, wrs, check, self._hint, ready)
+
+    def prepare(self, wrs: SendWR | Sequence[SendWR]) -> Batch:
+        """Check and pack send work requests once, for posting them many times.
+
+        ``batch.post()`` posts the whole list; ``batch[index]`` changes fields
+        for the next posts.  The list can be prepared in any state, and posted
+        from RTS on.  A checked queue pair takes it only while it has room for
+        all of it.
+
+        Args:
+            wrs: a SendWR or a sequence of them, but no BindMW.
+
+        Raises:
+            PostError: a work request cannot be posted; index says which.
+            ValueError: there is none.
+            ClosedError: the QP is closed.
+
+        See ibv_post_send(3).
+        """
+        check = self._check_send if self.checked else self._check_harmful
+        why = self._why_no_send if self.checked else _nothing
+        return self._prepared(self._send, wrs, check, why)
+
+    def prepare_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> Batch:
+        """Check and pack receives once, for posting them many times; as prepare does.
+
+        Args:
+            wrs: a RecvWR or a sequence of them.
+
+        Raises:
+            PostError: a work request cannot be posted; index says which.
+            ValueError: there is none.
+            ClosedError: the QP is closed.
+            RdmaError: the queue pair takes its receives from an SRQ.
+
+        See ibv_post_recv(3).
+        """
+        self._refuse_without_receives()
+        if not self.checked:
+            return self._prepared(self._recv, wrs, None, _nothing)
+        return self._prepared(
+            self._recv, wrs, lambda wr, sges: check_recv(wr, sges, self._limits), self._why_no_recv
+        )
+
+    def _prepared(
+        self, queue: PostQueue, wrs: Any, check: Check | None, why_not: Callable[[], str | None]
+    ) -> Batch:
+        wr_list = (wrs,) if isinstance(wrs, queue.wr_type) else tuple(wrs)
+        batch = Batch(queue, self._live, wr_list, check, why_not, self._hint)
+        self._batches.add(batch)
+        return batch
 
     def bind_mw(
         self,
@@ -376,7 +440,13 @@ class QP(Multicast):
         post_bind(self._send, self._live, wr, check, self._hint, bind, sure=sure)
 
     def _check_all(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
-        return check_send_state(self._state) or check_send(wr, sges, self._limits)
+        return self._why_no_send() or check_send(wr, sges, self._limits)
+
+    def _check_send(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
+        return check_send(wr, sges, self._limits)
+
+    def _why_no_send(self) -> str | None:
+        return check_send_state(self._state)
 
     def _check_harmful(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
         return check_unsafe(wr, sges, self._limits)
@@ -388,9 +458,12 @@ class QP(Multicast):
         return check_unsafe_bind_mw(wr, self._limits)
 
     def _check_recv(self, wr: RecvWR, sges: Sequence[SGE]) -> str | None:
+        return self._why_no_recv() or check_recv(wr, sges, self._limits)
+
+    def _why_no_recv(self) -> str | None:
         if self._state is QPState.RESET:
             return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
-        return check_recv(wr, sges, self._limits)
+        return None
 
     # ---- explanations -------------------------------------------------------
 
@@ -424,5 +497,8 @@ class QP(Multicast):
         return f"{device} may not have {self.qp_type.name} queue pairs, or no more of them"
 
 
-_RTS = int(QPState.RTS)
+def _nothing() -> str | None:
+    return None
+
+
 _XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._binding import address_of, door, ffi, lib
+from ._binding import door, ffi, lib
 from ._resource import Resource
 from .completion import CQ
 from .enums import QPType, SRQAttrMask, SRQType
@@ -120,7 +120,8 @@ class SRQ(Resource):
             plain_receives(limits, checked),
         )  # fmt: skip
         self._ops = TagQueue(self.max_ops, self.max_num_tags, checked and tagged)
-        self._recv.handle = address_of(handle)
+        self._recv.open(handle)
+        self._recv.set_ready(True)
         for queue in self._queues():
             context._queues[queue.number] = queue
         super().__init__(handle, *[parent for parent in (pd, xrcd, cq) if parent is not None])
@@ -196,7 +197,8 @@ class SRQ(Resource):
         self._keep_completions()
         with self._recv.lock, self._ops.lock:
             self.pd.context._provider.destroy_srq(self._handle)
-            self._handle = self._recv.handle = None
+            self._recv.shut()
+            self._handle = None
         self._keep_completions()
         for queue in self._queues():
             self.pd.context._queues.pop(queue.number, None)

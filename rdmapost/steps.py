@@ -41,6 +41,10 @@ class Steps(Resource):
         """Take in what the device has completed, before it is dropped."""
         raise NotImplementedError
 
+    def _note_state(self, state: QPState) -> None:
+        """Remember the state: it decides what can be posted."""
+        raise NotImplementedError
+
     def _forget_posted(self) -> None:
         """Forget what was posted: the device has dropped it."""
         raise NotImplementedError
@@ -103,7 +107,7 @@ class Steps(Resource):
     @property
     def state(self) -> QPState:
         """Its state, as the device says now."""
-        self._state = self.query().qp_state
+        self._note_state(self.query().qp_state)
         return self._state
 
     def query(self) -> QPAttr:
@@ -169,7 +173,7 @@ class Steps(Resource):
             # A reset drops what is posted, without completions.
             self._keep_completions()
             self._forget_posted()
-        self._state = to
+        self._note_state(to)
 
     def to_init(
         self,

@@ -8,7 +8,7 @@ receive that a TAG_DEL removed never completes, and is done when the TAG_DEL is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import Any
 
@@ -16,7 +16,7 @@ from ._binding import door, ffi
 from .inflight import Operations, TaggedReceives
 from .packing import Refused, pack_ops
 from .plain import Plain
-from .posting import PostQueue
+from .posting import Check, PostQueue
 from .wr import SGE, OpsWR, TagAdd, TagDel, TagHandle
 
 __all__ = ["TagQueue"]
@@ -57,7 +57,7 @@ class TagQueue(PostQueue):
     def _pack_all(
         self,
         wrs: Sequence[Any],
-        check: Callable[[Any, Sequence[SGE]], str | None] | None,
+        check: Check | None,
         plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         self._packed.clear()
@@ -71,7 +71,7 @@ class TagQueue(PostQueue):
         self,
         wr: Any,
         sges: Sequence[SGE],
-        check: Callable[[Any, Sequence[SGE]], str | None] | None,
+        check: Check | None,
     ) -> str | None:
         reason = super()._refuse(wr, sges, check)
         if reason is None and isinstance(wr, TagAdd) and self._list_is_full():

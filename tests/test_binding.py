@@ -85,7 +85,9 @@ def test_exported_post_send_is_callable_from_ctypes():
 
 
 def test_import_does_not_load_libibverbs():
-    maps = prints("import pathlib, rdmapost; rdmapost.QP; print(pathlib.Path('/proc/self/maps').read_text())")
+    maps = prints(
+        "import pathlib, rdmapost; rdmapost.QP; print(pathlib.Path('/proc/self/maps').read_text())"
+    )
     assert _verbs.__file__ in maps
     assert "libibverbs" not in maps
 

@@ -110,7 +110,7 @@ def test_tickets_name_their_queue():
 def test_count_wraps_around():
     """After 2^32 work requests the tickets start again, and nothing is mixed up."""
     queue = InFlight()
-    queue.counts[:] = [(1 << 32) - 2, (1 << 32) - 2]
+    queue.counts[:2] = [(1 << 32) - 2, (1 << 32) - 2]
     tickets = []
     for wr_id in range(5):
         tickets.append(queue.next_ticket())

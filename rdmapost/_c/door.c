@@ -10,12 +10,7 @@
  * The functions are in the module that cffi makes: its own init function is
  * renamed (build_ffi.py), and the one below calls it.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "shim.h"
-
-PyObject *rp_cffi_init(void);
+#include "door.h"
 
 /* Read `count` integers, each in 0..most[i]; 0, or -1 with an exception. */
 static int read_numbers(PyObject *const *args, Py_ssize_t nargs,
@@ -155,7 +150,8 @@ PyMODINIT_FUNC PyInit__verbs(void)
 {
 	PyObject *module = rp_cffi_init();
 
-	if (module && PyModule_AddFunctions(module, functions)) {
+	if (module && (PyModule_AddFunctions(module, functions) ||
+		       rp_add_types(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

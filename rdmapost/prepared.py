@@ -1,0 +1,313 @@
+"""Lists that are checked and packed once, and posted many times.
+
+``batch = qp.prepare([...])``, then ``batch.post()`` as often as wanted.  What
+differs from post to post is written in place, through ``batch[index]``.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from struct import Struct
+from struct import error as StructError
+from typing import Any, Self
+
+from ._binding import address_of, door, ffi, lib
+from ._resource import Resource, join, leave
+from .enums import SendFlags
+from .errors import ClosedError, PostError
+from .packing import Refused, check_numbers, gather, record_size
+from .posting import Check, Hint, PostQueue
+from .wr import SGE, BindMW, RecvWR
+
+__all__ = ["Batch", "PreparedWR"]
+
+_U32, _U64, _NETWORK32 = Struct("=I"), Struct("=Q"), Struct("!I")
+_SGE = Struct("=QII")
+_INLINE = int(SendFlags.INLINE)
+_FIELDS = {
+    "imm_data": (_NETWORK32, 36),
+    "invalidate_rkey": (_U32, 36),
+    "remote_addr": (_U64, 40),
+    "remote_qpn": (_U32, 48),
+    "remote_qkey": (_U32, 52),
+    "compare_add": (_U64, 48),
+    "swap": (_U64, 56),
+    "remote_srqn": (_U32, 72),
+}
+"""Where a field stands in ``struct ibv_send_wr``; rdmapost/_c asserts it."""
+_RKEY, _RKEY_OF_ATOMIC = 48, 64
+
+
+class PreparedWR:
+    """One work request of a batch; what is written to its fields counts for the next posts.
+
+    It has those fields of the work request that may differ from post to post.
+    A number that does not fit raises ValueError, and so does what the checks of
+    the queue pair refuse.  Posts that are outstanding stay as they are.
+
+    Attributes:
+        wr_id: comes back in the completion, 0..2^64-1.
+        sg_list: local buffers, an SGE or a sequence of them; as many as before.
+        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap,
+            remote_qpn, remote_qkey, remote_srqn: where the opcode has them.
+    """
+
+    __slots__ = ("_at", "_batch", "_first", "_index", "_records", "_sges", "_sges_at", "_wr")
+
+    def __init__(
+        self, batch: Batch, index: int, at: int, wr: Any, sges: int, first: int | None
+    ) -> None:
+        self._batch = batch
+        self._index = index
+        self._records = batch._records
+        self._at = at
+        self._wr = wr
+        # Its SGEs stand behind the struct, and, but for inline data, among what the list refers to.
+        self._sges = sges
+        self._sges_at = at + (32 if isinstance(wr, RecvWR) else 128)
+        self._first = first
+
+    def __repr__(self) -> str:
+        return f"<rdmapost.PreparedWR {self._index} of a {self._batch}>"
+
+    @property
+    def wr_id(self) -> int:
+        wr_ids, _ = self._batch._entry
+        return wr_ids[self._index]
+
+    @wr_id.setter
+    def wr_id(self, value: int) -> None:
+        if type(value) is not int or not 0 <= value < 1 << 64:
+            raise ValueError(f"wr_id={value!r} is not in 0..2^64-1")
+        self._batch._own_entry()[0][self._index] = value
+
+    @property
+    def sg_list(self) -> tuple[SGE, ...]:
+        return self._wr.sg_list  # type: ignore[no-any-return]
+
+    @sg_list.setter
+    def sg_list(self, sg_list: SGE | Sequence[SGE]) -> None:
+        batch, wr = self._batch, copy.copy(self._wr)
+        try:
+            sges = tuple(gather(sg_list))
+        except TypeError:
+            kind = type(sg_list).__name__
+            raise TypeError(f"sg_list is a {kind}, not an SGE or a sequence of them") from None
+        except Refused as error:
+            raise ValueError(str(error)) from None
+        if len(sges) != self._sges:
+            raise ValueError(f"{len(sges)} SGEs, but it was prepared with {self._sges}")
+        wr.sg_list = sges
+        if reason := check_numbers(wr, sges) or batch._refused(wr, sges):
+            raise ValueError(reason)
+        self._wr = wr
+        for index, sge in enumerate(sges):
+            _SGE.pack_into(self._records, self._sges_at + 16 * index, *sge[:3])
+        batch._depend_on(sges)
+        if self._first is not None:
+            batch._own_entry()[1][self._first : self._first + len(sges)] = sges
+
+
+def _field(name: str, field: Struct, at: int) -> property:
+    """Make the property that reads and writes a number in a record."""
+    pack, end = field.pack, at + field.size
+
+    def get(self: PreparedWR) -> Any:
+        return field.unpack_from(self._records, self._at + at)[0]
+
+    def put(self: PreparedWR, value: int) -> None:
+        try:
+            # pack_into would leave 0 where the value does not fit.
+            self._records[self._at + at : self._at + end] = pack(value)
+        except StructError:
+            raise ValueError(f"{name}={value!r} is not in 0..2^{8 * field.size}-1") from None
+
+    return property(get, put)
+
+
+def _aligned(address: property) -> property:
+    """Make the same property for an address that must be a multiple of 8."""
+    assert address.fset is not None
+    put_any = address.fset
+
+    def put(self: PreparedWR, value: int) -> None:
+        if self._batch._check is not None and isinstance(value, int) and value % 8:
+            raise ValueError(f"remote_addr={value:#x} is not a multiple of 8")
+        put_any(self, value)
+
+    return property(address.fget, put)
+
+
+@functools.cache
+def _kind_of(wr_type: Any) -> type[PreparedWR]:
+    """Return the class for prepared work requests of a class: with the fields that it has."""
+    fields = wr_type.__dataclass_fields__
+    atomic = "compare_add" in fields
+    made = {name: _field(name, *_FIELDS[name]) for name in _FIELDS if name in fields}
+    if atomic:
+        made["remote_addr"] = _aligned(made["remote_addr"])
+    if "rkey" in fields:
+        made["rkey"] = _field("rkey", _U32, _RKEY_OF_ATOMIC if atomic else _RKEY)
+    return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **made})
+
+
+class Batch(door.Prepared):
+    """A list of work requests that is posted again and again; ``qp.prepare`` makes it.
+
+    It is checked once, and a post of it costs one call.  The memory regions,
+    windows and address handles that it names stay open until it is closed;
+    closing its queue pair closes it.
+
+    ``post()`` posts the whole list, as post_send or post_recv does.
+    """
+
+    __slots__ = (
+        "__weakref__", "_check", "_copied", "_counts", "_held", "_hint", "_items", "_live_queue",
+        "_parents", "_queue", "_records", "_why_not",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        queue: PostQueue,
+        live: Callable[[], Any],
+        wrs: Sequence[Any],
+        check: Check | None,
+        why_not: Callable[[], str | None],
+        hint: Hint,
+    ) -> None:
+        self._check, self._hint, self._why_not = check, hint, why_not
+        self._queue, self._live_queue = queue, live
+        self._parents: tuple[Resource, ...] = ()
+        live()
+        if not wrs:
+            raise ValueError("a prepared list has at least one work request")
+        self._records = bytearray()
+        self._items: list[PreparedWR] = []
+        refers_to: list[Any] = []
+        for index, wr in enumerate(wrs):
+            try:
+                refers_to += self._pack(queue, index, wr, len(refers_to))
+            except Refused as error:
+                raise PostError(
+                    queue.call, errno.EINVAL, str(error),
+                    index=index, posted=0, count=len(wrs), wr=wr,
+                ) from None  # fmt: skip
+        # Holds the buffer: it stays where it is.
+        self._held = ffi.from_buffer("char[]", self._records)
+        link = lib.rp_link_recv if queue.receives else lib.rp_link_send
+        if link(self._held, len(self._records), len(wrs)):
+            raise AssertionError("packed records do not add up")
+        in_flight = queue.in_flight
+        self._counts = in_flight.counts
+        self._copied = -1
+        super().__init__(
+            queue.lock, in_flight.counts, in_flight.keep, ([wr.wr_id for wr in wrs], refers_to),
+            address_of(self._held), in_flight.base, len(wrs), queue.room, queue.receives,
+        )  # fmt: skip
+        for item in self._items:
+            self._depend_on((*getattr(item._wr, "sg_list", ()), getattr(item._wr, "ah", None)))
+
+    def _pack(self, queue: PostQueue, index: int, wr: Any, first: int) -> Sequence[Any]:
+        """Check and pack one work request; return what it refers to while it is outstanding.
+
+        Raises:
+            Refused: it cannot be posted.
+        """
+        if not isinstance(wr, queue.wr_type):
+            raise Refused(f"{queue.call} takes a {queue.wr_type.__name__}, not {wr!r}")
+        if isinstance(wr, BindMW):
+            raise Refused("a BIND_MW changes the window's key, so it cannot be posted again")
+        own, at = copy.copy(wr), len(self._records)
+        try:
+            sges = gather(getattr(wr, "sg_list", ()))
+            reason = check_numbers(wr, sges) or self._refused(wr, sges)
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            reason = str(error)
+        if reason is not None:
+            raise Refused(reason)
+        if hasattr(own, "sg_list"):
+            own.sg_list = sges
+        self._records.extend(bytes(record_size(len(sges))))
+        end, others = queue.pack(self._records, at, own, 0, sges)
+        del self._records[end:]
+        inline = int(getattr(wr, "send_flags", 0)) & _INLINE
+        wr_type: Any = type(wr)
+        kind = _kind_of(wr_type)
+        self._items.append(kind(self, index, at, own, len(sges), None if inline else first))
+        return others if inline else (*sges, *others)
+
+    def _refused(self, wr: Any, sges: Sequence[SGE]) -> str | None:
+        return None if self._check is None else self._check(wr, sges)
+
+    def _depend_on(self, named: Sequence[Any]) -> None:
+        """Keep open what work requests name, besides what they named before."""
+        for one in named:
+            owner = one.owner if type(one) is SGE else one
+            if isinstance(owner, Resource) and owner not in self._parents:
+                self._parents += (owner,)
+                join(self, owner)
+
+    def _own_entry(self) -> tuple[list[int], list[Any]]:
+        """Return the wr_ids and what is referred to, for writing: no post has them yet."""
+        wr_ids, refers_to = self._entry
+        if self._counts[0] != self._copied:
+            self._copied = self._counts[0]
+            self._entry = wr_ids, refers_to = wr_ids.copy(), refers_to.copy()
+        return wr_ids, refers_to
+
+    def _failed(self, result: int | None) -> None:
+        """Say why the list was not posted, or not all of it.
+
+        Args:
+            result: what the shim returned, with the queue's lock held; None where
+                the list has not been posted.
+        """
+        wrs = [item._wr for item in self._items]
+        if result is not None:
+            self._queue.fail(result, wrs, len(wrs), self._hint)
+        self._live_queue()
+        if self.closed:
+            raise ClosedError(f"the {self} is closed")
+        self._queue.refuse_whole(wrs, self._why_not())
+
+    # ---- closing ------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._held is None
+
+    def close(self) -> None:
+        """Let go of what the list names; what is outstanding stays so."""
+        if not self.closed:
+            self._drop()
+            self._held = None
+            leave(self)
+
+    def _close_tree(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", None) is not None:
+            self.close()
+
+    def __str__(self) -> str:
+        return f"prepared list of {len(self._items)}"
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> PreparedWR:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[PreparedWR]:
+        return iter(self._items)

@@ -1,0 +1,310 @@
+"""Prepared lists: posted again and again, changed in place, and never with memory that has gone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+from support import Connect, Pair, needs
+
+import rdmapost as rp
+from rdmapost import QPState, QPType, SendFlags, WCStatus
+
+
+def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
+    """Make a write of 8 bytes to the same place of the peer's memory."""
+    return rp.RdmaWrite(
+        pair.mine[at : at + 8], wr_id=wr_id,
+        remote_addr=pair.theirs.addr + at, rkey=pair.theirs.rkey,
+    )  # fmt: skip
+
+
+def test_list_is_posted_many_times(rc):
+    """Each post sends what the memory holds then, and completes with the caller's wr_ids."""
+    batch = rc.a.prepare([write(rc, 8 * i, wr_id=100 + i) for i in range(4)])
+    for turn in range(10):
+        rc.mine.buffer[:32] = bytes([turn]) * 32
+        batch.post()
+        assert [wc.wr_id for wc in rc.wait(4)] == [100, 101, 102, 103]
+        assert bytes(rc.theirs.buffer[:32]) == bytes([turn]) * 32
+    assert rc.a.outstanding.send == 0
+
+
+def test_posts_mix_with_others(rc):
+    """Prepared lists and plain posts share a queue, and complete in the order of their posts."""
+    batch = rc.a.prepare([write(rc, wr_id=1), write(rc, wr_id=2)])
+    rc.a.post_send(write(rc, wr_id=3))
+    batch.post()
+    rc.a.post_send([write(rc, wr_id=4), write(rc, wr_id=5)])
+    batch.post()
+    assert rc.a.outstanding.send == 7
+    assert [wc.wr_id for wc in rc.wait(7)] == [3, 1, 2, 4, 5, 1, 2]
+
+
+def test_unsignaled_ones_are_done_with_the_next_completion(rc):
+    silent, last = write(rc, wr_id=1), write(rc, wr_id=2)
+    silent.send_flags = SendFlags(0)
+    batch = rc.a.prepare([silent, silent, last])
+    batch.post()
+    batch.post()
+    assert rc.a.outstanding.send == 6
+    assert [wc.wr_id for wc in rc.wait(2)] == [2, 2]
+    assert rc.a.outstanding.send == 0
+
+
+def test_fields_are_changed_in_place(rc):
+    """A change counts for the posts after it, and not for those that are outstanding."""
+    batch = rc.a.prepare([write(rc, wr_id=1)])
+    batch.post()
+    batch[0].wr_id = 2
+    batch[0].remote_addr = rc.theirs.addr + 64
+    batch[0].sg_list = rc.mine[256:264]
+    rc.mine.buffer[:8], rc.mine.buffer[256:264] = b"the old!", b"the new!"
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait(2)] == [1, 2]
+    assert bytes(rc.theirs.buffer[64:72]) == b"the new!"
+    assert batch[0].wr_id == 2
+    assert batch[0].remote_addr == rc.theirs.addr + 64
+    assert batch[0].sg_list == (rc.mine[256:264],)
+
+
+def test_immediate_data_is_changed_in_place(rc):
+    """In host order, as in the work request."""
+    batch = rc.a.prepare(rp.SendWithImm(rc.mine[:8], imm_data=0x01020304))
+    for imm in (0x01020304, 0xFFFF_FFFF, 7):
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:64]))
+        batch[0].imm_data = imm
+        assert batch[0].imm_data == imm
+        batch.post()
+        assert {wc.imm_data for wc in rc.wait(2)} == {None, imm}
+
+
+def test_atomic_is_changed_in_place(rc):
+    rc.theirs.buffer[:16] = (5).to_bytes(8, "little") + (70).to_bytes(8, "little")
+    swap = rp.AtomicCmpAndSwp(
+        rc.mine[:8], remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey, compare_add=5, swap=6
+    )
+    batch = rc.a.prepare(swap)
+    batch.post()
+    batch[0].compare_add, batch[0].swap = 70, 71
+    batch[0].remote_addr += 8
+    batch[0].rkey = rc.theirs.rkey
+    batch.post()
+    rc.wait(2)
+    assert [rc.theirs.buffer[0], rc.theirs.buffer[8]] == [6, 71]
+    with pytest.raises(ValueError, match="not a multiple of 8"):
+        batch[0].remote_addr = rc.theirs.addr + 4
+
+
+def test_receives_are_prepared_too(rc):
+    receives = rc.b.prepare_recv([rp.RecvWR(rc.theirs[i * 8 : i * 8 + 8], wr_id=i) for i in (0, 1)])
+    for turn in (b"first...", b"second.."):
+        receives.post()
+        assert rc.b.outstanding.recv == 2
+        rc.mine.buffer[:8] = turn
+        rc.a.post_send([rc.send(rc.mine[:8], wr_id=10), rc.send(rc.mine[:8], wr_id=11)])
+        assert sorted(wc.wr_id for wc in rc.wait(4)) == [0, 1, 10, 11]
+        assert bytes(rc.theirs.buffer[:16]) == turn * 2
+
+
+def test_datagrams_are_prepared_too(connect: Connect):
+    ud = connect(QPType.UD)
+    batch = ud.a.prepare(ud.send(ud.mine[:8], wr_id=1))
+    ud.b.post_recv(rp.RecvWR(ud.theirs[:128], wr_id=2))
+    batch.post()
+    assert {wc.wr_id for wc in ud.wait(2)} == {1, 2}
+    assert ud.ah is not None
+    with pytest.raises(rp.InUseError, match="prepared list of 1"):
+        ud.ah.close()
+
+
+def test_inline_data_is_read_at_each_post(connect: Connect):
+    pair = connect(max_inline_data=64)
+    data = bytearray(b"inline 1")
+    batch = pair.a.prepare(
+        pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=SendFlags(10))
+    )
+    batch.post()
+    pair.wait()
+    data[-1:] = b"2"
+    batch.post()
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:8]) == b"inline 2"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("wr_id", -1, "wr_id=-1 is not in"),
+        ("wr_id", 1.5, "wr_id=1.5 is not in"),
+        ("rkey", 1 << 32, r"rkey=4294967296 is not in 0\.\.2\^32-1"),
+        ("remote_addr", -1, "remote_addr=-1 is not in"),
+        ("remote_addr", "there", "remote_addr='there' is not in"),
+        ("sg_list", (), "0 SGEs, but it was prepared with 1"),
+        ("sg_list", rp.SGE(1, 0, 2), "length 0"),
+        ("sg_list", 5, "sg_list"),
+    ],
+)
+def test_wrong_values_are_refused_and_change_nothing(rc, field, value, text):
+    batch = rc.a.prepare(write(rc))
+    before = getattr(batch[0], field)
+    with pytest.raises((ValueError, TypeError), match=text):
+        setattr(batch[0], field, value)
+    assert getattr(batch[0], field) == before
+    batch.post()
+    rc.wait()
+
+
+def test_fields_that_the_opcode_does_not_have(rc):
+    batch = rc.a.prepare(write(rc))
+    with pytest.raises(AttributeError, match="imm_data"):
+        batch[0].imm_data = 1
+
+
+def test_region_of_another_domain_is_refused(rc, context, stack):
+    other = stack.enter_context(rp.MR(stack.enter_context(rp.PD(context)), 64))
+    batch = rc.a.prepare(write(rc))
+    with pytest.raises(ValueError, match="another PD"):
+        batch[0].sg_list = other[:8]
+    batch.post()
+    rc.wait()
+
+
+def test_what_cannot_be_posted_cannot_be_prepared(rc):
+    """The error names the work request, as that of a post does."""
+    with pytest.raises(rp.PostError, match="9 SGEs") as caught:
+        rc.a.prepare([write(rc), rp.Send([rc.mine[:8]] * 9)])
+    assert (caught.value.index, caught.value.posted) == (1, 0)
+    with pytest.raises(rp.PostError, match="BIND_MW changes"):
+        rc.a.prepare(rp.BindMW())
+    with pytest.raises(rp.PostError, match="takes a SendWR"):
+        rc.a.prepare([rp.RecvWR()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="at least one"):
+        rc.a.prepare([])
+
+
+def test_list_that_does_not_fit_is_refused_whole(connect: Connect):
+    pair = connect(max_send_wr=4)
+    room = pair.a.max_send_wr
+    batch = pair.a.prepare([write(pair)] * 3)
+    for _ in range(room // 3):
+        batch.post()
+    with pytest.raises(rp.PostError, match="the queue is full") as caught:
+        batch.post()
+    assert caught.value.posted == 0
+    assert caught.value.index == room % 3
+    pair.wait(room // 3 * 3)
+    batch.post()
+    pair.wait(3)
+
+
+def test_state_is_looked_at_when_it_is_posted(connect: Connect):
+    """A list can be prepared before the queue pair is connected, but not posted."""
+    pair = connect(to=QPState.RESET)
+    batch = pair.a.prepare(write(pair))
+    with pytest.raises(rp.PostError, match="the QP is in RESET"):
+        batch.post()
+    pair.connect()
+    batch.post()
+    pair.wait()
+    pair.a.to_err()
+    batch.post()
+    assert pair.cq.wait(1)[0].status is WCStatus.WR_FLUSH_ERR
+    pair.a.to_reset()
+    with pytest.raises(rp.PostError, match="the QP is in RESET"):
+        batch.post()
+
+
+def test_closing(rc):
+    """What a list names stays open until it is closed; so does not the queue pair."""
+    with rc.a.prepare(write(rc)) as batch:
+        post = batch.post
+        post()
+        with pytest.raises(rp.InUseError, match="prepared list of 1 still open"):
+            rc.mine.close()
+    assert batch.closed
+    for call in (batch.post, post):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+            call()
+    rc.wait()
+    other = rc.a.prepare(write(rc))
+    rc.a.close()
+    assert other.closed
+    with pytest.raises(rp.ClosedError, match="is closed"):
+        other.post()
+    rc.b.close()
+    rc.mine.close()
+
+
+def test_method_alone_keeps_the_list(rc):
+    """``post = qp.prepare(...).post`` is all that is needed, and when it goes, so does the list."""
+    post = rc.a.prepare(write(rc, wr_id=9)).post
+    gc.collect()
+    post()
+    assert [wc.wr_id for wc in rc.wait()] == [9]
+    del post
+    rc.b.close()
+    rc.a.close()
+    rc.mine.close()
+
+
+def test_device_refuses(context, rc):
+    """What the device did not take is taken back, and named."""
+    needs(context.kind == "soft", "way to make a post fail", context)
+    batch = rc.a.prepare([write(rc, wr_id=i) for i in range(4)])
+    context.faults.fail_post(12, after=2)
+    with pytest.raises(rp.PostError) as caught:
+        batch.post()
+    context.faults.clear()
+    assert (caught.value.index, caught.value.posted) == (2, 2)
+    assert rc.a.outstanding.send == 2
+    assert [wc.wr_id for wc in rc.wait(2)] == [0, 1]
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait(4)] == [0, 1, 2, 3]
+
+
+def test_threads_share_a_queue(connect: Connect):
+    """Prepared lists, plain posts and lists from several threads: nothing is lost or mixed up."""
+    pair = connect(max_send_wr=512)
+    turns, failed = 200, []
+
+    def run(number: int) -> None:
+        try:
+            wrs = [write(pair, wr_id=number * 10 + i) for i in range(3)]
+            batch = pair.a.prepare(wrs)
+            for turn in range(turns):
+                while pair.a.outstanding.send > 400:
+                    pass
+                if turn % 2:
+                    batch.post()
+                else:
+                    pair.a.post_send(wrs)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    found = [wc.check().wr_id for wc in pair.cq.wait(4 * 3 * turns, timeout=60)]
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for number in range(4):
+        mine = [wr_id for wr_id in found if wr_id // 10 == number]
+        assert mine == [number * 10 + i for i in range(3)] * turns
+
+
+def test_unchecked_list_goes_out_as_it_is(connect: Connect):
+    pair = connect(checked=False)
+    wr = write(pair)
+    wr.rkey ^= 0xFF00
+    pair.a.prepare(wr).post()
+    assert pair.cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_list_says_what_it_is(rc):
+    batch = rc.a.prepare([write(rc)] * 2)
+    assert len(batch) == len(list(batch)) == 2
+    assert str(batch) == "prepared list of 2"
+    assert "PreparedWR 1 of a prepared list of 2" in repr(batch[1])
