@@ -252,3 +252,4 @@ def test_everything_public_can_be_imported():
 
 def test_interpreter_ends_quietly_after_a_bare_import():
     assert run_python("import rdmapost").stderr == ""
+    assert run_python("import rdmapost; rdmapost.QP").stderr == ""

@@ -1,0 +1,76 @@
+"""How many instructions the hot paths take, which no busy machine can change.
+
+Posting and polling run on the benchmarks' null device under callgrind.  The
+bounds are about one and a half times what CPython 3.11 takes (unoptimized, as
+pyenv builds it; others take less), so that only what is really slower fails.
+Run this file as a script to see today's figures, and lower the bounds when
+the paths have become faster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from bench.null import HERE, compile_c
+
+TIMES = 40
+
+BOUNDS = {
+    "build/RDMA_WRITE/1/1/checked": 1,
+    "build/RDMA_WRITE/1/1/unchecked": 1,
+    "build/RDMA_WRITE/32/1/checked": 1,
+    "build/RDMA_WRITE/32/1/unchecked": 1,
+    "recv/1/checked": 1,
+    "recv/32/checked": 1,
+    "poll/16": 1,
+}
+"""Instructions for each work request or completion, by on_rdmapost.py's names."""
+
+
+def count() -> dict[str, float]:
+    """Return the instructions that each case takes for each work request."""
+    with tempfile.TemporaryDirectory() as directory:
+        into = pathlib.Path(directory)
+        null, _ = compile_c(into)
+        done = subprocess.run(
+            ["valgrind", "--tool=callgrind", "--dump-before=null_mark",
+             f"--callgrind-out-file={into}/out", sys.executable, HERE / "counted.py",
+             str(TIMES), *BOUNDS],
+            env={**os.environ, "RDMAPOST_LIBIBVERBS": str(null), "PYTHONHASHSEED": "0"},
+            capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        counts = {}
+        for index, (name, handled) in enumerate(json.loads(done.stdout)):
+            # A dump holds what ran since the one before; every second is of what is counted.
+            dump = (into / f"out.{2 * index + 2}").read_text()
+            (total,) = (line for line in dump.splitlines() if line.startswith("totals:"))
+            counts[name] = int(total.split()[1]) / handled
+        return counts
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, float]:
+    """What each case takes today."""
+    for tool in ("valgrind", os.environ.get("CC", "cc")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    return count()
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_instructions(counts: dict[str, float], name: str) -> None:
+    """A work request, or a completion, takes no more instructions than its bound."""
+    assert counts[name] <= BOUNDS[name]
+
+
+if __name__ == "__main__":
+    for name, taken in count().items():
+        print(f"{name:<36}{taken:10.0f}  bound {BOUNDS[name]}")
