@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 import timeit
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -64,9 +65,9 @@ class NullDevice:
 
 
 def best_ns(case: Case, runs: int, null: NullDevice, work: int = WORK) -> float:
-    """Return the least ns for each work request among several runs."""
+    """Return the least ns of CPU time for each work request among several runs."""
     number = max(1, work // case.each)
-    timer = timeit.Timer(case.statement, globals=case.names)
+    timer = timeit.Timer(case.statement, timer=time.process_time, globals=case.names)
     found = []
     for _ in range(runs):
         if case.before is not None:

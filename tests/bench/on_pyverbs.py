@@ -34,11 +34,13 @@ BUILD = {
 }
 
 
-def build(opcode: str, sges: int, more: str = "") -> list[str]:
-    """Return the statements that make a work request, ``wr``."""
+def build(opcode: str, sges: int | str, more: str = "") -> list[str]:
+    """Return the statements that make ``wr`` and so many SGEs ("kept": with one kept)."""
     name = opcode.split()[0]
     rest, options = BUILD[opcode]
-    if name not in ("LOCAL_INV", "BIND_MW"):
+    if sges == "kept":
+        options += ", num_sge=1, sg=[sge]"
+    elif name not in ("LOCAL_INV", "BIND_MW"):
         made = ", ".join(f"SGE(addr + {at}, 8, lkey)" for at in range(0, 8 * sges, 8))
         options += f", num_sge={sges}, sg=[{made}]"
     return [f"wr = SendWR(wr_id=7, opcode={name}{options}{more})", *([rest] if rest else [])]
@@ -68,6 +70,7 @@ class Bench:
         self.names: dict[str, Any] = {
             "SendWR": SendWR, "RecvWR": RecvWR, "SGE": SGE, "MWBindInfo": MWBindInfo,
             "mr": self.mr, "addr": self.mr.buf, "lkey": self.mr.lkey, "rkey": self.mr.rkey,
+            "sge": SGE(self.mr.buf, 8, self.mr.lkey),
             "mw": MW(self.pd, e.IBV_MW_TYPE_2),
             "ah": AH(self.pd, attr=AHAttr(dlid=1, port_num=1)),
             "post": self.qp.post_send, "post_recv": self.qp.post_recv, "poll": self.cq.poll,
@@ -79,7 +82,7 @@ class Bench:
 
     def cases(self) -> Iterator[Case]:
         for length in LENGTHS:
-            for sges in SGES:
+            for sges in (*SGES, "kept"):
                 one = build("RDMA_WRITE", sges)
                 if length == 1:
                     made = "\n".join(one)

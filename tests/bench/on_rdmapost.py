@@ -38,8 +38,10 @@ BUILD = {
 }
 
 
-def build(opcode: str, sges: int = 1) -> str:
-    """Return the expression that makes a work request."""
+def build(opcode: str, sges: int | str = 1) -> str:
+    """Return the expression that makes a work request, and so many SGEs ("kept": with one kept)."""
+    if sges == "kept":
+        return BUILD[opcode].format(sges="sge")
     made = [f"mr[{at}:{at + 8}]" for at in range(0, 8 * sges, 8)]
     return BUILD[opcode].format(sges=made[0] if sges == 1 else f"[{', '.join(made)}]")
 
@@ -55,7 +57,8 @@ class Bench:
         self.mr = rp.MR(self.pd, 4096, ALL)
         self.names: dict[str, Any] = {
             **{name: getattr(rp, name) for name in rp.__all__},
-            "mr": self.mr, "mw": rp.MW(self.pd), "ah": rp.AH(self.pd, rp.AHAttr(dlid=1)),
+            "mr": self.mr, "sge": self.mr[0:8],
+            "mw": rp.MW(self.pd), "ah": rp.AH(self.pd, rp.AHAttr(dlid=1)),
             "addr": self.mr.addr, "rkey": self.mr.rkey, "hdr": bytes(14),
         }  # fmt: skip
 
@@ -88,7 +91,7 @@ class Bench:
 
     def lists(self, qp: rp.QP, mode: str) -> Iterator[Case]:
         for length in LENGTHS:
-            for sges in SGES:
+            for sges in (*SGES, "kept"):
                 one = build("RDMA_WRITE", sges)
                 posted = one if length == 1 else f"[{one} for _ in range({length})]"
                 name = f"build/RDMA_WRITE/{length}/{sges}/{mode}"
