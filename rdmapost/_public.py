@@ -18,6 +18,7 @@ from .enums import __all__ as _enums
 from .errors import *  # noqa: F403
 from .errors import __all__ as _errors
 from .events import AsyncEvent, get_async_event
+from .grh import GRH, Datagram
 from .inline import max_inline
 from .memory import MR, MW, PD
 from .providers import DeviceInfo
@@ -30,9 +31,9 @@ from .wr import __all__ as _wr
 from .xrcd import XRCD
 
 __all__ = [
-    "AH", "CQ", "GID", "MR", "MULTICAST_QPN", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
-    "AHAttr", "AsyncEvent", "CompChannel", "Context", "DeviceAttr", "DeviceInfo", "Endpoint",
-    "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
+    "AH", "CQ", "GID", "GRH", "MR", "MULTICAST_QPN", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
+    "AHAttr", "AsyncEvent", "CompChannel", "Context", "Datagram", "DeviceAttr", "DeviceInfo",
+    "Endpoint", "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
     "choose_gid", "get_async_event", "list_devices", "max_inline", "open_device",
 ]  # fmt: skip
 __all__ += [*_enums, *_errors, *_wr]

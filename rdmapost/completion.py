@@ -17,6 +17,7 @@ from .channel import CompChannel, wait_readable
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
 from .errors import CompletionError, InUseError, RdmaError, VerbsError, WaitTimeout
+from .grh import Datagram, read_datagram
 from .inflight import TaggedReceives
 
 __all__ = ["CQ", "WC"]
@@ -75,6 +76,27 @@ class WC(NamedTuple):
                 + (f" (vendor_err {self.vendor_err:#x})" if self.vendor_err else ""),
             )
         return self
+
+    def datagram(self, received: Any) -> Datagram:
+        """Return what a receive on a UD queue pair got: the GRH, and the payload.
+
+        Only for UD: elsewhere a message has nothing in front.
+
+        Args:
+            received: the RecvWR that was posted, or the buffer of its bytes.
+
+        Raises:
+            CompletionError: it failed.
+            TypeError: this is neither.
+            ValueError: nothing was received, or these are other buffers.
+            ClosedError: a region of them is closed.
+
+        See ibv_post_recv(3).
+        """
+        self.check()
+        if self.opcode is None or not self.opcode & _RECV:
+            raise ValueError(f"{getattr(self.opcode, 'name', None)} received nothing")
+        return read_datagram(received, self.byte_len, bool(self.wc_flags & WCFlags.GRH))
 
 
 # struct ibv_wc; the shim asserts its size.
