@@ -58,7 +58,8 @@ class MR(Resource):
         access: what may be done with it, an Access.
 
     Attributes:
-        addr: address of the first byte; the remote_addr of a peer.
+        addr: address of the first byte, in SGEs and as the remote_addr of a
+            peer; 0 if access has ZERO_BASED.
         end: address behind the last byte.
         length: bytes.
         lkey, rkey: its keys.
@@ -100,7 +101,8 @@ class MR(Resource):
         except VerbsError as error:
             error.hint = error.hint or _why_not_registered(error.errno, self.length)
             raise
-        self.addr = int(ffi.cast("uintptr_t", self._memory))
+        zero_based = self.access & Access.ZERO_BASED
+        self.addr = 0 if zero_based else int(ffi.cast("uintptr_t", self._memory))
         self.end = self.addr + self.length
         self.lkey: int = handle.lkey
         self.rkey: int = handle.rkey

@@ -101,6 +101,7 @@ _MASK64 = (1 << 64) - 1
 _OPS_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
 # Arithmetic on a Flag costs a microsecond, on a number next to nothing.
 _INLINE = int(SendFlags.INLINE)
+_ZERO_BASED = int(Access.ZERO_BASED)
 
 
 def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags:
@@ -230,7 +231,7 @@ def check_unsafe(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
         total = 0
         for sge in sges:
             total += sge.length
-            if sge.owner is not None and (reason := _check_bounds(sge)):
+            if sge.owner is not None and (reason := _check_place(sge)):
                 return reason
         if total > 0xFFFF_FFFF:
             # Drivers add up in 32 bits, and copy everything if the sum seems to fit.
@@ -311,7 +312,17 @@ def _check_inline(sge: SGE) -> str | None:
             "INLINE reads the buffer in this process, and this SGE is only numbers; "
             "use mr[a:b] or SGE.from_buffer(data), or a QP with checked=False"
         )
-    return _check_bounds(sge) or _check_length(sge)
+    return _check_place(sge) or _check_length(sge)
+
+
+def _check_place(sge: SGE) -> str | None:
+    """Say why an SGE cannot be read in this process, or None."""
+    if int(getattr(sge.owner, "access", 0)) & _ZERO_BASED:
+        return (
+            "INLINE reads the buffer in this process, and addresses of a ZERO_BASED region count "
+            "from its start; use SGE.from_buffer(mr.buffer[a:b])"
+        )
+    return _check_bounds(sge)
 
 
 def _check_sge(sge: SGE, pd: Any) -> str | None:
