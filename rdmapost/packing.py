@@ -8,7 +8,7 @@ resources, never from numbers that a caller typed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from struct import error as StructError
 from typing import Any
@@ -310,6 +310,9 @@ _BITS = {
 
 def check_numbers(wr: Any, sges: Sequence[SGE] = ()) -> str | None:
     """Say which field of a work request is no number in its range, or of a wrong type, or None."""
+    sg_list = getattr(wr, "sg_list", ())
+    if not isinstance(sg_list, Iterable):
+        return f"sg_list is a {type(sg_list).__name__}, not SGEs; mr[a:b] makes one"
     for name, (kind, what) in _POINTERS.items():
         resource = getattr(wr, name, None)
         if resource is not None and not isinstance(resource, kind):
@@ -326,6 +329,8 @@ def check_numbers(wr: Any, sges: Sequence[SGE] = ()) -> str | None:
                 return f"an SGE's {name} is a {type(value).__name__}, not an integer"
             if not 0 <= value < 1 << bits:
                 return f"an SGE's {name}={value} is not in 0..2^{bits}-1"
+        if sge.owner is not None and not hasattr(sge.owner, "addr"):
+            return f"an SGE's owner is a {type(sge.owner).__name__}, not a region or a buffer"
     return None
 
 

@@ -1,0 +1,157 @@
+"""Why a post crashes a program in C, five ways, and what it does here: an exception, and no harm.
+
+The five are those that the well-known tutorial of ibv_post_send gives for a
+segmentation fault.  Each is tried with and without the library's checks, and
+the queue pair works afterwards.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+
+import pytest
+from support import ALL, Pair
+
+import rdmapost as rp
+from rdmapost import QPType, SendFlags
+
+INLINE = SendFlags.INLINE | SendFlags.SIGNALED
+
+pytestmark = pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+
+
+def refused(pair: Pair, wr: rp.SendWR, words: str) -> None:
+    with pytest.raises(rp.PostError, match=words) as caught:
+        pair.a.post_send(wr)
+    assert caught.value.wr is wr
+    assert pair.a.outstanding.send == 0
+
+
+def test_sg_list_that_points_nowhere(connect, checked):
+    """Only SGEs go into a list, the list is copied, and its length is its own."""
+    pair = connect(checked=checked)
+    for wrong, words in (
+        (None, "sg_list is a NoneType, not SGEs"),
+        (0x1000, "sg_list is a int, not SGEs"),
+        (object(), "sg_list is a object, not SGEs"),
+        (pair.mine, r"sg_list is a MR, not SGEs; mr\[a:b\] makes one"),
+        ([None], "sg_list holds a NoneType"),
+        ([pair.mine[:8], 0x1000], "sg_list holds a int"),
+        ([(pair.mine.addr, 8, pair.mine.lkey)], "sg_list holds a tuple"),
+        (b"bytes", "sg_list holds a int"),
+        ([rp.SGE(pair.mine.addr, 8, 1 << 32)], "an SGE's lkey=4294967296 is not in"),
+        ([rp.SGE("x", 8, 1)], "an SGE's addr is a str"),
+    ):
+        refused(pair, rp.Send(wrong), words)
+    sges = [pair.mine[:8]]
+    wr = pair.wr(rp.RdmaWrite, sges)
+    pair.mine.buffer[:8] = b"as then!"
+    pair.a.post_send(wr)
+    sges.clear()
+    wr.sg_list = None
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:8]) == b"as then!"
+    pair.works()
+
+
+def test_inline_buffer_at_an_illegal_address(connect, checked):
+    """A driver copies from there at the post, so it must be memory that is there."""
+    pair = connect(checked=checked, max_inline_data=64)
+    with rp.MR(pair.pd, 64) as mr:
+        closed = mr[:8]
+    zero_based = pair.mine[:8]._replace(addr=0)
+    for sge, words in (
+        (closed, "MR of 64 bytes .* is closed"),
+        (zero_based, "lies outside MR"),
+        (pair.mine[:]._replace(length=1 << 31), "lies outside MR"),
+        (pair.mine[8:16]._replace(addr=pair.mine.addr - 1), "lies outside MR"),
+        (pair.mine[:8]._replace(owner=object()), "owner is a object, not a region or a buffer"),
+    ):
+        refused(pair, rp.Send(sge, send_flags=INLINE), words)
+    if checked:
+        # Unchecked it is the caller's word that something is there.
+        refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE is only numbers")
+    # A buffer cannot be freed or moved as long as an SGE names it.
+    data = array.array("B", b"held")
+    wr = pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=INLINE)
+    with pytest.raises(BufferError):
+        data.extend(b"more than before")
+    del data
+    gc.collect()
+    pair.a.post_send(wr)
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:5]) == b"held\0"
+    pair.works()
+
+
+def test_next_that_points_nowhere(connect, checked):
+    """A work request has no next: the list is a Python one, and the chain is made of it."""
+    pair = connect(checked=checked)
+    wr = pair.wr(rp.RdmaWrite, pair.mine[:1])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'next'"):
+        rp.Send(next=wr)
+    with pytest.raises(AttributeError):
+        wr.next = wr
+    # In C a work request that is its own next never ends.
+    pair.a.post_send([wr, wr, wr])
+    pair.wait(3)
+    tail: list[object] = [wr]
+    tail.append(tail)
+    with pytest.raises(rp.PostError, match=r"2 of 2 .*takes a SendWR, not a list") as caught:
+        pair.a.post_send(tail)
+    assert caught.value.posted == 1
+    pair.wait()
+    for wrong in (None, 0x1000, object()):
+        with pytest.raises(TypeError, match="takes a SendWR or a sequence of them"):
+            pair.a.post_send(wrong)
+        with pytest.raises(rp.PostError, match=f"takes a SendWR, not a {type(wrong).__name__}"):
+            pair.a.post_send([wrong])
+    pair.works()
+
+
+def test_bad_wr_that_nobody_gave(connect, checked):
+    """A failure in the middle has somewhere to go: the exception says which one it was."""
+    pair = connect(checked=checked, max_recv_wr=4)
+    wr = pair.wr(rp.RdmaWrite, pair.mine[:1])
+    too_many = pair.wr(rp.RdmaWrite, [pair.mine[:1]] * (pair.a.max_send_sge + 1))
+    with pytest.raises(rp.PostError) as caught:
+        pair.a.post_send([wr, too_many, wr])
+    assert (caught.value.index, caught.value.posted, caught.value.wr) == (1, 1, too_many)
+    pair.wait()
+    # A full queue is the other failure; unchecked the device says when it is full.
+    receives = [rp.RecvWR(pair.theirs[:8], wr_id=i) for i in range(5000)]
+    with pytest.raises(rp.PostError) as caught:
+        pair.b.post_recv(receives)
+    at = caught.value.index
+    assert at is not None
+    assert at >= 4
+    assert (caught.value.posted, caught.value.wr) == (at, receives[at])
+    assert pair.b.outstanding.recv == at
+    pair.a.post_send(rp.Send(pair.mine[:8], wr_id=9000))
+    assert {wc.wr_id for wc in pair.wait(2)} == {0, 9000}
+
+
+def test_address_handle_that_is_none(connect, context, checked):
+    """Drivers follow the pointer without a look."""
+    pair = connect(QPType.UD, checked=checked)
+    assert pair.ah is not None
+    with pair.a.ah_to(pair.b.endpoint()) as ah:
+        pass
+    with (
+        rp.open_device(context.name) as other,
+        rp.PD(other) as pd,
+        rp.AH(pd, pair.ah.attr) as foreign,
+        rp.MR(pair.pd, 64, ALL) as mr,
+    ):
+        for wrong, words in (
+            (None, "needs an address handle"),
+            (ah, "AH to .* is closed"),
+            (foreign, "belongs to another"),
+            (mr, "ah is a MR, not an address handle"),
+            (0x1000, "ah is a int, not an address handle"),
+            (object(), "ah is a object, not an address handle"),
+        ):
+            for kind in (rp.Send, rp.SendWithImm):
+                refused(pair, pair.wr(kind, pair.mine[:8], ah=wrong), words)
+    pair.works()
