@@ -36,7 +36,6 @@ with contextlib.suppress(ImportError):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
-    config.addinivalue_line("markers", "differential: soft0 beside a real RDMA device")
 
 
 def pytest_report_header() -> str:

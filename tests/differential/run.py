@@ -25,7 +25,7 @@ from .transcript import Done, Transcript, wr_id_of
 if TYPE_CHECKING:
     from .deviations import Deviation
 
-__all__ = ["MAX_INLINE", "MAX_SGE", "Run", "run"]
+__all__ = ["MAX_INLINE", "MAX_SGE", "PATIENCE_S", "Run", "run"]
 
 MAX_SGE = 4
 MAX_INLINE = 16 * MAX_SGE
@@ -34,7 +34,15 @@ MAX_INLINE = 16 * MAX_SGE
 GRH = 40
 QKEY = 0x1111_1111
 
-_DEADLINE_S = 4.0
+_TIMEOUT = 15
+"""134 ms. Soft-RoCE counts the NAK of what follows a message that found no receive as a retry, so
+a timer that also expires while it waits to send that again ends it with the wrong error."""
+_SHORTEST = 1
+"""Of either timer: for the soft device, which loses nothing; and no receive comes to the rescue."""
+
+PATIENCE_S = 4.0
+"""How long an expected completion may take."""
+
 _SILENT_S = 0.5
 _DROP_S = 0.02
 _LOOK_AGAIN_S = 0.0003
@@ -69,6 +77,7 @@ def run(
     *,
     deviations: Iterable[Deviation] | None = None,
     expected: Transcript | None = None,
+    patience: float = PATIENCE_S,
 ) -> Transcript:
     """Carry out a program.
 
@@ -79,8 +88,9 @@ def run(
             it does; without them the program runs as it is.  Either way the
             transcript holds the program that was run.
         expected: what the soft device did; needed on any other.
+        patience: how many seconds an expected completion may take.
     """
-    with Run(program, bench, deviations, expected) as under_way:
+    with Run(program, bench, deviations, expected, patience) as under_way:
         return under_way.carry_out()
 
 
@@ -105,6 +115,7 @@ class Run:
         bench: Bench,
         deviations: Iterable[Deviation] | None,
         expected: Transcript | None,
+        patience: float,
     ) -> None:
         self.program = program
         self.bench = bench
@@ -118,6 +129,7 @@ class Run:
         self._fitting = deviations is not None
         self._deviations = tuple(deviations or ())
         self._expected = expected
+        self._patience = patience
         self._srqs: list[rp.SRQ | None] = []
         self._windows: dict[str, rp.MW] = {}
         self._rkeys: dict[str, list[int]] = {}
@@ -187,11 +199,10 @@ class Run:
                     "dest_qp_num": peer.qp_num, "rq_psn": peer.psn,
                 }  # fmt: skip
             if pair.type == "RC":
-                # With attempts left the timer is long enough for a receive to be posted.
-                rtr |= {"min_rnr_timer": 20 if pair.rnr_retry else 1, "max_dest_rd_atomic": 16}
+                rtr |= {"min_rnr_timer": _SHORTEST, "max_dest_rd_atomic": 16}
                 rts |= {
-                    "timeout": 12, "retry_cnt": 1, "rnr_retry": pair.rnr_retry,
-                    "max_rd_atomic": 16,
+                    "timeout": _SHORTEST if self.bench.soft else _TIMEOUT, "retry_cnt": 1,
+                    "rnr_retry": pair.rnr_retry, "max_rd_atomic": 16,
                 }  # fmt: skip
             qp.modify(qp_state=QPState.INIT, **init)
             if end.state != "INIT":
@@ -398,8 +409,11 @@ class Run:
             self._settle_soft()
             return
         expected = self._expected
-        deadline = time.monotonic() + _DEADLINE_S
-        while self._count < expected.counts[number] and time.monotonic() < deadline:
+        # What was refused here, and not there, does not complete.
+        refused = number in self.transcript.refused and number not in expected.refused
+        wanted = 0 if refused else expected.counts[number]
+        deadline = time.monotonic() + self._patience
+        while self._count < wanted and time.monotonic() < deadline:
             with contextlib.suppress(rp.WaitTimeout):
                 self._take(self.bench.cq.wait(1, deadline - time.monotonic()))
         self._take(self.bench.cq.poll())
@@ -415,7 +429,7 @@ class Run:
             self._take(self.bench.cq.poll())
 
     def _settle_soft(self) -> None:
-        deadline = time.monotonic() + _DEADLINE_S
+        deadline = time.monotonic() + self._patience
         while True:
             self._take(self.bench.cq.poll())
             if not self.bench.soft or not self.bench.busy():
