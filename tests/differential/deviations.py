@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rdmapost import Access
+
 from .model import REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sge, Step, W
 from .races import MTU, WRITES_LOCALLY, faulty, faulty_sges, split
 from .transcript import Done
@@ -172,8 +174,20 @@ def _too_small(run: Run, qp: int, wr: W | R, done: Done) -> Done:
 def _fitting_datagrams(run: Run, step: Step) -> list[Step]:
     if not isinstance(step, Recv) or run.program.type_of(step.qp) != "UD":
         return [step]
-    wrs = tuple(wr for wr in step.wrs if wr.size >= 40 + MTU or any(map(faulty, wr.sges)))
+    wrs = tuple(wr for wr in step.wrs if wr.size >= 40 + MTU)
     return [Recv(step.qp, wrs)] if wrs else []
+
+
+def _in_order(run: Run, qp: int, wr: W) -> bool:
+    """Whether it does not matter if the receive or the remote address is looked at first."""
+    at = wr.at
+    if wr.op != "RDMA_WRITE_WITH_IMM" or at is None or not 0 < wr.size <= MTU:
+        return True
+    if run.program.type_of(qp) == "UC" and not run.program.end(qp ^ 1).srq:
+        return True
+    spec = REGIONS[at.region]
+    own = at.key in ("", at.region) and spec.pd == 0
+    return own and at.offset + wr.size <= spec.size and bool(spec.access & Access.REMOTE_WRITE)
 
 
 def _unfenced(run: Run, step: Step) -> list[Step]:
@@ -384,6 +398,26 @@ DEVIATIONS = (
         completes=_receive_fails,
     ),
     Deviation(
+        "a write with immediate data to where it may not write",
+        "A write that is refused takes no receive. rxe takes one before it looks at the remote "
+        "address, if the write is a single packet: without one it answers that it is not ready, "
+        "and with one it ends that too.",
+        Program(
+            (Pair("RC"), Pair("RC")),
+            (
+                Post(0, (W("RDMA_WRITE_WITH_IMM", _SOME, At("counter", 0)),)),
+                Recv(3, (R(),)),
+                Post(2, (W("RDMA_WRITE_WITH_IMM", _SOME, At("counter", 0)),)),
+            ),
+        ),
+        _on_both(
+            "qp0.send 0: REM_ACCESS_ERR -> RNR_RETRY_EXC_ERR",
+            "qp3.recv 100: WR_FLUSH_ERR -> REM_ACCESS_ERR",
+            "qp1 ends in ERR -> RTS",
+        ),
+        fit=_filter(_in_order),
+    ),
+    Deviation(
         "the flag of an invalidated key",
         "The kernel's IB_WC_WITH_INVALIDATE is the library's IBV_WC_IP_CSUM_OK, and rxe hands "
         "the kernel's number to the process: the completion does not tell of the key.",
@@ -569,17 +603,28 @@ DEVIATIONS = (
     Deviation(
         "a datagram that does not fit into its receive",
         "The receive ends with LOC_LEN_ERR on hardware. rxe of 6.1 takes it for malformed; rxe "
-        "of 6.12 drops the datagram and leaves the receive where it is.",
+        "of 6.12 drops the datagram and leaves the receive where it is, but for one of an SRQ, "
+        "which it ends with REM_INV_REQ_ERR.",
         Program(
-            _UD,
+            (Pair("UD"), Pair("UD", b=End(srq=True))),
             (
                 Recv(1, (R((Sge("inbox", 0, 47),)),)),
                 Post(0, (W("SEND", _SOME),)),
+                Recv(3, (R((Sge("inbox", 64, 47),)),)),
+                Post(2, (W("SEND", _SOME),)),
             ),
         ),
         {
-            "6.1": ("qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",),
-            "6.12": ("qp1.recv 0: LOC_LEN_ERR -> nothing", "qp1 ends in ERR -> RTS"),
+            "6.1": (
+                "qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",
+                "qp3.recv 200: LOC_LEN_ERR -> LOC_QP_OP_ERR",
+            ),
+            "6.12": (
+                "qp1.recv 0: LOC_LEN_ERR -> nothing",
+                "qp3.recv 200: LOC_LEN_ERR -> REM_INV_REQ_ERR",
+                "qp1 ends in ERR -> RTS",
+                "qp3 ends in ERR -> RTS",
+            ),
         },
         fit=_fitting_datagrams,
     ),
