@@ -232,6 +232,11 @@ def _short_atomic(run: Run, qp: int, wr: W) -> str | None:
     return "EINVAL" if wr.op.startswith("ATOMIC") and wr.size < 8 else None
 
 
+def _length_of_room(run: Run, qp: int, wr: W | R, done: Done) -> Done:
+    atomic = isinstance(wr, W) and wr.op.startswith("ATOMIC")
+    return replace(done, byte_len=wr.size) if atomic and done.status == "SUCCESS" else done
+
+
 def _slots(run: Run, step: Step) -> list[Step]:
     if not isinstance(step, Post):
         return [step]
@@ -491,6 +496,14 @@ DEVIATIONS = (
             "qp0 ends in ERR -> RTS",
         ),
         refuses=_short_atomic,
+    ),
+    Deviation(
+        "the length of an atomic",
+        "An atomic brings 8 bytes, and the completion says how many came (ibv_poll_cq(3)); rxe "
+        "says how many there was room for.",
+        Program(_RC, (Post(0, (W("ATOMIC_FETCH_AND_ADD", (Sge("a", 0, 16),), At("b", 0)),)),)),
+        _on_both("qp0.send 0: FETCH_ADD, 8 bytes -> FETCH_ADD, 16 bytes"),
+        completes=_length_of_room,
     ),
     Deviation(
         "a send posted before RTS",
