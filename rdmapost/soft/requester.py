@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from ..enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ..rules import MAX_MSG_SIZE
+from ..timers import rnr_timer
 from . import datagram, raw
 from .memory import Fault, copy
 from .qp import QueuePair
@@ -22,13 +23,6 @@ from .queue import SendWQE
 from .wire import Ack, AckKind, Request, Segments, size_of
 
 __all__ = ["run"]
-
-_RNR_MILLISECONDS = (
-    655.36, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.16, 0.24, 0.32, 0.48, 0.64, 0.96, 1.28,
-    1.92, 2.56, 3.84, 5.12, 7.68, 10.24, 15.36, 20.48, 30.72, 40.96, 61.44, 81.92, 122.88,
-    163.84, 245.76, 327.68, 491.52,
-)  # fmt: skip
-"""What min_rnr_timer stands for (InfiniBand Architecture Specification, table 45)."""
 
 _FOR_EVER = 7
 """rnr_retry: never give up."""
@@ -241,7 +235,7 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
         return ack
     if ack.kind is AckKind.RNR_NAK:
         tries = qp.attr["rnr_retry"]
-        wait = _RNR_MILLISECONDS[ack.rnr_timer] / 1000
+        wait = rnr_timer(ack.rnr_timer)
         if tries == _FOR_EVER:
             qp.due = time.monotonic() + wait
             raise _Parked
