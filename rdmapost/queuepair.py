@@ -6,7 +6,7 @@ import errno
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._binding import door, ffi, lib
 from .completion import CQ
@@ -37,6 +37,10 @@ from .steps import DEFAULT_QKEY
 from .windows import post_bind
 from .wr import SGE, BindMW, RecvWR, SendWR
 from .xrcd import XRCD
+
+if TYPE_CHECKING:
+    from .diagnose import Finding
+    from .endpoint import Endpoint
 
 __all__ = ["DEFAULT_QKEY", "QP", "Outstanding"]
 
@@ -464,6 +468,28 @@ class QP(Multicast):
         if self._state is QPState.RESET:
             return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
         return None
+
+    def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
+        """Say what is wrong, or may become so: the checklist of why sends do not complete.
+
+        The state, the port, the GID and the path; the time until RETRY_EXC_ERR and
+        RNR_RETRY_EXC_ERR; what is outstanding on the queues and in the CQs; and
+        whether the peer means this queue pair, agrees on MTU and PSNs, and has
+        receives.  Nothing is changed, and whatever is wrong is a finding.
+
+        Args:
+            peer: the other side, or what its endpoint() said.  A connected queue pair
+                finds its peer by itself where that is on the same open device.
+
+        Returns:
+            findings, the problems first.
+
+        Raises:
+            TypeError: the peer is neither.
+        """
+        from .diagnose import diagnose
+
+        return diagnose(self, peer)
 
     # ---- explanations -------------------------------------------------------
 

@@ -1,0 +1,187 @@
+"""What /sys and /proc say about RDMA devices, network devices and addresses."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Port", "Route", "System", "phys_state_name"]
+
+_IFF_UP = 1
+_LOCAL = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
+_PHYS_STATES = {
+    1: "Sleep", 2: "Polling", 3: "Disabled", 4: "Training", 5: "LinkUp", 6: "LinkErrorRecovery",
+    7: "PhyTest",
+}  # fmt: skip
+
+
+class Port(NamedTuple):
+    """A port as sysfs shows it, which takes no permission.
+
+    Attributes:
+        device: name of the RDMA device.
+        port_num: the port, from 1.
+        state: name of its state, such as "ACTIVE".
+        phys_state: name of its physical state, such as "LinkUp".
+        link_layer: "Ethernet" or "InfiniBand".
+        netdev: name of the network device behind it, or "".
+    """
+
+    device: str
+    port_num: int
+    state: str
+    phys_state: str
+    link_layer: str
+    netdev: str
+
+
+class Route(NamedTuple):
+    """A line of the IPv4 routing table.
+
+    Attributes:
+        netdev: where it leads.
+        network: for which addresses.
+        gateway: the next hop, or None on the network itself.
+    """
+
+    netdev: str
+    network: IPv4Network
+    gateway: IPv4Address | None
+
+
+class System:
+    """The files of a machine.
+
+    Args:
+        root: what stands for /.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] = "/") -> None:
+        self.root = Path(root)
+
+    def path(self, *parts: str) -> Path:
+        """Return a path below the root."""
+        return self.root.joinpath(*parts)
+
+    def read(self, *parts: str) -> str | None:
+        """Return the text of a file, or None if it cannot be read."""
+        try:
+            return self.path(*parts).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def names(self, *parts: str) -> list[str]:
+        """Return what is in a directory, sorted; nothing if it is not there."""
+        try:
+            return sorted(os.listdir(self.path(*parts)))
+        except OSError:
+            return []
+
+    def module(self, name: str) -> bool:
+        """Whether a kernel module is loaded (or built in, and known to sysfs)."""
+        return self.path("sys/module", name).exists()
+
+    def kernel_has(self, module: str) -> bool:
+        """Whether the running kernel has a module that could be loaded, or has it built in."""
+        where = ("lib/modules", os.uname().release)
+        file = re.compile(rf"/{module}\.ko", re.MULTILINE)
+        return any(
+            file.search(self.read(*where, listing) or "")
+            for listing in ("modules.dep", "modules.builtin")
+        )
+
+    # ---- RDMA devices -------------------------------------------------------
+
+    def devices(self) -> list[str]:
+        """Return the names of the kernel's RDMA devices."""
+        return self.names("sys/class/infiniband")
+
+    def ports(self, device: str) -> list[Port]:
+        """Return the ports of an RDMA device."""
+        found = []
+        for number in self.names("sys/class/infiniband", device, "ports"):
+            where = ("sys/class/infiniband", device, "ports", number)
+            state, phys_state = (
+                # "4: ACTIVE"
+                (self.read(*where, name) or "unknown").rpartition(": ")[2]
+                for name in ("state", "phys_state")
+            )
+            link_layer = self.read(*where, "link_layer") or "unknown"
+            netdev = self.netdev_of(device, int(number))
+            found.append(Port(device, int(number), state, phys_state, link_layer, netdev))
+        return found
+
+    def netdev_of(self, device: str, port_num: int) -> str:
+        """Return the name of the network device behind a port, or ""."""
+        where = ("sys/class/infiniband", device)
+        ndevs = (*where, "ports", str(port_num), "gid_attrs", "ndevs")
+        for index in self.names(*ndevs)[:16]:
+            if name := self.read(*ndevs, index):
+                return name
+        # Soft-RoCE and siw name theirs; a PCI function has it as a sibling.
+        if name := self.read(*where, "parent"):
+            return name
+        siblings = self.names(*where, "device", "net")
+        return siblings[port_num - 1] if port_num <= len(siblings) else ""
+
+    # ---- network devices ----------------------------------------------------
+
+    def netdevs(self) -> list[str]:
+        """Return the network devices, without the loopback one."""
+        return [name for name in self.names("sys/class/net") if name != "lo"]
+
+    def has_netdev(self, name: str) -> bool:
+        """Whether this network namespace has the device."""
+        return bool(name) and self.path("sys/class/net", name).exists()
+
+    def netdev_is_up(self, name: str) -> bool:
+        """Whether a network device is up, and has a link as far as it can tell."""
+        flags = self.read("sys/class/net", name, "flags") or "0"
+        state = self.read("sys/class/net", name, "operstate") or "unknown"
+        return bool(int(flags, 16) & _IFF_UP) and state not in ("down", "lowerlayerdown")
+
+    def netdev_mtu(self, name: str) -> int | None:
+        """Return the MTU of a network device in bytes, or None."""
+        text = self.read("sys/class/net", name, "mtu")
+        return int(text) if text and text.isdecimal() else None
+
+    # ---- addresses and routes -----------------------------------------------
+
+    def ipv4_addresses(self) -> set[str] | None:
+        """Return this machine's IPv4 addresses, or None if that cannot be told."""
+        text = self.read("proc/net/fib_trie")
+        return None if text is None else set(_LOCAL.findall(text))
+
+    def ipv6_addresses(self) -> set[tuple[bytes, str]] | None:
+        """Return this machine's IPv6 addresses with their devices, or None."""
+        text = self.read("proc/net/if_inet6")
+        if text is None:
+            return None
+        lines = [line.split() for line in text.splitlines()]
+        return {(bytes.fromhex(words[0]), words[-1]) for words in lines if len(words) >= 6}
+
+    def ipv4_routes(self) -> list[Route]:
+        """Return the main IPv4 routing table, the longest prefix first."""
+        routes = []
+        for line in (self.read("proc/net/route") or "").splitlines()[1:]:
+            words = line.split()
+            if len(words) < 8:
+                continue
+            to, gateway, mask = (_ipv4(words[index]) for index in (1, 2, 7))
+            network = IPv4Network((int(to), bin(int(mask)).count("1")), strict=False)
+            routes.append(Route(words[0], network, gateway if int(gateway) else None))
+        return sorted(routes, key=lambda route: -route.network.prefixlen)
+
+
+def phys_state_name(phys_state: int) -> str:
+    """Return the name of a port's physical state."""
+    return _PHYS_STATES.get(phys_state, str(phys_state))
+
+
+def _ipv4(text: str) -> IPv4Address:
+    # The kernel prints the bytes of the network as a number of the host.
+    return IPv4Address(int(text, 16).to_bytes(4, sys.byteorder))
