@@ -23,6 +23,7 @@ __all__ = ["app"]
 
 _COMMANDS = (
     ("devices", "devices", "List devices, their ports and GIDs."),
+    ("doctor", "doctor", "Look for what keeps RDMA from working on this machine."),
     ("send", "send", "Send a message to a second queue pair of the same device."),
     ("rdma", "write", "Write to the memory of a second queue pair of the same device."),
     ("rdma", "read", "Read the memory of a second queue pair of the same device."),

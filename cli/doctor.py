@@ -1,0 +1,152 @@
+"""``rdmapost doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import Target, device_options, timeout_option
+from .output import Output
+
+if TYPE_CHECKING:
+    from rdmapost import Context
+    from rdmapost.diagnose import Finding
+    from rdmapost.loopback import Loopback
+
+__all__ = ["doctor"]
+
+_WIDTH = 80
+_LABELS = {"problem": "PROBLEM", "warning": "warning", "info": "note", "ok": "ok"}
+_MESSAGE = b"hello, doctor"
+
+
+@click.command()
+@timeout_option
+@device_options
+@click.pass_context
+def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> None:
+    """Look for what keeps RDMA from working on this machine.
+
+    First the machine: library, modules, permissions, ports, GIDs and limits.
+    Then the device: a message between two queue pairs of it, and both of them
+    are diagnosed.  Each finding comes with its evidence and what to do about
+    it; what is right is only named, and -v shows its evidence too.
+
+    Exit code: 0 there is no problem, 1 there is one, 2 usage, 3 there is no
+    such device.
+    """
+    from rdmapost import NoDeviceError, NoRdmaError, RdmaError
+    from rdmapost.diagnose import diagnose_machine, worst_first
+
+    from .session import open_target
+
+    out.doc.update(device=target.device, kind=None)
+    found = diagnose_machine(target.device, port_num=target.port, gid_index=target.gid_index)
+    lacking: RdmaError | None = None
+    try:
+        with open_target(out, target) as (context, port_num):
+            found += _try(context, port_num, target.gid_index, timeout)
+    except (NoRdmaError, NoDeviceError) as error:
+        lacking = error
+    except (RdmaError, ValueError, click.UsageError) as error:
+        # Mostly it only follows from what has been found.
+        if not any(finding.severity == "problem" for finding in found):
+            found.append(_failed(str(out.doc["device"]), str(error)))
+    found = worst_first(dict.fromkeys(found))
+    counts = {
+        severity: sum(finding.severity == severity for finding in found) for severity in _LABELS
+    }
+    out.doc["findings"] = [dataclasses.asdict(finding) for finding in found]
+    out.doc["counts"] = counts
+    text = _text(found, out.verbose)
+    if lacking is not None:
+        if not out.json:
+            click.echo(text)
+        raise lacking
+    if counts["problem"]:
+        names = dict.fromkeys(finding.name for finding in found if finding.severity == "problem")
+        out.doc["error"] = f"found {', '.join(names)}"
+    out.finish(f"{text}\n\n{_summary(out, counts)}")
+    ctx.exit(1 if counts["problem"] else 0)
+
+
+def _try(context: Context, port_num: int, gid_index: int | None, timeout: float) -> list[Finding]:
+    """Send a message between two queue pairs of the device, and diagnose both."""
+    from rdmapost import RecvWR, Send
+    from rdmapost.loopback import Loopback
+
+    with Loopback(context, port_num=port_num, gid_index=gid_index, timeout=timeout) as pair:
+        here, there = pair.local, pair.remote
+        size = len(_MESSAGE)
+        here.mr.buffer[:size] = _MESSAGE
+        # One for the message, and one that stays.
+        pair.receive(size, 2)
+        here.qp.post_recv(RecvWR(here.mr[size : 2 * size]))
+        here.qp.post_send(Send(here.mr[:size]))
+        outcome = _outcome(context.name, pair)
+        return [outcome, *here.qp.diagnose(there.qp), *there.qp.diagnose(here.qp)]
+
+
+def _outcome(device: str, pair: Loopback) -> Finding:
+    from rdmapost import WaitTimeout
+    from rdmapost.diagnose import Finding
+
+    size = len(_MESSAGE)
+    try:
+        wcs = pair.sent()
+        if not wcs[0].status:
+            wcs += pair.arrived()
+    except WaitTimeout as error:
+        return _failed(device, f"a message of {size} bytes to the same device: {error}")
+    failed = next((wc.status.name for wc in wcs if wc.status), None)
+    if failed is not None:
+        return Finding(
+            "message", "problem", f"a message of {size} bytes to the same device: {failed}",
+            f"rdmapost explain {failed}", device,
+        )  # fmt: skip
+    if pair.received(size) != _MESSAGE:
+        return _failed(device, f"other data arrived than the {size} bytes that were sent")
+    return Finding("message", "ok", f"a message of {size} bytes arrived", about=device)
+
+
+def _failed(device: str, evidence: str) -> Finding:
+    from rdmapost.diagnose import Finding
+
+    remedy = f"rdmapost send -d {device} -v; see 'dmesg'"
+    return Finding("message", "problem", evidence, remedy, device)
+
+
+def _text(found: Sequence[Finding], verbose: bool) -> str:
+    lines = []
+    good: dict[str, list[str]] = {}
+    for finding in found:
+        if finding.severity == "ok" and not verbose:
+            good.setdefault(finding.about, []).append(finding.name)
+            continue
+        about = f" ({finding.about})" if finding.about else ""
+        lines += _fill(f"{_LABELS[finding.severity]:9}", f"{finding.name}{about}")
+        lines += _fill(" " * 9, finding.evidence)
+        if finding.remedy:
+            lines += _fill(" " * 9 + "-> ", finding.remedy)
+    for about, names in good.items():
+        lines += _fill(f"{_LABELS['ok']:9}", f"{about}: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def _fill(start: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start),
+        break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _summary(out: Output, counts: dict[str, int]) -> str:
+    parts = [
+        f"{counts[severity]} {word}{'' if counts[severity] == 1 else 's'}"
+        for severity, word in (("problem", "problem"), ("warning", "warning"), ("info", "note"))
+    ]
+    return f"{out.doc['device']} ({out.doc['kind']}): {', '.join(parts)}, {counts['ok']} ok"
