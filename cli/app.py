@@ -33,6 +33,7 @@ _COMMANDS = (
     ("offload", "tso", "Let the device cut data into segments (TSO)."),
     ("tag", "tag", "Match messages to buffers by their tags."),
     ("check", "check", "Post every opcode on every QP type in loopback and see that it works."),
+    ("explain", "explain", "Say what a status, an errno or an opcode means and what to look at."),
 )
 """Module, name, and the first sentence of its help, of every command."""
 

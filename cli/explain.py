@@ -1,0 +1,123 @@
+"""``rdmapost explain``."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from .output import Output, columns
+
+if TYPE_CHECKING:
+    from rdmapost.explain import Explanation
+
+__all__ = ["explain"]
+
+_WIDTH = 80
+_BETWEEN = f"\n\n{'-' * _WIDTH}\n\n"
+_CAUSES = {
+    "opcode": "How it fails, the usual ways first",
+    "ops_opcode": "How it fails, the usual ways first",
+    "qp_state": "How one gets there",
+    "send_flag": "What goes wrong",
+}
+_SOME_QP_TYPES = {"FENCE": "RC, XRC_SEND", "IP_CSUM": "where the device has it"}
+_SOME_FIELDS = {
+    "ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srqn": "XRC_SEND",
+}  # fmt: skip
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.pass_context
+def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
+    """Say what a status, an errno or an opcode means and what to look at.
+
+    NAME is a completion status, an errno, an opcode, a QP type or state or a
+    send flag, by name or number, as any program printed it: RNR_RETRY_EXC_ERR,
+    IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read, or the words of
+    ibv_wc_status_str and strerror.  Without a NAME all of them are listed.
+    """
+    from rdmapost.explain import KINDS, UnknownNameError, names
+    from rdmapost.explain import explain as look_up
+
+    out: Output = ctx.obj
+    out.json = as_json
+    if not name:
+        out.doc["names"] = known = names()
+        out.finish("\n\n".join(f"{KINDS[kind]}:\n{_fill(of)}" for kind, of in known.items()))
+        return
+    out.doc["name"] = what = " ".join(name)
+    try:
+        found = look_up(what)
+    except UnknownNameError as error:
+        out.doc["nearest"] = error.nearest
+        raise click.UsageError(str(error), ctx) from None
+    out.doc["explanations"] = [asdict(one) for one in found]
+    out.finish(_BETWEEN.join(_page(one, KINDS[one.kind]) for one in found))
+
+
+def _page(one: Explanation, kind: str) -> str:
+    parts = [f"{one.name}: {kind} {one.number}"]
+    if one.constant != one.name:
+        parts[0] += f" ({one.constant})"
+    parts.append(textwrap.fill(one.meaning, _WIDTH))
+    if one.kind == "opcode":
+        parts.append(_row(one))
+    if one.flags or one.fields:
+        parts.append(_block("Flags", [_list(one.flags, _SOME_QP_TYPES)]))
+        parts.append(_block("Fields", [_list(one.fields, _SOME_FIELDS)]))
+    if one.far_side:
+        parts.append(_block("The far side sees", [one.far_side]))
+    if one.causes:
+        title = _CAUSES.get(one.kind, "Usual causes, in order")
+        parts.append(_block(title, one.causes, numbered=True))
+    if one.look_at:
+        parts.append(_block("What to look at", one.look_at, bullet="- "))
+    if one.soft_roce:
+        parts.append(_block("Soft-RoCE (rxe)", [one.soft_roce]))
+    if one.see:
+        parts.append(_block("See", ["; ".join(one.see)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _row(one: Explanation) -> str:
+    """Lay out the opcode's row of the table."""
+    from rdmapost.explain import COLUMNS
+
+    if not one.qp_types:
+        return "In no row of ibv_post_send's table."
+    heads = [column.name for column in COLUMNS]
+    cells = ["X" if head in one.qp_types else "-" for head in heads]
+    return columns([["OPCODE", *heads], [one.name, *cells]])
+
+
+def _list(items: Iterable[str], where: dict[str, str]) -> str:
+    return ", ".join(f"{item} ({where[item]})" if item in where else item for item in items)
+
+
+def _block(title: str, texts: Iterable[str], *, numbered: bool = False, bullet: str = "") -> str:
+    lines = [title]
+    for number, text in enumerate(texts, 1):
+        mark = f"{number}. " if numbered else bullet
+        lines.append(
+            textwrap.fill(
+                text or "none",
+                _WIDTH,
+                initial_indent=f"  {mark}",
+                subsequent_indent=" " * (2 + len(mark)),
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines)
+
+
+def _fill(words: Iterable[str]) -> str:
+    return textwrap.fill(
+        ", ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ",
+        break_on_hyphens=False,
+    )  # fmt: skip

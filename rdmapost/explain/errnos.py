@@ -1,0 +1,457 @@
+"""The texts about error numbers: what posting and the calls around it return."""
+
+from __future__ import annotations
+
+import errno
+
+from .model import Explanation
+
+__all__ = ["ALIASES", "ERRNOS"]
+
+_RETURN = "ibv_post_send(3), RETURN VALUE"
+_ENOTSUPP = 524
+
+
+def _errno(
+    name: str,
+    meaning: str,
+    *,
+    causes: tuple[str, ...],
+    look_at: tuple[str, ...],
+    soft_roce: str = "",
+    see: tuple[str, ...] = ("errno(3)",),
+) -> Explanation:
+    return Explanation(
+        kind="errno",
+        name=name,
+        number=_ENOTSUPP if name == "ENOTSUPP" else getattr(errno, name),
+        constant=name,
+        meaning=meaning,
+        causes=causes,
+        look_at=look_at,
+        soft_roce=soft_roce,
+        see=see,
+    )
+
+
+ERRNOS: tuple[Explanation, ...] = (
+    _errno(
+        "EINVAL",
+        "The call was understood and refused: an argument is wrong, alone or together with the "
+        "others. From a post: this work request did not go in, and none behind it did; those "
+        "before it did. It says nothing about which argument; the list below is the search.",
+        causes=(
+            "A post before RTS (sends) or in RESET (receives), where the driver looks at the "
+            "state. Not all do: then the post is taken, and nothing comes of it.",
+            "More SGEs than max_send_sge or max_recv_sge (some drivers say ENOMEM), or more "
+            "bytes inline than max_inline_data.",
+            "The opcode is not in the QP type's row of the table, or a flag is not for it.",
+            "An atomic that is not one SGE of 8 bytes at an address that is a multiple of 8.",
+            "From ibv_modify_qp: an attribute is missing for the step, or out of range; the "
+            "step does not exist; the GID index is empty; max_rd_atomic is over the device's "
+            "max_qp_init_rd_atom.",
+            "From ibv_create_qp, ibv_create_cq, ibv_create_srq: a capability is over the "
+            "device's limit, or 0 where one is needed.",
+            "From ibv_reg_mr: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, an unknown "
+            "flag, an address range that wraps.",
+        ),
+        look_at=(
+            "error.index and error.wr: which work request; error.reason: what this library knows.",
+            "A QP with checked=True names most of these before the device sees them.",
+            "qp.state, qp.query() and the attributes granted at creation (qp.max_send_sge ...).",
+            "ibv_devinfo -v: max_qp_wr, max_sge, max_cqe, max_qp_rd_atom and the others.",
+            "dmesg: many drivers say there what they did not like.",
+        ),
+        soft_roce="An atomic at an unaligned address or with less than 8 bytes is EINVAL at the "
+        "post. A send before RTS returns EINVAL without naming a work request, and is in the "
+        "queue all the same: it runs when the QP reaches RTS. Checked QPs refuse it first.",
+        see=(_RETURN, "ibv_modify_qp(3), NOTES", "ibv_reg_mr(3), RETURN VALUE"),
+    ),
+    _errno(
+        "ENOMEM",
+        "From a post: the queue is full. From a registration or the creation of something: "
+        "memory could not be had, and nearly always that is a limit and not the machine's RAM.",
+        causes=(
+            "A post: as many work requests are outstanding as the queue holds. A slot of the "
+            "send queue comes free only when the completion of that work request, or of a later "
+            "signaled one, has been polled. A program that posts only unsignaled sends fills "
+            "the queue for ever.",
+            "ibv_reg_mr: the limit on locked memory (RLIMIT_MEMLOCK, often 8 MiB or 64 KiB).",
+            "A post on mlx5, too: more SGEs than max_send_sge, or more inline data than fits.",
+            "ibv_create_*: the device has no more of it (max_qp, max_mr, max_cq), or the queue "
+            "asked for does not fit into its memory.",
+            "Queue memory counts as locked memory too, on older kernels and some drivers; and a "
+            "container's memory cgroup may be at its limit.",
+        ),
+        look_at=(
+            "qp.outstanding against qp.max_send_wr and qp.max_recv_wr; poll the CQ. Signal at "
+            "least one send in every max_send_wr.",
+            "ulimit -l, or 'Max locked memory' in /proc/PID/limits. To raise it: memlock in "
+            "/etc/security/limits.conf; LimitMEMLOCK=infinity for systemd; --ulimit memlock=-1 "
+            "for containers.",
+            "VmLck and VmPin in /proc/PID/status.",
+            "rdma resource show: how many QPs, CQs and MRs are in use; ibv_devinfo -v: how many "
+            "there can be.",
+            "dmesg for failed allocations; hugepages where HUGETLB is used.",
+        ),
+        soft_roce="It frees a slot when the work request is done, polled or not: a program that "
+        "forgets to poll runs on rxe and fails on hardware.",
+        see=("ibv_post_send(3)", "ibv_reg_mr(3)", "getrlimit(2): RLIMIT_MEMLOCK"),
+    ),
+    _errno(
+        "EFAULT",
+        "The kernel could not use an address of this process.",
+        causes=(
+            "ibv_reg_mr of a range that is not mapped all through: freed memory, a wrong "
+            "length, a guard page.",
+            "ibv_reg_mr with a write permission over memory that is mapped read-only (a string "
+            "literal, a read-only mmap of a file, bytes).",
+            "ibv_reg_mr of memory that cannot be pinned: a device's mapped registers, GPU memory "
+            "without its peer-memory module (use dma-buf).",
+            "Memory mapped PROT_NONE by an allocator's or a sanitizer's doing.",
+        ),
+        look_at=(
+            "/proc/PID/maps: the range must be covered without gaps, with 'rw'.",
+            "For GPU memory: lsmod for nvidia_peermem, or ibv_reg_dmabuf_mr.",
+            "The access flags: without any write permission read-only memory can be registered.",
+        ),
+        see=("ibv_reg_mr(3)", "mmap(2)"),
+    ),
+    _errno(
+        "EOPNOTSUPP",
+        "The device, its driver or the library does not have this operation. Nothing was posted "
+        "or created. ENOTSUP is the same number.",
+        causes=(
+            "An opcode that the driver does not carry: TSO, BIND_MW, atomics, tag matching.",
+            "A QP or SRQ type that the device does not have: XRC, RAW_PACKET, tag matching.",
+            "A verb that is missing in this driver (libibverbs answers for it), or in an older "
+            "libibverbs.",
+            "ON_DEMAND or another access flag that the device has not; memory of a file system "
+            "that cannot be pinned for long (DAX).",
+            "The kernel's part is older than the library's.",
+        ),
+        look_at=(
+            "rdmapost check: which opcodes work on which QP types of this device.",
+            "context.attr.device_cap_flags and the other attributes; ibv_devinfo -v.",
+            "dpkg -l libibverbs1 ibverbs-providers (rpm -q libibverbs), uname -r.",
+            "soft0 has what the three posting calls can post: try it there.",
+        ),
+        soft_roce="It has no XRC, no RAW_PACKET, no tag matching and no TSO.",
+        see=(_RETURN, "ibv_query_device_ex(3)"),
+    ),
+    _errno(
+        "ENOSYS",
+        "This call does not exist here: the kernel or the driver has no such function at all.",
+        causes=(
+            "No RDMA in this kernel: ib_uverbs is not loaded, or not built (containers, WSL, "
+            "gVisor). ibv_get_device_list then says this.",
+            "A driver with a dummy function for a verb that it lacks.",
+            "A seccomp filter that answers so.",
+        ),
+        look_at=(
+            "lsmod | grep ib_uverbs; ls /dev/infiniband; ls /sys/class/infiniband_verbs.",
+            "modprobe ib_uverbs, on the host and not in the container.",
+            "strace -f -e trace=ioctl,openat on the program.",
+        ),
+        soft_roce="Its modules are two: modprobe rdma_rxe, and ib_uverbs for programs.",
+        see=("ibv_get_device_list(3)",),
+    ),
+    _errno(
+        "EPERM",
+        "The process may not do this, whatever the file permissions say: a capability is missing.",
+        causes=(
+            "A RAW_PACKET queue pair, or flow steering, without CAP_NET_RAW.",
+            "A UD Q_Key with its highest bit set: it is a privileged one (CAP_NET_RAW).",
+            "ibv_reg_mr with a limit of 0 on locked memory and no CAP_IPC_LOCK.",
+            "A device of another network namespace (rdma system show: exclusive mode).",
+        ),
+        look_at=(
+            "CapEff in /proc/self/status, decoded by capsh --decode=...",
+            "Containers: --cap-add=NET_RAW --cap-add=IPC_LOCK; a program: setcap cap_net_raw+ep.",
+            "ulimit -l, and ip netns identify.",
+        ),
+        see=("capabilities(7)", "ibv_create_qp(3)"),
+    ),
+    _errno(
+        "EACCES",
+        "Permission was refused, most often for a device file.",
+        causes=(
+            "/dev/infiniband/uverbsN cannot be opened for reading and writing by this user.",
+            "A container without the device: --device=/dev/infiniband is missing, or the device "
+            "cgroup refuses it.",
+            "SELinux or AppArmor refuses; for InfiniBand also SELinux rules on P_Keys "
+            "(ibpkey), on ibv_modify_qp.",
+        ),
+        look_at=(
+            "ls -l /dev/infiniband; id. Mode 0666 is the usual one of uverbs files; a container "
+            "has nodes of its own.",
+            "ausearch -m avc, or dmesg for 'apparmor'.",
+            "rdmapost devices, as root and as this user.",
+        ),
+        see=("ibv_open_device(3)", "rdma-core: Documentation/udev.md"),
+    ),
+    _errno(
+        "EAGAIN",
+        "Not now, or not for you any more: a resource is used up for the moment, or nothing is "
+        "there yet.",
+        causes=(
+            "A channel that does not block has no event yet: that is no failure; wait for its "
+            "file descriptor and call again.",
+            "The rdma cgroup is at its limit for HCA objects (ibv_open_device, ibv_create_*).",
+            "The firmware is out of that resource (mlx5: 'no resources').",
+        ),
+        look_at=(
+            "rdma.max and rdma.current of the cgroup in /sys/fs/cgroup.",
+            "rdma resource show; programs that do not close what they create.",
+            "dmesg for failed firmware commands.",
+        ),
+        see=("ibv_get_cq_event(3)", "cgroups(7)"),
+    ),
+    _errno(
+        "EBUSY",
+        "Something else still depends on it, so that it cannot be closed or changed.",
+        causes=(
+            "ibv_dealloc_pd, ibv_destroy_cq, ibv_destroy_srq while a QP, MR, AH or MW uses them.",
+            "ibv_dereg_mr while a memory window is bound to the region.",
+            "A QP that is still attached to a multicast group or a flow.",
+            "mlx5: the firmware has the object in use.",
+        ),
+        look_at=(
+            "Close in the opposite order of creation; resources as context managers do.",
+            "The error of this library: it names the children that are open.",
+            "rdma resource show qp (mr, cq, pd): what this process holds.",
+        ),
+        see=("ibv_dealloc_pd(3)", "ibv_dereg_mr(3), NOTES"),
+    ),
+    _errno(
+        "ENODEV",
+        "The device is not there, or not there any more.",
+        causes=(
+            "It was unplugged, its module was removed, or the virtual function was taken away.",
+            "rdma link delete rxe0, or the network device below it has gone.",
+            "The name or the port does not exist.",
+        ),
+        look_at=(
+            "rdmapost devices, ls /sys/class/infiniband, rdma link.",
+            "dmesg: removal, reset, PCIe errors.",
+            "get_async_event(context): DEVICE_FATAL came before.",
+        ),
+        soft_roce="The rxe device goes with its network device and does not come back by "
+        "itself: rdma link add rxe0 type rxe netdev IF.",
+        see=("ibv_open_device(3)",),
+    ),
+    _errno(
+        "ENXIO",
+        "The device file exists, and nothing answers behind it.",
+        causes=(
+            "A stale node in /dev/infiniband, of a device that has been removed or renumbered; "
+            "typical in containers that were given the node and not the directory.",
+            "The device is being taken down at this moment.",
+        ),
+        look_at=(
+            "ls -l /dev/infiniband against cat /sys/class/infiniband_verbs/uverbs*/dev.",
+            "Restart the container after a device was added or reset.",
+        ),
+    ),
+    _errno(
+        "ENOENT",
+        "Something that was named does not exist.",
+        causes=(
+            "No node /dev/infiniband/uverbsN: ib_uverbs is not loaded, or udev has not run.",
+            "ibv_get_device_list in a machine without the sysfs directories.",
+            "An object handle that the kernel has dropped already (destroyed twice).",
+            "ibv_start_poll of an empty completion queue: no failure, it is how that call says "
+            "'none'.",
+        ),
+        look_at=(
+            "ls /dev/infiniband /sys/class/infiniband.",
+            "modprobe ib_uverbs; udevadm trigger.",
+        ),
+        see=("ibv_create_cq_ex(3)", "ibv_get_device_list(3)"),
+    ),
+    _errno(
+        "ETIMEDOUT",
+        "An answer was waited for and did not come. From ibv_modify_qp on RoCE it is the "
+        "peer's link address; it is not the time limit of a work request, which ends with the "
+        "status RETRY_EXC_ERR.",
+        causes=(
+            "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
+            "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
+            "A firmware command that was not answered: the device hangs.",
+            "WaitTimeout of this library is a TimeoutError: no completion came in that time, and "
+            "the work request is still outstanding.",
+        ),
+        look_at=(
+            "ip neigh show ADDRESS, and ping it from the address of the chosen GID.",
+            "rdmapost devices: GID, its kind and network device; try -g INDEX.",
+            "dmesg: 'timeout. Will cause a leak of a command resource' is mlx5's.",
+        ),
+        see=("ibv_modify_qp(3)", "ibv_create_ah(3)"),
+    ),
+    _errno(
+        "EHOSTUNREACH",
+        "The peer's address is in a network that is known, and nobody there answers to it.",
+        causes=(
+            "The neighbour does not resolve: host down, cable, VLAN, or an entry FAILED.",
+            "A route with 'unreachable', or a firewall that rejects with this answer.",
+            "A link-local GID (fe80::) of another link: it holds only on its own.",
+        ),
+        look_at=(
+            "ip route get ADDRESS from SOURCE; ip neigh.",
+            "Which GID each side uses: both IPv4-mapped (::ffff:a.b.c.d) or both IPv6.",
+        ),
+        see=("ibv_modify_qp(3): ah_attr", "ip-route(8)"),
+    ),
+    _errno(
+        "ENETUNREACH",
+        "There is no route from the chosen GID's address to the peer's network.",
+        causes=(
+            "GIDs of two kinds: an IPv4 address here and an IPv6 one there, or a link-local "
+            "one against a global one.",
+            "The network device of this GID is down, or has lost its address.",
+            "No gateway for the peer's network, or policy routing that excludes this source.",
+        ),
+        look_at=(
+            "ip route get PEER from OWN; ip rule; ip -br addr.",
+            "rdmapost send -v: which GID is chosen, and why.",
+        ),
+        soft_roce="It routes each packet by the kernel's tables: a route that goes away later "
+        "shows as RETRY_EXC_ERR.",
+        see=("ibv_modify_qp(3): ah_attr", "ip-rule(8)"),
+    ),
+    _errno(
+        "EIO",
+        "The call failed in the device or on the way to it, without more detail. Often it is "
+        "the first sign of a device that has been reset.",
+        causes=(
+            "The device was disassociated under the program: reset, removed, driver reloaded. "
+            "Every call on the open context then fails so.",
+            "A firmware command failed (internal error, wrong length: versions that do not match).",
+            "ibv_poll_cq returned a negative number: the CQ overran or is corrupt, and no errno "
+            "was set.",
+        ),
+        look_at=(
+            "dmesg, first.",
+            "get_async_event(context): DEVICE_FATAL, CQ_ERR. Open the device again afterwards.",
+            "cqe of the CQ against all work requests that can complete there at once.",
+        ),
+        see=("ibv_poll_cq(3), NOTES", "ibv_get_async_event(3)"),
+    ),
+    _errno(
+        "ENOSPC",
+        "A table or a buffer has no room.",
+        causes=(
+            "The device's table of keys, QPs, multicast members or flows is full.",
+            "The kernel's answer does not fit what an older library has room for.",
+            "Tag lists and steering tables that were made too small.",
+        ),
+        look_at=(
+            "rdma resource show, against the limits in ibv_devinfo -v (max_mcast_grp, "
+            "max_mcast_qp_attach, max_qp).",
+            "Whether the kernel is much newer than rdma-core.",
+        ),
+        see=("ibv_attach_mcast(3)",),
+    ),
+    _errno(
+        "EBADF",
+        "The file descriptor of the device or of a channel is closed, or was never one.",
+        causes=(
+            "Something closed all file descriptors: daemonising, a subprocess helper, "
+            "os.closerange, close() of a number that had been given out again.",
+            "The program forked, and the child used the parent's resources after it had closed "
+            "them.",
+            "The context or channel was closed before.",
+        ),
+        look_at=(
+            "ls -l /proc/PID/fd: the uverbs and anon_inode entries.",
+            "strace -f -e trace=close.",
+            "Open the device after daemonising and after fork.",
+        ),
+        see=("ibv_fork_init(3)",),
+    ),
+    _errno(
+        "EMFILE",
+        "The process has no file descriptor left.",
+        causes=(
+            "Every open device and every channel takes one or two, and the limit is often "
+            "1024; a CQ of this library that is made without a channel has one of its own.",
+            "Contexts or CQs that are never closed.",
+        ),
+        look_at=(
+            "ulimit -n; ls /proc/PID/fd | wc -l.",
+            "Share one CompChannel among CQs; use 'with', or close().",
+        ),
+        see=("getrlimit(2): RLIMIT_NOFILE",),
+    ),
+    _errno(
+        "EINTR",
+        "A signal interrupted a call that waits.",
+        causes=(
+            "A signal with a handler (a timer, SIGCHLD, a profiler) during ibv_get_cq_event or "
+            "ibv_get_async_event.",
+            "A debugger or strace was attached.",
+        ),
+        look_at=(
+            "Call again. Waits of this library do it by themselves, unless the handler raised.",
+            "SA_RESTART in the program's own handlers.",
+        ),
+        see=("signal(7)", "ibv_get_cq_event(3)"),
+    ),
+    _errno(
+        "ENODATA",
+        "The entry of the table is empty: there is no GID at this index.",
+        causes=(
+            "ibv_query_gid_ex of an index that holds none: RoCE fills entries as the network "
+            "device has addresses.",
+            "ibv_modify_qp (to RTR) or ibv_create_ah with such an sgid_index; older kernels say "
+            "EINVAL.",
+            "An address was removed and its GID with it: indexes are not stable.",
+        ),
+        look_at=(
+            "rdmapost devices: the indexes that are in use.",
+            "/sys/class/infiniband/DEV/ports/N/gids and gid_attrs/types.",
+        ),
+        see=("ibv_query_gid_ex(3)",),
+    ),
+    _errno(
+        "ENOTCONN",
+        "The connection is not there: the queue pair is not in RTS. siw (software iWARP) says "
+        "this where others say EINVAL.",
+        causes=(
+            "A post to an iWARP queue pair before rdma_connect or rdma_accept is through.",
+            "The TCP connection below it has ended.",
+        ),
+        look_at=(
+            "iWARP needs the connection manager (librdmacm): INIT, RTR and RTS by hand do not "
+            "connect it.",
+            "ss -tn for its TCP connection; qp.state.",
+        ),
+        see=("rdma_connect(3)",),
+    ),
+    _errno(
+        "EMSGSIZE",
+        "The message is longer than the device takes in one piece.",
+        causes=(
+            "cxgb4 (iWARP): more bytes inline than it takes, where others say EINVAL or ENOMEM.",
+            "A driver that compares a message with the port's max_msg_sz at the post.",
+        ),
+        look_at=(
+            "INLINE, and qp.max_inline_data; max_msg_sz of the port in ibv_devinfo -v.",
+            "The sum of the SGEs; split the message.",
+        ),
+        see=("ibv_query_port(3)",),
+    ),
+    _errno(
+        "ENOTSUPP",
+        "A number of the kernel's own (524) that should not reach programs; strerror knows it "
+        "only as 'Unknown error 524'. It means what EOPNOTSUPP means.",
+        causes=("A driver that returns it for a type, flag or attribute that it lacks.",),
+        look_at=(
+            "What 'rdmapost explain EOPNOTSUPP' lists.",
+            "The driver's version: it has often been corrected since.",
+        ),
+    ),
+)
+
+ALIASES = {"ENOTSUP": "EOPNOTSUPP", "EWOULDBLOCK": "EAGAIN"}
+"""Second names of the same numbers."""
