@@ -59,6 +59,7 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         NoRdmaError,
         RdmaError,
         VerbsError,
+        where_explained,
     )
 
     if isinstance(error, click.ClickException):
@@ -70,8 +71,10 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         refused = error.call == "ibv_open_device" or error.errno in (errno.EACCES, errno.EPERM)
         return (NO_DEVICE if refused else FAILED), [text]
     if isinstance(error, CompletionError):
-        hint = _WHAT_TO_TRY.get(error.wc.status.name)
-        return FAILED, [text] if hint is None else [text, hint]
+        name = error.wc.status.name
+        hint = _WHAT_TO_TRY.get(name)
+        see = where_explained(name)
+        return FAILED, [text, see if hint is None else f"{hint}; {see}"]
     if isinstance(error, MemoryError):
         return FAILED, ["there is not enough memory for this; try a smaller --size or --count"]
     if not isinstance(error, (RdmaError, OSError, ValueError)):

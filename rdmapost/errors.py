@@ -59,8 +59,10 @@ class VerbsError(RdmaError, OSError):
         self.hint = hint
 
     def __str__(self) -> str:
-        text = f"{self.call}: {describe_errno(self.errno or 0)}"
-        return f"{text}: {self.hint}" if self.hint else text
+        number = self.errno or 0
+        hint = self.hint or (where_explained(number) if number in _errno.errorcode else "")
+        text = f"{self.call}: {describe_errno(number)}"
+        return f"{text}: {hint}" if hint else text
 
 
 class UnsupportedError(VerbsError):
@@ -121,6 +123,7 @@ class CompletionError(RdmaError):
     def __init__(self, wc: WC, text: str) -> None:
         super().__init__(text)
         self.wc = wc
+        self.add_note(where_explained(wc.status.name))
 
 
 class WaitTimeout(RdmaError, TimeoutError):
@@ -128,6 +131,12 @@ class WaitTimeout(RdmaError, TimeoutError):
 
     Those that came are not lost: the next poll or wait returns them.
     """
+
+
+def where_explained(what: str | int) -> str:
+    """Say where to read about a status, by name, or an errno, by number."""
+    name = _errno.errorcode.get(what, what) if isinstance(what, int) else what
+    return f"see 'rdmapost explain {name}'"
 
 
 def describe_errno(errno: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ._binding import door, ffi, lib
 from .completion import CQ
 from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
-from .errors import RdmaError, VerbsError, describe_errno
+from .errors import RdmaError, VerbsError, describe_errno, where_explained
 from .inflight import InFlight
 from .memory import MR, MW, PD
 from .multicast import Multicast
@@ -502,7 +502,7 @@ class QP(Multicast):
             return f"{name} says that the queue is full, or the work request too large for it"
         if code == errno.EINVAL and self._state < QPState.RTS:
             return f"{name} refused it: the QP is in {self._state.name}"
-        return f"{name} refused with {describe_errno(code)}"
+        return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
 
     def _why_not_created(self, cap: Any) -> str:
         attr = self.pd.context.attr

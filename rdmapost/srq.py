@@ -11,7 +11,7 @@ from ._binding import door, ffi, lib
 from ._resource import Resource
 from .completion import CQ
 from .enums import QPType, SRQAttrMask, SRQType
-from .errors import RdmaError, UnsupportedError, describe_errno
+from .errors import RdmaError, UnsupportedError, describe_errno, where_explained
 from .inflight import InFlightAny
 from .memory import PD
 from .packing import pack_recv
@@ -306,4 +306,4 @@ class SRQ(Resource):
             return f"{self} has no matching list; create it with srq_type=SRQType.TM"
         if code == errno.ENOMEM:
             return f"{name} says that the queue is full (max_wr={self.max_wr})"
-        return f"{name} refused with {describe_errno(code)}"
+        return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"

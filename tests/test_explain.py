@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import click
 import pytest
 from cli_runner import run
+from support import Connect
 
 import rdmapost as rp
 from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums, rules
@@ -334,3 +335,57 @@ def test_an_unknown_name_is_a_usage_error(name: str) -> None:
 def test_is_a_command_of_the_group() -> None:
     assert isinstance(app, click.Group)
     assert "explain" in app.commands
+
+
+# ---- errors that point here ----------------------------------------------------------------
+
+
+def named_by(text: str) -> list[Explanation]:
+    """Return what the command in an error's text explains."""
+    (name,) = re.findall(r"rdmapost explain (\w+)", text)
+    return list(explain(name))
+
+
+def test_a_failed_completion_points_here(connect: Connect) -> None:
+    pair = connect(rnr_retry=0)
+    pair.a.post_send(pair.send(pair.mine[:8]))
+    with pytest.raises(rp.CompletionError) as caught:
+        pair.cq.wait(1)[0].check()
+    assert named_by("\n".join(caught.value.__notes__))[0].name == "RNR_RETRY_EXC_ERR"
+    assert "rdmapost explain" not in str(caught.value)
+
+
+def test_a_call_that_failed_for_no_known_reason_points_here() -> None:
+    assert named_by(str(rp.VerbsError("ibv_reg_mr", errno.EFAULT)))[0].name == "EFAULT"
+    # Where the cause is known, that is what to read.
+    assert "explain" not in str(rp.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise ulimit -l"))
+    assert "explain" not in str(rp.UnsupportedError("ibv_alloc_mw", errno.EOPNOTSUPP))
+
+
+def test_a_post_that_a_device_refused_points_here() -> None:
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+        context.faults.fail_post(errno.EIO)
+        with pytest.raises(rp.PostError) as caught:
+            qp.post_send(rp.Send(mr[:8]))
+    assert named_by(str(caught.value))[0].name == "EIO"
+
+
+def test_a_failed_one_shot_points_here(capsys: pytest.CaptureFixture[str]) -> None:
+    from rdmapost.cli.failure import report
+    from rdmapost.cli.output import Output
+
+    for status in WCStatus:
+        if not status:
+            continue
+        wc = rp.WC(1, status, None, 0, None, None, 17, 0, rp.WCFlags(0), 0, 0, 0, 0, 0)
+        with pytest.raises(rp.CompletionError) as caught:
+            wc.check()
+        assert report(caught.value, Output()) == 1
+        assert named_by(capsys.readouterr().err)[0].name == status.name
