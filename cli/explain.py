@@ -37,10 +37,10 @@ _SOME_FIELDS = {
 def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     """Say what a status, an errno or an opcode means and what to look at.
 
-    NAME is a completion status, an errno, an opcode, a QP type or state or a
-    send flag, by name or number, as any program printed it: RNR_RETRY_EXC_ERR,
-    IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read, or the words of
-    ibv_wc_status_str and strerror.  Without a NAME all of them are listed.
+    NAME is a completion status, an errno, an opcode, a QP type or state, a
+    flag or an asynchronous event, by name or number, as any program printed it:
+    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read, or the
+    words of ibv_wc_status_str and strerror.  Without a NAME it lists them all.
     """
     from rdmapost.explain import KINDS, UnknownNameError, names
     from rdmapost.explain import explain as look_up

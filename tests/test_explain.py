@@ -30,7 +30,17 @@ EVERY = [
 ]
 MEMBERS: list[enum.Enum] = [
     member
-    for enumeration in (WCStatus, Opcode, OpsOpcode, WCOpcode, QPType, QPState, rp.SendFlags)
+    for enumeration in (
+        WCStatus,
+        Opcode,
+        OpsOpcode,
+        WCOpcode,
+        QPType,
+        QPState,
+        rp.SendFlags,
+        rp.WCFlags,
+        rp.EventType,
+    )
     for member in enumeration
 ]
 
@@ -203,6 +213,8 @@ def found(what: str | int) -> list[tuple[str, str]]:
         ("IBV_QPT_RC", "qp_type", "RC"),
         ("IBV_QPS_SQD", "qp_state", "SQD"),
         ("IBV_SEND_FENCE", "send_flag", "FENCE"),
+        ("IBV_WC_WITH_IMM", "wc_flag", "WITH_IMM"),
+        ("IBV_EVENT_QP_ACCESS_ERR", "event", "QP_ACCESS_ERR"),
     ],
 )
 def test_finds_one(what: str | int, kind: str, name: str) -> None:

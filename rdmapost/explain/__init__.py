@@ -1,4 +1,4 @@
-"""What a status, an errno, an opcode, a QP type or a state means, and what to do about it.
+"""What a status, an errno, an opcode, a state, a flag or an event means, and what to do about it.
 
 The texts are data, one file a kind; ``explain`` finds them by name or number.
 """

@@ -12,6 +12,7 @@ from ..enums import WCStatus
 from ..errors import RdmaError, describe_errno
 from .completions import WC_OPCODES
 from .errnos import ALIASES, ERRNOS
+from .events import EVENTS, WC_FLAGS
 from .model import KINDS, Explanation
 from .opcodes import OPCODES
 from .queuepairs import QP_STATES, QP_TYPES, SEND_FLAGS
@@ -20,7 +21,17 @@ from .statuses import STATUSES
 __all__ = ["UnknownNameError", "explain", "names"]
 
 _ALL = sorted(
-    (*STATUSES, *ERRNOS, *OPCODES, *WC_OPCODES, *QP_TYPES, *QP_STATES, *SEND_FLAGS),
+    (
+        *STATUSES,
+        *ERRNOS,
+        *OPCODES,
+        *WC_OPCODES,
+        *QP_TYPES,
+        *QP_STATES,
+        *SEND_FLAGS,
+        *WC_FLAGS,
+        *EVENTS,
+    ),
     key=lambda found: list(KINDS).index(found.kind),
 )
 _NUMBERED = ("status", "errno")
@@ -80,6 +91,8 @@ _CLASSES = {
     "qp_type": "QPType",
     "qp_state": "QPState",
     "send_flag": "SendFlags",
+    "wc_flag": "WCFlags",
+    "event": "EventType",
 }
 
 
@@ -109,9 +122,9 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     """Say what a name or a number means, why one meets it, and what to look at next.
 
     Args:
-        what: a completion status, an errno, an opcode, a QP type or state, or
-            a send flag: a member of an enumeration; its name in Python or in
-            C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
+        what: a completion status, an errno, an opcode, a QP type or state, a
+            flag or an event: a member of an enumeration; its name in Python
+            or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
             what ibv_wc_status_str or strerror says of it; or the number of a
             status or errno (a negative one only of an errno).
 
@@ -134,7 +147,7 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     near = _nearest(text)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UnknownNameError(
-        f"{text[:40]!r} is no status, errno, opcode, QP type or state{hint}", near
+        f"{text[:40]!r} is no status, errno, opcode, state, flag or event{hint}", near
     )
 
 

@@ -18,6 +18,8 @@ KINDS = {
     "qp_type": "QP type",
     "qp_state": "QP state",
     "send_flag": "send flag",
+    "wc_flag": "completion flag",
+    "event": "asynchronous event",
 }
 """The kinds of names, in the order in which they are shown, and what they are called."""
 
@@ -37,7 +39,7 @@ class Explanation:
 
     Attributes:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
-            "qp_state" or "send_flag".
+            "qp_state", "send_flag", "wc_flag" or "event".
         name: as in the enumerations of this package, or of errno(3).
         number: its value.
         constant: its name in C.
