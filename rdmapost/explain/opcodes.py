@@ -201,7 +201,7 @@ OPCODES: tuple[Explanation, ...] = (
         causes=(
             "Fails with MW_BIND_ERR: no MW_BIND on the region, the range, a window that is bound "
             "already, different PDs.",
-            "Refused with EINVAL: a type 1 window; that one has a call of its own (ibv_bind_mw).",
+            "Refused with EINVAL: a type 1 window; that one has a call of its own, qp.bind_mw().",
             "Accesses beside the range fail with REM_ACCESS_ERR: that is what it is for.",
         ),
         look_at=(

@@ -226,7 +226,8 @@ SEND_FLAGS: tuple[Explanation, ...] = (
         "Copy the data into the work request: the buffer needs no registration, its lkey is not "
         "looked at, and it is free when the post returns. For sends and writes, up to "
         "max_inline_data of the QP.",
-        "max_inline_data is asked for at creation; qp.max_inline_data is what was granted.",
+        "max_inline_data is asked for at creation; qp.max_inline_data is what was granted; "
+        "max_inline() finds the largest that a device grants.",
         causes=("EINVAL or ENOMEM: more bytes than were granted.",),
     ),
     _flag(
