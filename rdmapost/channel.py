@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from ._binding import ffi
 from ._resource import Resource
 from .device import Context
+from .errors import InUseError, RdmaError
 
 if TYPE_CHECKING:
     from .completion import CQ
@@ -35,20 +38,57 @@ class CompChannel(Resource):
         VerbsError: the device has no more.
     """
 
-    __slots__ = ("_cqs", "context")
+    __slots__ = ("_cqs", "_kept", "_lock", "_tasks_wait", "_threads", "context")
 
     _kind = "completion channel"
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
+        self._kept: deque[CQ] = deque()
+        """Whose events an event loop has taken, and nobody has asked for yet."""
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._tasks_wait = False
         handle = context._provider.create_comp_channel(context._live())
         # An event that another thread took must not block this one.
         os.set_blocking(handle.fd, False)
         super().__init__(handle, context)
 
     def _destroy(self) -> None:
-        self.context._provider.destroy_comp_channel(self._handle)
+        with self._lock:
+            if self._threads or self._tasks_wait:
+                raise InUseError(f"{self} cannot be closed: a thread or task waits for its events")
+            self.context._provider.destroy_comp_channel(self._handle)
+            self._handle = None
+
+    def _leave_to_tasks(self) -> None:
+        """Let an event loop take all events, for the tasks that wait for them."""
+        with self._lock:
+            self._live()
+            if self._threads:
+                raise RdmaError(
+                    f"a thread waits in get_cq_event() on this {self}, and takes the events that "
+                    "tasks would wait for: let either threads or tasks wait"
+                )
+            self._tasks_wait = True
+
+    def _take_from_tasks(self) -> None:
+        with self._lock:
+            self._tasks_wait = False
+
+    def _cq_at(self, address: int) -> CQ | None:
+        """Return the CQ whose struct is at an address, if it is still there."""
+        found = self._cqs.get(address)
+        return None if found is None else found()
+
+    def _kept_event(self) -> CQ | None:
+        """Return a CQ whose event an event loop has taken and nobody has asked for."""
+        while self._kept:
+            cq = self._kept.popleft()
+            if not cq.closed:
+                return cq
+        return None
 
     def _announced_by(self, cq: CQ) -> None:
         """Know a CQ by its struct, which is all that an event tells."""
@@ -76,19 +116,35 @@ class CompChannel(Resource):
             The CQ, or None when no event came in time.
 
         Raises:
+            RdmaError: tasks wait for its events.
             ClosedError: the channel is closed.
             VerbsError: the device failed.
 
         See ibv_get_cq_event(3).
         """
+        with self._lock:
+            self._live()
+            if self._tasks_wait:
+                raise RdmaError(
+                    f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
+                )
+            self._threads += 1
+        try:
+            return self._next_event(timeout)
+        finally:
+            with self._lock:
+                self._threads -= 1
+
+    def _next_event(self, timeout: float | None) -> CQ | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         provider = self.context._provider
         while True:
+            if (kept := self._kept_event()) is not None:
+                return kept
             struct = provider.get_cq_event(self._live())
             if struct is not None:
                 provider.ack_cq_events(struct, 1)
-                found = self._cqs.get(_address(struct))
-                if found is not None and (cq := found()) is not None:
+                if (cq := self._cq_at(_address(struct))) is not None:
                     return cq
                 continue
             left = None if deadline is None else deadline - time.monotonic()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._binding import address_of, door, ffi, lib
 from ._resource import Resource
@@ -19,6 +19,9 @@ from .enums import WCFlags, WCOpcode, WCStatus
 from .errors import CompletionError, InUseError, RdmaError, VerbsError, WaitTimeout
 from .grh import Datagram, read_datagram
 from .inflight import TaggedReceives
+
+if TYPE_CHECKING:
+    from .aio import Completions
 
 __all__ = ["CQ", "WC"]
 
@@ -204,7 +207,9 @@ class CQ(Resource):
     def _destroy(self) -> None:
         with self._lock:
             if self._waiting:
-                raise InUseError(f"{self} cannot be closed: a thread waits for its completions")
+                raise InUseError(
+                    f"{self} cannot be closed: a thread or task waits for its completions"
+                )
             self.context._provider.destroy_cq(self._handle)
             self._handle = None
         self._drop_channel()
@@ -305,6 +310,33 @@ class CQ(Resource):
                         self._sleep(handle, count, left)
             finally:
                 self._waiting -= 1
+
+    async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
+        """Wait for completions in an asyncio task and return exactly that many.
+
+        No thread waits, and cancelling loses none.  Several tasks of one event loop may
+        wait; one who wants few does not wait for one who wants many.  CQs that share a
+        channel may be waited for too.  ``async for wc in cq`` gives one after another.
+
+        Args:
+            count: how many.
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            WaitTimeout: fewer came; those stay for the next poll or wait.
+            RdmaError: a thread sleeps on the same CQ or channel, or tasks of another
+                event loop do.
+            ClosedError: the CQ is closed.
+            VerbsError: the device failed.
+        """
+        from .aio import completions  # asyncio takes long to import
+
+        return await completions(self, count, timeout)
+
+    def __aiter__(self) -> Completions:
+        from .aio import Completions
+
+        return Completions(self)
 
     def _sleep(self, handle: Any, count: int, seconds: float | None) -> None:
         """Sleep on the channel, without the lock; it is held before and after."""

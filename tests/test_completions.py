@@ -144,7 +144,7 @@ def test_cq_cannot_be_closed_under_a_waiter(context):
         waiter.start()
         while not cq._waiting:
             time.sleep(0.001)
-        with pytest.raises(rp.InUseError, match="a thread waits for its completions"):
+        with pytest.raises(rp.InUseError, match="a thread or task waits for its comp"):
             cq.close()
         assert ended.wait(10)
         waiter.join()
