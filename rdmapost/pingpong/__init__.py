@@ -1,0 +1,18 @@
+"""Ping-pong with ibv_rc_pingpong, ibv_uc_pingpong, ibv_ud_pingpong or another rdmapost.
+
+One message goes to and fro, and each way back is timed.  Either side can be the
+stock program of rdma-core: the exchange of addresses, the Q_Key, the sizes and
+the data are those that it uses::
+
+    with Pingpong(context, iters=10_000) as side:
+        result = side.run_client("10.0.0.2")
+    print(result.latency.p99)
+
+On the other host it is ``side.run_server(listen())``, or ``ibv_rc_pingpong``.
+"""
+
+from .exchange import PORT, Address, PingpongError, listen, name_of
+from .result import Latency, Result
+from .side import Pingpong
+
+__all__ = ["PORT", "Address", "Latency", "Pingpong", "PingpongError", "Result", "listen", "name_of"]

@@ -1,0 +1,79 @@
+"""What a ping-pong measured."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from .exchange import Address
+
+__all__ = ["Latency", "Result"]
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long round trips took, in microseconds."""
+
+    min: float
+    p50: float
+    p90: float
+    p99: float
+    p99_9: float
+    max: float
+
+    @classmethod
+    def of(cls, nanoseconds: array[int]) -> Latency:
+        """Take the percentiles (nearest rank) of times; there must be some."""
+        ordered = sorted(nanoseconds)
+
+        def rank(per_mille: int) -> float:
+            return ordered[max(0, -(-len(ordered) * per_mille // 1000) - 1)] / 1000
+
+        return cls(*map(rank, (0, 500, 900, 990, 999, 1000)))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a ping-pong measured.
+
+    A round trip is from the posting of a message to the completion of the receive of
+    the next one.  The server has one less of them than messages, for its last message
+    is not answered.  Those in which progress was told are left out.
+
+    Attributes:
+        role: "client" or "server".
+        peer: the peer's TCP address.
+        local, remote: the addresses of the queue pairs.
+        size: bytes of a message.
+        iters: messages each way.
+        round_trips: how many were measured.
+        seconds: how long those took, with what lies between them.
+        latency: how long each of them took; None where there are none.
+        validated: whether the data was looked at, and right.
+    """
+
+    role: str
+    peer: str
+    local: Address
+    remote: Address
+    size: int
+    iters: int
+    round_trips: int
+    seconds: float
+    latency: Latency | None
+    validated: bool
+
+    @property
+    def messages_per_second(self) -> float:
+        """Messages a second, both ways together."""
+        return 2 * self.round_trips / self.seconds if self.seconds else 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes of messages a second, both ways together, as the stock programs count."""
+        return self.messages_per_second * self.size
+
+    @property
+    def usec_per_iter(self) -> float:
+        """Microseconds from one message to the next, as the stock programs count."""
+        return self.seconds * 1e6 / self.round_trips if self.round_trips else 0.0
