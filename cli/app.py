@@ -34,6 +34,7 @@ _COMMANDS = (
     ("tag", "tag", "Match messages to buffers by their tags."),
     ("check", "check", "Post every opcode on every QP type in loopback and see that it works."),
     ("explain", "explain", "Say what a status, an errno or an opcode means and what to look at."),
+    ("pingpong", "pingpong", "Send a message to and fro between two hosts, and time it."),
 )
 """Module, name, and the first sentence of its help, of every command."""
 

@@ -144,6 +144,9 @@ class Resource:
         found = (ref() for ref in list(self._children.values()))
         return [child for child in found if child is not None]
 
+    def _open_resources(self) -> list[Resource]:
+        return [child for child in self._open_children() if isinstance(child, Resource)]
+
     def _name_children(self) -> str:
         names = [str(child) for child in self._open_children()]
         shown = ", ".join(names[:4]) or f"{len(self._children)} resources"

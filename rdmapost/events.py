@@ -60,9 +60,7 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
 
 def _resource_of(root: Resource, struct: object) -> Resource | None:
     """Find the open resource whose struct this is, among those that depend on another."""
-    for child in root._open_children():
-        if not isinstance(child, Resource):
-            continue
+    for child in root._open_resources():
         if child._handle == struct:
             return child
         if (found := _resource_of(child, struct)) is not None:

@@ -1,0 +1,219 @@
+"""``rdmapost pingpong``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import Target, device_options, integer, seconds, size_in_bytes, timeout_option
+from .output import Output, columns, fields
+
+if TYPE_CHECKING:
+    from rdmapost.pingpong import Address, Pingpong, Result
+
+__all__ = ["pingpong"]
+
+_MTUS = ("256", "512", "1024", "2048", "4096")
+
+
+@click.command()
+@click.argument("host", required=False)
+@click.option(
+    "--qp-type",
+    type=click.Choice(["rc", "uc", "ud"], case_sensitive=False),
+    default="rc",
+    show_default=True,
+    help="Type of the queue pair: that of the program on the other side.",
+)
+@click.option(
+    "-s", "--size", type=size_in_bytes, metavar="N[K|M|G]",
+    help="Bytes of a message.  [default: 4096; on ud 1024]",
+)  # fmt: skip
+@click.option(
+    "-n", "--iters", type=integer(1, (1 << 31) - 1), metavar="N", default=1000, show_default=True,
+    help="Messages each way.",
+)  # fmt: skip
+@click.option(
+    "-r", "--rx-depth", type=integer(1, 1 << 24), metavar="N", default=500, show_default=True,
+    help="Receives to post at a time.",
+)  # fmt: skip
+@click.option(
+    "-m", "--mtu", type=click.Choice(_MTUS),
+    help="Path MTU (rc, uc), the same on both sides.  [default: 1024]",
+)  # fmt: skip
+@click.option("-l", "--sl", type=integer(0, 15), metavar="N", default=0, help="Service level.")
+@click.option("-c", "--validate", is_flag=True, help="Look at the data at the end.")
+@click.option("-e", "--events", is_flag=True, help="Sleep until a completion; else poll.")
+@click.option(
+    "--tcp-port", type=integer(0, 65535), metavar="N", default=18515, show_default=True,
+    help="TCP port of the exchange (-p of the stock programs).",
+)  # fmt: skip
+@click.option("--bind", metavar="ADDRESS", help="Listen here.  [default: on every address]")
+@click.option(
+    "--wait", type=seconds, metavar="SECONDS", help="Wait so long for a client.  [default: no end]"
+)
+@timeout_option
+@device_options
+@click.pass_context
+def pingpong(
+    ctx: click.Context,
+    out: Output,
+    target: Target,
+    host: str | None,
+    qp_type: str,
+    size: int | None,
+    iters: int,
+    rx_depth: int,
+    mtu: str | None,
+    sl: int,
+    validate: bool,
+    events: bool,
+    tcp_port: int,
+    bind: str | None,
+    wait: float | None,
+    timeout: float,
+) -> None:
+    """Send a message to and fro between two hosts, and time it.
+
+    Without HOST this is the server and waits for one client; with HOST it is the
+    client of the server there.  The other side is rdmapost too, or a program of
+    ibverbs-utils: ibv_rc_pingpong, ibv_uc_pingpong or ibv_ud_pingpong, which on
+    RoCE has to be given its GID (-g INDEX).  Both sides need the same --size,
+    --iters and --mtu.
+
+    A server listens on every address, as the stock ones do, because its client
+    is another machine; it takes one connection and exposes no memory.  The
+    timeout is for each step of the exchange and for each message.
+    """
+    _check_usage(ctx, host, size, bind, wait)
+    from rdmapost import MTU, QPType
+    from rdmapost.pingpong import Pingpong, listen
+
+    from .session import open_target
+
+    out.doc.update(
+        device=None, kind=None, role="server" if host is None else "client", peer=None,
+        qp_type=qp_type.upper(), size=size, iters=iters, gid_index=None,
+    )  # fmt: skip
+    with open_target(out, target) as (context, port_num):
+        if context.kind == "soft":
+            click.echo(
+                f"{context.name} is inside this process, and no other process can reach it",
+                err=True,
+            )
+        with Pingpong(
+            context, QPType[qp_type.upper()], size=size, iters=iters, rx_depth=rx_depth,
+            mtu=None if mtu is None else MTU[f"MTU_{mtu}"], validate=validate, events=events,
+            sl=sl, port_num=port_num, gid_index=target.gid_index, timeout=timeout,
+        ) as side:  # fmt: skip
+            out.doc.update(size=side.size, gid_index=side.gid_index, local=_address(side.local))
+            out.note(f"local    {side.local}")
+            if host is not None:
+                with _progress(out, side) as progress:
+                    result = side.run_client(host, tcp_port, progress=progress)
+            else:
+                result = _serve(out, side, listen(bind, tcp_port), wait)
+    _show(out, result)
+
+
+def _check_usage(
+    ctx: click.Context, host: str | None, size: int | None, bind: str | None, wait: float | None
+) -> None:
+    if host is not None and (bind is not None or wait is not None):
+        raise click.UsageError("--bind and --wait are for a server, which is given no HOST", ctx)
+    if size == 0:
+        raise click.UsageError("--size 0: a message here has at least one byte", ctx)
+
+
+def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Result:
+    from rdmapost.pingpong import name_of
+
+    with listener:
+        click.echo(f"waiting for a client on {name_of(listener.getsockname())}", err=True)
+        with _progress(out, side) as progress:
+            return side.run_server(listener, wait=wait, progress=progress)
+
+
+@contextmanager
+def _progress(out: Output, side: Pingpong) -> Iterator[Callable[[int], None] | None]:
+    """Give what is to be told of the progress: a bar on a terminal, and the peer to the verbose.
+
+    Elsewhere that is nothing, so that the run is not held up for it.
+    """
+    if not sys.stderr.isatty():
+        yield (lambda done: None if done else _note_peer(out, side)) if out.verbose else None
+        return
+    with ExitStack() as stack:
+        bars: list[Any] = []
+
+        def progress(done: int) -> None:
+            if not bars:
+                _note_peer(out, side)
+                bar = click.progressbar(length=side.iters, file=sys.stderr)
+                bars.append(stack.enter_context(bar))
+            bars[0].update(done - bars[0].pos)
+
+        yield progress
+        progress(side.iters)
+
+
+def _note_peer(out: Output, side: Pingpong) -> None:
+    out.note(f"remote   {side.remote}")
+
+
+def _address(address: Address) -> dict[str, Any]:
+    return {
+        "lid": address.lid, "qpn": address.qpn, "psn": address.psn, "gid": str(address.gid),
+    }  # fmt: skip
+
+
+def _show(out: Output, result: Result) -> None:
+    latency = result.latency
+    times = {} if latency is None else {name: getattr(latency, name) for name in latency.__slots__}
+    out.doc.update(
+        peer=result.peer,
+        remote=_address(result.remote),
+        round_trips=result.round_trips,
+        seconds=result.seconds,
+        latency_us=times or None,
+        usec_per_iter=result.usec_per_iter,
+        messages_per_second=result.messages_per_second,
+        bytes_per_second=result.bytes_per_second,
+        validated=result.validated,
+    )
+    out.finish(_text(out, result, times))
+
+
+def _text(out: Output, result: Result, times: dict[str, float]) -> str:
+    doc = out.doc
+    lines: list[tuple[str, object]] = [
+        ("messages", f"{result.iters} of {result.size} bytes each way"),
+        (
+            "time",
+            f"{result.seconds:.2f} s for {result.round_trips} round trips, "
+            f"{result.usec_per_iter:.2f} usec/iter",
+        ),
+    ]
+    if times:
+        table = columns([[_name(name) for name in times], [f"{t:.1f}" for t in times.values()]])
+        names, values = table.splitlines()
+        lines += [("latency", names), ("", f"{values} us")]
+    lines.append(
+        (
+            "rate",
+            f"{result.messages_per_second:.0f} messages/s, {result.bytes_per_second / 1e6:.2f} "
+            f"MB/s, {result.bytes_per_second * 8 / 1e6:.2f} Mbit/s, both ways",
+        )
+    )
+    if result.validated:
+        lines.append(("data", "as it should be"))
+    title = f"pingpong on {doc['qp_type']}, {doc['device']}, {doc['role']}"
+    return f"{title} of {result.peer}: SUCCESS\n{fields(lines)}"
+
+
+def _name(percentile: str) -> str:
+    return percentile.replace("_", ".")
