@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from support import ALL
+from support import ALL, prints
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, WCStatus
@@ -157,6 +157,54 @@ def test_a_fault_of_the_device_is_told_and_nothing_hangs(context, caplog, monkey
         assert (first.wr_id, first.status) == (0, WCStatus.FATAL_ERR)
         assert (second.wr_id, second.status) == (1, WCStatus.WR_FLUSH_ERR)
         assert "ZeroDivisionError: planted" in caplog.text
+
+
+INTERRUPTED = """
+import signal, sys
+import rdmapost as rp
+from rdmapost.soft import completion, queue, requester
+
+struck = []
+
+def strike(*arguments):
+    if not struck:
+        struck.append(True)
+        signal.raise_signal(signal.SIGINT)
+    return original(*arguments)
+
+with (
+    rp.open_device("soft0") as context,
+    rp.PD(context) as pd,
+    rp.CQ(context) as cq,
+    rp.MR(pd, 64) as mr,
+    rp.QP(pd, rp.QPType.RC, cq) as qp,
+):
+    qp.connect(qp.endpoint())
+    original, TARGET = TARGET, strike
+    try:
+        CALL
+        print("went on")
+    except KeyboardInterrupt:
+        print("interrupted")
+    qp.to_reset()
+    print(bool(struck), sum(qp.outstanding))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [
+        ("requester.run", "qp.post_send(rp.Send())"),
+        ("requester._carry_out", "qp.post_send(rp.Send())"),
+        ("completion.CompletionQueue.poll", "qp.to_err(); qp.post_recv(rp.RecvWR()); cq.poll()"),
+        ("queue.WorkQueue.add", "qp.post_recv([rp.RecvWR()] * 2)"),
+        ("queue.WorkQueue.add", "qp.prepare_recv(rp.RecvWR()).post()"),
+    ],
+)
+def test_ctrl_c_inside_a_verb_is_not_lost(target, call):
+    """It is raised where the verb was called, wherever in the device it struck."""
+    code = INTERRUPTED.replace("TARGET", target).replace("CALL", call)
+    assert prints(code).splitlines() == ["interrupted", "True 0"]
 
 
 def test_memory_that_is_not_registered_is_never_touched(context):

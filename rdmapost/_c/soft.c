@@ -5,6 +5,9 @@
  * exactly what a NIC's driver would.  Exported libibverbs functions must never
  * see it: they reach into a private part that it does not have.
  */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include "soft.h"
 
 #include <string.h>
@@ -22,6 +25,17 @@ static struct soft_context *whole(struct ibv_context *context)
 	char *verbs = (char *)verbs_get_ctx(context);
 
 	return (void *)(verbs - offsetof(struct soft_context, verbs));
+}
+
+int rp_soft_interrupted;
+
+/* To be called when a callback is over. */
+static void deliver_interrupt(void)
+{
+	if (rp_soft_interrupted) {
+		rp_soft_interrupted = 0;
+		PyErr_SetInterrupt();
+	}
 }
 
 /*
@@ -61,6 +75,7 @@ static struct soft_context *whole(struct ibv_context *context)
 				count++;                                       \
 			}                                                      \
 			taken = take(number, buffer, size, count);             \
+			deliver_interrupt();                                   \
 			if (taken == count)                                    \
 				continue;                                      \
 			for (uint32_t i = (uint32_t)taken; i; i--)             \
@@ -90,6 +105,31 @@ static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr,
 		   srq->handle);
 }
 
+static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op,
+			struct ibv_ops_wr **bad_op)
+{
+	int rc = whole(srq->context)->ops.post_srq_ops(srq, op, bad_op);
+
+	deliver_interrupt();
+	return rc;
+}
+
+static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
+{
+	int n = whole(cq->context)->ops.poll_cq(cq, num_entries, wc);
+
+	deliver_interrupt();
+	return n;
+}
+
+static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
+{
+	int rc = whole(cq->context)->ops.req_notify_cq(cq, solicited_only);
+
+	deliver_interrupt();
+	return rc;
+}
+
 struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops)
 {
 	struct soft_context *soft;
@@ -112,9 +152,9 @@ struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops)
 	context->context.ops.post_send = post_send;
 	context->context.ops.post_recv = post_recv;
 	context->context.ops.post_srq_recv = post_srq_recv;
-	context->context.ops.poll_cq = ops->poll_cq;
-	context->context.ops.req_notify_cq = ops->req_notify_cq;
-	context->post_srq_ops = ops->post_srq_ops;
+	context->context.ops.poll_cq = poll_cq;
+	context->context.ops.req_notify_cq = req_notify_cq;
+	context->post_srq_ops = post_srq_ops;
 	return &context->context;
 }
 
@@ -153,6 +193,7 @@ static int next_poll(struct ibv_cq_ex *cq)
 				   sizeof(soft->wc) / sizeof(soft->wc[0]),
 				   soft->wc, soft->tm);
 
+		deliver_interrupt();
 		soft->next = soft->count = 0;
 		if (n <= 0)
 			return n ? EIO : ENOENT;

@@ -23,6 +23,7 @@ struct rp_soft_cq_ex {
 	...;
 };
 
+extern int rp_soft_interrupted;
 struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops);
 void rp_soft_close(struct ibv_context *context);
 int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq,

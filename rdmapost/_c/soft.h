@@ -32,6 +32,12 @@ struct rp_soft_xrcd {
 	uint32_t handle;
 };
 
+/*
+ * Set by a callback that a Ctrl-C has struck: an exception raised there would
+ * be lost, so the interrupt is delivered again when the callback is over.
+ */
+extern int rp_soft_interrupted;
+
 /* Make a context that calls `ops`; NULL with errno on failure. */
 struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops);
 

@@ -166,23 +166,28 @@ def _verb() -> Iterator[None]:
     """Hold the device's lock for a control verb, and tell what went wrong inside."""
     with _lock:
         yield
-    _tell()
+    if _tell():
+        _thread.interrupt_main()
 
 
 def _told(result: int) -> int:
     """Return what a data verb returns, and tell what went wrong inside."""
-    if _device.errors:
-        _tell()
+    if _device.errors and _tell():
+        # Raised here it would be lost: the C side delivers it when it is back there.
+        lib.rp_soft_interrupted = 1
     return result
 
 
-def _tell() -> None:
+def _tell() -> bool:
+    """Log what went wrong; return whether a Ctrl-C is to be delivered again."""
+    interrupted = False
     while _device.errors:
         error = _device.errors.pop()
         if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()
+            interrupted = True
         else:
             _log.error("the soft device failed; the work request did too", exc_info=error)
+    return interrupted
 
 
 class _OpenHandles(NamedTuple):
@@ -776,8 +781,7 @@ def _guarded(error: int) -> Callable[[Any, Any, Any], Any]:
 
     def onerror(kind: Any, value: BaseException, trace: Any) -> int:
         _device.report(value.with_traceback(trace))
-        _tell()
-        return error
+        return _told(error)
 
     return onerror
 
