@@ -1,0 +1,45 @@
+"""Queue pairs of two processes that find each other over TCP.
+
+One side serves and the other dials::
+
+    with connect.serve(context) as server: ...
+    with connect.dial(context, "10.0.0.1") as peer:
+        peer.qp.post_send(rp.RdmaWrite(peer.mr[:5], **peer.target()))
+        peer.wait()
+
+``aserve`` and ``adial`` are the same for asyncio.  For a channel of one's own
+there is ``Endpoint``, which is one line of text.
+"""
+
+from .address import DEFAULT_PORT, parse_address
+from .aio import AsyncConnection, AsyncServer, adial, aserve
+from .client import Connection, dial
+from .errors import ConnectError, ConnectTimeout, ProtocolError
+from .events import Arrived, Changed, Event, Joined, Left, Refused
+from .messages import Arrival, Offer, Seen
+from .server import Server, serve
+
+__all__ = [
+    "DEFAULT_PORT",
+    "Arrival",
+    "Arrived",
+    "AsyncConnection",
+    "AsyncServer",
+    "Changed",
+    "ConnectError",
+    "ConnectTimeout",
+    "Connection",
+    "Event",
+    "Joined",
+    "Left",
+    "Offer",
+    "ProtocolError",
+    "Refused",
+    "Seen",
+    "Server",
+    "adial",
+    "aserve",
+    "dial",
+    "parse_address",
+    "serve",
+]

@@ -1,0 +1,422 @@
+"""The same server and client for asyncio.
+
+Steps of the exchange that make or give back resources of the device run in a
+thread of the event loop's executor, because drivers may take their time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from ..channel import CompChannel
+from ..device import Context
+from ..enums import Access, QPType
+from ..errors import RdmaError
+from .address import DEFAULT_PORT, show_address
+from .client import Teller, why_not_reached
+from .connection import Dialled
+from .conversation import Conversation, Reception, check_token
+from .errors import ConnectError, ProtocolError
+from .events import OnEvent, Refused
+from .exposure import ServedClient
+from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .protocol import ClientSession
+from .server import make_exposure, open_listener, warning_of
+from .sockets import LINGER_BYTES, LINGER_S, prepare
+
+__all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
+
+_log = logging.getLogger("rdmapost.connect")
+
+_MAX_WAITING = 16
+_MARGIN_S = 1.0
+
+
+# ---- the server -------------------------------------------------------------------
+
+
+async def aserve(
+    context: Context,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    size: int = 4096,
+    access: int | None = None,
+    count: int = 16,
+    receive_size: int | None = None,
+    data: bytes = b"",
+    shared: bool = False,
+    token: str | None = None,
+    max_clients: int = 16,
+    timeout: float = 5.0,
+    idle_timeout: float | None = 300.0,
+    port_num: int = 1,
+    gid_index: int | None = None,
+    on_event: OnEvent | None = None,
+) -> AsyncServer:
+    """Let others connect queue pairs to this device: ``serve`` for asyncio.
+
+    Args:
+        context, ..., gid_index: as in serve.
+        on_event: called with each event, in the event loop's thread.
+
+    Returns:
+        The server, at work; an asynchronous context manager.
+
+    Raises:
+        as in serve.
+    """
+    exposure = make_exposure(
+        context, size=size, access=access, count=count, receive_size=receive_size, data=data,
+        shared=shared, port_num=port_num, gid_index=gid_index,
+    )  # fmt: skip
+    loop = asyncio.get_running_loop()
+
+    def tell(event: Any) -> None:
+        if on_event is not None:
+            # What is done in another thread tells from there.
+            loop.call_soon_threadsafe(on_event, event)
+
+    reception = Reception(
+        context, exposure, token=token, max_clients=max_clients, timeout=timeout,
+        idle_timeout=idle_timeout, on_event=tell,
+    )  # fmt: skip
+    listener = await asyncio.to_thread(open_listener, host, port)
+    server = AsyncServer(reception, listener.getsockname())
+    server._server = await asyncio.start_server(server._meet, sock=listener, limit=MAX_LINE)
+    return server
+
+
+class AsyncServer:
+    """A server at work; ``aserve`` makes it.
+
+    Attributes:
+        address, warning: as in Server.
+    """
+
+    _server: asyncio.Server
+
+    def __init__(self, reception: Reception, address: tuple[Any, ...]) -> None:
+        self._reception = reception
+        self.address = address
+        self.warning = warning_of(address, reception)
+        if self.warning is not None:
+            _log.warning("%s", self.warning)
+        self._talks: dict[asyncio.Task[None], Conversation] = {}
+        self._stopping = asyncio.Event()
+
+    @property
+    def clients(self) -> list[ServedClient]:
+        """Those who are there: their queue pairs, memory and offers."""
+        return list(self._reception.clients.values())
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The memory that all clients share, or None if each has its own."""
+        shared = self._reception.exposure.memory
+        return None if shared is None else memoryview(shared)
+
+    async def close(self) -> None:
+        """Tell every client that the server ends, and take back what they have."""
+        self._server.close()
+        self._stopping.set()
+        if self._talks:
+            await asyncio.wait(self._talks)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        where = show_address(writer.get_extra_info("peername") or ("?", 0))
+        prepare(writer.get_extra_info("socket"))
+        conversation = Conversation(self._reception, where)
+        task = asyncio.current_task()
+        assert task is not None
+        waiting = sum(not c.admitted and not c.over for c in self._talks.values())
+        self._talks[task] = conversation
+        # An answer that its client does not take is noticed at once.
+        writer.transport.set_write_buffer_limits(0)
+        try:
+            try:
+                if waiting < _MAX_WAITING:
+                    await self._exchange(reader, writer, conversation)
+                else:
+                    text = "too many are at this server's door; try again later"
+                    conversation.over = True
+                    writer.write(encode(Error("busy", text)))
+                    self._reception.tell(Refused(where, "busy", text))
+            finally:
+                # Also when the event loop is being taken down around it.
+                try:
+                    await asyncio.shield(asyncio.to_thread(conversation.close))
+                finally:
+                    conversation.close()
+            await _drain(reader, writer)
+        except Exception:
+            _log.exception("a client's task failed")
+        finally:
+            writer.close()
+            del self._talks[task]
+
+    async def _exchange(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, conversation: Conversation
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        watched: CompChannel | None = None
+        fd = -1
+        pending: dict[str, asyncio.Task[Any]] = {}
+        try:
+            while not conversation.over:
+                if watched is None and (watched := conversation.channel) is not None:
+                    fd = watched.fileno()
+                    loop.add_reader(fd, arrived.set)
+                for name, make in (
+                    ("data", lambda: reader.read(MAX_LINE)), ("arrived", arrived.wait),
+                    ("stop", self._stopping.wait),
+                ):  # fmt: skip
+                    if name not in pending:
+                        pending[name] = asyncio.ensure_future(make())
+                await asyncio.wait(
+                    pending.values(),
+                    timeout=_seconds(conversation.deadline),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                answer = b""
+                if self._stopping.is_set():
+                    answer = conversation.stop()
+                if pending["arrived"].done():
+                    del pending["arrived"]
+                    arrived.clear()
+                    answer += conversation.completions()
+                if not conversation.over and pending["data"].done():
+                    try:
+                        data = pending.pop("data").result()
+                    except OSError as error:
+                        conversation.lost(f"the connection broke: {error.strerror or error}")
+                        return
+                    if not data:
+                        conversation.lost()
+                        return
+                    if fd >= 0:
+                        # A bye closes the descriptor.
+                        loop.remove_reader(fd)
+                    answer += await asyncio.to_thread(conversation.feed, data)
+                    if fd >= 0 and not conversation.over:
+                        loop.add_reader(fd, arrived.set)
+                answer += conversation.tick()
+                if conversation.over and fd >= 0:
+                    loop.remove_reader(fd)
+                    fd = -1
+                try:
+                    writer.write(answer)
+                    await asyncio.wait_for(writer.drain(), self._reception.timeout)
+                except TimeoutError:
+                    conversation.lost(
+                        f"it did not take its answers within {self._reception.timeout:g} s"
+                    )
+                except OSError as error:
+                    conversation.lost(f"the connection broke: {error.strerror or error}")
+        finally:
+            if fd >= 0:
+                loop.remove_reader(fd)
+            for task in pending.values():
+                task.cancel()
+            await asyncio.gather(*pending.values(), return_exceptions=True)
+
+
+def _seconds(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+async def _drain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Say that nothing more comes, and read on for a moment (sockets.drain)."""
+    left = LINGER_BYTES
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            if writer.can_write_eof():
+                writer.write_eof()
+            while left > 0 and (data := await reader.read(MAX_LINE)):
+                left -= len(data)
+
+
+# ---- the client -------------------------------------------------------------------
+
+
+async def adial(
+    context: Context,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    qp_type: QPType = QPType.RC,
+    token: str | None = None,
+    timeout: float = 5.0,
+    local_size: int = 4096,
+    local_access: int = Access.LOCAL_WRITE,
+    depth: int = 16,
+    max_inline_data: int = 0,
+    port_num: int = 1,
+    gid_index: int | None = None,
+) -> AsyncConnection:
+    """Connect a queue pair to a server's: ``dial`` for asyncio.
+
+    Args:
+        as in dial.
+
+    Returns:
+        The connection; an asynchronous context manager.
+
+    Raises:
+        as in dial.
+    """
+    check_token(token)
+    connection = AsyncConnection(
+        context, qp_type, timeout=timeout, local_size=local_size, local_access=local_access,
+        depth=depth, max_inline_data=max_inline_data, port_num=port_num, gid_index=gid_index,
+    )  # fmt: skip
+    try:
+        await connection._connect(host, port, token)
+    except BaseException:
+        connection._hang_up()
+        with suppress(RdmaError):
+            connection._give_back()
+        raise
+    return connection
+
+
+class AsyncConnection(Dialled):
+    """A connection to a server; ``adial`` makes it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._writer: asyncio.StreamWriter | None = None
+        self._session = ClientSession()
+        self._turn = asyncio.Lock()
+        super().__init__(*args, **options)
+
+    async def _connect(self, host: str, port: int, token: str | None) -> None:
+        where = show_address((host, port))
+        self._teller = Teller(where)
+        try:
+            async with asyncio.timeout(self.timeout):
+                self._reader, self._writer = await asyncio.open_connection(
+                    host, port, limit=MAX_LINE
+                )
+        except (OSError, UnicodeError) as error:
+            reason = error if isinstance(error, OSError) else OSError(str(error))
+            raise why_not_reached(where, reason, self.timeout) from error
+        prepare(self._writer.get_extra_info("socket"))
+        greeting = self.greeting(token)
+        message = next(greeting)
+        with suppress(StopIteration):
+            while True:
+                message = greeting.send(await self._ask(message))
+
+    async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
+        async with self._turn:
+            if self._writer is None:
+                raise ConnectError("the connection is closed", "lost")
+            try:
+                return self._teller.answer(await self._exchange(self._writer, message, more_time))
+            except BaseException:
+                # Whatever comes after this is the answer to something else.
+                self._hang_up()
+                raise
+
+    async def _exchange(
+        self, writer: asyncio.StreamWriter, message: Message, more_time: float
+    ) -> Message:
+        session, teller = self._session, self._teller
+        session.ask(message)
+        limit = self.timeout + more_time
+        broken = ""
+        try:
+            async with asyncio.timeout(limit):
+                try:
+                    writer.write(encode(message))
+                    await writer.drain()
+                except OSError as error:
+                    # What the server has said before it went may still be there.
+                    broken = error.strerror or str(error)
+                while (answer := session.next_message()) is None:
+                    data = await self._reader.read(MAX_LINE)
+                    if not data:
+                        raise teller.ended(session.partial, broken)
+                    session.receive(data)
+                return answer
+        except ConnectError as error:
+            raise teller.wrong(error) if isinstance(error, ProtocolError) else error from None
+        except TimeoutError:
+            raise teller.silent(limit) from None
+        except OSError as error:
+            raise teller.ended(session.partial, error.strerror or str(error)) from None
+
+    async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
+        """Ask the server what has arrived in one of its receives.
+
+        Args, Returns, Raises: as in Connection.report.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        asked = self._ask_report(index, timeout)
+        return self._as_arrival(await self._ask(asked, timeout + _MARGIN_S))
+
+    async def look(self, offset: int = 0, length: int | None = None) -> Seen:
+        """Ask the server what stands in its memory.
+
+        Args, Returns, Raises: as in Connection.look.
+        """
+        seen = await self._ask(self._ask_look(offset, length))
+        assert isinstance(seen, Seen), "nothing else answers a look"
+        return seen
+
+    @property
+    def closed(self) -> bool:
+        """Whether the server is no longer there to be asked."""
+        return self._writer is None
+
+    async def close(self) -> None:
+        """Say goodbye, and give everything back; do nothing if that has been done.
+
+        Raises:
+            VerbsError: the device refused.
+        """
+        try:
+            if self._writer is not None:
+                with suppress(ConnectError):
+                    await self._ask(Bye())
+        finally:
+            self._hang_up()
+            self._give_back()
+
+    def _hang_up(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            # The error that is under way matters more than what follows from it.
+            with suppress(RdmaError):
+                await self.close()

@@ -1,0 +1,301 @@
+"""The client: dialling a server, and asking it."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from ..device import Context
+from ..enums import Access, QPType
+from ..errors import RdmaError
+from .address import DEFAULT_PORT, resolve, show_address
+from .connection import Dialled
+from .conversation import check_token
+from .errors import ConnectError, ConnectTimeout, ProtocolError
+from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .protocol import ClientSession
+from .sockets import prepare, send_all
+
+__all__ = ["Connection", "Teller", "dial", "why_not_reached"]
+
+_MARGIN_S = 1.0
+"""What an answer may take besides the time that the server was told to wait."""
+
+
+def dial(
+    context: Context,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    qp_type: QPType = QPType.RC,
+    token: str | None = None,
+    timeout: float = 5.0,
+    local_size: int = 4096,
+    local_access: int = Access.LOCAL_WRITE,
+    depth: int = 16,
+    max_inline_data: int = 0,
+    port_num: int = 1,
+    gid_index: int | None = None,
+) -> Connection:
+    """Connect a queue pair to a server's.
+
+    Args:
+        context: an open device, which must reach the server's: soft0 reaches
+            only servers of the same process.
+        host, port: where the server listens.
+        qp_type: RC, UC or UD.
+        token: what the server asks for.
+        timeout: seconds for each step of the exchange.
+        local_size: bytes of local memory.
+        local_access: what the server may do with it, an Access.
+        depth: work requests that each queue must hold.
+        max_inline_data: bytes of one inline work request.
+        port_num, gid_index: port and GID of the queue pair, as in QP.
+
+    Returns:
+        The connection; a context manager.
+
+    Raises:
+        ValueError: an argument is out of range.
+        ConnectError: nothing listens there, or the server refused; the text says why.
+        ConnectTimeout: it did not answer in time.
+        ProtocolError: what listens there speaks something else.
+        VerbsError: the device refused.
+    """
+    check_token(token)
+    return Connection(
+        context, host, port, token,
+        qp_type=qp_type, timeout=timeout, local_size=local_size, local_access=local_access,
+        depth=depth, max_inline_data=max_inline_data, port_num=port_num, gid_index=gid_index,
+    )  # fmt: skip
+
+
+def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
+    """Make the error of a connection that did not come about."""
+    if isinstance(error, ConnectError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ConnectTimeout(f"{where} did not answer within {timeout:g} s")
+    if error.errno == errno.ECONNREFUSED:
+        return ConnectError(
+            f"{where} refused the connection: start 'rdmapost serve' there, or name its port",
+            "refused",
+        )
+    return ConnectError(f"{where} cannot be reached: {error.strerror or error}", "unreachable")
+
+
+class Teller:
+    """Says what an exchange came to, for any shell.
+
+    Args:
+        where: the server, HOST:PORT.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def answer(self, message: Message) -> Message:
+        """Return an answer of the server's.
+
+        Raises:
+            ConnectError: it is an error.
+        """
+        if isinstance(message, Error):
+            raise ConnectError(f"{self.where} refused: {message.text}", message.code)
+        return message
+
+    def wrong(self, error: ProtocolError) -> ProtocolError:
+        """Make the error of a server that speaks something else."""
+        return ProtocolError(f"{self.where} is no 'rdmapost serve': {error}", error.code)
+
+    def ended(self, half: bool, why: str = "") -> ConnectError:
+        """Make the error of a connection that is gone."""
+        how = f" ({why})" if why else " in the middle of a message" if half else ""
+        return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
+
+    def silent(self, seconds: float) -> ConnectTimeout:
+        """Make the error of a server that does not answer."""
+        return ConnectTimeout(
+            f"{self.where} took the connection and did not answer within {seconds:g} s: "
+            "is it 'rdmapost serve'?"
+        )
+
+
+class Connection(Dialled):
+    """A connection to a server; ``dial`` makes it."""
+
+    def __init__(
+        self, context: Context, host: str, port: int, token: str | None, **options: Any
+    ) -> None:
+        self._socket: socket.socket | None = None
+        super().__init__(context, **options)
+        try:
+            self._session = ClientSession()
+            self._socket = self._reach(host, port)
+            greeting = self.greeting(token)
+            message = next(greeting)
+            with suppress(StopIteration):
+                while True:
+                    message = greeting.send(self._ask(message))
+        except BaseException:
+            self._hang_up()
+            with suppress(RdmaError):
+                self._give_back()
+            raise
+
+    def _reach(self, host: str, port: int) -> socket.socket:
+        deadline = time.monotonic() + self.timeout
+        where = show_address((host, port))
+        self._teller = Teller(where)
+        last: OSError = OSError(f"{host} has no address")
+        for family, kind, proto, _, address in resolve(host, port, self.timeout):
+            sock = socket.socket(family, kind, proto)
+            try:
+                # Every address of a host has its chance within the one time.
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                sock.connect(address)
+                sock.setblocking(False)
+                prepare(sock)
+                return sock
+            except OSError as error:
+                sock.close()
+                last = error
+            except BaseException:
+                sock.close()
+                raise
+        raise why_not_reached(where, last, self.timeout) from last
+
+    def _ask(self, message: Message, more_time: float = 0.0) -> Message:
+        """Say something and return the answer.
+
+        Raises:
+            ConnectError: there is none; the connection is closed then.
+        """
+        if self._socket is None:
+            raise ConnectError("the connection is closed", "lost")
+        try:
+            return self._teller.answer(self._exchange(self._socket, message, more_time))
+        except BaseException:
+            # Whatever comes after this is the answer to something else.
+            self._hang_up()
+            raise
+
+    def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
+        session, teller = self._session, self._teller
+        session.ask(message)
+        limit = self.timeout + more_time
+        deadline = time.monotonic() + limit
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        broken: OSError | None = None
+        try:
+            send_all(sock, encode(message), self.timeout)
+        except TimeoutError:
+            raise teller.silent(self.timeout) from None
+        except OSError as error:
+            # What the server has said before it went may still be there.
+            broken = error
+        while True:
+            try:
+                if (answer := session.next_message()) is not None:
+                    return answer
+            except ProtocolError as error:
+                raise teller.wrong(error) from None
+            left = deadline - time.monotonic()
+            if left <= 0 or not poller.poll(min(left, 3600.0) * 1000 + 1):
+                raise teller.silent(limit)
+            try:
+                data = sock.recv(MAX_LINE)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise teller.ended(session.partial, error.strerror or str(error)) from None
+            if not data:
+                why = "" if broken is None else broken.strerror or str(broken)
+                raise teller.ended(session.partial, why)
+            session.receive(data)
+
+    # ---- asking the server ----------------------------------------------------
+
+    def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
+        """Ask the server what has arrived in one of its receives.
+
+        Args:
+            index: which, from 1, in the order in which they are used.
+            timeout: seconds that it waits for that, at most 60; those of the
+                connection unless given.
+
+        Returns:
+            The arrival, or None if it did not come in time.
+
+        Raises:
+            ConnectError: the server is gone, or knows it no more.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        return self._as_arrival(self._ask(self._ask_report(index, timeout), timeout + _MARGIN_S))
+
+    def look(self, offset: int = 0, length: int | None = None) -> Seen:
+        """Ask the server what stands in its memory.
+
+        Args:
+            offset: from its start.
+            length: bytes; all that follow unless given.
+
+        Returns:
+            A digest and the first bytes; empty where the server does not tell,
+            because others' data stands there too and it may not be read.
+
+        Raises:
+            ValueError: that is outside the exposed memory.
+            ConnectError: the server is gone.
+        """
+        seen = self._ask(self._ask_look(offset, length))
+        assert isinstance(seen, Seen), "nothing else answers a look"
+        return seen
+
+    # ---- the end ----------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the server is no longer there to be asked."""
+        return self._socket is None
+
+    def close(self) -> None:
+        """Say goodbye, and give everything back; do nothing if that has been done.
+
+        When it returns, the server has taken back what it gave, unless it is gone.
+
+        Raises:
+            VerbsError: the device refused.
+        """
+        if self._socket is not None:
+            with suppress(ConnectError):
+                self._ask(Bye())
+        self._hang_up()
+        self._give_back()
+
+    def _hang_up(self) -> None:
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # The error that is under way matters more than what follows from it.
+            with suppress(RdmaError):
+                self.close()

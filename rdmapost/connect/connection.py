@@ -1,0 +1,163 @@
+"""What a client has: its queue pair and memory, and what the server has offered.
+
+No input or output: a shell sends what ``greeting`` yields, and gives it the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from ..completion import CQ, WC
+from ..device import Context
+from ..enums import Access, QPType
+from ..errors import RdmaError
+from ..loopback import GRH_BYTES
+from ..memory import MR, PD
+from ..queuepair import QP
+from .errors import ProtocolError
+from .fabric import fabric_of
+from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
+
+__all__ = ["Dialled"]
+
+
+class Dialled:
+    """A queue pair of this device, connected to one of a server's.
+
+    ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request
+    that name a place in the server's memory, and ``**address`` those that name
+    its queue pair in a message (UD; nothing elsewhere).
+
+    Attributes:
+        qp: the queue pair, in RTS.
+        cq: where everything of it completes.
+        mr: local memory.
+        offer: what the server has: addr, rkey, size, access, receives, receive_size.
+        address: as above.
+        headroom: bytes in front of a message that is received: the GRH on UD.
+        timeout: seconds for each step, and for waits unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        qp_type: QPType,
+        *,
+        local_size: int,
+        local_access: int,
+        depth: int,
+        max_inline_data: int,
+        port_num: int,
+        gid_index: int | None,
+        timeout: float,
+    ) -> None:
+        if qp_type not in QP_TYPES:
+            raise ValueError(
+                f"{QPType(qp_type).name} queue pairs cannot be connected this way; "
+                f"{', '.join(kind.name for kind in QP_TYPES)} can"
+            )
+        if not 0 < timeout <= 1e6:
+            raise ValueError(f"timeout={timeout} is not a time of more than 0 s")
+        self.timeout = timeout
+        self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
+        self.address: dict[str, Any] = {}
+        self._context = context
+        self._local_access = local_access
+        with ExitStack() as stack:
+            pd = stack.enter_context(PD(context))
+            self.cq = stack.enter_context(CQ(context, min(2 * depth, context.attr.max_cqe)))
+            self.mr = stack.enter_context(
+                MR(pd, max(1, local_size), local_access | Access.LOCAL_WRITE)
+            )
+            self.qp = stack.enter_context(
+                QP(
+                    pd,
+                    qp_type,
+                    self.cq,
+                    max_send_wr=depth,
+                    max_recv_wr=depth,
+                    max_send_sge=1,
+                    max_recv_sge=1,
+                    max_inline_data=max_inline_data,
+                    port_num=port_num,
+                    gid_index=gid_index,
+                )
+            )
+            self._used = stack.enter_context(ExitStack())
+            stack.callback(self._drop_outstanding)
+            self._stack = stack.pop_all()
+
+    def greeting(self, token: str | None) -> Generator[Message, Message, None]:
+        """Yield what is to be said to the server, and take its answers; then all is connected.
+
+        Args:
+            token: the token, or None.
+
+        Raises:
+            VerbsError: the queue pair cannot be connected to the server's.
+            ProtocolError: the server offers what cannot be.
+        """
+        kind, endpoint = self.qp.qp_type, self.qp.endpoint()
+        offer = yield Hello(token, fabric_of(self._context), kind, endpoint)
+        assert isinstance(offer, Offer), "nothing else answers a hello"
+        if offer.addr + offer.size > 1 << 64:
+            raise ProtocolError("the server offers memory beyond the end of all addresses")
+        self.offer = offer
+        if kind is QPType.UD:
+            self.qp.connect(qkey=offer.qkey)
+            self.address = {
+                "ah": self._used.enter_context(self.qp.ah_to(offer.endpoint)),
+                "remote_qpn": offer.endpoint.qpn,
+                "remote_qkey": offer.qkey,
+            }
+        else:
+            self.qp.connect(offer.endpoint, access=self._local_access)
+        yield Ready()
+
+    def target(self, offset: int = 0) -> dict[str, Any]:
+        """Return the fields of a work request that name a place in the server's memory.
+
+        Args:
+            offset: bytes from its start.
+        """
+        return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
+
+    def wait(self, count: int = 1, timeout: float | None = None) -> list[WC]:
+        """Wait for completions of this side (cq.wait).
+
+        Args:
+            count: how many.
+            timeout: seconds; those of the connection unless given.
+
+        Raises:
+            WaitTimeout: fewer came.
+        """
+        return self.cq.wait(count, self.timeout if timeout is None else timeout)
+
+    def _ask_report(self, index: int, timeout: float) -> Report:
+        if index < 1:
+            raise ValueError(f"index={index}: arrivals count from 1")
+        return Report(index, int(min(timeout, 60.0) * 1000))
+
+    def _ask_look(self, offset: int, length: int | None) -> Look:
+        length = self.offer.size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > self.offer.size:
+            raise ValueError(
+                f"[{offset}:{offset + length}] is not within the {self.offer.size} bytes exposed"
+            )
+        return Look(offset, length)
+
+    @staticmethod
+    def _as_arrival(answer: Message) -> Arrival | None:
+        return answer if isinstance(answer, Arrival) else None
+
+    def _drop_outstanding(self) -> None:
+        # What a work request names cannot be closed while it is outstanding.
+        if any(self.qp.outstanding):
+            with suppress(RdmaError):
+                self.qp.to_reset()
+
+    def _give_back(self) -> None:
+        self._stack.close()

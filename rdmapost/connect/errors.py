@@ -1,0 +1,34 @@
+"""What can go wrong between the two sides of an exchange."""
+
+from __future__ import annotations
+
+from ..errors import RdmaError
+
+__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError"]
+
+
+class ConnectError(RdmaError, ConnectionError):
+    """The other side could not be reached, refused, or went away.
+
+    Attributes:
+        code: what it is about, in a word: "refused", "unreachable", "lost", or
+            one of messages.CODES, which is what an error message carries.
+    """
+
+    def __init__(self, text: str, code: str = "failed") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ConnectTimeout(ConnectError, TimeoutError):
+    """The other side did not answer in time."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "timeout")
+
+
+class ProtocolError(ConnectError):
+    """The other side said something that the exchange does not have."""
+
+    def __init__(self, text: str, code: str = "format") -> None:
+        super().__init__(text, code)

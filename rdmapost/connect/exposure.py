@@ -1,0 +1,289 @@
+"""What a server has on its device for each client."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..channel import CompChannel
+from ..completion import CQ, WC
+from ..device import Context
+from ..enums import Access, QPType, WCOpcode, WCStatus
+from ..errors import RdmaError
+from ..loopback import GRH_BYTES
+from ..memory import MR, PD
+from ..queuepair import QP
+from ..wr import RecvWR
+from .events import Changed
+from .messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
+
+__all__ = ["EXPOSABLE", "Exposure", "ServedClient"]
+
+EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+_CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+_BY_QP_TYPE = {
+    QPType.RC: EXPOSABLE,
+    QPType.UC: Access.REMOTE_WRITE,
+    QPType.UD: Access(0),
+}
+"""What a peer can do at all through a queue pair of this type."""
+
+_KEPT = 1024
+"""Arrivals of a client that can still be asked for."""
+_ROUND = 64
+"""Completions taken at once, so that a flood of them does not keep everything else waiting."""
+_CHUNK = 1 << 20
+_SENDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What every client is given.
+
+    Attributes:
+        size: bytes of the exposed memory.
+        access: what a client may do with it, of EXPOSABLE.
+        count: receives that are posted for each client.
+        receive_size: bytes of message that each takes.
+        data: what the memory holds at first; zeros follow.
+        memory: one memory for all clients, or None for one each.
+        port_num, gid_index: as in QP.
+    """
+
+    size: int
+    access: Access
+    count: int
+    receive_size: int
+    data: bytes = b""
+    memory: mmap.mmap | None = None
+    port_num: int = 1
+    gid_index: int | None = None
+
+    def __str__(self) -> str:
+        names = [flag.name.removeprefix("REMOTE_").lower() for flag in self.access if flag.name]
+        allowed = ", ".join(names) if names else "no"
+        whose = "shared by all clients" if self.memory is not None else "for each client"
+        return f"{allowed} access to {self.size} bytes of memory {whose}"
+
+
+class ServedClient:
+    """A client's queue pair, its memory, and the receives that are posted for it.
+
+    Everything is in a protection domain of its own: what one client is given,
+    another cannot use, even one that guesses the key.
+
+    Args:
+        context: an open device.
+        exposure: what it is given.
+        hello: what it has said.
+        number: its number.
+
+    Attributes:
+        number: as given.
+        qp: the server's queue pair, connected to the client's.
+        mr: the exposed memory.
+        offer: what it is told.
+        channel: announces what arrives.
+        arrived: how many receives have completed.
+        more: whether there may be completions that the channel does not announce again.
+
+    Raises:
+        VerbsError: the device refused; nothing is left behind.
+    """
+
+    def __init__(self, context: Context, exposure: Exposure, hello: Hello, number: int) -> None:
+        self._exposure = exposure
+        self.number = number
+        access = exposure.access & _BY_QP_TYPE[hello.qp_type]
+        local = Access.LOCAL_WRITE if access & _CHANGES else Access(0)
+        self._headroom = GRH_BYTES if hello.qp_type is QPType.UD else 0
+        self._slot = self._headroom + exposure.receive_size
+        self.arrived = 0
+        self.more = False
+        self._kept: deque[Arrival] = deque(maxlen=_KEPT)
+        self._failed: WCStatus | None = None
+        with ExitStack() as stack:
+            pd = stack.enter_context(PD(context))
+            self.channel = stack.enter_context(CompChannel(context))
+            self._cq = stack.enter_context(
+                CQ(context, exposure.count + _SENDS, channel=self.channel)
+            )
+            memory: Any = exposure.size if exposure.memory is None else exposure.memory
+            self.mr = stack.enter_context(MR(pd, memory, access | local))
+            if exposure.memory is None:
+                self.mr.buffer[: len(exposure.data)] = exposure.data
+            # Never exposed: only receives go here.
+            room = max(1, exposure.count * self._slot)
+            self._room = stack.enter_context(MR(pd, room, Access.LOCAL_WRITE))
+            self.qp = stack.enter_context(
+                QP(
+                    pd,
+                    hello.qp_type,
+                    self._cq,
+                    max_send_wr=_SENDS,
+                    max_recv_wr=max(1, exposure.count),
+                    max_send_sge=1,
+                    max_recv_sge=1,
+                    port_num=exposure.port_num,
+                    gid_index=exposure.gid_index,
+                )
+            )
+            # The top bit means something else.  Who does not know it reaches nothing.
+            qkey = secrets.randbits(31) if hello.qp_type is QPType.UD else 0
+            self.qp.to_init(access, qkey=qkey)
+            self._cq.req_notify()
+            if exposure.count:
+                self.qp.post_recv([self._receive(slot) for slot in range(exposure.count)])
+            self.qp.connect(None if hello.qp_type is QPType.UD else hello.endpoint)
+            self.offer = Offer(
+                client=number,
+                device=context.name,
+                endpoint=self.qp.endpoint(),
+                qkey=qkey,
+                addr=self.mr.addr,
+                rkey=self.mr.rkey,
+                size=self.mr.length,
+                access=access,
+                receives=exposure.count,
+                receive_size=exposure.receive_size,
+            )
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """Give everything back: first the queue pair, so that nobody reaches the memory.
+
+        Raises:
+            VerbsError: the device refused; the rest is given back.
+        """
+        self._stack.close()
+
+    # ---- what arrives -------------------------------------------------------
+
+    def _receive(self, slot: int) -> RecvWR:
+        start = slot * self._slot
+        sges = [self._room[start : start + self._slot]] if self._slot else []
+        return RecvWR(sges, wr_id=slot)
+
+    def take(self) -> list[Arrival]:
+        """Return what has arrived since the last call, and post the receives again.
+
+        Raises:
+            RdmaError: the device failed.
+        """
+        while self.channel.get_cq_event() is not None:
+            pass
+        # Asked for first: what comes after the poll is announced then.
+        self._cq.req_notify()
+        wcs = self._cq.poll(_ROUND)
+        self.more = len(wcs) == _ROUND
+        found = []
+        for wc in wcs:
+            if self._failed is not None or (not wc.status and not _received(wc)):
+                # The rest of a queue that has failed says nothing new.
+                continue
+            self.arrived += 1
+            arrival = self._read(wc)
+            self._kept.append(arrival)
+            found.append(arrival)
+            if wc.status:
+                self._failed = wc.status
+            else:
+                self.qp.post_recv(self._receive(wc.wr_id))
+        return found
+
+    def _read(self, wc: WC) -> Arrival:
+        if wc.status:
+            return Arrival(self.arrived, wc.status, None, 0, None, "", b"")
+        length, digest, data = wc.byte_len, "", b""
+        if wc.opcode is WCOpcode.RECV:
+            length -= self._headroom
+            start = wc.wr_id * self._slot + self._headroom
+            message = self._room.buffer[start : start + length]
+            digest, data = hashlib.sha256(message).hexdigest(), bytes(message[:HEAD_BYTES])
+        return Arrival(self.arrived, wc.status, wc.opcode, length, wc.imm_data, digest, data)
+
+    def arrival(self, index: int) -> Arrival | None:
+        """Return what has arrived, or None while it has not.
+
+        Args:
+            index: which receive, from 1.
+
+        Raises:
+            RdmaError: that was too long ago.
+        """
+        if index > self.arrived:
+            if self._failed is None:
+                return None
+            return Arrival(index, self._failed, None, 0, None, "", b"")
+        if index <= self.arrived - len(self._kept):
+            raise RdmaError(f"only the last {_KEPT} arrivals of {self.arrived} are still known")
+        return self._kept[index - self.arrived - 1]
+
+    # ---- what stands in the memory -------------------------------------------
+
+    def look(self, offset: int, length: int) -> Seen:
+        """Return what stands in the memory, if that is the client's to know.
+
+        Of memory that it may not read it learns only what it has written itself.
+
+        Raises:
+            RdmaError: it is outside.
+        """
+        if offset + length > self.mr.length:
+            raise RdmaError(
+                f"bytes {offset}..{offset + length} are not within the {self.mr.length} exposed"
+            )
+        exposure = self._exposure
+        others = exposure.memory is not None or exposure.data
+        if others and not self.offer.access & Access.REMOTE_READ:
+            return Seen(offset, length, "", b"")
+        memory = self.mr.buffer[offset : offset + length]
+        # What is hashed and what is shown is the same, whoever writes meanwhile.
+        data = bytes(memory[:HEAD_BYTES])
+        digest = hashlib.sha256(data)
+        digest.update(memory[HEAD_BYTES:])
+        return Seen(offset, length, digest.hexdigest(), data)
+
+    def changed(self) -> Changed | None:
+        """Return what stands in the memory that did not stand there at first."""
+        if not self.offer.access & _CHANGES:
+            return None
+        buffer, first, last = self.mr.buffer, None, 0
+        for start, was in self._initial():
+            now = bytes(buffer[start : start + len(was)])
+            if now == was:
+                continue
+            if first is None:
+                first = start + _common(now, was)
+            last = start + len(was) - _common(now[::-1], was[::-1])
+        if first is None:
+            return None
+        return Changed(first, last - first, bytes(buffer[first : min(last, first + HEAD_BYTES)]))
+
+    def _initial(self) -> Iterator[tuple[int, bytes]]:
+        data, size = self._exposure.data, self.mr.length
+        for start in range(0, size, _CHUNK):
+            length = min(_CHUNK, size - start)
+            yield start, data[start : start + length].ljust(length, b"\0")
+
+
+def _received(wc: WC) -> bool:
+    return wc.opcode in (WCOpcode.RECV, WCOpcode.RECV_RDMA_WITH_IMM)
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Return how many bytes two texts of one length begin with in common."""
+    low, high = 0, len(a)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

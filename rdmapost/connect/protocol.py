@@ -1,0 +1,225 @@
+"""Both sides of the exchange as state machines: bytes in, messages out, no input or output.
+
+A shell reads bytes from wherever it likes and hands them to ``receive``, and
+takes messages with ``next_message`` until there is none.  Both raise
+ProtocolError at the first byte that cannot belong to the exchange; nothing more
+is read then.
+"""
+
+from __future__ import annotations
+
+import hmac
+from enum import Enum, auto
+from typing import Any
+
+from .errors import ConnectError, ProtocolError
+from .messages import (
+    MAX_LINE,
+    VERSION,
+    Arrival,
+    Bye,
+    Error,
+    Hello,
+    Look,
+    Message,
+    Nothing,
+    Offer,
+    Ready,
+    Report,
+    Seen,
+    decode,
+    fields_of,
+    version_of,
+)
+
+__all__ = ["ClientSession", "Lines", "ServerSession", "Step", "same_token"]
+
+
+class Lines:
+    """Cuts a stream of bytes into lines."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._looked = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they come, in pieces of any size."""
+        self._pending += data
+
+    def next_line(self) -> bytes | None:
+        """Return the next whole line, without its newline, or None.
+
+        Raises:
+            ProtocolError: what has come cannot become a line of the exchange.
+        """
+        pending = self._pending
+        if not pending:
+            return None
+        if pending[0] != 0x7B:
+            # Said now: a stranger who speaks something else may be waiting for an answer.
+            raise ProtocolError(f"this is not the exchange of rdmapost: {bytes(pending[:40])!r}")
+        # What has been looked through before holds no newline.
+        end = pending.find(b"\n", self._looked, MAX_LINE)
+        if end < 0:
+            if len(pending) >= MAX_LINE:
+                raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
+            self._looked = len(pending)
+            return None
+        line = bytes(pending[:end])
+        del pending[: end + 1]
+        self._looked = 0
+        return line
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of a line is there."""
+        return bool(self._pending)
+
+
+class Step(Enum):
+    """How far an exchange is."""
+
+    HELLO = auto()
+    READY = auto()
+    OPEN = auto()
+    OVER = auto()
+
+
+def same_token(given: Any, token: str | None) -> bool:
+    """Compare a token with the one that is asked for, in constant time.
+
+    Args:
+        given: what came; anything.
+        token: what is asked for; None asks for none, and takes every one.
+    """
+    if token is None:
+        return True
+    text = given if isinstance(given, str) else ""
+    return hmac.compare_digest(_bytes(text), _bytes(token)) and isinstance(given, str)
+
+
+def _bytes(text: str) -> bytes:
+    # An argument or a variable of the environment need not be Unicode.
+    return text.encode("utf-8", "surrogatepass")
+
+
+class ServerSession:
+    """The server's side.
+
+    Args:
+        token: the token to ask for, or None.
+
+    Attributes:
+        step: what comes next.
+    """
+
+    def __init__(self, token: str | None = None) -> None:
+        self._token = token
+        self._lines = Lines()
+        self.step = Step.HELLO
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes as they come."""
+        if self.step is not Step.OVER:
+            self._lines.feed(data)
+
+    def next_message(self) -> Message | None:
+        """Return the next whole message, or None.
+
+        Raises:
+            ProtocolError: it cannot come now, or it is not right; the exchange is over.
+        """
+        if self.step is Step.OVER:
+            return None
+        try:
+            line = self._lines.next_line()
+            return None if line is None else self._read(fields_of(line))
+        except ProtocolError:
+            self.step = Step.OVER
+            raise
+
+    def _read(self, fields: dict[str, Any]) -> Message:
+        message: Message
+        if self.step is Step.HELLO:
+            # Those who do not know the token learn the version, and nothing else.
+            if (version := version_of(fields)) != VERSION:
+                raise ProtocolError(
+                    f"this server speaks version {VERSION} of the exchange, and the client "
+                    f"version {str(version)[:20]}; use the same rdmapost on both sides",
+                    "version",
+                )
+            if not same_token(fields.get("token"), self._token):
+                raise ProtocolError(
+                    "this server asks for a token, and the client gave none"
+                    if fields.get("token") is None
+                    else "the token is not the one that this server asks for",
+                    "token",
+                )
+            message = decode(fields, Hello)
+            self.step = Step.READY
+        elif self.step is Step.READY:
+            message = decode(fields, Ready, Bye)
+            self.step = Step.OPEN
+        else:
+            message = decode(fields, Report, Look, Bye)
+        if isinstance(message, Bye):
+            self.step = Step.OVER
+        return message
+
+    @property
+    def partial(self) -> bool:
+        """Whether half a message is there."""
+        return self._lines.partial
+
+
+_ANSWERS: dict[type, tuple[type, ...]] = {
+    Hello: (Offer,),
+    Ready: (Ready,),
+    Report: (Arrival, Nothing),
+    Look: (Seen,),
+    Bye: (Bye,),
+}
+
+
+class ClientSession:
+    """The client's side.  It asks, and the server answers, one by one."""
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+        self._asked: type | None = None
+
+    def ask(self, message: Message) -> None:
+        """Note what is being sent, and so what can come.
+
+        Raises:
+            ConnectError: the answer to what was asked before has not come.
+        """
+        if self._asked is not None:
+            raise ConnectError("an answer of the server is still to come")
+        self._asked = type(message)
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes as they come."""
+        self._lines.feed(data)
+
+    def next_message(self) -> Message | None:
+        """Return the answer to what was asked, or None while it has not come.
+
+        An error message is returned like an answer, whenever it comes.
+
+        Raises:
+            ProtocolError: it is not right.
+        """
+        line = self._lines.next_line()
+        if line is None:
+            return None
+        fields = fields_of(line)
+        expected = () if self._asked is None else _ANSWERS[self._asked]
+        message: Message = decode(fields, *expected, Error)
+        self._asked = None
+        return message
+
+    @property
+    def partial(self) -> bool:
+        """Whether half a message is there."""
+        return self._lines.partial

@@ -1,0 +1,395 @@
+"""The server with a thread for each client."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+from ..device import Context
+from ..enums import Access
+from ..errors import RdmaError
+from .address import DEFAULT_PORT, is_loopback, resolve, show_address
+from .conversation import Conversation, Reception
+from .errors import ConnectError
+from .events import OnEvent, Refused
+from .exposure import EXPOSABLE, Exposure, ServedClient
+from .messages import MAX_LINE, Error, encode
+from .sockets import LINGER_S, drain, prepare, send_all
+
+__all__ = ["Server", "make_exposure", "open_listener", "serve", "warning_of"]
+
+_log = logging.getLogger("rdmapost.connect")
+
+_MAX_WAITING = 16
+"""Connections that have not become clients, at once."""
+_MAX_LINGERING = 64
+_BACKLOG = 64
+_MAX_COUNT = 1 << 14
+_LAST_MOMENT_S = 10.0
+
+
+def serve(
+    context: Context,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    size: int = 4096,
+    access: int | None = None,
+    count: int = 16,
+    receive_size: int | None = None,
+    data: bytes = b"",
+    shared: bool = False,
+    token: str | None = None,
+    max_clients: int = 16,
+    timeout: float = 5.0,
+    idle_timeout: float | None = 300.0,
+    port_num: int = 1,
+    gid_index: int | None = None,
+    on_event: OnEvent | None = None,
+) -> Server:
+    """Let others connect queue pairs to this device, and use its memory as far as they may.
+
+    It listens on TCP; each client that keeps to the exchange gets a queue pair
+    connected to its own, memory, and posted receives, all in a protection
+    domain of its own, until it goes.
+
+    Args:
+        context: an open device; it stays open as long as the server.
+        host: address to listen on; "0.0.0.0" or "::" for all.  Nothing is
+            encrypted: expose it only to a network that may see everything, the
+            token included.
+        port: TCP port; 0 chooses one.
+        size: bytes of memory that each client can reach.
+        access: what it may do with it, of REMOTE_READ, REMOTE_WRITE and
+            REMOTE_ATOMIC; all that the device can do unless given.
+        count: receives posted for each client, 0..16384; a used one is posted again.
+        receive_size: bytes of message that each takes; size unless given.
+        data: what the memory holds at first; zeros follow.
+        shared: one memory for all clients, instead of one for each.
+        token: what a client must know, up to 256 characters; None lets in everyone.
+        max_clients: how many at once.
+        timeout: seconds for each step of the exchange.
+        idle_timeout: seconds in which a client must send a message or something that
+            arrives in a receive, else it is dismissed; None for no limit.
+        port_num, gid_index: port and GID of the queue pairs, as in QP.
+        on_event: called with each event (Joined, Arrived, Left, Refused), in the
+            thread of the client that it is about; it must be quick.
+
+    Returns:
+        The server, at work; a context manager.
+
+    Raises:
+        ValueError: an argument is out of range.
+        RdmaError: the device has no atomics, and they are asked for.
+        ConnectError: there is no such host.
+        OSError: the address is in use, or is not this machine's.
+    """
+    exposure = make_exposure(
+        context, size=size, access=access, count=count, receive_size=receive_size, data=data,
+        shared=shared, port_num=port_num, gid_index=gid_index,
+    )  # fmt: skip
+    reception = Reception(
+        context, exposure, token=token, max_clients=max_clients, timeout=timeout,
+        idle_timeout=idle_timeout, on_event=on_event,
+    )  # fmt: skip
+    return Server(reception, open_listener(host, port))
+
+
+def make_exposure(
+    context: Context,
+    *,
+    size: int,
+    access: int | None,
+    count: int,
+    receive_size: int | None,
+    data: bytes,
+    shared: bool,
+    port_num: int,
+    gid_index: int | None,
+) -> Exposure:
+    """Check what is to be exposed; the arguments are serve()'s."""
+    receive_size = size if receive_size is None else receive_size
+    for name, value, least, most in (
+        ("size", size, 1, 1 << 40), ("count", count, 0, _MAX_COUNT),
+        ("receive_size", receive_size, 0, 1 << 31),
+    ):  # fmt: skip
+        if not least <= value <= most:
+            raise ValueError(f"{name}={value} is not in {least}..{most}")
+    if len(data) > size:
+        raise ValueError(f"{len(data)} bytes of data are more than size={size}")
+    has_atomics = bool(context.attr.atomic_cap)
+    if access is None:
+        access = EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
+    if access & ~EXPOSABLE:
+        raise ValueError(
+            f"access={Access(access)!r} is not made of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC"
+        )
+    if access & Access.REMOTE_ATOMIC and not has_atomics:
+        raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
+    # What is wrong with these is said now, and not to the first client.
+    context.query_port(port_num)
+    if count > context.attr.max_qp_wr:
+        raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")
+    memory = None
+    if shared:
+        memory = mmap.mmap(-1, size)
+        memory[: len(data)] = data
+    return Exposure(
+        size, Access(access), count, receive_size, bytes(data), memory, port_num, gid_index
+    )
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Open a listening socket.
+
+    Raises:
+        ConnectError: there is no such host.
+        OSError: it cannot be listened on; the text says where.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port={port} is not in 0..65535")
+    family, kind, proto, _, address = resolve(host, port, 5.0)[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConnectError(
+            f"cannot listen on {show_address(address)}: {error.strerror or error}", "unreachable"
+        ) from error
+    return listener
+
+
+def warning_of(address: tuple[Any, ...], reception: Reception) -> str | None:
+    """Say what is exposed to others than this machine, or None."""
+    if is_loopback(address):
+        return None
+    who = (
+        "everyone who reaches" if reception.token is None else "everyone with the token who reaches"
+    )
+    return f"{who} {show_address(address)} gets {reception.exposure}"
+
+
+class Server:
+    """A server at work; ``serve`` makes it.
+
+    Attributes:
+        address: where it listens, (host, port, ...).
+        warning: what it exposes to others than this machine, in one line, or None.
+    """
+
+    def __init__(self, reception: Reception, listener: socket.socket) -> None:
+        self._reception, self._listener = reception, listener
+        self.address: tuple[Any, ...] = listener.getsockname()
+        self.warning = warning_of(self.address, reception)
+        if self.warning is not None:
+            _log.warning("%s", self.warning)
+        self._threads: dict[threading.Thread, Conversation] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        # Readable from the moment when the server ends, for everyone who polls it.
+        self._stop_fd, self._stop = os.pipe()
+        self._acceptor = threading.Thread(target=self._accept, name=f"serve {self}", daemon=True)
+        # The queue pairs go before the devices, however the process ends.
+        atexit.register(self.close)
+        self._acceptor.start()
+
+    def __str__(self) -> str:
+        return show_address(self.address)
+
+    @property
+    def clients(self) -> list[ServedClient]:
+        """Those who are there: their queue pairs, memory and offers."""
+        return list(self._reception.clients.values())
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The memory that all clients share, or None if each has its own."""
+        shared = self._reception.exposure.memory
+        return None if shared is None else memoryview(shared)
+
+    def close(self) -> None:
+        """Tell every client that the server ends, and take back what they have.
+
+        Returns when that is done; do nothing if it has been done.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        atexit.unregister(self.close)
+        os.close(self._stop)
+        deadline = time.monotonic() + self._reception.timeout + _LAST_MOMENT_S
+        threads = [self._acceptor, *self._threads]
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if not any(thread.is_alive() for thread in threads):
+            os.close(self._stop_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- the door -------------------------------------------------------------
+
+    def _accept(self) -> None:
+        lingering: dict[socket.socket, float] = {}
+        try:
+            while True:
+                poller = select.poll()
+                for fd in (self._stop_fd, self._listener.fileno(), *map(_fd, lingering)):
+                    poller.register(fd, select.POLLIN)
+                ready = {fd for fd, _ in poller.poll(LINGER_S * 1000 if lingering else None)}
+                if self._stop_fd in ready:
+                    return
+                now = time.monotonic()
+                for sock, until in list(lingering.items()):
+                    if now >= until or (sock.fileno() in ready and not _more(sock)):
+                        del lingering[sock]
+                        sock.close()
+                if self._listener.fileno() in ready:
+                    self._let_in(lingering)
+        finally:
+            self._listener.close()
+            for sock in lingering:
+                sock.close()
+
+    def _let_in(self, lingering: dict[socket.socket, float]) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            # No more descriptors: wait until some come free, or the end.
+            _log.warning("cannot accept: %s", error)
+            poller = select.poll()
+            poller.register(self._stop_fd, select.POLLIN)
+            poller.poll(100)
+            return
+        where = show_address(address)
+        sock.setblocking(False)
+        prepare(sock)
+        conversation = Conversation(self._reception, where)
+        thread = threading.Thread(
+            target=self._talk, args=(sock, conversation), name=f"serve {where}", daemon=True
+        )
+        with self._lock:
+            talks = self._threads.values()
+            waiting = sum(not c.admitted and not c.over for c in talks)
+            most = self._reception.max_clients + _MAX_WAITING + _MAX_LINGERING
+            welcome = waiting < _MAX_WAITING and len(talks) < most
+            if welcome:
+                self._threads[thread] = conversation
+        if welcome:
+            try:
+                thread.start()
+                return
+            except RuntimeError:
+                with self._lock:
+                    del self._threads[thread]
+        self._turn_away(sock, where, lingering)
+
+    def _turn_away(
+        self, sock: socket.socket, where: str, lingering: dict[socket.socket, float]
+    ) -> None:
+        text = "too many are at this server's door; try again later"
+        with suppress(OSError):
+            sock.send(encode(Error("busy", text)))
+            sock.shutdown(socket.SHUT_WR)
+        if len(lingering) < _MAX_LINGERING:
+            lingering[sock] = time.monotonic() + LINGER_S
+        else:
+            sock.close()
+        self._reception.tell(Refused(where, "busy", text))
+
+    # ---- a client ---------------------------------------------------------------
+
+    def _talk(self, sock: socket.socket, conversation: Conversation) -> None:
+        try:
+            with sock:
+                try:
+                    self._exchange(sock, conversation)
+                finally:
+                    conversation.close()
+                drain(sock)
+        except Exception:
+            _log.exception("a client's thread failed")
+        finally:
+            with self._lock:
+                self._threads.pop(threading.current_thread(), None)
+
+    def _exchange(self, sock: socket.socket, conversation: Conversation) -> None:
+        poller = select.poll()
+        poller.register(self._stop_fd, select.POLLIN)
+        poller.register(sock, select.POLLIN)
+        channel_fd = -1
+        while not conversation.over:
+            if channel_fd < 0 and conversation.channel is not None:
+                channel_fd = conversation.channel.fileno()
+                poller.register(channel_fd, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll(_milliseconds(conversation.deadline))}
+            answer = b""
+            if self._stop_fd in ready:
+                answer = conversation.stop()
+            if not conversation.over and channel_fd in ready:
+                answer += conversation.completions()
+            if not conversation.over and sock.fileno() in ready:
+                try:
+                    data = sock.recv(MAX_LINE)
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    conversation.lost(f"the connection broke: {error.strerror or error}")
+                    return
+                else:
+                    if not data:
+                        conversation.lost()
+                        return
+                    answer += conversation.feed(data)
+            answer += conversation.tick()
+            try:
+                send_all(sock, answer, self._reception.timeout)
+            except OSError as error:
+                conversation.lost(f"the connection broke: {error.strerror or error}")
+
+
+def _fd(sock: socket.socket) -> int:
+    return sock.fileno()
+
+
+def _more(sock: socket.socket) -> bool:
+    """Throw away what has come; return whether more can come."""
+    try:
+        return bool(sock.recv(MAX_LINE))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _milliseconds(deadline: float | None) -> float | None:
+    # Rounded up, so that the last moment is not a busy one; and poll(2) takes an int.
+    if deadline is None:
+        return None
+    left = deadline - time.monotonic()
+    return 0.0 if deadline == 0.0 or left <= 0 else min(left, 3600.0) * 1000 + 1
