@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import U64, Shot, Target, device_options, flag_options, shot_options
+from .options import (
+    U64,
+    Peer,
+    Shot,
+    Target,
+    device_options,
+    flag_options,
+    given,
+    peer_options,
+    shot_options,
+)
 from .output import Output
 
 if TYPE_CHECKING:
@@ -20,7 +30,7 @@ __all__ = ["atomic"]
 @click.group(invoke_without_command=True)
 @click.pass_context
 def atomic(ctx: click.Context) -> None:
-    """Change a 64-bit value of a second queue pair in one step."""
+    """Change a 64-bit value of a second queue pair, or of HOST, in one step."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)
@@ -34,6 +44,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @atomic.command("cas")
+@peer_options(offset=True)
 @_initial_option
 @click.option(
     "--compare", type=U64, metavar="N", default=0, show_default=True,
@@ -46,7 +57,13 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
 @shot_options
 @device_options
 def compare_and_swap(
-    out: Output, target: Target, shot: Shot, initial: int, compare: int, swap: int
+    out: Output,
+    target: Target,
+    shot: Shot,
+    peer: Peer | None,
+    initial: int,
+    compare: int,
+    swap: int,
 ) -> None:
     """Compare and swap: put a value there if the one to compare with stands there."""
     from rdmapost import AtomicCmpAndSwp, Opcode
@@ -57,11 +74,12 @@ def compare_and_swap(
     def after(value: int) -> int:
         return swap if value == compare else value
 
-    _run(out, target, shot, Opcode.ATOMIC_CMP_AND_SWP, initial, make, after,
+    _run(out, target, shot, peer, Opcode.ATOMIC_CMP_AND_SWP, initial, make, after,
          {"initial": initial, "compare": compare, "swap": swap})  # fmt: skip
 
 
 @atomic.command("fetch-add")
+@peer_options(offset=True)
 @_initial_option
 @click.option(
     "--add", type=U64, metavar="N", default=1, show_default=True, help="What to add; wraps at 2^64."
@@ -69,7 +87,9 @@ def compare_and_swap(
 @flag_options("fence")
 @shot_options
 @device_options
-def fetch_and_add(out: Output, target: Target, shot: Shot, initial: int, add: int) -> None:
+def fetch_and_add(
+    out: Output, target: Target, shot: Shot, peer: Peer | None, initial: int, add: int
+) -> None:
     """Fetch and add: add to the value that stands there."""
     from rdmapost import AtomicFetchAndAdd, Opcode
 
@@ -79,7 +99,7 @@ def fetch_and_add(out: Output, target: Target, shot: Shot, initial: int, add: in
     def after(value: int) -> int:
         return (value + add) % (1 << 64)
 
-    _run(out, target, shot, Opcode.ATOMIC_FETCH_AND_ADD, initial, make, after,
+    _run(out, target, shot, peer, Opcode.ATOMIC_FETCH_AND_ADD, initial, make, after,
          {"initial": initial, "add": add})  # fmt: skip
 
 
@@ -87,25 +107,37 @@ def _run(
     out: Output,
     target: Target,
     shot: Shot,
+    peer: Peer | None,
     opcode: Opcode,
     initial: int,
     make: Callable[..., SendWR],
     after: Callable[[int], int],
-    given: dict[str, Any],
+    asked: dict[str, Any],
 ) -> None:
     """Post atomics on one value and check what each of them did.
 
     Args:
         out, target, shot, opcode: as in oneshot.loopback.
+        peer: the server whose value it is, or None.
         initial: the value that stands there.
         make: makes the work request.
         after: what the operation makes of a value.
-        given: what the document says of the request.
+        asked: what the document says of the request.
     """
     from rdmapost import RdmaError
 
     from .oneshot import loopback, post, send_flags, show
 
+    if peer is not None:
+        from .remote import atomic_at
+
+        if given("initial"):
+            raise click.UsageError(
+                "--initial says what stands there without HOST", click.get_current_context()
+            )
+        there = {name: value for name, value in asked.items() if name != "initial"}
+        atomic_at(out, target, shot, peer, opcode, make, there)
+        return
     count = shot.count
     with loopback(out, target, shot, opcode, local_size=8 * count, remote_size=8) as pair:
         context = pair.local.cq.context
@@ -137,5 +169,5 @@ def _run(
         expected = after(expected)
     if new != expected:
         raise RdmaError(f"{new} stands there now, and not {expected}")
-    yields: dict[str, Any] = {**given, "old": olds[0], "new": new}
+    yields: dict[str, Any] = {**asked, "old": olds[0], "new": new}
     show(out, yields if count == 1 else {**yields, "olds": olds})

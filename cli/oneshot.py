@@ -28,6 +28,7 @@ from .session import open_target, usage_error
 
 __all__ = [
     "arrive",
+    "as_text",
     "frame_header",
     "loopback",
     "post",
@@ -189,7 +190,7 @@ def show(out: Output, yields: dict[str, Any]) -> None:
     pairs = []
     for name, value in yields.items():
         if isinstance(value, bytes):
-            text, encoding = _as_text(value)
+            text, encoding = as_text(value)
             doc |= {name: text, "encoding": encoding}
             if len(value) > _SHOWN:
                 doc["truncated"] = True
@@ -202,15 +203,16 @@ def show(out: Output, yields: dict[str, Any]) -> None:
             pairs.append((name, ", ".join(map(str, value))))
         elif value is not None:
             pairs.append((name, value if isinstance(value, str) else f"{value} ({value:#x})"))
+    to = f" to {doc['peer']}" if "peer" in doc else ""
     many = f"{doc['count']} x " if "count" in doc else ""
     head = (
         f"{many}{doc['opcode']} of {doc['byte_len']} bytes on {doc['qp_type']}, "
-        f"{doc['device']}: {doc['status']}"
+        f"{doc['device']}{to}: {doc['status']}"
     )
     out.finish("\n".join([head, fields(pairs)] if pairs else [head]))
 
 
-def _as_text(data: bytes) -> tuple[str, str]:
+def as_text(data: bytes) -> tuple[str, str]:
     """Return what is shown of data, and how: "utf-8" where it can be printed, else "hex"."""
     shown = data[:_SHOWN]
     try:

@@ -17,23 +17,29 @@ from .output import Output
 __all__ = [
     "U32",
     "U64",
+    "Peer",
     "Shot",
     "Target",
     "device_options",
     "flag_options",
+    "given",
     "integer",
+    "payload_of",
     "payload_options",
     "payload_options_for",
+    "peer_options",
     "seconds",
     "shot_options",
     "shot_options_for",
     "size_in_bytes",
     "timeout_option",
+    "token_option",
 ]
 
 Command = Callable[..., Any]
 
 _MAX_MESSAGE = 1 << 31
+_MAX_TOKEN = 256
 _DEFAULT_DATA = "hello, rdma"
 
 
@@ -120,6 +126,22 @@ class Shot:
     flags: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The server to post to.
+
+    Attributes:
+        host, port: where it listens.
+        token: the token to show, or None.
+        offset: where in its memory.
+    """
+
+    host: str
+    port: int
+    token: str | None
+    offset: int
+
+
 def device_options(function: Command) -> Command:
     """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
 
@@ -160,6 +182,68 @@ def timeout_option(function: Command) -> Command:
         show_default=True,
         help="Give up after this time.",
     )(function)
+
+
+def token_option(text: str) -> Callable[[Command], Command]:
+    """Add --token.
+
+    Args:
+        text: what it is for.
+    """
+    return click.option(
+        "--token",
+        metavar="T",
+        envvar="RDMAPOST_TOKEN",
+        show_envvar=True,
+        help=f"{text}  Others may see it in the list of processes, and not the variable.",
+    )
+
+
+def given(name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def peer_options(*, offset: bool) -> Callable[[Command], Command]:
+    """Add HOST[:PORT] and what goes with it; the command gets ``peer``, or None without.
+
+    Args:
+        offset: whether there is a place in the server's memory to choose.
+    """
+
+    def decorate(function: Command) -> Command:
+        @click.argument("server", metavar="[HOST[:PORT]]", required=False)
+        @token_option("Token that 'rdmapost serve' asks for.")
+        @functools.wraps(function)
+        def command(
+            server: str | None, token: str | None, offset: int | None = None, **options: Any
+        ) -> Any:
+            if server is None:
+                for name, value in (("token", token), ("offset", offset)):
+                    if value is not None and given(name):
+                        _usage(f"--{name} needs a HOST to post to")
+                return function(peer=None, **options)
+            from rdmapost.connect.address import parse_address
+
+            try:
+                host, port = parse_address(server)
+            except ValueError as error:
+                _usage(str(error))
+            if token is not None and len(token) > _MAX_TOKEN:
+                _usage(f"a token has at most {_MAX_TOKEN} characters, not {len(token)}")
+            return function(peer=Peer(host, port, token or None, offset or 0), **options)
+
+        if offset:
+            command = click.option(
+                "--offset",
+                type=size_in_bytes,
+                metavar="N[K|M|G]",
+                help="With HOST: where in its memory.  [default: 0]",
+            )(command)
+        return command
+
+    return decorate
 
 
 def flag_options(*names: str) -> Callable[[Command], Command]:
@@ -264,14 +348,15 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
                 _usage("--data, --data-file and --size exclude each other; give one of them")
             if not given:
                 size = size_unless_given
-            return function(payload=_payload(data, data_file, size), **options)
+            return function(payload=payload_of(data, data_file, size), **options)
 
         return command
 
     return decorate
 
 
-def _payload(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:
+def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:
+    """Return the data that options ask for: made up, of a file, or a text."""
     if size is not None:
         return (bytes(range(256)) * (size // 256 + 1))[:size]
     if data_file is None:

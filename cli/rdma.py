@@ -8,11 +8,14 @@ import click
 
 from .options import (
     U32,
+    Peer,
     Shot,
     Target,
     device_options,
     flag_options,
+    given,
     payload_options,
+    peer_options,
     shot_options,
 )
 from .output import Output
@@ -21,13 +24,24 @@ __all__ = ["read", "write"]
 
 
 @click.command()
+@peer_options(offset=True)
 @payload_options
 @click.option("--imm", type=U32, metavar="N", help="Deliver 32 bits of immediate data too.")
 @flag_options("inline", "fence", "solicited")
 @shot_options
 @device_options
-def write(out: Output, target: Target, shot: Shot, payload: bytes, imm: int | None) -> None:
-    """Write to the memory of a second queue pair of the same device."""
+def write(
+    out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes, imm: int | None
+) -> None:
+    """Write to the memory of a second queue pair of the same device, or to that of HOST.
+
+    At HOST 'rdmapost serve' listens, which says what stands there then.
+    """
+    if peer is not None:
+        from .remote import write_to
+
+        write_to(out, target, shot, peer, payload, imm)
+        return
     from rdmapost import Opcode, RdmaWrite, RdmaWriteWithImm
 
     from .oneshot import arrive, loopback, post, send_flags, show, source, verify
@@ -67,15 +81,28 @@ def write(out: Output, target: Target, shot: Shot, payload: bytes, imm: int | No
 
 
 @click.command()
+@peer_options(offset=True)
 @payload_options
 @flag_options("fence")
 @shot_options
 @device_options
-def read(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
-    """Read the memory of a second queue pair of the same device.
+def read(out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes) -> None:
+    """Read the memory of a second queue pair of the same device, or that of HOST.
 
-    The data options say what stands there.
+    The data options say what stands there.  At HOST, where 'rdmapost serve'
+    listens, that is its business, and --size says how much to read; all that
+    it exposes, unless given.
     """
+    if peer is not None:
+        from .remote import read_from
+
+        if given("data") or given("data_file"):
+            raise click.UsageError(
+                "--data and --data-file say what is read without HOST",
+                click.get_current_context(),
+            )
+        read_from(out, target, shot, peer, len(payload) if given("size") else None)
+        return
     from rdmapost import Opcode, RdmaRead
 
     from .oneshot import loopback, post, send_flags, show, verify

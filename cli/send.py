@@ -8,11 +8,13 @@ import click
 
 from .options import (
     U32,
+    Peer,
     Shot,
     Target,
     device_options,
     flag_options,
     payload_options,
+    peer_options,
     shot_options,
 )
 from .output import Output
@@ -25,6 +27,7 @@ __all__ = ["send"]
 
 
 @click.command()
+@peer_options(offset=False)
 @payload_options
 @click.option("--imm", type=U32, metavar="N", help="Send 32 bits of immediate data too.")
 @click.option("--invalidate", is_flag=True, help="Invalidate a key of the other side (WITH_INV).")
@@ -37,12 +40,14 @@ def send(
     out: Output,
     target: Target,
     shot: Shot,
+    peer: Peer | None,
     payload: bytes,
     imm: int | None,
     invalidate: bool,
 ) -> None:
-    """Send a message to a second queue pair of the same device.
+    """Send a message to a second queue pair of the same device, or to HOST.
 
+    At HOST 'rdmapost serve' listens, which says what has arrived there.
     With --invalidate the key is that of a memory window which the other side
     has bound, and on xrc that of a memory region.  With --qp-type raw the data
     follows a made-up Ethernet header.
@@ -53,6 +58,13 @@ def send(
 
     if invalidate and imm is not None:
         raise click.UsageError("--imm and --invalidate exclude each other; give one of them", ctx)
+    if peer is not None:
+        from .remote import send_to
+
+        if invalidate:
+            raise click.UsageError("--invalidate needs a key of the other side; without HOST", ctx)
+        send_to(out, target, shot, peer, payload, imm)
+        return
     header = frame_header(shot)
     message, count = header + payload, shot.count
     length = len(message)

@@ -34,9 +34,10 @@ COMMANDS = [
     ["tag", "del"],
     ["tag", "sync"],
     ["check"],
+    ["serve"],
 ]
 GROUPS = [["atomic"], ["tag"]]
-ONE_SHOTS = COMMANDS[1:-1]
+ONE_SHOTS = COMMANDS[1:-2]
 EVERYWHERE = ["-d, --device", "-p, --port", "-g, --gid-index", "--json", "-v, --verbose"]
 
 
@@ -84,7 +85,7 @@ def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
     [
         (["sned"], "No such command 'sned'"),
         (["send", "--nope"], "No such option"),
-        (["send", "more"], "unexpected extra argument"),
+        (["send", "host", "more"], "unexpected extra argument"),
         (["send", "--data", "x", "--size", "3"], "exclude each other"),
         (["write", "--size", "3", "--data-file", os.devnull], "exclude each other"),
         (["send", "--data-file", "/no/such/file"], "No such file"),

@@ -23,7 +23,7 @@ from .connection import Dialled
 from .conversation import Conversation, Reception, check_token
 from .errors import ConnectError, ProtocolError
 from .events import OnEvent, Refused
-from .exposure import ServedClient
+from .exposure import Exposure, ServedClient
 from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
 from .server import make_exposure, open_listener, warning_of
@@ -109,6 +109,11 @@ class AsyncServer:
             _log.warning("%s", self.warning)
         self._talks: dict[asyncio.Task[None], Conversation] = {}
         self._stopping = asyncio.Event()
+
+    @property
+    def exposure(self) -> Exposure:
+        """What every client is given: size, access, count, receive_size."""
+        return self._reception.exposure
 
     @property
     def clients(self) -> list[ServedClient]:

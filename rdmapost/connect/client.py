@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import select
 import socket
+import threading
 import time
 from contextlib import suppress
 from types import TracebackType
@@ -133,6 +134,8 @@ class Connection(Dialled):
         self, context: Context, host: str, port: int, token: str | None, **options: Any
     ) -> None:
         self._socket: socket.socket | None = None
+        # One question after the other, whoever asks.
+        self._turn = threading.Lock()
         super().__init__(context, **options)
         try:
             self._session = ClientSession()
@@ -176,14 +179,15 @@ class Connection(Dialled):
         Raises:
             ConnectError: there is none; the connection is closed then.
         """
-        if self._socket is None:
-            raise ConnectError("the connection is closed", "lost")
-        try:
-            return self._teller.answer(self._exchange(self._socket, message, more_time))
-        except BaseException:
-            # Whatever comes after this is the answer to something else.
-            self._hang_up()
-            raise
+        with self._turn:
+            if self._socket is None:
+                raise ConnectError("the connection is closed", "lost")
+            try:
+                return self._teller.answer(self._exchange(self._socket, message, more_time))
+            except BaseException:
+                # Whatever comes after this is the answer to something else.
+                self._hang_up()
+                raise
 
     def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
         session, teller = self._session, self._teller

@@ -124,6 +124,18 @@ class Dialled:
         """
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
+    def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
+        """Register more local memory; it is given back with the connection.
+
+        Args:
+            length: bytes.
+            access: what may be done with it, an Access.
+
+        Raises:
+            VerbsError: the device refused.
+        """
+        return self._used.enter_context(MR(self.qp.pd, length, access))
+
     def wait(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions of this side (cq.wait).
 

@@ -234,18 +234,11 @@ class Conversation:
                 return encode(Nothing(0 if self._client is None else self._client.arrived))
             if limit is not None and now >= self._heard + limit:
                 what = "half a message" if self._session.partial else "nothing"
-                step = "" if self._session.step is Step.OPEN else f" ({self._expected()})"
-                return encode(
-                    self._fail(
-                        ProtocolError(
-                            f"{what} came from the client in {limit:g} s{step}", "timeout"
-                        )
-                    )
-                )
+                text = f"{what} came from the client within {limit:g} s"
+                if self._session.step is not Step.OPEN:
+                    text += f": its {self._session.step.name.lower()} was to come"
+                return encode(self._fail(ProtocolError(text, "timeout")))
             return b""
-
-    def _expected(self) -> str:
-        return f"it should say {self._session.step.name.lower()}"
 
     def lost(self, why: str = "") -> None:
         """The connection is gone."""

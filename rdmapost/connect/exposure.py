@@ -21,7 +21,7 @@ from ..memory import MR, PD
 from ..queuepair import QP
 from ..wr import RecvWR
 from .events import Changed
-from .messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
+from .messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
 
 __all__ = ["EXPOSABLE", "Exposure", "ServedClient"]
 
@@ -66,8 +66,7 @@ class Exposure:
     gid_index: int | None = None
 
     def __str__(self) -> str:
-        names = [flag.name.removeprefix("REMOTE_").lower() for flag in self.access if flag.name]
-        allowed = ", ".join(names) if names else "no"
+        allowed = ", ".join(access_names(self.access)) or "no"
         whose = "shared by all clients" if self.memory is not None else "for each client"
         return f"{allowed} access to {self.size} bytes of memory {whose}"
 

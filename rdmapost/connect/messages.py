@@ -50,6 +50,7 @@ __all__ = [
     "Ready",
     "Report",
     "Seen",
+    "access_names",
     "decode",
     "encode",
     "fields_of",
@@ -290,7 +291,8 @@ _ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE,
            "atomic": Access.REMOTE_ATOMIC}  # fmt: skip
 
 
-def _write_access(access: Access) -> list[str]:
+def access_names(access: Access) -> list[str]:
+    """Name what an access permits: of read, write and atomic, in this order."""
     return [name for name, flag in _ACCESS.items() if access & flag]
 
 
@@ -345,7 +347,7 @@ _FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
         "addr": _U64,
         "rkey": _U32,
         "size": _U64,
-        "access": _Form(_write_access, _read_access, "a list of read, write and atomic"),
+        "access": _Form(access_names, _read_access, "a list of read, write and atomic"),
         "receives": _U32,
         "receive_size": _U32,
     }),

@@ -14,6 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
 from ..errors import RdmaError
@@ -34,6 +35,7 @@ _MAX_WAITING = 16
 _MAX_LINGERING = 64
 _BACKLOG = 64
 _MAX_COUNT = 1 << 14
+_RECEIVE_SIZE = 1 << 16
 _LAST_MOMENT_S = 10.0
 
 
@@ -72,7 +74,7 @@ def serve(
         access: what it may do with it, of REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC; all that the device can do unless given.
         count: receives posted for each client, 0..16384; a used one is posted again.
-        receive_size: bytes of message that each takes; size unless given.
+        receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
         data: what the memory holds at first; zeros follow.
         shared: one memory for all clients, instead of one for each.
         token: what a client must know, up to 256 characters; None lets in everyone.
@@ -89,7 +91,8 @@ def serve(
 
     Raises:
         ValueError: an argument is out of range.
-        RdmaError: the device has no atomics, and they are asked for.
+        RdmaError: the port has no such GID, or the device has no atomics and they are
+            asked for.
         ConnectError: there is no such host.
         OSError: the address is in use, or is not this machine's.
     """
@@ -117,7 +120,7 @@ def make_exposure(
     gid_index: int | None,
 ) -> Exposure:
     """Check what is to be exposed; the arguments are serve()'s."""
-    receive_size = size if receive_size is None else receive_size
+    receive_size = min(size, _RECEIVE_SIZE) if receive_size is None else receive_size
     for name, value, least, most in (
         ("size", size, 1, 1 << 40), ("count", count, 0, _MAX_COUNT),
         ("receive_size", receive_size, 0, 1 << 31),
@@ -136,7 +139,7 @@ def make_exposure(
     if access & Access.REMOTE_ATOMIC and not has_atomics:
         raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
     # What is wrong with these is said now, and not to the first client.
-    context.query_port(port_num)
+    choose_gid(context, port_num, gid_index)
     if count > context.attr.max_qp_wr:
         raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")
     memory = None
@@ -210,6 +213,11 @@ class Server:
         return show_address(self.address)
 
     @property
+    def exposure(self) -> Exposure:
+        """What every client is given: size, access, count, receive_size."""
+        return self._reception.exposure
+
+    @property
     def clients(self) -> list[ServedClient]:
         """Those who are there: their queue pairs, memory and offers."""
         return list(self._reception.clients.values())
@@ -232,12 +240,20 @@ class Server:
         atexit.unregister(self.close)
         os.close(self._stop)
         deadline = time.monotonic() + self._reception.timeout + _LAST_MOMENT_S
-        threads = [self._acceptor, *self._threads]
+        # The acceptor first: after it there are no new ones.
+        ended = self._join([self._acceptor], deadline)
+        with self._lock:
+            threads = list(self._threads)
+        if self._join(threads, deadline) and ended:
+            os.close(self._stop_fd)
+
+    @staticmethod
+    def _join(threads: list[threading.Thread], deadline: float) -> bool:
         for thread in threads:
+            # A callback may close the server in one of them.
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        if not any(thread.is_alive() for thread in threads):
-            os.close(self._stop_fd)
+        return not any(thread.is_alive() for thread in threads)
 
     def __enter__(self) -> Self:
         return self
@@ -261,6 +277,7 @@ class Server:
                     poller.register(fd, select.POLLIN)
                 ready = {fd for fd, _ in poller.poll(LINGER_S * 1000 if lingering else None)}
                 if self._stop_fd in ready:
+                    self._empty_backlog()
                     return
                 now = time.monotonic()
                 for sock, until in list(lingering.items()):
@@ -273,6 +290,14 @@ class Server:
             self._listener.close()
             for sock in lingering:
                 sock.close()
+
+    def _empty_backlog(self) -> None:
+        # Closing the listener would reset them without a word.
+        with suppress(OSError):
+            for _ in range(_BACKLOG):
+                sock, _ = self._listener.accept()
+                with sock, suppress(OSError):
+                    sock.send(encode(Error("closing", "the server ends")))
 
     def _let_in(self, lingering: dict[socket.socket, float]) -> None:
         try:

@@ -1,0 +1,316 @@
+"""The one-shots with HOST: one post to a server of another process, and what it yields."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rdmapost import (
+    SGE,
+    WC,
+    Access,
+    CompletionError,
+    Opcode,
+    QPType,
+    RdmaError,
+    RdmaRead,
+    RdmaWrite,
+    RdmaWriteWithImm,
+    Send,
+    SendWithImm,
+    SendWR,
+    WaitTimeout,
+    WCStatus,
+)
+from rdmapost.connect import Arrival, Connection, Seen, dial
+from rdmapost.connect.address import show_address
+from rdmapost.connect.messages import access_names
+
+from .oneshot import record, send_flags, show
+from .options import Peer, Shot, Target
+from .output import Output
+from .session import open_target, usage_error
+
+__all__ = ["atomic_at", "read_from", "send_to", "write_to"]
+
+_LOOK_AGAIN_S = 0.01
+_REPORTED = 1024
+"""Arrivals that a server still knows."""
+
+
+@contextmanager
+def _dialled(
+    out: Output,
+    target: Target,
+    shot: Shot,
+    opcode: Opcode,
+    peer: Peer,
+    *,
+    local_size: int,
+    inlined: int = 0,
+) -> Iterator[Connection]:
+    """Open the device and connect a queue pair to the server's."""
+    qp_type = QPType[shot.qp_type]
+    where = show_address((peer.host, peer.port))
+    out.doc.update(
+        device=None, kind=None, opcode=opcode.name, qp_type=shot.qp_type, peer=where,
+        status=None, wr_id=None, byte_len=None, gid_index=None,
+    )  # fmt: skip
+    if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
+        usage_error("with HOST, --qp-type is rc, uc or ud")
+    with open_target(out, target) as (context, port_num):
+        if shot.count > context.attr.max_qp_wr:
+            usage_error(
+                f"--count {shot.count} is more than {context.name} can hold in a queue "
+                f"(max_qp_wr={context.attr.max_qp_wr})"
+            )
+        with dial(
+            context,
+            peer.host,
+            peer.port,
+            qp_type=qp_type,
+            token=peer.token,
+            timeout=shot.timeout,
+            local_size=local_size,
+            depth=shot.count,
+            max_inline_data=inlined if "INLINE" in shot.flags else 0,
+            port_num=port_num,
+            gid_index=target.gid_index,
+        ) as connection:
+            out.doc["gid_index"] = connection.qp.gid.index
+            offer = connection.offer
+            out.note(f"local    {connection.qp}: {connection.qp.endpoint()}")
+            out.note(f"remote   client {offer.client} of {where}, {offer.device}: {offer.endpoint}")
+            out.note(f"exposed  {_exposed(connection)}")
+            yield connection
+
+
+def _exposed(connection: Connection) -> str:
+    offer = connection.offer
+    return (
+        f"{offer.size} bytes at {offer.addr:#x} (rkey {offer.rkey:#x}) "
+        f"for {', '.join(access_names(offer.access)) or 'nothing'}"
+    )
+
+
+def _source(connection: Connection, shot: Shot, payload: bytes) -> Sequence[SGE]:
+    if not payload:
+        return []
+    if "INLINE" in shot.flags:
+        return [SGE.from_buffer(payload)]
+    connection.mr.buffer[: len(payload)] = payload
+    return [connection.mr[: len(payload)]]
+
+
+def _post(out: Output, connection: Connection, wrs: Sequence[SendWR]) -> list[WC]:
+    """Post a list of work requests in one call, and wait until they are done."""
+    connection.qp.post_send(wrs)
+    try:
+        wcs = connection.wait(len(wrs))
+    except WaitTimeout:
+        record(out, connection.cq.poll(len(wrs)), len(wrs))
+        raise WaitTimeout(
+            f"what was posted did not complete within {connection.timeout:g} s"
+        ) from None
+    telling = record(out, wcs, len(wrs))
+    if telling is not None and telling.status is WCStatus.REM_ACCESS_ERR:
+        # The server has said what it permits, and this was something else.
+        raise CompletionError(
+            telling,
+            f"the work request with wr_id {telling.wr_id} ended with REM_ACCESS_ERR; "
+            f"{out.doc['peer']} exposes {_exposed(connection)}",
+        )
+    if telling is not None:
+        telling.check()
+    return wcs
+
+
+def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
+    """Ask the server what has arrived."""
+    found = []
+    for index in range(max(1, count - _REPORTED + 1), count + 1):
+        arrival = connection.report(index)
+        if arrival is None:
+            which = f"message {index} of {count}" if count > 1 else "the message"
+            raise WaitTimeout(
+                f"{which} did not arrive at {out.doc['peer']} within {connection.timeout:g} s"
+            )
+        if arrival.status:
+            raise RdmaError(
+                f"{out.doc['peer']} could not take it: its receive ended with {arrival.status.name}"
+            )
+        found.append(arrival)
+    return found
+
+
+def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> bytes:
+    """Return what arrived, which must be what was sent."""
+    head = expected[: len(found.data)]
+    if found.data != head or found.sha256 != hashlib.sha256(expected).hexdigest():
+        which = f"message {index + 1} of {count}: " if count > 1 else ""
+        raise RdmaError(
+            f"{which}the device reported success, but the data that arrived "
+            "is not the data that was sent"
+        )
+    # The server shows how it begins, and the digest is that of the rest too.
+    return found.data + expected[len(found.data) :]
+
+
+# ---- the commands -------------------------------------------------------------------
+
+
+def send_to(
+    out: Output, target: Target, shot: Shot, peer: Peer, payload: bytes, imm: int | None
+) -> None:
+    """Send messages to a server."""
+    opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
+    length, count = len(payload), shot.count
+    with _dialled(out, target, shot, opcode, peer, local_size=length, inlined=length) as connection:
+        fields: dict[str, Any] = {
+            "sg_list": _source(connection, shot, payload),
+            "send_flags": send_flags(shot),
+            **connection.address,
+        }
+        wrs = [
+            Send(wr_id=index + 1, **fields)
+            if imm is None
+            else SendWithImm(wr_id=index + 1, imm_data=imm, **fields)
+            for index in range(count)
+        ]
+        _post(out, connection, wrs)
+        arrivals = _arrivals(out, connection, count)
+        for arrival in arrivals:
+            received = _same(arrival, payload, arrival.index - 1, count)
+        out.doc["byte_len"] = arrivals[-1].byte_len
+    yields: dict[str, Any] = {"data": payload, "received": received}
+    show(out, yields if imm is None else {**yields, "imm_data": arrivals[-1].imm_data})
+
+
+def write_to(
+    out: Output, target: Target, shot: Shot, peer: Peer, payload: bytes, imm: int | None
+) -> None:
+    """Write to the memory of a server, one behind the other."""
+    opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
+    length, count = len(payload), shot.count
+    with _dialled(out, target, shot, opcode, peer, local_size=length, inlined=length) as connection:
+        fields: dict[str, Any] = {
+            "sg_list": _source(connection, shot, payload),
+            "send_flags": send_flags(shot),
+        }
+        places = [peer.offset + index * length for index in range(count)]
+        wrs = [
+            RdmaWrite(wr_id=index + 1, **fields, **connection.target(place))
+            if imm is None
+            else RdmaWriteWithImm(
+                wr_id=index + 1, imm_data=imm, **fields, **connection.target(place)
+            )
+            for index, place in enumerate(places)
+        ]
+        _post(out, connection, wrs)
+        arrivals = [] if imm is None else _arrivals(out, connection, count)
+        received: bytes | None = b""
+        for index, place in enumerate(places if length else []):
+            seen = _settled(connection, place, payload)
+            received = None if seen is None else _same(seen, payload, index, count)
+        out.doc["byte_len"] = length
+        out.doc["remote_addr"] = connection.offer.addr + peer.offset
+    yields: dict[str, Any] = {"data": payload}
+    if received is not None:
+        yields["received"] = received
+    show(out, yields if imm is None else {**yields, "imm_data": arrivals[-1].imm_data})
+
+
+def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None:
+    """Return what stands in the memory; on UC only after it has come, as far as it does.
+
+    Returns:
+        What the server has seen, or None if it does not tell.
+    """
+    deadline = time.monotonic() + connection.timeout
+    digest = hashlib.sha256(expected).hexdigest()
+    while True:
+        try:
+            seen = connection.look(place, len(expected))
+        except ValueError as error:
+            # A write that is not acknowledged can go anywhere, and be dropped there.
+            raise RdmaError(f"the write went outside the exposed memory: {error}") from None
+        if not seen.sha256:
+            return None
+        if seen.sha256 == digest or time.monotonic() > deadline:
+            return seen
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def read_from(out: Output, target: Target, shot: Shot, peer: Peer, length: int | None) -> None:
+    """Read the memory of a server; all that follows the offset unless a length is given."""
+    count = shot.count
+    with _dialled(out, target, shot, Opcode.RDMA_READ, peer, local_size=1) as connection:
+        if length is None:
+            length = connection.offer.size - peer.offset
+            if length < 0:
+                usage_error(
+                    f"--offset {peer.offset} is behind the end of the "
+                    f"{connection.offer.size} bytes that {out.doc['peer']} exposes"
+                )
+        memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
+        flags = send_flags(shot)
+        cuts = [(index * length, (index + 1) * length) for index in range(count)]
+        wrs = [
+            RdmaRead(
+                wr_id=index + 1,
+                send_flags=flags,
+                sg_list=[memory[start:stop]] if length else [],
+                **connection.target(peer.offset),
+            )
+            for index, (start, stop) in enumerate(cuts)
+        ]
+        _post(out, connection, wrs)
+        received = bytes(memory.buffer[cuts[-1][0] : cuts[-1][1]])
+        out.doc["byte_len"] = length
+        out.doc["remote_addr"] = connection.offer.addr + peer.offset
+    show(out, {"received": received})
+
+
+def atomic_at(
+    out: Output,
+    target: Target,
+    shot: Shot,
+    peer: Peer,
+    opcode: Opcode,
+    make: Callable[..., SendWR],
+    given: dict[str, Any],
+) -> None:
+    """Change a value in the memory of a server.
+
+    Args:
+        out, target, shot, peer, opcode: as in _dialled.
+        make: makes the work request.
+        given: what the document says of the request.
+    """
+    count = shot.count
+    with _dialled(out, target, shot, opcode, peer, local_size=8 * count) as connection:
+        flags = send_flags(shot)
+        wrs = [
+            make(
+                wr_id=index + 1,
+                send_flags=flags,
+                sg_list=[connection.mr[8 * index : 8 * index + 8]],
+                **connection.target(peer.offset),
+            )
+            for index in range(count)
+        ]
+        _post(out, connection, wrs)
+        local = connection.mr.buffer[: 8 * count].cast("Q")
+        olds = [local[index] for index in range(count)]
+        seen = connection.look(peer.offset, 8)
+        out.doc["byte_len"] = 8
+        out.doc["remote_addr"] = connection.offer.addr + peer.offset
+    yields: dict[str, Any] = {**given, "old": olds[0]}
+    if seen.data:
+        # What stands there now; others may be at it too.
+        yields["new"] = int.from_bytes(seen.data, sys.byteorder)
+    show(out, yields if count == 1 else {**yields, "olds": olds})

@@ -1,0 +1,347 @@
+"""``rdmapost serve``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import click
+
+from .options import (
+    Target,
+    device_options,
+    integer,
+    payload_of,
+    seconds,
+    size_in_bytes,
+    token_option,
+)
+from .output import Output
+
+if TYPE_CHECKING:
+    from rdmapost.connect import Event, Server
+    from rdmapost.connect.messages import Arrival
+
+__all__ = ["serve"]
+
+_MOST_WAITING = 10_000
+"""Events that have not been printed; those of a flood that are more are only counted."""
+_ACCESS = ("read", "write", "atomic")
+
+
+def _access(value: str) -> str:
+    names = [name.strip() for name in value.lower().split(",")]
+    if names == ["none"]:
+        return ""
+    for name in names:
+        if name not in _ACCESS:
+            raise click.BadParameter(
+                f"{name!r} is not read, write or atomic; give some of them, with commas, or none"
+            )
+    return ",".join(names)
+
+
+@click.command()
+@click.option(
+    "--bind", metavar="[ADDR][:PORT]", default="127.0.0.1:18600", show_default=True,
+    help="Where to listen; 0.0.0.0 or [::] is everywhere, port 0 one that is free.",
+)  # fmt: skip
+@click.option(
+    "--size", type=size_in_bytes, metavar="N[K|M|G]",
+    help="Bytes of memory that a client can reach.  [default: 4096]",
+)  # fmt: skip
+@click.option(
+    "--count", type=integer(0, 1 << 14), metavar="N", default=16, show_default=True,
+    help="Receives to post for each client; used ones are posted again.",
+)  # fmt: skip
+@click.option(
+    "--receive-size", type=size_in_bytes, metavar="N[K|M|G]",
+    help="Bytes of message that each takes.  [default: --size, at most 64K]",
+)  # fmt: skip
+@click.option(
+    "--access", type=_access, metavar="LIST",
+    help="What clients may do with the memory: read,write,atomic, or none.  "
+    "[default: all that the device can]",
+)  # fmt: skip
+@click.option("--data", metavar="TEXT", help="What the memory holds at first, before zeros.")
+@click.option("--data-file", type=click.File("rb"), metavar="FILE", help="Take that from a file.")
+@click.option("--shared", is_flag=True, help="One memory for all clients, not one for each.")
+@token_option("Serve only those who give this token.")
+@click.option(
+    "--max-clients", type=integer(1, 4096), metavar="N", default=16, show_default=True,
+    help="How many at once.",
+)  # fmt: skip
+@click.option(
+    "--timeout", type=seconds, metavar="SECONDS", default=5.0, show_default=True,
+    help="Time for each step of the exchange with a client.",
+)  # fmt: skip
+@click.option(
+    "--idle-timeout", type=seconds, metavar="SECONDS", default=300.0, show_default=True,
+    help="Dismiss a client of which nothing is heard for so long.",
+)  # fmt: skip
+@device_options
+def serve(
+    out: Output,
+    target: Target,
+    bind: str,
+    size: int | None,
+    count: int,
+    receive_size: int | None,
+    access: str | None,
+    data: str | None,
+    data_file: IO[bytes] | None,
+    shared: bool,
+    token: str | None,
+    max_clients: int,
+    timeout: float,
+    idle_timeout: float,
+) -> None:
+    """Let send, write, read and atomic of other processes post to this device.
+
+    Shows the address, the key and the size of what each client is given, and
+    reports what arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json there
+    is one JSON object a line, as it happens.  Nothing is encrypted: bind it
+    only to a network that may see everything, the token included.
+    """
+    from rdmapost import Access
+    from rdmapost import connect as library
+    from rdmapost.connect.address import parse_address
+
+    from .session import open_target, usage_error
+
+    if data is not None and data_file is not None:
+        usage_error("--data and --data-file exclude each other; give one of them")
+    if token is not None and (not token or len(token) > 256):
+        usage_error("a token has 1 to 256 characters")
+    try:
+        host, port = parse_address(
+            f"127.0.0.1{bind}" if bind.startswith(":") and bind.count(":") == 1 else bind,
+            least_port=0,
+        )
+    except ValueError as error:
+        usage_error(f"--bind: {error}")
+    content = payload_of(data or "", data_file, None)
+    if size is None:
+        size = max(4096, len(content))
+    if not max(1, len(content)) <= size:
+        usage_error(f"--size {size} is too small for {max(1, len(content))} bytes")
+    flags = None
+    if access is not None:
+        flags = Access(0)
+        for name in filter(None, access.split(",")):
+            flags |= Access[f"REMOTE_{name.upper()}"]
+    with (
+        _Printer(out) as printer,
+        _log_to_stderr(),
+        _signals(printer),
+        open_target(out, target) as (context, port_num),
+    ):
+        if context.kind != "verbs":
+            click.echo(
+                f"{context.name} lives in this process: nobody outside it can post to it, "
+                "and who tries is told so",
+                err=True,
+            )
+        with library.serve(
+            context, host, port,
+            size=size, access=flags, count=count, receive_size=receive_size, data=content,
+            shared=shared, token=token,
+            max_clients=max_clients, timeout=timeout, idle_timeout=idle_timeout,
+            port_num=port_num, gid_index=target.gid_index, on_event=printer.put,
+        ) as server:  # fmt: skip
+            printer.serving(server)
+            printer.run()
+        # What the end of the server has brought.
+        printer.rest()
+        printer.ended()
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Show what the library has to say about its server."""
+    logger = logging.getLogger("rdmapost.connect")
+    handler = logging.StreamHandler(click.get_text_stream("stderr"))
+    handler.setFormatter(logging.Formatter("rdmapost: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _signals(printer: _Printer) -> Iterator[None]:
+    """End the printer on SIGINT and SIGTERM; a second one ends the process as usual."""
+    before: dict[signal.Signals, Any] = {}
+
+    def end(number: int, frame: object) -> None:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+        printer.end()
+
+    # The kernel may hand the signal to any thread, and only this one runs the handler.
+    woken = signal.set_wakeup_fd(printer.wake_fd, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+
+
+class _Printer:
+    """Prints events in this thread, as the server's threads bring them."""
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self._events: deque[Event] = deque()
+        self._dropped = 0
+        self._clients = 0
+        self._ending = False
+        self._ready, self.wake_fd = os.pipe()
+        for fd in (self._ready, self.wake_fd):
+            os.set_blocking(fd, False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._ready)
+        os.close(self.wake_fd)
+
+    def put(self, event: Event) -> None:
+        """Take an event, from any thread; who cannot print fast enough loses some."""
+        if len(self._events) < _MOST_WAITING:
+            self._events.append(event)
+        else:
+            self._dropped += 1
+        self._wake()
+
+    def end(self) -> None:
+        """Make run return; safe in a signal handler."""
+        self._ending = True
+        self._wake()
+
+    def _wake(self) -> None:
+        # Full it is as good as with one byte more.
+        with suppress(BlockingIOError):
+            os.write(self.wake_fd, b"\0")
+
+    def run(self) -> None:
+        """Print until the end."""
+        poller = select.poll()
+        poller.register(self._ready, select.POLLIN)
+        while not self._ending:
+            poller.poll()
+            with suppress(BlockingIOError):
+                os.read(self._ready, 4096)
+            # Also when more comes all the time the end is noticed.
+            while self._events and not self._ending:
+                self._show(self._events.popleft())
+
+    def rest(self) -> None:
+        """Print what is left."""
+        while self._events:
+            self._show(self._events.popleft())
+
+    def serving(self, server: Server) -> None:
+        """Say where the server is, and what it exposes."""
+        from rdmapost.connect.messages import access_names
+
+        host, port = server.address[:2]
+        size, count = server.exposure.size, server.exposure.count
+        access = access_names(server.exposure.access)
+        doc = {**self._out.doc, "host": host, "port": port, "size": size, "access": access,
+               "count": count, "receive_size": server.exposure.receive_size,
+               "warning": server.warning}  # fmt: skip
+        allowed = ", ".join(access) or "no access"
+        self._line(
+            "serving", doc,
+            f"serving on {server} ({self._out.doc['device']}): {size} bytes for {allowed}; "
+            f"{count} receives",
+        )  # fmt: skip
+
+    def ended(self) -> None:
+        """Say that it is over."""
+        doc: dict[str, Any] = {"clients": self._clients}
+        text = f"ended after {self._clients} client{'s' if self._clients != 1 else ''}"
+        if self._dropped:
+            doc["not_shown"] = self._dropped
+            text += f"; {self._dropped} events were not shown"
+        self._line("ended", doc, text)
+
+    def _line(self, event: str, doc: dict[str, Any], text: str) -> None:
+        click.echo(json.dumps({"event": event, **doc}) if self._out.json else text)
+
+    def _show(self, event: Event) -> None:
+        from rdmapost.connect import Arrived, Joined, Left, Refused
+        from rdmapost.connect.messages import access_names
+
+        from .oneshot import as_text
+
+        if isinstance(event, Joined):
+            self._clients += 1
+            offer = event.offer
+            self._line(
+                "joined",
+                {"client": event.client, "address": event.address, "qp_type": event.qp_type.name,
+                 "qpn": offer.endpoint.qpn, "addr": offer.addr, "rkey": offer.rkey,
+                 "size": offer.size, "access": access_names(offer.access),
+                 "receives": offer.receives, "receive_size": offer.receive_size},
+                f"client {event.client} from {event.address}: {event.qp_type.name}, "
+                f"address {offer.addr:#x}, rkey {offer.rkey:#x}, size {offer.size}",
+            )  # fmt: skip
+        elif isinstance(event, Arrived):
+            self._arrived(event.client, event.arrival)
+        elif isinstance(event, Left):
+            doc: dict[str, Any] = {"client": event.client, "address": event.address,
+                                   "reason": event.reason, "changed": None}  # fmt: skip
+            text = f"client {event.client} left: {event.reason}"
+            if (changed := event.changed) is not None:
+                shown, encoding = as_text(changed.data)
+                end = changed.offset + changed.length
+                doc["changed"] = {"offset": changed.offset, "length": changed.length,
+                                  "data": shown, "encoding": encoding}  # fmt: skip
+                where = f"memory {changed.offset}..{end}"
+                text = f"client {event.client}: {where} holds {_quoted(shown, encoding)}\n{text}"
+            self._line("left", doc, text)
+        elif isinstance(event, Refused):
+            self._line(
+                "refused", {"address": event.address, "code": event.code, "error": event.text},
+                f"refused {event.address}: {event.text}",
+            )  # fmt: skip
+
+    def _arrived(self, client: int, arrival: Arrival) -> None:
+        from .oneshot import as_text
+
+        doc: dict[str, Any] = {
+            "client": client, "index": arrival.index, "status": arrival.status.name,
+            "opcode": None if arrival.opcode is None else arrival.opcode.name,
+            "byte_len": arrival.byte_len, "imm_data": arrival.imm_data,
+        }  # fmt: skip
+        if arrival.status:
+            text = f"client {client}: its queue pair failed: {arrival.status.name}"
+            self._line("arrived", doc, text)
+            return
+        text = f"client {client}: {doc['opcode']} of {arrival.byte_len} bytes"
+        if arrival.imm_data is not None:
+            text += f", imm_data {arrival.imm_data:#x}"
+        if arrival.sha256:
+            shown, encoding = as_text(arrival.data)
+            doc |= {"sha256": arrival.sha256, "data": shown, "encoding": encoding}
+            text += f": {_quoted(shown, encoding)}"
+        self._line("arrived", doc, text)
+
+
+def _quoted(text: str, encoding: str) -> str:
+    shown = text[:60] + ("..." if len(text) > 60 else "")
+    return json.dumps(shown, ensure_ascii=False) if encoding == "utf-8" else f"hex {shown}"

@@ -1,0 +1,576 @@
+"""``rdmapost serve``, and the one-shots that post to it.
+
+What the one-shots print is tested with a server in this process, on every device; what only two
+processes can show, on a real device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cli_runner import Ran, run
+
+import rdmapost as rp
+from rdmapost import Access, WCStatus, connect
+
+PATIENCE = 60.0
+"""Seconds after which something that must come does not come."""
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve(context: rp.Context) -> Iterator[Serve]:
+    """Serve in this process, and return HOST:PORT."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> str:
+            server = stack.enter_context(connect.serve(context, port=0, **options))
+            return str(server)
+
+        yield make
+
+
+def on(context: rp.Context, *args: str) -> Ran:
+    return run(*args, "-d", context.name)
+
+
+def done(context: rp.Context, *args: str) -> dict[str, Any]:
+    """Run a command on a device that must succeed; return its document."""
+    ran = on(context, *args, "--json")
+    assert ran.err == ""
+    assert ran.code == 0
+    return ran.doc
+
+
+# ---- the one-shots -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+@pytest.mark.parametrize("more", [[], ["--inline"], ["--imm", "0x12"]], ids=["", "inline", "imm"])
+def test_send(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) -> None:
+    where = serve()
+    doc = done(context, "send", where, "--data", "h\u00e4llo", "--qp-type", qp_type, *more)
+    imm = {"imm_data": 18} if "--imm" in more else {}
+    assert doc == {
+        "device": context.name,
+        "kind": context.kind,
+        "opcode": "SEND_WITH_IMM" if imm else "SEND",
+        "qp_type": qp_type.upper(),
+        "peer": where,
+        "status": "SUCCESS",
+        "wr_id": 1,
+        "byte_len": 6,
+        "gid_index": rp.choose_gid(context).index,
+        "data": "h\u00e4llo",
+        "encoding": "utf-8",
+        "received": "h\u00e4llo",
+        **imm,
+    }
+
+
+def test_send_says_where_to(context: rp.Context, serve: Serve) -> None:
+    where = serve()
+    ran = on(context, "send", "--count", "3", "--size", "5000", where)
+    assert ran.code == 1
+    ran = on(context, "send", "--count", "20", "--size", "3000", where)
+    assert ran.code == 0
+    head, *lines = ran.out.splitlines()
+    assert head == f"20 x SEND of 3000 bytes on RC, {context.name} to {where}: SUCCESS"
+    assert [line.split()[0] for line in lines] == ["data", "received"]
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc"])
+@pytest.mark.parametrize("more", [[], ["--imm", "7"]], ids=["", "imm"])
+def test_write(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) -> None:
+    seen: list[connect.Event] = []
+    where = serve(on_event=seen.append)
+    doc = done(
+        context, "write", where, "--data", "abc", "--offset", "0x10", "--count", "2",
+        "--qp-type", qp_type, *more,
+    )  # fmt: skip
+    assert (doc["peer"], doc["status"], doc["count"]) == (where, "SUCCESS", 2)
+    assert (doc["data"], doc["received"]) == ("abc", "abc")
+    assert doc.get("imm_data") == (7 if more else None)
+    (joined,) = [event for event in seen if isinstance(event, connect.Joined)]
+    assert doc["remote_addr"] == joined.offer.addr + 16
+    # When the command ends the server has given everything back.
+    (left,) = [event for event in seen if isinstance(event, connect.Left)]
+    assert left.changed == connect.Changed(16, 6, b"abcabc")
+
+
+def test_a_write_that_cannot_be_looked_at(context: rp.Context, serve: Serve) -> None:
+    where = serve(access=Access.REMOTE_WRITE, data=b"secret")
+    doc = done(context, "write", where, "--data", "abc")
+    assert doc["status"] == "SUCCESS"
+    assert "received" not in doc
+
+
+def test_write_of_nothing_and_of_everything(context: rp.Context, serve: Serve) -> None:
+    where = serve()
+    assert done(context, "write", where, "--data", "")["byte_len"] == 0
+    assert done(context, "write", where, "--size", "4096")["byte_len"] == 4096
+    assert done(context, "send", where, "--data", "")["byte_len"] == 0
+
+
+def test_read(context: rp.Context, serve: Serve) -> None:
+    where = serve(data=b"what stands there", size=17)
+    doc = done(context, "read", where)
+    assert (doc["byte_len"], doc["received"]) == (17, "what stands there")
+    assert "data" not in doc
+    doc = done(context, "read", where, "--offset", "5", "--size", "6", "--count", "2")
+    assert (doc["byte_len"], doc["received"], doc["count"]) == (6, "stands", 2)
+    ran = on(context, "read", where, "--offset", "18")
+    assert ran.code == 2
+    assert "behind the end of the 17 bytes" in ran.err
+
+
+def test_atomic(context: rp.Context, serve: Serve) -> None:
+    where = serve(shared=True)
+    doc = done(context, "atomic", "fetch-add", where, "--add", "5", "--count", "3", "--offset", "8")
+    assert (doc["add"], doc["old"], doc["new"], doc["olds"]) == (5, 0, 15, [0, 5, 10])
+    assert "initial" not in doc
+    again = ["atomic", "cas", where, "--compare", "15", "--swap", "99", "--offset", "8"]
+    doc = done(context, *again)
+    assert (doc["compare"], doc["swap"], doc["old"], doc["new"]) == (15, 99, 15, 99)
+    doc = done(context, *again)
+    assert (doc["old"], doc["new"]) == (99, 99)
+
+
+@pytest.mark.parametrize(
+    ("access", "command"),
+    [(Access.REMOTE_READ, ["write"]), (Access.REMOTE_WRITE, ["read"]),
+     (Access.REMOTE_READ, ["atomic", "cas"])],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)  # fmt: skip
+def test_what_is_not_exposed_is_refused_by_the_device(
+    context: rp.Context, serve: Serve, access: Access, command: list[str]
+) -> None:
+    ran = on(context, *command, serve(access=access), "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
+    if ran.doc["status"] == "REM_ACCESS_ERR":
+        assert "exposes 4096 bytes at 0x" in ran.doc["error"]
+
+
+def test_a_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "write", serve(), "--offset", "4090", "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] == "REM_ACCESS_ERR"
+
+
+def test_a_message_that_does_not_fit(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "send", serve(receive_size=4), "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] not in (None, "SUCCESS")
+
+
+def test_a_message_that_nobody_takes(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "send", serve(count=0), "--qp-type", "ud", "--timeout", "0.5")
+    assert ran.code == 1
+    assert "the message did not arrive at 127.0.0.1:" in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_verbose_says_what_is_exposed(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "read", serve(access=Access.REMOTE_READ, size=100), "-v")
+    assert ran.code == 0
+    assert "exposed  100 bytes at 0x" in ran.err
+    assert "for read" in ran.err
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_the_token(
+    context: rp.Context, serve: Serve, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = serve(token="secret")
+    for ran in (on(context, "send", where), on(context, "send", where, "--token", "Secret")):
+        assert ran.code == 1
+        assert "token" in ran.err
+        assert len(ran.err.splitlines()) == 1
+    monkeypatch.setenv("RDMAPOST_TOKEN", "secret" if how == "variable" else "wrong")
+    more = ["--token", "secret"] if how == "option" else []
+    assert done(context, "send", where, *more)["status"] == "SUCCESS"
+
+
+# ---- what cannot be reached ---------------------------------------------------
+
+
+def test_nothing_listens(context: rp.Context) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+    ran = on(context, "send", where, "--json")
+    assert ran.code == 1
+    says = "refused the connection: start 'rdmapost serve' there, or name its port"
+    assert ran.err == f"rdmapost: {where} {says}\n"
+    assert (ran.doc["peer"], ran.doc["status"]) == (where, None)
+    assert ran.doc["error"] in ran.err
+
+
+def test_something_else_listens(context: rp.Context) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # It takes the connection, and that is all.
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        ran = on(context, "send", where, "--timeout", "0.3")
+    assert ran.code == 1
+    assert "did not answer within 0.3 s: is it 'rdmapost serve'?" in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["send", "::1"], "an IPv6 address stands in brackets: [::1]"),
+        (["send", "host:port"], "'port' is not a port"),
+        (["write", ":5"], "has no host"),
+        (["read", "127.0.0.1", "--data", "x"], "say what is read without HOST"),
+        (["atomic", "cas", "127.0.0.1", "--initial", "5"], "what stands there without HOST"),
+        (["send", "127.0.0.1", "--invalidate"], "without HOST"),
+        (["write", "--offset", "5"], "--offset needs a HOST"),
+        (["send", "--token", "x"], "--token needs a HOST"),
+        (["send", "127.0.0.1", "--token", "x" * 257], "at most 256 characters"),
+        (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "--qp-type is rc, uc or ud"),
+        (["serve", "--bind", "::1"], "stands in brackets"),
+        (["serve", "--bind", "127.0.0.1:99999"], "is not a port: 0..65535"),
+        (["serve", "--access", "read,everything"], "'everything' is not read, write or atomic"),
+        (["serve", "--size", "2", "--data", "abc"], "too small for 3 bytes"),
+        (["serve", "--size", "0"], "too small for 1 bytes"),
+        (["serve", "--token", ""], "1 to 256 characters"),
+        (["serve", "--count", "99999"], "at most 16384"),
+    ],
+    ids=lambda v: " ".join(v)[:40] if isinstance(v, list) else "",
+)  # fmt: skip
+def test_wrong_usage(args: list[str], says: str) -> None:
+    ran = run(*args)
+    assert ran.code == 2
+    assert says in ran.err
+
+
+def test_serve_where_one_cannot(context: rp.Context) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        ran = on(context, "serve", "--bind", where)
+    assert ran.code == 1
+    assert f"cannot listen on {where}: Address already in use" in ran.err
+
+
+# ---- serve as a process ---------------------------------------------------------
+
+
+class Process:
+    """``rdmapost serve --json`` as a process of its own, and what it says."""
+
+    def __init__(self, *args: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rdmapost.cli", "serve", "--json",
+             *(() if "--bind" in args else ("--bind", ":0")), *args],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.first = self.next("serving")
+        self.where = f"127.0.0.1:{self.first['port']}"
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+        self._lines.put({"event": None})
+
+    def next(self, event: str) -> dict[str, Any]:
+        """Wait for an event; others are passed over."""
+        while True:
+            doc = self._lines.get(timeout=PATIENCE)
+            if doc["event"] == event:
+                return doc
+            assert doc["event"] is not None, "the server has ended"
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """End it; return exit status and standard error."""
+        self.process.send_signal(number)
+        code = self.process.wait(PATIENCE)
+        self._reader.join()
+        assert self.process.stderr is not None
+        return code, self.process.stderr.read()
+
+    def clean(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    """Start processes that serve, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*args: str, **environment: str) -> Process:
+            process = Process(*args, **environment)
+            stack.callback(process.clean)
+            return process
+
+        yield make
+
+
+def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "rdmapost.cli", *args],
+        env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_serve_ends_cleanly(
+    context: rp.Context, start: Callable[..., Process], number: signal.Signals
+) -> None:
+    served = start("-d", context.name)
+    first = served.first
+    assert (first["device"], first["kind"], first["host"]) == (
+        context.name, context.kind, "127.0.0.1",
+    )  # fmt: skip
+    assert (first["size"], first["count"], first["warning"]) == (4096, 16, None)
+    assert first["access"] == ["read", "write", "atomic"]
+    with socket.create_connection(("127.0.0.1", first["port"]), PATIENCE) as waiting:
+        code, err = served.end(number)
+        assert code == 0
+        assert json.loads(waiting.recv(4096))["code"] == "closing"
+    assert served.next("ended")["clients"] == 0
+    lines = err.splitlines()
+    assert len(lines) == (1 if context.kind == "soft" else 0)
+    assert all("lives in this process" in line for line in lines)
+
+
+def test_serve_says_what_it_exposes(context: rp.Context, start: Callable[..., Process]) -> None:
+    served = start(
+        "-d", context.name, "--bind", "0.0.0.0:0", "--access", "read", "--size", "1K",
+        "--count", "3",
+    )  # fmt: skip
+    warning = (
+        f"everyone who reaches 0.0.0.0:{served.first['port']} gets read access to 1024 bytes "
+        "of memory for each client"
+    )
+    assert served.first["warning"] == warning
+    assert (served.first["access"], served.first["count"]) == (["read"], 3)
+    code, err = served.end()
+    assert code == 0
+    assert err.count(warning) == 1
+
+
+def test_the_software_device_is_not_reached_from_another_process(
+    start: Callable[..., Process],
+) -> None:
+    served = start("-d", "soft0")
+    ran = command("send", "-d", "soft0", served.where)
+    assert ran.returncode == 1
+    assert "the server uses soft0 and the client uses soft0" in ran.stderr
+    assert "use a real device, such as rxe0, on both sides" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert served.next("refused")["code"] == "device"
+    assert served.end()[0] == 0
+
+
+def test_serve_outlives_garbage(context: rp.Context, start: Callable[..., Process]) -> None:
+    served = start("-d", context.name, "--timeout", "1")
+    address = ("127.0.0.1", served.first["port"])
+    for said, code in ((b"GET /\n", "format"), (b'{"rdmapost":9}\n', "version"), (b"{", "timeout")):
+        with socket.create_connection(address, PATIENCE) as sock:
+            sock.sendall(said)
+            assert json.loads(sock.makefile("rb").readline())["code"] == code
+        assert served.next("refused")["code"] == code
+    with socket.create_connection(address, PATIENCE):
+        pass
+    assert "the connection ended" in served.next("refused")["error"]
+    code_, _ = served.end()
+    assert code_ == 0
+
+
+def test_serve_prints_for_people(context: rp.Context) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-u", "-m", "rdmapost.cli", "serve", "-d", context.name,
+         "--bind", ":0"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        where = line.split()[2]
+        offers = "4096 bytes for read, write, atomic; 16 receives"
+        assert line == f"serving on {where} ({context.name}): {offers}\n"
+        with socket.create_connection(("127.0.0.1", int(where.split(":")[1]))) as sock:
+            sock.sendall(b"hello\n")
+            assert process.stdout.readline().startswith("refused 127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "ended after 0 clients\n"
+    assert process.returncode == 0
+
+
+# ---- two processes on a real device -----------------------------------------------
+
+
+def test_every_one_shot_posts_to_serve(
+    verbs_context: rp.Context, start: Callable[..., Process]
+) -> None:
+    device = verbs_context.name
+    served = start("-d", device, "--token", "secret", "--shared", "--data", "12345678")
+
+    def post(*args: str) -> dict[str, Any]:
+        ran = command(*args, served.where, "-d", device, "--json", RDMAPOST_TOKEN="secret")
+        assert ran.stderr == ""
+        assert ran.returncode == 0
+        doc = json.loads(ran.stdout)
+        assert doc["status"] == "SUCCESS"
+        assert isinstance(doc, dict)
+        return doc
+
+    for qp_type in ("rc", "uc", "ud"):
+        doc = post("send", "--data", "hello", "--imm", "5", "--qp-type", qp_type)
+        assert (doc["received"], doc["imm_data"]) == ("hello", 5)
+        joined, arrived = served.next("joined"), served.next("arrived")
+        assert joined["qp_type"] == qp_type.upper()
+        assert (arrived["data"], arrived["imm_data"], arrived["byte_len"]) == ("hello", 5, 5)
+        assert served.next("left")["reason"] == "done"
+    assert post("read", "--size", "8")["received"] == "12345678"
+    assert post("write", "--data", "abc", "--offset", "100")["received"] == "abc"
+    assert post("write", "--data", "xyz", "--imm", "9", "--qp-type", "uc")["imm_data"] == 9
+    assert served.next("arrived")["imm_data"] == 9
+    assert post("atomic", "fetch-add", "--offset", "64", "--add", "7")["new"] == 7
+    doc = post("atomic", "cas", "--offset", "64", "--compare", "7", "--swap", "8")
+    assert (doc["old"], doc["new"]) == (7, 8)
+    ran = command("send", served.where, "-d", device)
+    assert ran.returncode == 1
+    assert "asks for a token" in ran.stderr
+    code, err = served.end()
+    assert (code, err) == (0, "")
+    assert served.next("ended")["clients"] == 8
+
+
+def test_a_client_on_the_software_device_is_refused_by_name(
+    verbs_context: rp.Context, start: Callable[..., Process]
+) -> None:
+    served = start("-d", verbs_context.name)
+    ran = command("send", "-d", "soft0", served.where)
+    assert ran.returncode == 1
+    assert "the client uses soft0: that device lives in one process" in ran.stderr
+
+
+CLIENT = """
+import os, socket, sys, rdmapost as rp
+from rdmapost import connect
+from rdmapost.connect.fabric import fabric_of
+from rdmapost.connect.messages import Bye, Hello, Look, Ready, Report, encode
+device, port, step = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+context = rp.open_device(device)
+def die():
+    os.kill(os.getpid(), 9)
+if step in ("hello", "half a hello", "ready", "half a report", "waiting"):
+    pd = rp.PD(context); cq = rp.CQ(context); qp = rp.QP(pd, rp.QPType.RC, cq)
+    sock = socket.create_connection(("127.0.0.1", port))
+    hello = encode(Hello(None, fabric_of(context), rp.QPType.RC, qp.endpoint()))
+    sock.sendall(hello[:40] if step == "half a hello" else hello)
+    if step not in ("half a hello", "hello"):
+        sock.recv(4096)
+        sock.sendall(encode(Ready()))
+        sock.recv(4096)
+    if step == "half a report":
+        sock.sendall(encode(Report(1, 1000))[:9])
+    if step == "waiting":
+        sock.sendall(encode(Report(1, 60000)))
+    die()
+peer = connect.dial(context, "127.0.0.1", port)
+if step == "connected":
+    die()
+memory = peer.region(4096)
+peer.qp.post_send([rp.RdmaWrite(memory[:4096], **peer.target())] * 8)
+if step == "posted":
+    die()
+peer.wait(8)
+die()
+"""
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["half a hello", "hello", "ready", "half a report", "waiting", "connected", "posted", "done"],
+)
+def test_serve_outlives_a_client_that_is_killed(
+    verbs_context: rp.Context, start: Callable[..., Process], step: str
+) -> None:
+    served = start("-d", verbs_context.name, "--max-clients", "2")
+    with connect.dial(verbs_context, "127.0.0.1", served.first["port"]) as witness:
+        served.next("joined")
+        ended = subprocess.run(
+            [sys.executable, "-P", "-c", CLIENT, verbs_context.name, str(served.first["port"]),
+             step],
+            capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+        assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, "")
+        gone = served.next("refused" if step == "half a hello" else "left")
+        assert "connection" in gone.get("reason", gone.get("error"))
+        if step == "done":
+            assert gone["changed"] is None
+        witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))
+        witness.wait()[0].check()
+    ran = command("send", "-d", verbs_context.name, served.where)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert served.end() == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_client_whose_server_dies_is_told(
+    verbs_context: rp.Context, start: Callable[..., Process], number: signal.Signals
+) -> None:
+    served = start("-d", verbs_context.name)
+    with connect.dial(verbs_context, "127.0.0.1", served.first["port"]) as peer:
+        peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
+        peer.wait()[0].check()
+        served.process.send_signal(number)
+        assert served.process.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 0)
+        peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
+        # The queue pair at the far side is gone: nobody acknowledges.
+        assert peer.wait(1, PATIENCE)[0].status is WCStatus.RETRY_EXC_ERR
+        started = time.monotonic()
+        with pytest.raises(connect.ConnectError) as error:
+            peer.look()
+        assert error.value.code == ("lost" if number == signal.SIGKILL else "closing")
+        assert time.monotonic() - started < peer.timeout
+    assert peer.qp.closed
+
+
+def test_several_processes_post_at_once(
+    verbs_context: rp.Context, start: Callable[..., Process]
+) -> None:
+    served = start("-d", verbs_context.name)
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "rdmapost.cli", "send", "-d", verbs_context.name,
+             served.where, "--count", "10", "--data", f"from {name}", "--timeout", "30", "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in range(4)
+    ]  # fmt: skip
+    for name, client in enumerate(clients):
+        out, err = client.communicate(timeout=PATIENCE)
+        assert (client.returncode, err) == (0, "")
+        assert json.loads(out)["received"] == f"from {name}"
+    assert [served.next("left")["reason"] for _ in clients] == ["done"] * 4
+    assert served.end() == (0, "")
