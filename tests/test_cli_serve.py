@@ -266,6 +266,131 @@ def test_serve_where_one_cannot(context: rp.Context) -> None:
     assert f"cannot listen on {where}: Address already in use" in ran.err
 
 
+# ---- what serve prints --------------------------------------------------------
+
+
+def serving(
+    context: rp.Context,
+    monkeypatch: pytest.MonkeyPatch,
+    visit: Callable[[tuple[str, int]], object],
+    *args: str,
+    number: int = signal.SIGINT,
+) -> Ran:
+    """Run ``serve`` in this thread and a client in another one, which ends it with a signal."""
+    serve, started = connect.serve, threading.Event()
+    address: list[tuple[str, int]] = []
+    failed: list[BaseException] = []
+
+    def begin(*args: Any, **options: Any) -> connect.Server:
+        server = serve(*args, **options)
+        address.append(server.address[:2])
+        started.set()
+        return server
+
+    def client() -> None:
+        try:
+            assert started.wait(PATIENCE)
+            visit(address[0])
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(connect, "serve", begin)
+    thread = threading.Thread(target=client)
+    thread.start()
+    ran = on(context, "serve", "--bind", ":0", *args)
+    thread.join()
+    assert failed == []
+    return ran
+
+
+def test_serve_shows_what_each_client_gets_and_does(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {}
+
+    def visit(address: tuple[str, int]) -> None:
+        with connect.dial(context, *address) as peer:
+            shown["offer"] = peer.offer
+            peer.mr.buffer[:6] = b"hello\xff"
+            peer.qp.post_send(rp.SendWithImm(peer.mr[:5], imm_data=5))
+            peer.qp.post_send(rp.Send(peer.mr[5:6]))
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:5], **peer.target(7)))
+            peer.qp.post_send(rp.RdmaWriteWithImm(peer.mr[:1], imm_data=6, **peer.target(7)))
+            for wc in peer.wait(4):
+                wc.check()
+            peer.report(3)
+        with pytest.raises(connect.ConnectError, match=r"the (server|client) uses"):
+            refused(address)
+
+    def refused(address: tuple[str, int]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("rdmapost.connect.connection.fabric_of", lambda _: "soft:soft0:elsewhere")
+            connect.dial(context, *address)
+
+    ran = serving(context, monkeypatch, visit, "--json", "--access", "write", "--count", "3")
+    assert ran.code == 0
+    docs = [json.loads(line) for line in ran.out.splitlines()]
+    assert [doc.pop("event") for doc in docs] == [
+        "serving", "joined", "arrived", "arrived", "arrived", "left", "refused", "ended",
+    ]  # fmt: skip
+    offer = shown["offer"]
+    address = docs[1].pop("address")
+    assert address.startswith("127.0.0.1:")
+    assert docs[1] == {
+        "client": 1, "qp_type": "RC", "qpn": offer.endpoint.qpn, "addr": offer.addr,
+        "rkey": offer.rkey, "size": 4096, "access": ["write"], "receives": 3,
+        "receive_size": 4096,
+    }  # fmt: skip
+    first, second, third = docs[2:5]
+    assert len(first.pop("sha256")) == 64
+    assert first == {
+        "client": 1, "index": 1, "status": "SUCCESS", "opcode": "RECV", "byte_len": 5,
+        "imm_data": 5, "data": "hello", "encoding": "utf-8",
+    }  # fmt: skip
+    assert (second["data"], second["encoding"]) == ("ff", "hex")
+    assert third == {
+        "client": 1, "index": 3, "status": "SUCCESS", "opcode": "RECV_RDMA_WITH_IMM",
+        "byte_len": 1, "imm_data": 6,
+    }  # fmt: skip
+    assert docs[5] == {
+        "client": 1, "address": address, "reason": "done",
+        "changed": {"offset": 7, "length": 5, "data": "hello", "encoding": "utf-8"},
+    }  # fmt: skip
+    assert docs[6]["code"] == "device"
+    assert docs[7] == {"clients": 1}
+
+
+def test_serve_shows_it_to_people(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def visit(address: tuple[str, int]) -> None:
+        with connect.dial(context, *address) as peer:
+            shown.append(peer.offer)
+            peer.mr.buffer[:100] = b"x" * 100
+            peer.qp.post_send(rp.SendWithImm(peer.mr[:100], imm_data=5))
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:2], **peer.target()))
+            for wc in peer.wait(2):
+                wc.check()
+            peer.report(1)
+            peer.qp.post_send(rp.Send(peer.mr[:101]))
+            assert peer.wait()[0].status
+            peer.report(2)
+
+    shown: list[connect.Offer] = []
+    ran = serving(context, monkeypatch, visit, "--receive-size", "100", number=signal.SIGTERM)
+    assert ran.code == 0
+    _, joined, arrived, failed, changed, left, ended = ran.out.splitlines()
+    (offer,) = shown
+    assert joined.endswith(
+        f": RC, address {offer.addr:#x}, rkey {offer.rkey:#x}, size {offer.size}"
+    )
+    assert arrived == f'client 1: RECV of 100 bytes, imm_data 0x5: "{"x" * 60}..."'
+    assert failed.startswith("client 1: its queue pair failed: ")
+    assert changed == 'client 1: memory 0..2 holds "xx"'
+    assert left == "client 1 left: done"
+    assert ended == "ended after 1 client"
+
+
 # ---- serve as a process ---------------------------------------------------------
 
 
