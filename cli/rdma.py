@@ -33,9 +33,10 @@ __all__ = ["read", "write"]
 def write(
     out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes, imm: int | None
 ) -> None:
-    """Write to the memory of a second queue pair of the same device, or to that of HOST.
+    """Write to the memory of a second queue pair, or of HOST.
 
-    At HOST 'rdmapost serve' listens, which says what stands there then.
+    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
+    listens, which says what stands there then.
     """
     if peer is not None:
         from .remote import write_to
@@ -87,11 +88,11 @@ def write(
 @shot_options
 @device_options
 def read(out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes) -> None:
-    """Read the memory of a second queue pair of the same device, or that of HOST.
+    """Read the memory of a second queue pair, or of HOST.
 
-    The data options say what stands there.  At HOST, where 'rdmapost serve'
-    listens, that is its business, and --size says how much to read; all that
-    it exposes, unless given.
+    The second queue pair is one of the same device, and the data options say
+    what stands there.  At HOST 'rdmapost serve' listens, and --size says how
+    much to read; all that it exposes, unless given.
     """
     if peer is not None:
         from .remote import read_from

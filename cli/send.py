@@ -45,9 +45,11 @@ def send(
     imm: int | None,
     invalidate: bool,
 ) -> None:
-    """Send a message to a second queue pair of the same device, or to HOST.
+    """Send a message to a second queue pair, or to HOST.
 
-    At HOST 'rdmapost serve' listens, which says what has arrived there.
+    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
+    listens, which says what has arrived there.
+
     With --invalidate the key is that of a memory window which the other side
     has bound, and on xrc that of a memory region.  With --qp-type raw the data
     follows a made-up Ethernet header.

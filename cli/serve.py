@@ -103,12 +103,13 @@ def serve(
     timeout: float,
     idle_timeout: float,
 ) -> None:
-    """Let send, write, read and atomic of other processes post to this device.
+    """Let the one-shots of other processes post to this device.
 
-    Shows the address, the key and the size of what each client is given, and
-    reports what arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json there
-    is one JSON object a line, as it happens.  Nothing is encrypted: bind it
-    only to a network that may see everything, the token included.
+    These are send, write, read and atomic with HOST[:PORT].  It shows the
+    address, the key and the size of what each client is given, and reports what
+    arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json there is one JSON
+    object a line, as it happens.  Nothing is encrypted: bind it only to a
+    network that may see everything, the token included.
     """
     from rdmapost import Access
     from rdmapost import connect as library
