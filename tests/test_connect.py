@@ -75,6 +75,7 @@ def test_messages_are_reported(serve: Callable[..., Served], qp_type: QPType) ->
             assert arrival.sha256 == hashlib.sha256(text).hexdigest()
             assert served.until(connect.Arrived) == connect.Arrived(1, arrival)
         assert peer.report(10, 0.05) is None
+        assert peer.report(10, 0) is None
         early = peer.report(3)
         assert early is not None
         assert early.data == b"message 3"
@@ -92,6 +93,29 @@ def test_a_write_with_immediate_is_reported(serve: Callable[..., Served], qp_typ
         assert arrival.opcode is rp.WCOpcode.RECV_RDMA_WITH_IMM
         assert (arrival.byte_len, arrival.imm_data, arrival.sha256) == (3, 77, "")
         assert peer.look(10, 3).data == b"abc"
+
+
+def test_what_is_there_is_told_without_waiting(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
+    with serve().dial() as peer:
+        for index in range(1, 50):
+            peer.qp.post_send(rp.Send(peer.mr[:4]))
+            peer.wait()[0].check()
+            # In one process what is acknowledged is there; elsewhere it is on its way.
+            arrival = peer.report(index, 0 if context.kind == "soft" else None)
+            assert arrival is not None
+            assert arrival.byte_len == 4
+
+
+def test_ipv6(serve: Callable[..., Served]) -> None:
+    try:
+        served = serve(host="::1")
+    except OSError as error:
+        pytest.skip(f"this machine has no ::1 ({error})")
+    assert str(served.server).startswith("[::1]:")
+    assert served.server.warning is None
+    served.works()
 
 
 def test_threads_may_ask_at_once(serve: Callable[..., Served]) -> None:

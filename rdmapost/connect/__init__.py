@@ -11,13 +11,27 @@ One side serves and the other dials::
 there is ``Endpoint``, which is one line of text.
 """
 
+from typing import TYPE_CHECKING
+
 from .address import DEFAULT_PORT, parse_address
-from .aio import AsyncConnection, AsyncServer, adial, aserve
 from .client import Connection, dial
 from .errors import ConnectError, ConnectTimeout, ProtocolError
 from .events import Arrived, Changed, Event, Joined, Left, Refused
 from .messages import Arrival, Offer, Seen
 from .server import Server, serve
+
+if TYPE_CHECKING:
+    from .aio import AsyncConnection, AsyncServer, adial, aserve
+else:
+
+    def __getattr__(name):
+        """Import asyncio for those who use it."""
+        if name not in ("AsyncConnection", "AsyncServer", "adial", "aserve"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import aio
+
+        return getattr(aio, name)
+
 
 __all__ = [
     "DEFAULT_PORT",

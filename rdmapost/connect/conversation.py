@@ -182,10 +182,11 @@ class Conversation:
         """When ``tick`` is due, by time.monotonic(), or None."""
         if self._client is not None and self._client.more:
             return 0.0
-        times = [self._report_until] if self._report is not None else []
-        if (limit := self._limit()) is not None:
-            times.append(self._heard + limit)
-        return min(times, default=None)
+        if self._report is not None:
+            # Whoever waits for an answer is not idle.
+            return self._report_until
+        limit = self._limit()
+        return None if limit is None else self._heard + limit
 
     def _limit(self) -> float | None:
         opened = self._session.step is Step.OPEN
@@ -213,9 +214,7 @@ class Conversation:
             out: list[Message] = []
             try:
                 if self._client is not None and not self.over:
-                    for arrival in self._client.take():
-                        self._heard = time.monotonic()
-                        self._reception.tell(Arrived(self._client.number, arrival))
+                    self._take(self._client)
                     out = self._settle()
             except Exception as error:
                 out.append(self._fail(error))
@@ -229,8 +228,10 @@ class Conversation:
             if self._client is not None and self._client.more:
                 return self.completions()
             now, limit = time.monotonic(), self._limit()
-            if self._report is not None and now >= self._report_until:
-                self._report = None
+            if self._report is not None:
+                if now < self._report_until:
+                    return b""
+                self._report, self._heard = None, now
                 return encode(Nothing(0 if self._client is None else self._client.arrived))
             if limit is not None and now >= self._heard + limit:
                 what = "half a message" if self._session.partial else "nothing"
@@ -283,14 +284,23 @@ class Conversation:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._report is not None:
+        if self._report is not None or self._session.partial:
+            # So a client that does not listen cannot make work either.
             raise ProtocolError("another question came before the answer to the last one")
         if isinstance(message, Look):
             return [self._client.look(message.offset, message.length)]
         assert isinstance(message, Report)
+        # It may be there, and not have been announced yet.
+        self._take(self._client)
         self._report = message
         self._report_until = time.monotonic() + message.timeout_ms / 1000
         return self._settle()
+
+    def _take(self, client: ServedClient) -> None:
+        """Tell the owner what has arrived."""
+        for arrival in client.take():
+            self._heard = time.monotonic()
+            self._reception.tell(Arrived(client.number, arrival))
 
     def _settle(self) -> list[Message]:
         """Answer the question what has arrived, if it can be answered."""
@@ -320,9 +330,7 @@ class Conversation:
         # What nobody has asked for; a client that goes on sending is not waited for.
         with suppress(RdmaError):
             for _ in range(_LAST_ROUNDS):
-                arrivals = client.take()
-                for arrival in arrivals:
-                    self._reception.tell(Arrived(client.number, arrival))
+                self._take(client)
                 if not client.more:
                     break
         changed, reason = client.changed(), self._reason or "the server closed it"
