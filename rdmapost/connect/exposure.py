@@ -40,6 +40,8 @@ _ROUND = 64
 """Completions taken at once, so that a flood of them does not keep everything else waiting."""
 _CHUNK = 1 << 20
 _SENDS = 16
+_MIN_RNR_TIMER = 24
+"""41 ms: a client that sends faster than receives are posted again waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,10 @@ class ServedClient:
             self._cq.req_notify()
             if exposure.count:
                 self.qp.post_recv([self._receive(slot) for slot in range(exposure.count)])
-            self.qp.connect(None if hello.qp_type is QPType.UD else hello.endpoint)
+            self.qp.connect(
+                None if hello.qp_type is QPType.UD else hello.endpoint,
+                min_rnr_timer=_MIN_RNR_TIMER,
+            )
             self.offer = Offer(
                 client=number,
                 device=context.name,
