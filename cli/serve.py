@@ -7,6 +7,7 @@ import logging
 import os
 import select
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -168,7 +169,7 @@ def serve(
 def _log_to_stderr() -> Iterator[None]:
     """Show what the library has to say about its server."""
     logger = logging.getLogger("rdmapost.connect")
-    handler = logging.StreamHandler(click.get_text_stream("stderr"))
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("rdmapost: %(message)s"))
     logger.addHandler(handler)
     try:

@@ -62,8 +62,10 @@ def serving(
         return server
 
     def client() -> None:
+        started.wait(PATIENCE)
+        if not address:
+            return
         try:
-            assert started.wait(PATIENCE)
             visit(address[0])
         except BaseException as error:
             failed.append(error)
@@ -74,6 +76,7 @@ def serving(
     thread = threading.Thread(target=client)
     thread.start()
     ran = on(context, "serve", "--bind", ":0", *args)
+    started.set()
     thread.join()
     assert failed == []
     return ran
