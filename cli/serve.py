@@ -51,8 +51,12 @@ def _access(value: str) -> str:
 
 @click.command()
 @click.option(
-    "--bind", metavar="[ADDR][:PORT]", default="127.0.0.1:18600", show_default=True,
-    help="Where to listen; 0.0.0.0 or [::] is everywhere, port 0 one that is free.",
+    "--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True,
+    help="Listen here; 0.0.0.0 or :: is everywhere.",
+)  # fmt: skip
+@click.option(
+    "--tcp-port", type=integer(0, 65535), metavar="N", default=18600, show_default=True,
+    help="TCP port of the exchange; 0 takes a free one.",
 )  # fmt: skip
 @click.option(
     "--size", type=size_in_bytes, metavar="N[K|M|G]",
@@ -92,6 +96,7 @@ def serve(
     out: Output,
     target: Target,
     bind: str,
+    tcp_port: int,
     size: int | None,
     count: int,
     receive_size: int | None,
@@ -114,7 +119,6 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost import connect as library
-    from rdmapost.connect.address import parse_address
 
     from .session import open_target, usage_error
 
@@ -122,13 +126,6 @@ def serve(
         usage_error("--data and --data-file exclude each other; give one of them")
     if token is not None and (not token or len(token) > 256):
         usage_error("a token has 1 to 256 characters")
-    try:
-        host, port = parse_address(
-            f"127.0.0.1{bind}" if bind.startswith(":") and bind.count(":") == 1 else bind,
-            least_port=0,
-        )
-    except ValueError as error:
-        usage_error(f"--bind: {error}")
     content = payload_of(data or "", data_file, None)
     if size is None:
         size = max(4096, len(content))
@@ -152,7 +149,7 @@ def serve(
                 err=True,
             )
         with library.serve(
-            context, host, port,
+            context, bind.strip("[]"), tcp_port,
             size=size, access=flags, count=count, receive_size=receive_size, data=content,
             shared=shared, token=token,
             max_clients=max_clients, timeout=timeout, idle_timeout=idle_timeout,

@@ -37,10 +37,13 @@ def on(context: rp.Context, *args: str) -> Ran:
 
 def test_serve_where_one_cannot(context: rp.Context) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        where = f"127.0.0.1:{listener.getsockname()[1]}"
-        ran = on(context, "serve", "--bind", where)
+        port = str(listener.getsockname()[1])
+        ran = on(context, "serve", "--tcp-port", port)
     assert ran.code == 1
-    assert f"cannot listen on {where}: Address already in use" in ran.err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in ran.err
+    ran = on(context, "serve", "--bind", "nowhere.invalid")
+    assert ran.code == 1
+    assert "host nowhere.invalid " in ran.err
 
 
 def serving(
@@ -75,7 +78,7 @@ def serving(
     monkeypatch.setattr(connect, "serve", begin)
     thread = threading.Thread(target=client)
     thread.start()
-    ran = on(context, "serve", "--bind", ":0", *args)
+    ran = on(context, "serve", "--tcp-port", "0", *args)
     started.set()
     thread.join()
     assert failed == []
@@ -177,7 +180,7 @@ class Process:
     def __init__(self, *args: str, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rdmapost.cli", "serve", "--json",
-             *(() if "--bind" in args else ("--bind", ":0")), *args],
+             "--tcp-port", "0", *args],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **environment},
         )  # fmt: skip
@@ -261,7 +264,7 @@ def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signal
 
 def test_serve_says_what_it_exposes(start: Callable[..., Process]) -> None:
     served = start(
-        "-d", "soft0", "--bind", "0.0.0.0:0", "--access", "read", "--size", "1K",
+        "-d", "soft0", "--bind", "0.0.0.0", "--access", "read", "--size", "1K",
         "--count", "3",
     )  # fmt: skip
     warning = (
@@ -306,7 +309,7 @@ def test_serve_outlives_garbage(start: Callable[..., Process]) -> None:
 def test_serve_prints_for_people() -> None:
     process = subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "rdmapost.cli", "serve", "-d", "soft0",
-         "--bind", ":0"],
+         "--tcp-port", "0"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     with process:

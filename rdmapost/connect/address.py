@@ -15,15 +15,12 @@ DEFAULT_PORT = 18600
 """TCP port of the exchange; ibv_rc_pingpong has 18515."""
 
 
-def parse_address(
-    text: str, default_port: int = DEFAULT_PORT, *, least_port: int = 1
-) -> tuple[str, int]:
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
     """Read ``HOST[:PORT]``; an IPv6 address stands in brackets: ``[::1]:18600``.
 
     Args:
         text: the text.
         default_port: the port, unless the text has one.
-        least_port: 0 where that stands for a port that is free.
 
     Raises:
         ValueError: it is no such text.
@@ -44,8 +41,8 @@ def parse_address(
         raise ValueError(f"{text!r} has no host: it is HOST[:PORT]")
     if port is None:
         return host, default_port
-    if not (port.isascii() and port.isdecimal() and least_port <= int(port[:6]) <= 65535):
-        raise ValueError(f"{port[:20]!r} is not a port: {least_port}..65535")
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535):
+        raise ValueError(f"{port[:20]!r} is not a port: 1..65535")
     return host, int(port)
 
 
