@@ -115,7 +115,6 @@ _TM_MATCH, _TM_DATA_VALID = int(WCFlags.TM_MATCH), int(WCFlags.TM_DATA_VALID)
 _WITH_IMM, _WITH_INV, _RECV = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCOpcode.RECV)
 
 _BATCH = 64
-_SPIN_NS = 20_000
 
 
 class CQ(Resource):
@@ -270,7 +269,9 @@ class CQ(Resource):
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
 
-        The wait spins for a moment and then sleeps on the completion channel.
+        The wait spins for a moment, and then sleeps on the completion channel.
+        Beside another thread that keeps the GIL busy, each of the two costs
+        one turn of that thread, and completions that are there cost none.
 
         Args:
             count: how many.
@@ -288,14 +289,17 @@ class CQ(Resource):
                 "channel.get_cq_event(), or create it without channel="
             )
         deadline = None if timeout is None else time.monotonic() + timeout
-        backlog = self._backlog
+        backlog, spin_ns = self._backlog, self.context._provider.spin_ns
         with self._lock:
             self._waiting += 1
             try:
                 while True:
                     handle = self._live()
                     # What came stays in the backlog until it is enough: nothing can lose it.
-                    self._fill(handle, backlog, count, _SPIN_NS)
+                    self._fill(handle, backlog, count)
+                    if len(backlog) < count and spin_ns:
+                        # This gives up the GIL, and what was there already is not worth that.
+                        self._fill(handle, backlog, count, spin_ns)
                     if len(backlog) >= count:
                         return [backlog.popleft() for _ in range(count)]
                     left = None if deadline is None else deadline - time.monotonic()
@@ -343,7 +347,7 @@ class CQ(Resource):
         self._sleeping = True
         try:
             # Ask for an event, then look again: what came in between raises none.
-            if error := lib.ibv_req_notify_cq(handle, 0):
+            if error := door.req_notify(self._address, False):
                 raise VerbsError("ibv_req_notify_cq", abs(error))
             self._fill(handle, self._backlog, count)
             if len(self._backlog) >= count:
@@ -354,9 +358,7 @@ class CQ(Resource):
             finally:
                 self._lock.acquire()
             if ready:
-                provider = self.context._provider
-                if (cq := provider.get_cq_event(self._channel)) is not None:
-                    provider.ack_cq_events(cq, 1)
+                self.context._provider.drop_cq_event(self._channel)
         finally:
             self._sleeping = False
             self._awake.notify_all()
@@ -366,7 +368,9 @@ class CQ(Resource):
         while (lacking := count - len(into)) > 0:
             room = min(lacking, _BATCH)
             least = room if spin_ns else 0
-            if self._tm is None:
+            if self._tm is None and not spin_ns:
+                polled = door.poll(self._address, self._raw_at, room)
+            elif self._tm is None:
                 polled = lib.rp_poll_cq(handle, self._raw, room, least, spin_ns)
             else:
                 polled = lib.rp_poll_cq_ex(

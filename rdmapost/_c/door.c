@@ -138,12 +138,37 @@ FUNCTION(poll)
 					   (void *)(uintptr_t)n[1]));
 }
 
+/* The CQ's struct, and whether only solicited completions count. */
+FUNCTION(req_notify)
+{
+	static const uint64_t most[] = { U64, 1 };
+
+	READ(most);
+	return PyLong_FromLong(
+		ibv_req_notify_cq((void *)(uintptr_t)n[0], (int)n[1]));
+}
+
+/* A completion channel that does not block: 0, or an errno. */
+FUNCTION(drop_event)
+{
+	static const uint64_t most[] = { U64 };
+	struct ibv_cq *cq;
+	void *context;
+
+	READ(most);
+	if (ibv_get_cq_event((void *)(uintptr_t)n[0], &cq, &context))
+		return PyLong_FromLong(errno);
+	ibv_ack_cq_events(cq, 1);
+	return PyLong_FromLong(0);
+}
+
 #define METHOD(name)                                                           \
 	{ #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL }
 static PyMethodDef functions[] = {
 	METHOD(put_message),	METHOD(put_rdma),    METHOD(put_recv),
 	METHOD(submit_send),	METHOD(submit_recv), METHOD(submit_srq_recv),
-	METHOD(submit_srq_ops), METHOD(poll),	     { NULL, NULL, 0, NULL },
+	METHOD(submit_srq_ops), METHOD(poll),	     METHOD(req_notify),
+	METHOD(drop_event),	{ NULL, NULL, 0, NULL },
 };
 
 PyMODINIT_FUNC PyInit__verbs(void)

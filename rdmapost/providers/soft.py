@@ -207,6 +207,7 @@ class SoftProvider:
     """The soft device's control verbs."""
 
     kind = "soft"
+    spin_ns = 0
 
     # ---- devices ------------------------------------------------------------
 
@@ -399,6 +400,9 @@ class SoftProvider:
             _device.progress()
             made = _channels[channel.fd].take()
         return None if made is None else made.handle
+
+    def drop_cq_event(self, channel: Any) -> None:
+        self.get_cq_event(channel)
 
     def ack_cq_events(self, cq: Any, count: int) -> None:
         pass

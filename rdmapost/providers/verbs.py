@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .._binding import ffi, lib
+from .._binding import address_of, door, ffi, lib
 from ..enums import EventType
 from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
 from .base import DeviceInfo, GIDEntry
@@ -89,6 +89,7 @@ class VerbsProvider:
     """libibverbs, loaded when a device is first listed or opened."""
 
     kind = "verbs"
+    spin_ns = 20_000
 
     # ---- devices ------------------------------------------------------------
 
@@ -230,6 +231,11 @@ class VerbsProvider:
                 return None
             raise _failed("ibv_get_cq_event", ffi.errno)
         return cq[0]
+
+    def drop_cq_event(self, channel: Any) -> None:
+        code = door.drop_event(address_of(channel))
+        if code not in (0, errno.EAGAIN):
+            raise _failed("ibv_get_cq_event", code)
 
     def ack_cq_events(self, cq: Any, count: int) -> None:
         lib.ibv_ack_cq_events(cq, count)
