@@ -6,18 +6,22 @@ ffi: Any
 lib: Any
 
 # _c/door.c: they never block, and take addresses as numbers.  Writing a record
-# with one SGE raises OverflowError or TypeError where a number does not fit.
+# with one SGE raises OverflowError or TypeError where a number does not fit, and
+# returns whether the SGE is one of 1 to most bytes within start..end; an end of
+# 2^64-1 asks for no more than that it fits.
 def put_message(
     record: int, wr_id: int, opcode: int, send_flags: int, imm_data: int,
     ah: int, remote_qpn: int, remote_qkey: int, remote_srqn: int,
-    addr: int, length: int, lkey: int, /,
-) -> None: ...  # fmt: skip
+    addr: int, length: int, lkey: int, start: int, end: int, most: int, /,
+) -> bool: ...  # fmt: skip
 def put_rdma(
     record: int, wr_id: int, opcode: int, send_flags: int, imm_data: int,
     remote_addr: int, rkey: int, remote_srqn: int,
-    addr: int, length: int, lkey: int, /,
-) -> None: ...  # fmt: skip
-def put_recv(record: int, wr_id: int, addr: int, length: int, lkey: int, /) -> None: ...
+    addr: int, length: int, lkey: int, start: int, end: int, most: int, /,
+) -> bool: ...  # fmt: skip
+def put_recv(
+    record: int, wr_id: int, addr: int, length: int, lkey: int, start: int, end: int, /
+) -> bool: ...
 
 # As rp_submit_send and so on (_c/shim.h).
 def submit_send(qp: int, records: int, size: int, count: int, /) -> int: ...

@@ -66,6 +66,12 @@ class InFlight:
         self.keep((wr_id, refers_to))
         self.counts[0] += 1
 
+    def add_list(self, wr_ids: list[int], refers_to: list[Any]) -> None:
+        """Record a list about to be posted in one piece; it may be empty."""
+        if wr_ids:
+            self.entries.append((wr_ids, refers_to))
+            self.counts[0] += len(wr_ids)
+
     def forget_last(self, count: int) -> None:
         """Take back the latest entries: they were not posted after all."""
         self.counts[0] -= count
@@ -171,6 +177,11 @@ class InFlightAny:
         """Record a work request about to be posted: keep its entry, and count it."""
         self.keep((wr_id, refers_to))
         self.counts[0] += 1
+
+    def add_list(self, wr_ids: list[int], refers_to: list[Any]) -> None:
+        """Record a list about to be posted, of work requests that refer to one thing each."""
+        for wr_id, named in zip(wr_ids, refers_to, strict=True):
+            self.add(wr_id, (named,))
 
     def keep(self, entry: tuple[int, Sequence[Any]]) -> None:
         """Keep the entry of the work request that is counted next."""

@@ -1,7 +1,8 @@
 """The short way for a work request that is plainly right.
 
 Most work requests have one SGE of a live region, and flags that their opcode
-takes.  They are recognised here with a few comparisons, and packed at once.
+takes.  They are recognised here with a few comparisons, and packed at once; the
+bounds are compared where the record is written, in C.
 Nothing is refused here: what is not plainly right goes the long way, which
 looks at everything and can say what is wrong (``rules``, ``packing``).
 """
@@ -20,10 +21,11 @@ from .wr import SGE, RdmaRead, RdmaWrite, RdmaWriteWithImm, RecvWR, Send, SendWi
 
 __all__ = ["Plain", "plain_receives", "plain_sends"]
 
-Plain = Callable[[int, int, Any], tuple[Any, ...] | None]
+Plain = Callable[[int, int, Any], "tuple[Any, ...] | None"]
 """Write a work request at an address, under a ticket; return what it refers to, or None where it
 is not plain.  May raise what a wrong value in a field makes it raise."""
 
+_MASK64 = (1 << 64) - 1
 _FLAGS = tuple(int(flag) for flag in SendFlags)
 
 
@@ -37,70 +39,69 @@ def _combinations(allowed: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def _region(pd: Any, most: int, checked: bool, written: bool) -> Callable[[Any], Any]:
-    """Return what takes an sg_list and returns its SGE where it is plain, or None."""
-
-    def one(sg_list: Any) -> Any:
-        if type(sg_list) is not SGE:
-            if type(sg_list) not in (list, tuple) or len(sg_list) != 1:
-                return None
-            sg_list = sg_list[0]
-            if type(sg_list) is not SGE:
-                return None
-        addr, length, _, owner = sg_list
-        if type(owner) is not MR:
-            return None if checked or owner is not None else sg_list
-        if owner._handle is None:
-            return None
-        if checked and (
-            owner.pd is not pd or addr < owner.addr or not 0 < length <= owner.end - addr
-            or length > most or (written and not owner.writable)
-        ):  # fmt: skip
-            return None
-        return sg_list
-
-    return one
+def _only(sg_list: Any) -> Any:
+    """Return the SGE of a sequence of one, else None."""
+    return sg_list[0] if type(sg_list) in (list, tuple) and len(sg_list) == 1 else None
 
 
 def _message(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int]) -> Plain:
-    put, code = door.put_message, int(opcode)
-    region = _region(limits.pd, limits.max_msg_size, checked, False)
-    datagram, pd = limits.qp_type is QPType.UD, limits.pd
+    put, code, pd, most = door.put_message, int(opcode), limits.pd, limits.max_msg_size
+    datagram = limits.qp_type is QPType.UD
     has_imm = opcode is Opcode.SEND_WITH_IMM
 
-    def pack(at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
-        sge, ah = region(wr.sg_list), wr.ah
-        if sge is None or wr.send_flags not in flags:
+    def pack(at: int, ticket: int, wr: Any) -> Any:
+        sge, ah = wr.sg_list, wr.ah
+        if type(sge) is not SGE and type(sge := _only(sge)) is not SGE:
+            return None
+        addr, length, lkey, owner = sge
+        start, end = 0, _MASK64
+        if checked:
+            if type(owner) is not MR or owner.pd is not pd or owner._handle is None:
+                return None
+            start, end = owner.addr, owner.end
+        elif owner is not None and (type(owner) is not MR or owner._handle is None):
             return None
         if datagram:
             if type(ah) is not AH or ah._handle is None or ah.pd is not pd:
                 return None
         elif ah is not None:
             return None
-        put(
+        if wr.send_flags in flags and put(
             at, ticket, code, wr.send_flags, wr.imm_data if has_imm else 0,
             ah.address if datagram else 0, wr.remote_qpn, wr.remote_qkey, wr.remote_srqn,
-            sge[0], sge[1], sge[2],
-        )  # fmt: skip
-        return (sge, ah) if datagram else (sge,)
+            addr, length, lkey, start, end, most,
+        ):  # fmt: skip
+            return (sge, ah) if datagram else (sge,)
+        return None
 
     return pack
 
 
 def _rdma(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int]) -> Plain:
-    put, code = door.put_rdma, int(opcode)
-    region = _region(limits.pd, limits.max_msg_size, checked, opcode is Opcode.RDMA_READ)
+    put, code, pd, most = door.put_rdma, int(opcode), limits.pd, limits.max_msg_size
     has_imm = opcode is Opcode.RDMA_WRITE_WITH_IMM
+    fetches = opcode is Opcode.RDMA_READ
 
-    def pack(at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
-        sge = region(wr.sg_list)
-        if sge is None or wr.send_flags not in flags:
+    def pack(at: int, ticket: int, wr: Any) -> Any:
+        sge = wr.sg_list
+        if type(sge) is not SGE and type(sge := _only(sge)) is not SGE:
             return None
-        put(
+        addr, length, lkey, owner = sge
+        start, end = 0, _MASK64
+        if checked:
+            if type(owner) is not MR or owner.pd is not pd or owner._handle is None:
+                return None
+            if fetches and not owner.writable:
+                return None
+            start, end = owner.addr, owner.end
+        elif owner is not None and (type(owner) is not MR or owner._handle is None):
+            return None
+        if wr.send_flags in flags and put(
             at, ticket, code, wr.send_flags, wr.imm_data if has_imm else 0,
-            wr.remote_addr, wr.rkey, wr.remote_srqn, sge[0], sge[1], sge[2],
-        )  # fmt: skip
-        return (sge,)
+            wr.remote_addr, wr.rkey, wr.remote_srqn, addr, length, lkey, start, end, most,
+        ):  # fmt: skip
+            return (sge,)
+        return None
 
     return pack
 
@@ -132,15 +133,22 @@ def plain_sends(limits: Limits, checked: bool) -> Mapping[type, Plain]:
 
 def plain_receives(limits: Limits, checked: bool) -> Mapping[type, Plain]:
     """Return the short way of a receive queue; the rest is as in plain_sends."""
-    put = door.put_recv
-    # A receive may be longer than any message.
-    region = _region(limits.pd, 1 << 32, checked, True)
+    put, pd = door.put_recv, limits.pd
 
-    def pack(at: int, ticket: int, wr: Any) -> tuple[Any, ...] | None:
-        sge = region(wr.sg_list)
-        if sge is None:
+    def pack(at: int, ticket: int, wr: Any) -> Any:
+        sge = wr.sg_list
+        if type(sge) is not SGE and type(sge := _only(sge)) is not SGE:
             return None
-        put(at, ticket, sge[0], sge[1], sge[2])
-        return (sge,)
+        addr, length, lkey, owner = sge
+        start, end = 0, _MASK64
+        if checked:
+            if type(owner) is not MR or owner.pd is not pd or owner._handle is None:
+                return None
+            if not owner.writable:
+                return None
+            start, end = owner.addr, owner.end
+        elif owner is not None and (type(owner) is not MR or owner._handle is None):
+            return None
+        return (sge,) if put(at, ticket, addr, length, lkey, start, end) else None
 
     return {RecvWR: pack} if limits.max_recv_sge or not checked else {}

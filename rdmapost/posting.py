@@ -186,23 +186,38 @@ class PostQueue:
         finally:
             self._release()
 
-    def _add_plain(self, wr: Any, pack: Plain, at: int) -> bool:
-        """Pack and record one work request the short way, or return False and do nothing."""
-        in_flight = self.in_flight
-        posted, done, _ = in_flight.counts
-        if posted - done >= self.room:
-            return False
-        wr_id = wr.wr_id
-        if type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END:
-            return False
+    def _add_plain(self, wrs: Sequence[Any], plain: Mapping[type, Plain]) -> int:
+        """Pack and record work requests the short way, up to the first that is not plain.
+
+        Returns:
+            how many; they are recorded as one.
+        """
+        in_flight, size = self.in_flight, self._plain_size
+        base, (posted, done, _) = in_flight.base, in_flight.counts
+        room = self.room - (posted - done)
+        if room < len(wrs):
+            wrs = wrs[: max(0, room)]
+        if size * len(wrs) > len(self._records):
+            self._grow(size * len(wrs))
+        wr_ids: list[int] = []
+        refers_to: list[Any] = []
+        at = self._at
         try:
-            refers_to = pack(self._at + at, in_flight.base | posted & _COUNT_MASK, wr)
-        except _WRONG:
-            return False
-        if refers_to is None:
-            return False
-        in_flight.add(wr_id, refers_to)
-        return True
+            for wr in wrs:
+                wr_id = wr.wr_id
+                if type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END:
+                    break
+                named = plain[type(wr)](at, base | posted & _COUNT_MASK, wr)
+                if named is None:
+                    break
+                wr_ids.append(wr_id)
+                refers_to += named
+                at += size
+                posted += 1
+        except (KeyError, *_WRONG):
+            pass
+        in_flight.add_list(wr_ids, refers_to)
+        return len(wr_ids)
 
     def _pack_all(
         self,
@@ -211,17 +226,10 @@ class PostQueue:
         plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         """Pack work requests up to the first that is refused; return which, errno and why."""
-        self._end = 0
         self._binds.clear()
-        for index, wr in enumerate(wrs):
-            way = plain.get(type(wr))
-            if way is not None:
-                at, end = self._end, self._end + self._plain_size
-                if end > len(self._records):
-                    self._grow(2 * end)
-                if self._add_plain(wr, way, at):
-                    self._end = end
-                    continue
+        first = self._add_plain(wrs, plain) if plain else 0
+        self._end = first * self._plain_size
+        for index, wr in enumerate(wrs[first:], first):
             sges: Sequence[SGE] = ()
             try:
                 sges = gather(getattr(wr, "sg_list", ()))

@@ -45,11 +45,21 @@ static int read_numbers(PyObject *const *args, Py_ssize_t nargs,
 	static PyObject *name(PyObject *self, PyObject *const *args,           \
 			      Py_ssize_t nargs)
 
-static void put_sge(struct ibv_sge *sge, const uint64_t *n)
+/*
+ * Write an SGE, the first three numbers.  Return whether it lies in the
+ * bounds, the next two, and holds no more than the longest message; bounds
+ * that end with 2^64-1 are none.
+ */
+static PyObject *put_sge(struct ibv_sge *sge, const uint64_t *n, uint64_t most)
 {
-	sge->addr = n[0];
-	sge->length = (uint32_t)n[1];
+	uint64_t addr = n[0], length = n[1], start = n[3], end = n[4];
+
+	sge->addr = addr;
+	sge->length = (uint32_t)length;
 	sge->lkey = (uint32_t)n[2];
+	return PyBool_FromLong(end == U64 || (length && length <= most &&
+					      addr >= start && addr <= end &&
+					      length <= end - addr));
 }
 
 /* What every send begins with: address, wr_id, opcode, send_flags, imm_data. */
@@ -68,8 +78,8 @@ static struct ibv_send_wr *put_send(const uint64_t *n)
 
 FUNCTION(put_message)
 {
-	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64, U32,
-					 U32, U32, U64, U32, U32 };
+	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64, U32, U32,
+					 U32, U64, U32, U32, U64, U64, U64 };
 	struct ibv_send_wr *wr;
 
 	READ(most);
@@ -78,14 +88,13 @@ FUNCTION(put_message)
 	wr->wr.ud.remote_qpn = (uint32_t)n[6];
 	wr->wr.ud.remote_qkey = (uint32_t)n[7];
 	wr->qp_type.xrc.remote_srqn = (uint32_t)n[8];
-	put_sge((void *)(wr + 1), n + 9);
-	Py_RETURN_NONE;
+	return put_sge((void *)(wr + 1), n + 9, n[14]);
 }
 
 FUNCTION(put_rdma)
 {
-	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64,
-					 U32, U32, U64, U32, U32 };
+	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64, U32,
+					 U32, U64, U32, U32, U64, U64, U64 };
 	struct ibv_send_wr *wr;
 
 	READ(most);
@@ -93,13 +102,12 @@ FUNCTION(put_rdma)
 	wr->wr.rdma.remote_addr = n[5];
 	wr->wr.rdma.rkey = (uint32_t)n[6];
 	wr->qp_type.xrc.remote_srqn = (uint32_t)n[7];
-	put_sge((void *)(wr + 1), n + 8);
-	Py_RETURN_NONE;
+	return put_sge((void *)(wr + 1), n + 8, n[13]);
 }
 
 FUNCTION(put_recv)
 {
-	static const uint64_t most[] = { U64, U64, U64, U32, U32 };
+	static const uint64_t most[] = { U64, U64, U64, U32, U32, U64, U64 };
 	struct ibv_recv_wr *wr;
 
 	READ(most);
@@ -107,8 +115,8 @@ FUNCTION(put_recv)
 	memset(wr, 0, sizeof(*wr));
 	wr->wr_id = n[1];
 	wr->num_sge = 1;
-	put_sge((void *)(wr + 1), n + 2);
-	Py_RETURN_NONE;
+	/* A receive may be longer than any message. */
+	return put_sge((void *)(wr + 1), n + 2, U64);
 }
 
 static const uint64_t submit_most[] = { U64, U64, U64, U32 };
