@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,15 +105,20 @@ class Way:
 
     def without_keys(self, text: str) -> str:
         """Return a text without what differs between the two sides."""
-        for number in (
-            self.mr.lkey, self.foreign.lkey, self.read_only.lkey, self.closed.lkey,
-            self.mr.lkey ^ 0xFF00, self.mr.addr,
-        ):  # fmt: skip
-            text = text.replace(hex(number), "KEY")
-        for mr in (self.mr, self.read_only, self.foreign, self.closed):
-            for at in range(-16, SIZE + 16):
-                text = text.replace(hex(mr.addr + at), f"addr+{at}")
-        return text
+        named = {
+            self.mr.lkey: "lkey", self.mr.lkey ^ 0xFF00: "wrong key",
+            self.read_only.lkey: "read only",
+            self.foreign.lkey: "foreign", self.closed.lkey: "closed",
+        }  # fmt: skip
+
+        def name(found: re.Match[str]) -> str:
+            number = int(found[0], 16)
+            for mr in (self.mr, self.read_only, self.foreign, self.closed):
+                if -16 <= number - mr.addr < SIZE + 16:
+                    return f"addr{number - mr.addr:+}"
+            return named.get(number, found[0])
+
+        return re.sub("0x[0-9a-f]+", name, text)
 
     def close(self) -> None:
         for resource in (
