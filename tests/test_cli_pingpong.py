@@ -454,7 +454,7 @@ def exchanged(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("victim", ["client", "server"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=lambda end: end.name)
 def test_a_peer_that_ends_in_the_middle_is_told_in_one_line(device, qp_type, victim, end):
-    common = ["-d", device, "--qp-type", qp_type, "-n", "100000000", "--timeout", "5", "-v"]
+    common = ["-d", device, "--qp-type", qp_type, "-n", "100000000", "--timeout", "10", "-v"]
     server = start(*common, "--tcp-port", "0", "--bind", HOST, "--wait", "30")
     player = start(HOST, *common, "--tcp-port", listening(server))
     for process in (player, server):
@@ -472,7 +472,7 @@ def test_a_peer_that_ends_in_the_middle_is_told_in_one_line(device, qp_type, vic
     code, out, err = ended(other)
     assert (code, out) == (1, "")
     assert re.fullmatch(
-        rf"rdmapost: ({HOST}:\d+ does not answer|no message from {HOST}:\d+ within 5 s), "
+        rf"rdmapost: ({HOST}:\d+ does not answer|no message from {HOST}:\d+ within 10 s), "
         r"after \d+ of 100000000 messages.*: it has died.*\n",
         err,
     )
