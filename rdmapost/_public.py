@@ -21,6 +21,7 @@ from .events import AsyncEvent, get_async_event
 from .grh import GRH, Datagram
 from .inline import max_inline
 from .memory import MR, MW, PD
+from .prepared import Batch, PreparedWR
 from .providers import DeviceInfo
 from .qpattr import QPAttr
 from .queuepair import QP, Outstanding
@@ -32,8 +33,9 @@ from .xrcd import XRCD
 
 __all__ = [
     "AH", "CQ", "GID", "GRH", "MR", "MULTICAST_QPN", "MW", "PD", "QP", "SRQ", "WC", "XRCD",
-    "AHAttr", "AsyncEvent", "CompChannel", "Context", "Datagram", "DeviceAttr", "DeviceInfo",
-    "Endpoint", "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr", "QPAttr", "SRQAttr",
-    "choose_gid", "get_async_event", "list_devices", "max_inline", "open_device",
+    "AHAttr", "AsyncEvent", "Batch", "CompChannel", "Context", "Datagram", "DeviceAttr",
+    "DeviceInfo", "Endpoint", "GIDChoice", "GIDTableEntry", "Outstanding", "PortAttr",
+    "PreparedWR", "QPAttr", "SRQAttr", "choose_gid", "get_async_event", "list_devices",
+    "max_inline", "open_device",
 ]  # fmt: skip
 __all__ += [*_enums, *_errors, *_wr]
