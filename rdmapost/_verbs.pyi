@@ -1,5 +1,6 @@
 # The compiled module, made by build_ffi.py from rdmapost/_c/.  cffi's own stubs
 # know nothing of C structs, so what comes out of it is Any.
+from collections.abc import Sequence
 from typing import Any
 
 ffi: Any
@@ -46,9 +47,10 @@ class Lock:
     def __exit__(self, *error: object) -> None: ...
 
 class Prepared:
-    _entry: tuple[list[int], list[Any]]
+    _entry: tuple[list[int], list[Sequence[Any]]]
     def __init__(
-        self, lock: Lock, counts: list[int], keep: Any, entry: tuple[list[int], list[Any]],
+        self, lock: Lock, counts: list[int], keep: Any,
+        entry: tuple[list[int], list[Sequence[Any]]],
         records: int, base: int, count: int, room: int, receives: bool, /,
     ) -> None: ...  # fmt: skip
     def post(self) -> None: ...

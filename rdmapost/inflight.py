@@ -28,7 +28,8 @@ class InFlight:
     """The work requests of one queue that completes in order.
 
     An entry is a work request's wr_id and what it refers to, or, for a list
-    that was posted in one piece, the list of its wr_ids and the same for all.
+    that was posted in one piece, the list of its wr_ids and a list of what each
+    refers to.
 
     Attributes:
         number: names the queue in its tickets; no two queues of a process share one.
@@ -66,7 +67,7 @@ class InFlight:
         self.keep((wr_id, refers_to))
         self.counts[0] += 1
 
-    def add_list(self, wr_ids: list[int], refers_to: list[Any]) -> None:
+    def add_list(self, wr_ids: list[int], refers_to: list[Sequence[Any]]) -> None:
         """Record a list about to be posted in one piece; it may be empty."""
         if wr_ids:
             self.entries.append((wr_ids, refers_to))
@@ -82,7 +83,8 @@ class InFlight:
                 count -= 1
                 continue
             if count < len(wr_id):
-                entries.append((wr_id[: len(wr_id) - count], refers_to))
+                left = len(wr_id) - count
+                entries.append((wr_id[:left], refers_to[:left]))
             count -= len(wr_id)
 
     def complete(self, ticket: int) -> int | None:
@@ -144,8 +146,10 @@ class InFlight:
         """Go through what is outstanding: the wr_id and what it refers to."""
         begun = self._begun
         for wr_id, refers_to in tuple(self.entries):
-            for one in wr_id[begun:] if type(wr_id) is list else (wr_id,):
-                yield one, refers_to
+            if type(wr_id) is list:
+                yield from zip(wr_id[begun:], refers_to[begun:], strict=True)
+            else:
+                yield wr_id, refers_to
             begun = 0
 
 
@@ -178,10 +182,10 @@ class InFlightAny:
         self.keep((wr_id, refers_to))
         self.counts[0] += 1
 
-    def add_list(self, wr_ids: list[int], refers_to: list[Any]) -> None:
-        """Record a list about to be posted, of work requests that refer to one thing each."""
+    def add_list(self, wr_ids: list[int], refers_to: list[Sequence[Any]]) -> None:
+        """Record a list about to be posted."""
         for wr_id, named in zip(wr_ids, refers_to, strict=True):
-            self.add(wr_id, (named,))
+            self.add(wr_id, named)
 
     def keep(self, entry: tuple[int, Sequence[Any]]) -> None:
         """Keep the entry of the work request that is counted next."""

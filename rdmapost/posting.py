@@ -200,7 +200,7 @@ class PostQueue:
         if size * len(wrs) > len(self._records):
             self._grow(size * len(wrs))
         wr_ids: list[int] = []
-        refers_to: list[Any] = []
+        refers_to: list[Sequence[Any]] = []
         at = self._at
         try:
             for wr in wrs:
@@ -211,7 +211,7 @@ class PostQueue:
                 if named is None:
                     break
                 wr_ids.append(wr_id)
-                refers_to += named
+                refers_to.append(named)
                 at += size
                 posted += 1
         except (KeyError, *_WRONG):

@@ -55,20 +55,32 @@ class PreparedWR:
             remote_qpn, remote_qkey, remote_srqn: where the opcode has them.
     """
 
-    __slots__ = ("_at", "_batch", "_first", "_index", "_records", "_sges", "_sges_at", "_wr")
+    __slots__ = (
+        "_at",
+        "_batch",
+        "_index",
+        "_inline",
+        "_others",
+        "_records",
+        "_sges",
+        "_sges_at",
+        "_wr",
+    )
 
     def __init__(
-        self, batch: Batch, index: int, at: int, wr: Any, sges: int, first: int | None
+        self, batch: Batch, index: int, at: int, wr: Any, others: Sequence[Any], inline: bool
     ) -> None:
         self._batch = batch
         self._index = index
         self._records = batch._records
         self._at = at
         self._wr = wr
-        # Its SGEs stand behind the struct, and, but for inline data, among what the list refers to.
-        self._sges = sges
+        # What it refers to besides the SGEs; inline data may go when the post is done.
+        self._others = others
+        self._inline = inline
+        # The SGEs stand behind the struct.
+        self._sges = len(getattr(wr, "sg_list", ()))
         self._sges_at = at + (32 if isinstance(wr, RecvWR) else 128)
-        self._first = first
 
     def __repr__(self) -> str:
         return f"<rdmapost.PreparedWR {self._index} of a {self._batch}>"
@@ -107,8 +119,8 @@ class PreparedWR:
         for index, sge in enumerate(sges):
             _SGE.pack_into(self._records, self._sges_at + 16 * index, *sge[:3])
         batch._depend_on(sges)
-        if self._first is not None:
-            batch._own_entry()[1][self._first : self._first + len(sges)] = sges
+        if not self._inline:
+            batch._own_entry()[1][self._index] = (*sges, *self._others)
 
 
 def _field(name: str, field: Struct, at: int) -> property:
@@ -186,10 +198,10 @@ class Batch(door.Prepared):
             raise ValueError("a prepared list has at least one work request")
         self._records = bytearray()
         self._items: list[PreparedWR] = []
-        refers_to: list[Any] = []
+        refers_to: list[Sequence[Any]] = []
         for index, wr in enumerate(wrs):
             try:
-                refers_to += self._pack(queue, index, wr, len(refers_to))
+                refers_to.append(self._pack(queue, index, wr))
             except Refused as error:
                 raise PostError(
                     queue.call, errno.EINVAL, str(error),
@@ -210,7 +222,7 @@ class Batch(door.Prepared):
         for item in self._items:
             self._depend_on((*getattr(item._wr, "sg_list", ()), getattr(item._wr, "ah", None)))
 
-    def _pack(self, queue: PostQueue, index: int, wr: Any, first: int) -> Sequence[Any]:
+    def _pack(self, queue: PostQueue, index: int, wr: Any) -> Sequence[Any]:
         """Check and pack one work request; return what it refers to while it is outstanding.
 
         Raises:
@@ -233,10 +245,10 @@ class Batch(door.Prepared):
         self._records.extend(bytes(record_size(len(sges))))
         end, others = queue.pack(self._records, at, own, 0, sges)
         del self._records[end:]
-        inline = int(getattr(wr, "send_flags", 0)) & _INLINE
+        inline = bool(int(getattr(wr, "send_flags", 0)) & _INLINE)
         wr_type: Any = type(wr)
         kind = _kind_of(wr_type)
-        self._items.append(kind(self, index, at, own, len(sges), None if inline else first))
+        self._items.append(kind(self, index, at, own, others, inline))
         return others if inline else (*sges, *others)
 
     def _refused(self, wr: Any, sges: Sequence[SGE]) -> str | None:
@@ -250,7 +262,7 @@ class Batch(door.Prepared):
                 self._parents += (owner,)
                 join(self, owner)
 
-    def _own_entry(self) -> tuple[list[int], list[Any]]:
+    def _own_entry(self) -> tuple[list[int], list[Sequence[Any]]]:
         """Return the wr_ids and what is referred to, for writing: no post has them yet."""
         wr_ids, refers_to = self._entry
         if self._counts[0] != self._copied:

@@ -29,13 +29,21 @@ class InOrder(RuleBasedStateMachine):
         self.model: list[tuple[int, int, weakref.ref[Memory]]] = []
         self.used: list[int] = []
 
-    @rule(ids=st.lists(wr_ids, min_size=1, max_size=5), refused=st.integers(0, 5))
-    def post(self, ids: list[int], refused: int) -> None:
-        """Post a list, of which the device refuses the last ones."""
-        for wr_id in ids:
-            memory = Memory()
-            self.model.append((self.queue.next_ticket(), wr_id, weakref.ref(memory)))
-            self.queue.add(wr_id, (memory,))
+    @rule(
+        ids=st.lists(wr_ids, min_size=1, max_size=5), refused=st.integers(0, 5), whole=st.booleans()
+    )
+    def post(self, ids: list[int], refused: int, whole: bool) -> None:
+        """Post a list, in one piece or not, of which the device refuses the last ones."""
+        named = [Memory() for _ in ids]
+        first = self.queue.next_ticket()
+        for ahead, (wr_id, memory) in enumerate(zip(ids, named, strict=True)):
+            self.model.append((first + ahead, wr_id, weakref.ref(memory)))
+        if whole:
+            self.queue.add_list(list(ids), [(memory,) for memory in named])
+        else:
+            for wr_id, memory in zip(ids, named, strict=True):
+                self.queue.add(wr_id, (memory,))
+        del named, memory
         count = min(refused, len(ids))
         self.queue.forget_last(count)
         if count:
