@@ -249,6 +249,23 @@ def test_method_alone_keeps_the_list(rc):
     rc.mine.close()
 
 
+def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
+    """A region can be closed when the work request that names it is done, if others are not."""
+    regions = [stack.enter_context(rp.MR(pd, 64)) for _ in range(2)]
+    wrs = [
+        rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey)
+        for i, mr in enumerate(regions)
+    ]
+    rc.a.post_send(wrs)
+    with pytest.raises(rp.InUseError, match=r"1 outstanding .* \(wr_id 1\)"):
+        regions[1].close()
+    assert [wc.wr_id for wc in rc.wait(1)] == [0]
+    regions[0].close()
+    with pytest.raises(rp.InUseError, match=r"1 outstanding .* \(wr_id 1\)"):
+        regions[1].close()
+    assert [wc.wr_id for wc in rc.wait(1)] == [1]
+
+
 def test_device_refuses(context, rc):
     """What the device did not take is taken back, and named."""
     needs(context.kind == "soft", "way to make a post fail", context)
