@@ -450,9 +450,15 @@ def exchanged(process: subprocess.Popen[str]) -> None:
     pytest.fail(f"the process ended with {process.wait()}")
 
 
-@pytest.mark.parametrize("qp_type", ["rc", "ud"])
-@pytest.mark.parametrize("victim", ["client", "server"])
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=lambda end: end.name)
+@pytest.mark.parametrize(
+    ("qp_type", "victim", "end"),
+    [
+        ("rc", "client", signal.SIGKILL),
+        ("rc", "server", signal.SIGINT),
+        ("ud", "server", signal.SIGKILL),
+        ("ud", "client", signal.SIGINT),
+    ],
+)
 def test_a_peer_that_ends_in_the_middle_is_told_in_one_line(device, qp_type, victim, end):
     common = ["-d", device, "--qp-type", qp_type, "-n", "100000000", "--timeout", "10", "-v"]
     server = start(*common, "--tcp-port", "0", "--bind", HOST, "--wait", "30")
