@@ -5,12 +5,17 @@ The declarations are in ``rdmapost/_c/*.cdef.h`` and the shim in
 
 ``pip install .`` uses the commands below through pyproject.toml.
 ``python build_ffi.py`` builds the module in place, beside its sources.
+
+One module serves CPython 3.11 and later, by the limited API.  A free-threaded
+CPython has none (its objects are laid out differently): there the module and
+its wheel are for that version alone.
 """
 
 from __future__ import annotations
 
 import pathlib
 import sys
+import sysconfig
 
 from cffi import FFI
 from setuptools.command import bdist_wheel as _bdist_wheel
@@ -18,6 +23,7 @@ from setuptools.command import build_ext as _build_ext
 
 SOURCES = pathlib.Path(__file__).parent / "rdmapost" / "_c"
 MODULE = "rdmapost._verbs"
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 ffibuilder = FFI()
 for declarations in ("verbs.cdef.h", "shim.cdef.h", "soft.cdef.h"):
@@ -37,6 +43,14 @@ ffibuilder.set_source(
 class build_ext(_build_ext.build_ext):
     """Generate the binding's C from the declarations, then compile it with the shim."""
 
+    def finalize_options(self):
+        if FREE_THREADED:
+            for ext in self.distribution.ext_modules:
+                ext.py_limited_api = False
+                # cffi says _CFFI_NO_LIMITED_API by itself.
+                ext.define_macros = []
+        super().finalize_options()
+
     def build_extension(self, ext):
         generated = pathlib.Path(self.build_temp) / "_verbs.c"
         generated.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +60,11 @@ class build_ext(_build_ext.build_ext):
 
 
 class bdist_wheel(_bdist_wheel.bdist_wheel):
-    """Tag the wheel for the stable ABI of CPython 3.11."""
+    """Tag the wheel for the stable ABI of CPython 3.11, where there is one."""
 
     def finalize_options(self):
-        self.py_limited_api = "cp311"
+        if not FREE_THREADED:
+            self.py_limited_api = "cp311"
         super().finalize_options()
 
 
