@@ -46,14 +46,15 @@ class Resource:
     _parents: tuple[Resource, ...]
 
     def __init__(self, handle: Any, *parents: Resource) -> None:
-        self._handle = handle
         self._parents = parents
         self._children: dict[int, weakref.ref[Child]] = {}
         self._abandoned = False
         self._closing = threading.Lock()
+        self._pid = os.getpid()
+        # All that closing takes is there: an exception from here on (an interrupt) gives it back.
+        self._handle = handle
         if _garbage:
             _collect()
-        self._pid = os.getpid()
         for parent in parents:
             join(self, parent)
         if not parents:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._binding import door, ffi, lib
 from .completion import CQ
+from .device import PortAttr
 from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
 from .errors import RdmaError, VerbsError, describe_errno, where_explained
 from .inflight import InFlight
@@ -178,6 +179,16 @@ class QP(Multicast):
         except VerbsError as error:
             error.hint = error.hint or self._why_not_created(cap)
             raise
+        try:
+            self._take(handle, cap, port)
+        except BaseException:
+            # An interrupt, say.  Nobody else knows of the QP yet.
+            if not hasattr(self, "_handle"):
+                context._provider.destroy_qp(handle)
+            raise
+
+    def _take(self, handle: Any, cap: Any, port: PortAttr) -> None:
+        pd, context = self.pd, self.pd.context
         self.qp_num: int = handle.qp_num
         self.max_send_wr: int = cap.max_send_wr
         self.max_recv_wr: int = cap.max_recv_wr
@@ -193,26 +204,28 @@ class QP(Multicast):
                 for opcode in OPCODES_BY_QP_TYPE[self.qp_type]
             },
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
-            max_tso_header,
+            self.max_tso_header,
         )  # fmt: skip
         self._send = PostQueue(
             "ibv_post_send", door.submit_send, SendWR, pack_send,
             # Of a queue that is not there, the check says more than that it is full.
-            self.max_send_wr, "max_send_wr", checked and xrcd is None, InFlight(),
-            plain_sends(self._limits, checked),
+            self.max_send_wr, "max_send_wr", self.checked and self.xrcd is None, InFlight(),
+            plain_sends(self._limits, self.checked),
         )  # fmt: skip
         self._recv = PostQueue(
             "ibv_post_recv", door.submit_recv, RecvWR, pack_recv,
-            self.max_recv_wr, "max_recv_wr", checked, InFlight(),
-            {} if srq is not None or self.qp_type in _XRC
-            else plain_receives(self._limits, checked),
+            self.max_recv_wr, "max_recv_wr", self.checked, InFlight(),
+            {} if self.srq is not None or self.qp_type in _XRC
+            else plain_receives(self._limits, self.checked),
         )  # fmt: skip
+        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
         for queue in (self._send, self._recv):
             queue.open(handle)
-            context._queues[queue.in_flight.number] = queue.in_flight
-        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        parents = {id(p): p for p in (pd, send_cq, recv_cq, srq, xrcd) if p is not None}
+        given = (pd, self.send_cq, self.recv_cq, self.srq, self.xrcd)
+        parents = {id(p): p for p in given if p is not None}
         super().__init__(handle, *parents.values())
+        for queue in (self._send, self._recv):
+            context._queues[queue.in_flight.number] = queue.in_flight
         self._note_state(QPState.RESET)
 
     def _what_does_not_fit(self) -> str | None:
