@@ -38,8 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
 
 
-def pytest_report_header() -> str:
-    return f"kernel: {kernel()}"
+def pytest_report_header() -> list[str]:
+    return [f"kernel: {kernel()}", f"rdmapost: {rp.__file__}"]
 
 
 def _open_soft() -> rp.Context:

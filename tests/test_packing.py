@@ -246,6 +246,50 @@ def test_a_number_of_sges_that_lies_is_refused(kind, ctype, size):
     assert link(records, size + 32, 1) == 0
 
 
+@pytest.mark.parametrize(("kind", "ctype", "size"), LINKS)
+@given(
+    claims=st.lists(st.integers(-1, 4), max_size=5),
+    noise=st.binary(min_size=1, max_size=40),
+    slack=st.integers(-40, 40) | st.just(0),
+    more=st.integers(-2, 2) | st.just(0),
+)
+def test_any_bytes_are_refused_or_linked_inside_their_buffer(
+    kind, ctype, size, claims, noise, slack, more
+):
+    """Records with noise in them, cut short or with bytes to spare, and counted wrongly."""
+    data = bytearray()
+    for claim in claims:
+        record = bytearray((noise * size)[:size])
+        wr = ffi.cast(f"{ctype} *", ffi.from_buffer(record))
+        (wr.tm.add if kind == "ops" else wr).num_sge = claim
+        data += record + (noise * 64)[: 16 * max(claim, 0)]
+    data = data[:slack] if slack < 0 else data + (noise * 40)[:slack]
+    # Of exactly this size, so that the sanitizers see whatever lies outside of it.
+    records = ffi.new("char[]", len(data))
+    ffi.memmove(records, bytes(data), len(data))
+    count = max(0, len(claims) + more)
+    done = getattr(lib, f"rp_link_{kind}")(records, len(data), count)
+    if claims and slack == more == 0 and min(claims) >= 0:
+        assert done == 0
+    if done:
+        assert done == 22
+        return
+    start = int(ffi.cast("uintptr_t", records))
+    wr, found = ffi.cast(f"{ctype} *", records), 0
+    while wr != ffi.NULL:
+        found += 1
+        at = int(ffi.cast("uintptr_t", wr)) - start
+        assert 0 <= at <= len(data) - size
+        holder = wr.tm.add if kind == "ops" else wr
+        if holder.num_sge:
+            at = int(ffi.cast("uintptr_t", holder.sg_list)) - start
+            assert 0 <= at <= len(data) - 16 * holder.num_sge
+        else:
+            assert holder.sg_list == ffi.NULL
+        wr = wr.next
+    assert found == count
+
+
 # ---- what cannot be packed --------------------------------------------------------
 
 
