@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pathlib
@@ -14,6 +15,7 @@ from support import ALL, prints
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, WCStatus
+from rdmapost._binding import ffi, lib
 
 SECONDS = 10
 THREADS = 8
@@ -251,3 +253,28 @@ def test_posting_without_a_completion_ends_when_the_queue_is_full(context):
         with pytest.raises(rp.PostError) as caught:
             near.post_send(silent)
         assert caught.value.errno == 12
+
+
+@pytest.mark.parametrize("claim", [-1, 33, 1 << 30, 2])
+@pytest.mark.parametrize("length", [3, 200])
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_chain_of_a_c_program_is_not_believed(context, kind, length, claim):
+    """Through the exported symbol, past all that Python checks: the work request is named."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.QP(pd, QPType.UC, cq, max_send_wr=256, max_recv_wr=256) as near,
+        rp.QP(pd, QPType.UC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        sges = ffi.new("struct ibv_sge[]", 32)
+        wrs = ffi.new(f"struct ibv_{kind}_wr[]", length)
+        for index in range(length - 1):
+            wrs[index].next = wrs + index + 1
+        wrong = length - 2
+        wrs[wrong].num_sge = claim
+        wrs[wrong].sg_list = ffi.NULL if claim == 2 else sges
+        bad = ffi.new(f"struct ibv_{kind}_wr **")
+        assert getattr(lib, f"ibv_post_{kind}")(near._live(), wrs, bad) == errno.EINVAL
+        assert bad[0] == wrs + wrong
