@@ -10,7 +10,7 @@ import queue
 import weakref
 
 import pytest
-from support import ALL, prints
+from support import ALL, LOSES_MEMORY, prints
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -130,8 +130,7 @@ def test_interpreter_ends_quietly_while_a_thread_waits(context):
         "while not things['cq']._waiting: pass\n"
         "print('ends')\n",
         context.name,
-        # What a thread holds that Python stops there is lost, whatever it runs.
-        ASAN_OPTIONS="detect_leaks=0",
+        **LOSES_MEMORY,
     )
     assert said == "ends"
 
@@ -157,6 +156,7 @@ def test_child_of_a_fork_closes_nothing(context):
         "print(bytes(mr.buffer[200:204]))\n"
         "for name in ('a', 'b', 'mr', 'cq', 'pd', 'context'): things[name].close()\n",
         context.name,
+        **LOSES_MEMORY,
     )
     assert said.splitlines() == ["0", "0", "0", "b'work'"]
 
