@@ -131,6 +131,7 @@ class Pair:
             found |= {wc.wr_id: wc.status for wc in self.cq.wait(1)}
         return found
 
+
 LOSES_MEMORY = {"ASAN_OPTIONS": "detect_leaks=0"}
 """For a program in which Python itself loses some: what a thread holds that the end of the
 interpreter stops, and locks that are replaced in the child of a fork."""
