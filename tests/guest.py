@@ -3,6 +3,7 @@
 
     python tests/guest.py --kernel 6.12 -- rdmapost check -d rxe0
     python tests/guest.py --kernel 6.1 -- pytest -m rdma
+    python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
 
 The machine boots an installed kernel over this machine's own files (virtme-ng and QEMU,
 emulated unless --kvm is given), makes the device ``rxe0`` on a dummy network device with the
@@ -10,6 +11,12 @@ address 10.0.0.1/24, and runs the command there as root, in the current director
 environment of the Python that runs this script first in PATH. What the command writes stays in
 the machine and goes with it, but for the directories given with ``--writable``. Its standard
 output and standard error come back apart, as they are and as they come.
+
+With --peer there is a second machine, which runs the command given there, and a network of the
+two: ``rxe0`` is on it, with the address 10.0.1.1/24 in the first machine and 10.0.1.2/24 in the
+second, and RDMAPOST_PEER is the other's. Nothing else is on that network. What the second says is
+on standard error, in lines that begin with "peer:"; it is ended when the first has ended. Neither
+waits for the other to boot.
 
 It needs no privileges, only a kernel image that it can read. Exit status: the command's own, or
 124 if the time ran out, 125 if the machine could not be started (one that does not boot is tried
@@ -35,6 +42,8 @@ import time
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+from guests.peer import NETWORK, Peer, PeerError, network_options
 
 EXIT_TIMEOUT = 124
 EXIT_NO_GUEST = 125
@@ -67,13 +76,22 @@ exec 3>/dev/virtio-ports/guest.control || exit 1
 
 setup() {
     modprobe rdma_rxe && modprobe ib_uverbs || return
-    ip link set lo up && ip link add d0 type dummy || return
-    ip address add 10.0.0.1/24 dev d0 && ip link set d0 up || return
-    rdma link add rxe0 type rxe netdev d0 || return
+    ip link set lo up || return
+    if [ "$host" ]; then
+        address=10.0.1.$host gid=ffff:0a00:010$host
+        # There already, under a name that udev gave it.
+        netdev=$(grep -l ^52:54:00:00:01 /sys/class/net/*/address) || { echo "no network"; return 1; }
+        netdev=$(basename "${netdev%/address}")
+    else
+        netdev=d0 address=10.0.0.1 gid=ffff:0a00:0001
+        ip link add d0 type dummy || return
+    fi
+    ip address add $address/24 dev $netdev && ip link set $netdev up || return
+    rdma link add rxe0 type rxe netdev $netdev || return
     # The uverbs device appears by way of udev, the GID of the address by way of a work queue.
     for _ in $(seq 100); do
         [ -e /dev/infiniband/uverbs0 ] &&
-            grep -qs ffff:0a00:0001 /sys/class/infiniband/rxe0/ports/1/gids/* && return
+            grep -qs $gid /sys/class/infiniband/rxe0/ports/1/gids/* && return
         sleep 0.1
     done
     echo "rxe0 did not come up"
@@ -287,7 +305,10 @@ class Guest:
             command.append("--disable-kvm")
         for index, directory in enumerate(args.writable):
             command += ["--rwdir", f"/run/rdmapost/writable{index}={directory}"]
-        command += [f"--qemu-opts={self._streams.qemu_options()} {HOST_FILES}"]
+        options = f"{self._streams.qemu_options()} {HOST_FILES}"
+        if args.network:
+            options += f" {network_options(args.network, args.host)}"
+        command += [f"--qemu-opts={options}"]
         command += ["--", f"bash {shlex.quote(str(script))}"]
         environment = dict(os.environ)
         # virtme-ng leaves temporary files behind when it is killed, and reads a user's settings.
@@ -307,11 +328,12 @@ class Guest:
             start_new_session=True,
         )
 
-    def run(self, boot_deadline: float, deadline: float) -> None:
+    def run(self, boot_deadline: float, deadline: float, peer: Peer | None = None) -> None:
         """Wait for the end of the command, or of the machine, or of the time.
 
         Raises:
             TimeoutError: the time ran out; ``booted`` says which of the two.
+            PeerError: there is no second machine, or no longer.
         """
         assert self._process.stdout is not None
         log = self._process.stdout.fileno()
@@ -321,6 +343,8 @@ class Guest:
             selector.register(log, selectors.EVENT_READ, "log")
             selector.register(process, selectors.EVENT_READ, "process")
             self._streams.register(selector)
+            if peer is not None:
+                selector.register(peer, selectors.EVENT_READ, "peer")
             ended = False
             while not ended:
                 limit = deadline if self.booted else min(boot_deadline, deadline)
@@ -333,6 +357,10 @@ class Guest:
                             selector.unregister(log)
                     elif key.data == "process":
                         ended = True
+                    elif key.data == "peer" and peer is not None:
+                        if not peer.take():
+                            selector.unregister(peer)
+                            peer.check()
                     else:
                         self._streams.take(key.data)
                 self._note_events()
@@ -407,6 +435,8 @@ def guest_script(args: argparse.Namespace) -> str:
         # There is a device: nothing may make do without.
         "RDMAPOST_REQUIRE_DEVICE": "1",
     }
+    if args.network:
+        environment["RDMAPOST_PEER"] = f"{NETWORK}{3 - args.host}"
     if sys.prefix != sys.base_prefix:
         environment["VIRTUAL_ENV"] = sys.prefix
     for setting in args.env:
@@ -418,6 +448,7 @@ def guest_script(args: argparse.Namespace) -> str:
         f"cached=({shlex.join(dict.fromkeys([sys.base_prefix, sys.prefix]))})\n"
         f"writable=({shlex.join(map(str, args.writable))})\n"
         f"environment=({shlex.join(settings)})\n"
+        f"host={args.host if args.network else ''}\n"
         f"command=({shlex.join(args.command)})\n{GUEST_SCRIPT}"
     )
 
@@ -466,6 +497,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="keep what the command writes to this existing directory",
     )
     parser.add_argument(
+        "--peer",
+        metavar="COMMAND",
+        help="run this in a second machine on the same network; it does not see --writable",
+    )
+    # What the second machine is started with.
+    parser.add_argument("--network", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--host", type=int, choices=(1, 2), default=1, help=argparse.SUPPRESS)
+    parser.add_argument(
         "--kvm",
         action="store_true",
         help="use /dev/kvm; without it the machine is emulated, which works everywhere",
@@ -503,12 +542,37 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, terminate)
 
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if args.peer is not None:
+            peer = stack.enter_context(Peer(args.peer, peer_options(args, kernel)))
+            args.network = peer.network
+        try:
+            return run(args, kernel, path, peer)
+        except PeerError as error:
+            say("there is no second machine (any longer)")
+            return error.status
+
+
+def peer_options(args: argparse.Namespace, kernel: Path) -> list[str]:
+    """Return the options of the second machine: those of the first."""
+    options = {
+        "--kernel": kernel, "--timeout": args.timeout, "--boot-timeout": args.boot_timeout,
+        "--memory": args.memory, "--cpus": args.cpus,
+    }  # fmt: skip
+    switches = [f"--{name}" for name in ("kvm", "verbose") if getattr(args, name)]
+    settings = [f"--env={setting}" for setting in args.env]
+    return [f"{name}={value}" for name, value in options.items()] + switches + settings
+
+
+def run(args: argparse.Namespace, kernel: Path, path: str, peer: Peer | None) -> int:
+    """Boot, twice if need be, and return the exit status of the command."""
     kvm: bool = args.kvm
     deadline = time.monotonic() + args.timeout
     for attempt in (1, 2):
         guest = Guest(args, kernel, path, kvm=kvm)
         try:
-            guest.run(time.monotonic() + args.boot_timeout, deadline)
+            guest.run(time.monotonic() + args.boot_timeout, deadline, peer)
         except TimeoutError:
             if guest.booted or time.monotonic() >= deadline:
                 doing = "running the command" if guest.booted else "booting"
