@@ -36,6 +36,7 @@ with contextlib.suppress(ImportError):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
+    config.addinivalue_line("markers", "two_hosts: needs a second machine on the same network")
 
 
 def pytest_report_header() -> list[str]:

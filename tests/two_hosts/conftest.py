@@ -1,0 +1,34 @@
+"""What the tests with a second machine share: without one they are skipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+import rdmapost as rp
+
+from .remote import DEVICE, wait_for_agent
+
+NO_PEER = (
+    "there is no second machine (RDMAPOST_PEER); "
+    "tests/guest.py --peer 'python tests/guests/agent.py' runs these"
+)
+
+
+@pytest.fixture(scope="session")
+def peer() -> str:
+    """The address of the other machine, whose agent is there."""
+    address = os.environ.get("RDMAPOST_PEER")
+    if not address:
+        pytest.skip(NO_PEER)
+    wait_for_agent()
+    return address
+
+
+@pytest.fixture(scope="session")
+def device(peer: str) -> Iterator[rp.Context]:
+    """This machine's device on the network of the two."""
+    with rp.open_device(DEVICE) as context:
+        yield context

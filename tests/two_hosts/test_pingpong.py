@@ -1,0 +1,348 @@
+"""Ping-pong between two machines: with the stock programs and with itself, in both roles; the
+other side killed at each step, and its link down and up again."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from cli_runner import run
+
+import rdmapost as rp
+from rdmapost import QPType
+from rdmapost.pingpong import Pingpong, PingpongError, Result, listen
+
+from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said, wait_for_port
+
+pytestmark = pytest.mark.two_hosts
+
+ITERS = "200"
+PORT = 18515
+ENDLESS = 100_000_000
+PATIENCE = 4.0
+"""The time limit of a side whose peer goes."""
+TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+COMMAND = "from rdmapost.cli import main; main()"
+
+
+def ours(qp_type: str, *more: str) -> list[str]:
+    """The options of rdmapost pingpong on either side; without -e two emulated machines crawl."""
+    return [
+        "-d", DEVICE, "--qp-type", qp_type, "-n", ITERS, "-c", "-e", "--timeout", "30", "--json",
+        *more,
+    ]  # fmt: skip
+
+
+def stock(qp_type: str, *more: str) -> list[str]:
+    """The stock program and its options."""
+    return [f"ibv_{qp_type}_pingpong", "-d", DEVICE, "-g", GID_INDEX, "-n", ITERS, "-e", *more]
+
+
+def check(doc: dict[str, Any], role: str) -> None:
+    """What a run that was as it should be says."""
+    assert "error" not in doc
+    assert (doc["role"], doc["iters"], doc["validated"]) == (role, int(ITERS), True)
+    assert doc["round_trips"] == int(ITERS) - (role == "server")
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Any, str]]]:
+    """Start rdmapost pingpong here, as a server; gives the process and its port."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> tuple[subprocess.Popen[str], str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", COMMAND, "pingpong", "--tcp-port", "0", "--wait", "60",
+             *args],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        match = re.match(r"waiting for a client on \S+:(\d+)$", line)
+        assert match, line
+        return process, match[1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+# ---- both roles ---------------------------------------------------------------
+
+
+@TYPES
+def test_client_of_the_stock_server(peer, device, qp_type):
+    with Remote(*stock(qp_type, "-c", "-p", str(PORT))) as other:
+        wait_for_port(PORT)
+        ran = run("pingpong", peer, "--tcp-port", str(PORT), *ours(qp_type))
+        assert (ran.code, ran.err) == (0, "")
+        ended = other.ended()
+    check(ran.doc, "client")
+    assert ended.status == 0
+    assert f"{ITERS} iters in" in ended.out
+    assert "invalid data" not in ended.out + ended.err
+
+
+@TYPES
+def test_server_of_the_stock_client(peer, device, server, qp_type):
+    process, port = server(*ours(qp_type))
+    with Remote(*stock(qp_type, "-c", "-p", port, own_address(peer))) as other:
+        ended = other.ended()
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (0, "")
+    check(json.loads(out), "server")
+    assert ended.status == 0, ended
+    assert f"{ITERS} iters in" in ended.out
+
+
+@TYPES
+def test_both_sides_are_rdmapost(peer, device, qp_type):
+    server = ["--tcp-port", "0", "--bind", peer, "--wait", "60"]
+    with Remote("rdmapost", "pingpong", *ours(qp_type, *server)) as other:
+        port = other.until("err", "waiting for a client on").rpartition(":")[2]
+        ran = run("pingpong", peer, "--tcp-port", port, *ours(qp_type))
+        assert (ran.code, ran.err) == (0, "")
+        ended = other.ended()
+    assert ended.status == 0
+    check(ran.doc, "client")
+    check(json.loads(ended.out), "server")
+    # Each was told where the other really is.
+    assert ran.doc["remote"] == json.loads(ended.out)["local"]
+    assert ran.doc["local"]["gid"] == f"::ffff:{own_address(peer)}"
+    assert ran.doc["remote"]["gid"] == f"::ffff:{peer}"
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this machine: there are two."""
+    return {"10.0.1.1": "10.0.1.2", "10.0.1.2": "10.0.1.1"}[peer]
+
+
+# ---- the peer killed ----------------------------------------------------------
+
+# Plays the exchange as far as it is told, and is killed there.
+HALTING_SERVER = """
+import os, signal, socket, sys
+hears, says = int(sys.argv[1]), int(sys.argv[2])
+with socket.create_server(("10.0.1.2", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    sock, _ = listener.accept()
+    while hears > 0:
+        hears -= len(sock.recv(hears))
+    sock.sendall((b"0000:000011:000001:00000000000000000000ffff0a000102" + bytes(1))[:says])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+HALTING_CLIENT = """
+import os, signal, socket, sys
+port, says, hears = map(int, sys.argv[1:])
+sock = socket.create_connection(("10.0.1.1", port), 20)
+message = b"0000:000011:000001:00000000000000000000ffff0a000102" + bytes(1) + b"done" + bytes(1)
+sock.sendall(message[:min(says, 52)])
+while hears > 0:
+    hears -= len(sock.recv(hears))
+sock.sendall(message[52:says])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def works(peer: str) -> None:
+    """After all that a new run is as it should be."""
+    with Remote(*stock("rc", "-c", "-p", str(PORT))) as other:
+        wait_for_port(PORT)
+        ran = run("pingpong", peer, "--tcp-port", str(PORT), *ours("rc"))
+        assert (ran.code, ran.err) == (0, "")
+        assert other.ended().status == 0
+    check(ran.doc, "client")
+
+
+def one_line(error: BaseException | None) -> str:
+    """Return the text of the one error that there must be."""
+    assert isinstance(error, PingpongError), error
+    text = str(error)
+    assert "\n" not in text
+    return text
+
+
+def test_server_killed_before_the_exchange(peer, device):
+    with Remote(*stock("rc", "-p", str(PORT))) as other:
+        wait_for_port(PORT)
+        other.signal(signal.SIGKILL)
+        assert other.ended().status == -signal.SIGKILL
+    ran = run("pingpong", peer, "--tcp-port", str(PORT), *ours("rc"))
+    assert ran.code == 1
+    why = f"cannot connect to {peer}:{PORT}: Connection refused; start the server there first"
+    assert ran.doc["error"].startswith(why)
+    assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("hears", "says", "stage"),
+    [(0, 0, "its address"), (52, 0, "its address"), (52, 20, r"its address \(20 of 52 bytes"),
+     (52, 51, r"its address \(51 of 52 bytes")],
+)  # fmt: skip
+def test_server_killed_in_the_exchange(peer, device, hears, says, stage):
+    with Remote("python", "-c", HALTING_SERVER, str(hears), str(says)) as other:
+        port = int(other.until("out", r"^\d+$"))
+        start = time.monotonic()
+        with Pingpong(device, timeout=PATIENCE) as side, pytest.raises(PingpongError) as caught:
+            side.run_client(peer, port)
+        assert time.monotonic() - start < PATIENCE + 2
+        assert other.ended().status == -signal.SIGKILL
+    why = rf"{peer}:\d+ closed the connection( \(.*\))? instead of sending {stage}"
+    assert re.match(why, one_line(caught.value)), caught.value
+
+
+@pytest.mark.parametrize(
+    ("says", "hears", "why"),
+    [
+        (0, 0, r"closed the connection.* instead of sending its address"),
+        (20, 0, r"closed the connection.* instead of sending its address \(20 of 52 bytes"),
+        (52, 0, r'closed the connection.* instead of sending ("done"|its address)'),
+        (52, 52, r'closed the connection.* instead of sending "done"'),
+        (55, 52, r'closed the connection.* instead of sending "done"'),
+        (57, 52, rf"no message from {{}} within {PATIENCE:g} s, from the start: it has died"),
+    ],
+    ids=["at once", "in its address", "after it", "before done", "in done", "after done"],
+)
+def test_client_killed_in_the_exchange(peer, device, says, hears, why):
+    with Pingpong(device, timeout=PATIENCE, events=True) as side, listen(None, 0) as listener:
+        port = listener.getsockname()[1]
+        argv = ["python", "-c", HALTING_CLIENT, str(port), str(says), str(hears)]
+        with Remote(*argv) as other:
+            with pytest.raises(PingpongError) as caught:
+                side.run_server(listener, wait=LIMIT)
+            assert other.ended().status == -signal.SIGKILL
+    who = rf"{re.escape(peer)}:\d+"
+    assert re.match(f".*{why.format(who)}", one_line(caught.value)), caught.value
+    assert peer in str(caught.value)
+
+
+class Murder:
+    """Kills the other side when some messages have gone to and fro."""
+
+    def __init__(self) -> None:
+        self.other: Remote | None = None
+        self.at = 0.0
+
+    def __call__(self, messages: int) -> None:
+        if messages > 10 and not self.at:
+            assert self.other is not None
+            self.other.signal(signal.SIGKILL)
+            self.at = time.monotonic()
+
+
+GONE = (
+    r"({} does not answer|no message from {} within 4 s|a (send|receive) ended with \w+), "
+    rf"after \d+ of {ENDLESS} messages"
+)
+
+
+@pytest.mark.parametrize("program", ["stock", "rdmapost"])
+@TYPES
+def test_server_killed_while_it_plays(peer, device, qp_type, program):
+    murder = Murder()
+    more = ["-n", str(ENDLESS)]
+    argv = stock(qp_type, "-p", str(PORT), *more)
+    if program == "rdmapost":
+        argv = ["rdmapost", "pingpong", *ours(qp_type, "--tcp-port", str(PORT), *more)]
+    with Remote(*argv) as murder.other:
+        wait_for_port(PORT)
+        with (
+            Pingpong(
+                device, QPType[qp_type.upper()], iters=ENDLESS, events=True, timeout=PATIENCE
+            ) as side,
+            pytest.raises(PingpongError) as caught,
+        ):
+            side.run_client(peer, PORT, progress=murder)
+    assert 0 < time.monotonic() - murder.at < PATIENCE + 3
+    assert re.match(GONE.replace("{}", f"{peer}:{PORT}"), one_line(caught.value)), caught.value
+    works(peer)
+
+
+@TYPES
+def test_client_killed_while_it_plays(peer, device, qp_type):
+    murder = Murder()
+    with (
+        Pingpong(
+            device, QPType[qp_type.upper()], iters=ENDLESS, events=True, timeout=PATIENCE
+        ) as side,
+        listen(None, 0) as listener,
+    ):
+        port = str(listener.getsockname()[1])
+        argv = stock(qp_type, "-p", port, "-n", str(ENDLESS), own_address(peer))
+        with Remote(*argv) as murder.other, pytest.raises(PingpongError) as caught:
+            side.run_server(listener, wait=LIMIT, progress=murder)
+    assert 0 < time.monotonic() - murder.at < PATIENCE + 3
+    who = rf"{re.escape(peer)}:\d+"
+    assert re.match(GONE.replace("{}", who), one_line(caught.value)), caught.value
+
+
+# ---- the link -----------------------------------------------------------------
+
+
+class Blink:
+    """Takes the link of the other machine down when some messages have gone, and up again."""
+
+    def __init__(self, seconds: float) -> None:
+        netdev = said("cat", f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}")
+        # It waits a little: the agent's answer has to go over the same link.
+        self._script = (
+            f"sleep 0.3; ip link set {netdev.strip()} down; sleep {seconds}; "
+            f"ip link set {netdev.strip()} up"
+        )
+        self.command: Remote | None = None
+
+    def __call__(self, messages: int) -> None:
+        if messages > 10 and self.command is None:
+            self.command = Remote("sh", "-e", "-c", self._script)
+
+    def over(self) -> None:
+        """Wait until the link is up again."""
+        assert self.command is not None, "the run was over before the link went down"
+        with self.command:
+            ended = self.command.ended()
+        assert ended == (0, "", "")
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "ud"])
+@pytest.mark.parametrize("seconds", [0.2, 3], ids=["short", "long"])
+def test_link_down_and_up(peer, device, qp_type, seconds):
+    """RC repeats what was lost, or says that it could not; UD says that a message is missing."""
+    blink, iters = Blink(seconds), 1500
+    outcome: Result | PingpongError
+    with Remote(*stock(qp_type, "-p", str(PORT), "-n", str(iters))):
+        wait_for_port(PORT)
+        with Pingpong(
+            device, QPType[qp_type.upper()], iters=iters, events=True, timeout=PATIENCE
+        ) as side:
+            try:
+                outcome = side.run_client(peer, PORT, progress=blink)
+            except PingpongError as error:
+                outcome = error
+        blink.over()
+    if isinstance(outcome, Result):
+        assert outcome.iters == iters
+    else:
+        assert re.search(r"after \d+ of 1500 messages.*its link is down", one_line(outcome))
+    works(peer)
+
+
+def test_the_device_was_left_as_it_was(device: rp.Context):
+    """Nothing that was killed or lost has left anything behind here."""
+    for kind in ("qp", "cq", "mr"):
+        done = subprocess.run(
+            ["rdma", "-j", "resource", "show", kind, "link", f"{DEVICE}/1"]
+            if kind == "qp"
+            else ["rdma", "-j", "resource", "show", kind, "dev", DEVICE],
+            capture_output=True, text=True, timeout=LIMIT, check=True,
+        )  # fmt: skip
+        held = [entry for entry in json.loads(done.stdout or "[]") if entry.get("pid")]
+        assert held == [], kind
