@@ -109,14 +109,14 @@ class Peer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        # Nobody reads on, and it must not wait for that.
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.terminate()
         try:
             # It ends its machine, QEMU included.
             self._process.wait(15)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
         self._directory.cleanup()

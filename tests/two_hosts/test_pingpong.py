@@ -45,6 +45,11 @@ def stock(qp_type: str, *more: str) -> list[str]:
     return [f"ibv_{qp_type}_pingpong", "-d", DEVICE, "-g", GID_INDEX, "-n", ITERS, "-e", *more]
 
 
+def own_address(peer: str) -> str:
+    """Return the address of this machine: there are two."""
+    return {"10.0.1.1": "10.0.1.2", "10.0.1.2": "10.0.1.1"}[peer]
+
+
 def check(doc: dict[str, Any], role: str) -> None:
     """What a run that was as it should be says."""
     assert "error" not in doc
@@ -121,11 +126,6 @@ def test_both_sides_are_rdmapost(peer, device, qp_type):
     assert ran.doc["remote"]["gid"] == f"::ffff:{peer}"
 
 
-def own_address(peer: str) -> str:
-    """Return the address of this machine: there are two."""
-    return {"10.0.1.1": "10.0.1.2", "10.0.1.2": "10.0.1.1"}[peer]
-
-
 # ---- the peer killed ----------------------------------------------------------
 
 # Plays the exchange as far as it is told, and is killed there.
@@ -155,12 +155,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def works(peer: str) -> None:
     """After all that a new run is as it should be."""
-    with Remote(*stock("rc", "-c", "-p", str(PORT))) as other:
+    few = ["-n", "20"]
+    with Remote(*stock("rc", "-c", "-p", str(PORT), *few)) as other:
         wait_for_port(PORT)
-        ran = run("pingpong", peer, "--tcp-port", str(PORT), *ours("rc"))
+        ran = run("pingpong", peer, "--tcp-port", str(PORT), *ours("rc", *few))
         assert (ran.code, ran.err) == (0, "")
         assert other.ended().status == 0
-    check(ran.doc, "client")
+    assert ran.doc["validated"]
 
 
 def one_line(error: BaseException | None) -> str:
@@ -245,8 +246,9 @@ GONE = (
 )
 
 
-@pytest.mark.parametrize("program", ["stock", "rdmapost"])
-@TYPES
+@pytest.mark.parametrize(
+    ("program", "qp_type"), [("stock", "rc"), ("stock", "uc"), ("stock", "ud"), ("rdmapost", "rc")]
+)
 def test_server_killed_while_it_plays(peer, device, qp_type, program):
     murder = Murder()
     more = ["-n", str(ENDLESS)]
@@ -312,10 +314,10 @@ class Blink:
         assert ended == (0, "", "")
 
 
-@pytest.mark.parametrize("qp_type", ["rc", "ud"])
-@pytest.mark.parametrize("seconds", [0.2, 3], ids=["short", "long"])
+@pytest.mark.parametrize(("qp_type", "seconds"), [("rc", 0.2), ("rc", 3), ("ud", 1)])
 def test_link_down_and_up(peer, device, qp_type, seconds):
     """RC repeats what was lost, or says that it could not; UD says that a message is missing."""
+    # Enough to be at it when the link goes down.
     blink, iters = Blink(seconds), 1500
     outcome: Result | PingpongError
     with Remote(*stock(qp_type, "-p", str(PORT), "-n", str(iters))):
