@@ -1,0 +1,262 @@
+"""The one-shots from one machine to ``rdmapost serve`` on the other: each of them across, what is
+not exposed, the other side killed at each step, and its link down and up again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from cli_runner import Ran, run
+
+import rdmapost as rp
+
+from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said
+
+pytestmark = pytest.mark.two_hosts
+
+PATIENCE = "4"
+TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+
+
+class Serving:
+    """``rdmapost serve`` on the other machine."""
+
+    def __init__(self, remote: Remote, port: int, peer: str) -> None:
+        self.remote, self.port = remote, port
+        self.where = f"{peer}:{port}"
+
+    def event(self, name: str) -> dict[str, Any]:
+        """Wait for an event that it reports, after those waited for before."""
+        document: dict[str, Any] = json.loads(self.remote.until("out", f'"event": "{name}"'))
+        return document
+
+
+Serve = Callable[..., Serving]
+
+
+@contextmanager
+def servers(peer: str) -> Iterator[Serve]:
+    """Start servers on the other machine, which are killed afterwards."""
+    with ExitStack() as stack:
+
+        def start(*args: str) -> Serving:
+            remote = stack.enter_context(
+                Remote("rdmapost", "serve", "--json", "-d", DEVICE, "--bind", peer,
+                       "--tcp-port", "0", *args)
+            )  # fmt: skip
+            serving = json.loads(remote.until("out", '"event": "serving"'))
+            assert serving["host"] == peer
+            return Serving(remote, serving["port"], peer)
+
+        yield start
+
+
+@pytest.fixture
+def serve(peer: str, device: rp.Context) -> Iterator[Serve]:
+    """Start servers on the other machine, for one test."""
+    with servers(peer) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def serving(peer: str, device: rp.Context) -> Iterator[Serving]:
+    """One for all tests that leave it as it was: each client has memory of its own."""
+    with servers(peer) as start:
+        yield start("--data", "what stands there")
+
+
+def shot(*args: str, timeout: str = "20") -> Ran:
+    return run(*args, "-d", DEVICE, "--timeout", timeout)
+
+
+def done(*args: str) -> dict[str, Any]:
+    """Run a command that must succeed; return its document."""
+    ran = shot(*args, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.doc["status"] == "SUCCESS"
+    return ran.doc
+
+
+def works(serving: Serving) -> None:
+    """It still serves."""
+    assert done("send", serving.where, "--data", "still here")["received"] == "still here"
+
+
+# ---- each of them -------------------------------------------------------------
+
+
+@TYPES
+def test_send(serving: Serving, qp_type: str) -> None:
+    doc = done("send", serving.where, "--data", "over there", "--imm", "0x12", "--qp-type", qp_type)
+    assert (doc["peer"], doc["received"], doc["imm_data"]) == (serving.where, "over there", 18)
+    arrived = serving.event("arrived")
+    assert (arrived["opcode"], arrived["data"], arrived["imm_data"]) == ("RECV", "over there", 18)
+    assert serving.event("left")["address"].startswith("10.0.1.")
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc"])
+def test_write(serving: Serving, qp_type: str) -> None:
+    doc = done(
+        "write", serving.where, "--data", "abc", "--offset", "16", "--count", "3",
+        "--qp-type", qp_type,
+    )  # fmt: skip
+    assert doc["received"] == "abc"
+    changed = serving.event("left")["changed"]
+    assert (changed["offset"], changed["data"]) == (16, "abcabcabc")
+    assert done("write", serving.where, "--data", "x", "--imm", "7")["imm_data"] == 7
+    assert serving.event("arrived")["opcode"] == "RECV_RDMA_WITH_IMM"
+
+
+def test_read(serving: Serving) -> None:
+    assert done("read", serving.where, "--size", "17")["received"] == "what stands there"
+    doc = done("read", serving.where, "--offset", "5", "--size", "6", "--count", "2")
+    assert doc["received"] == "stands"
+
+
+def test_atomic(serving: Serving) -> None:
+    at = ["--offset", "64"]
+    doc = done("atomic", "fetch-add", serving.where, "--add", "5", "--count", "3", *at)
+    assert (doc["olds"], doc["new"]) == ([0, 5, 10], 15)
+    doc = done("atomic", "cas", serving.where, "--compare", "0", "--swap", "99", *at)
+    assert (doc["old"], doc["new"]) == (0, 99)
+
+
+def test_many_and_large(serve: Serve) -> None:
+    """More bytes than a packet, and than the receives have in all."""
+    serving = serve("--size", "1M", "--count", "8", "--receive-size", "4096")
+    assert done("send", serving.where, "--size", "4096", "--count", "60")["count"] == 60
+    assert done("write", serving.where, "--size", "1M")["byte_len"] == 1 << 20
+    assert done("read", serving.where, "--size", "256K", "--count", "2")["byte_len"] == 1 << 18
+
+
+def test_what_is_not_exposed(serve: Serve) -> None:
+    serving = serve("--access", "read", "--token", "secret")
+    ran = shot("read", serving.where, "--token", "Secret")
+    assert ran.code == 1
+    assert "token" in ran.err
+    ran = shot("write", serving.where, "--token", "secret", "--json")
+    assert ran.code == 1
+    # The queue pair does not take it, and then rxe says the second.
+    assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
+    assert done("read", serving.where, "--token", "secret")["byte_len"] == 4096
+
+
+def test_it_ends_cleanly(serve: Serve) -> None:
+    serving = serve()
+    works(serving)
+    serving.remote.signal(signal.SIGTERM)
+    ended = serving.remote.ended()
+    assert ended.status == 0
+    assert json.loads(ended.out.splitlines()[-1]) == {"event": "ended", "clients": 1}
+
+
+# ---- the other side killed ----------------------------------------------------
+
+
+def refusal(ran: Ran, start: float) -> str:
+    """Return the one error that a command must say, in time."""
+    assert time.monotonic() - start < float(PATIENCE) + 3
+    assert ran.code == 1
+    assert len(ran.err.splitlines()) == 1
+    assert ran.err.startswith("rdmapost: ")
+    return ran.err
+
+
+def test_server_killed_before_the_exchange(serve: Serve) -> None:
+    serving = serve()
+    serving.remote.signal(signal.SIGKILL)
+    serving.remote.ended()
+    start = time.monotonic()
+    ran = shot("send", serving.where, timeout=PATIENCE)
+    assert "refused the connection: start 'rdmapost serve' there" in refusal(ran, start)
+
+
+def test_server_stopped_in_the_exchange(serving: Serving) -> None:
+    """It is there, as its kernel takes the connection, and says nothing."""
+    serving.remote.signal(signal.SIGSTOP)
+    start = time.monotonic()
+    ran = shot("send", serving.where, timeout=PATIENCE)
+    assert f"did not answer within {PATIENCE} s" in refusal(ran, start)
+    serving.remote.signal(signal.SIGCONT)
+    works(serving)
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "ud"])
+def test_server_killed_when_connected(peer: str, device: rp.Context, serve: Serve, qp_type: str):
+    serving = serve()
+    with rp.connect.dial(
+        device, peer, serving.port, qp_type=rp.QPType[qp_type.upper()], timeout=float(PATIENCE)
+    ) as connection:
+        serving.remote.signal(signal.SIGKILL)
+        serving.remote.ended()
+        start = time.monotonic()
+        with pytest.raises(rp.RdmaError) as caught:  # noqa: PT012 - at which step is the device's
+            connection.qp.post_send(rp.Send(connection.mr[:8], **connection.address))
+            connection.wait()[0].check()
+            connection.report()
+        assert time.monotonic() - start < float(PATIENCE) + 3
+    assert "\n" not in str(caught.value)
+
+
+CLIENT = """
+import sys, rdmapost as rp
+from rdmapost import connect
+port, step = int(sys.argv[1]), sys.argv[2]
+with rp.open_device("rxe0") as context, connect.dial(context, "10.0.1.1", port) as connection:
+    if step == "posting":
+        print("here", flush=True)
+        while True:
+            connection.qp.post_send(rp.Send(connection.mr[:8]))
+            connection.wait()[0].check()
+    if step == "sent":
+        connection.qp.post_send(rp.Send(connection.mr[:8]))
+        connection.wait()[0].check()
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("step", ["connected", "sent", "posting"])
+def test_client_killed(peer: str, device: rp.Context, step: str) -> None:
+    """The server is here; it sees the client go, and serves the next."""
+    with rp.connect.serve(device, "10.0.1.1", 0) as server:
+        port = str(server.address[1])
+        with Remote("python", "-c", CLIENT, port, step) as client:
+            client.until("out", "here")
+            client.signal(signal.SIGKILL)
+            assert client.ended().status == -signal.SIGKILL
+        with rp.connect.dial(device, "10.0.1.1", int(port)) as connection:
+            connection.qp.post_send(rp.Send(connection.mr[:8]))
+            connection.wait()[0].check()
+
+
+def test_clients_that_are_none(peer: str, serve: Serve) -> None:
+    serving = serve("--timeout", "1")
+    for says in (b"", b'{"type": "hel', b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((peer, serving.port), LIMIT) as stranger:
+            stranger.sendall(says)
+            works(serving)
+            serving.event("refused")
+
+
+# ---- the link -----------------------------------------------------------------
+
+
+def test_link_down_and_up(serving: Serving) -> None:
+    """While it is down a command says so in time; when it is up, all is as before."""
+    path = f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}"
+    netdev = said("cat", path).strip()
+    script = f"ip link set {netdev} down; sleep 8; ip link set {netdev} up"
+    with Remote("sh", "-c", f"sleep 0.3; {script}") as link:
+        time.sleep(1)
+        start = time.monotonic()
+        ran = shot("send", serving.where, timeout="3")
+        assert serving.where in refusal(ran, start)
+        assert link.ended().status == 0
+    works(serving)
