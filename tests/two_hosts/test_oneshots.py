@@ -111,6 +111,8 @@ def test_write(serving: Serving, qp_type: str) -> None:
     assert (changed["offset"], changed["data"]) == (16, "abcabcabc")
     assert done("write", serving.where, "--data", "x", "--imm", "7")["imm_data"] == 7
     assert serving.event("arrived")["opcode"] == "RECV_RDMA_WITH_IMM"
+    # The next test must not take it for its own.
+    serving.event("left")
 
 
 def test_read(serving: Serving) -> None:
