@@ -10,7 +10,7 @@ from typing import Self
 import rdmapost as rp
 from rdmapost import QPState
 from rdmapost._binding import ffi
-from rdmapost.providers import soft
+from rdmapost.providers.soft_state import device
 
 from .model import REGIONS
 
@@ -35,9 +35,9 @@ class Bench:
     def __init__(self, context: rp.Context, mtu: rp.MTU | None = None) -> None:
         self.context = context
         self.soft = context.kind == "soft"
-        self._port_mtu = soft._device.port_mtu
+        self._port_mtu = device.port_mtu
         if self.soft and mtu is not None:
-            soft._device.port_mtu = mtu
+            device.port_mtu = mtu
         self.mtu = context.query_port(1).active_mtu if mtu is None else mtu
         with contextlib.ExitStack() as stack:
             self.pds = [stack.enter_context(rp.PD(context)) for _ in range(2)]
@@ -61,7 +61,7 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        soft._device.port_mtu = self._port_mtu
+        device.port_mtu = self._port_mtu
 
     def fill(self) -> None:
         """Give every region its first content."""
@@ -81,4 +81,4 @@ class Bench:
 
     def busy(self) -> bool:
         """Whether the soft device is going to try something again."""
-        return bool(soft._device.parked)
+        return bool(device.parked)
