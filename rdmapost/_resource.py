@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 from .errors import ClosedError, InUseError, RdmaError
 
-__all__ = ["Child", "Resource", "join", "leave"]
+__all__ = ["Child", "Resource", "join", "leave", "let_go"]
 
 
 class Child(Protocol):
@@ -27,6 +27,7 @@ class Child(Protocol):
     _parents: tuple[Resource, ...]
 
     def _close_tree(self) -> None: ...
+    def _close_quietly(self) -> None: ...
 
 
 class Resource:
@@ -181,11 +182,21 @@ def leave(child: Child) -> None:
             parent._close_quietly()
 
 
+def let_go(child: Child) -> None:
+    """Let a child that is garbage leave, now or when this thread is in no verb of the device's."""
+    if _exiting is not False:
+        return
+    if any(parent._inside_verb() for parent in child._parents):
+        _garbage.append(child)
+    else:
+        leave(child)
+
+
 _roots: weakref.WeakSet[Resource] = weakref.WeakSet()
 
 _exiting = False
 
-_garbage: list[Resource] = []
+_garbage: list[Child] = []
 """What the collector met at a moment when it could not be closed."""
 
 

@@ -9,7 +9,7 @@ import resource
 from pickle import PickleBuffer
 from typing import Any
 
-from ._binding import ffi
+from ._binding import ffi, start_of
 from ._resource import Resource
 from .device import Context
 from .enums import Access, MWType
@@ -19,6 +19,7 @@ from .wr import SGE
 __all__ = ["MR", "MW", "PD"]
 
 _new_tuple = tuple.__new__
+_PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 
 
 class PD(Resource):
@@ -92,17 +93,20 @@ class MR(Resource):
                 raise ValueError(f"a region has at least 1 byte, not {memory}")
             memory = mmap.mmap(-1, memory)
         self.buffer = _bytes_of(memory)
-        # Holds the buffer: it cannot be freed or resized while we do.
-        self._memory = ffi.from_buffer("char[]", self.buffer, require_writable=True)
+        # Holds the buffer, whatever becomes of the other view: it cannot be freed or resized.
+        self._memory = memoryview(self.buffer)
         self.length = len(self._memory)
+        start = start_of(self._memory)
         context = pd.context
         try:
-            handle = context._provider.reg_mr(pd._live(), self._memory, self.length, self.access)
+            handle = context._provider.reg_mr(
+                pd._live(), ffi.cast("char *", start), self.length, self.access
+            )
         except VerbsError as error:
             error.hint = error.hint or _why_not_registered(error.errno, self.length)
             raise
         zero_based = self.access & Access.ZERO_BASED
-        self.addr = 0 if zero_based else int(ffi.cast("uintptr_t", self._memory))
+        self.addr = 0 if zero_based else start
         self.end = self.addr + self.length
         self.lkey: int = handle.lkey
         self.rkey: int = handle.rkey
@@ -149,7 +153,7 @@ class MR(Resource):
     def _destroy(self) -> None:
         _refuse_in_flight(self, self.pd.context)
         self.pd.context._provider.dereg_mr(self._handle)
-        ffi.release(self._memory)
+        self._memory.release()
         if self._given:
             # The owner has it back, and may resize it.
             with contextlib.suppress(BufferError):
@@ -236,8 +240,12 @@ def _bytes_of(memory: Any) -> memoryview:
         raise ValueError("a region has at least 1 byte, not 0")
     if not view.contiguous:
         raise ValueError("a region is one piece of memory, and this buffer has gaps")
+    if view.format == "B" and view.ndim == 1:
+        return view
+    if view.c_contiguous and view.format in _PLAIN_FORMATS:
+        return view.cast("B")
     # It knows every format and order of dimensions, and memoryview.cast does not.
-    return PickleBuffer(view).raw()
+    return PickleBuffer(memory).raw()
 
 
 def _refuse_in_flight(resource_: Resource, context: Context) -> None:

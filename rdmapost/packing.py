@@ -13,7 +13,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any
 
-from ._binding import ffi
+from ._binding import ffi, start_of
 from ._resource import Resource
 from .address import AH
 from .memory import MR, MW
@@ -208,11 +208,11 @@ def _pack_tso(
     out: bytearray, at: int, wr: Any, wr_id: int, sges: Sequence[SGE]
 ) -> tuple[int, tuple[Any, ...]]:
     record = _tso[len(sges)]
-    hdr = ffi.from_buffer("char[]", wr.hdr)
+    hdr = memoryview(wr.hdr)
     record.pack_into(
         out, at, wr_id, len(sges), wr.opcode, wr.send_flags, 0,
         _pointer(wr, "ah"), wr.remote_qpn, wr.remote_qkey,
-        int(ffi.cast("uintptr_t", hdr)), len(hdr), wr.mss, *_numbers(sges),
+        start_of(hdr), hdr.nbytes, wr.mss, *_numbers(sges),
     )  # fmt: skip
     return at + record.size, (hdr, wr.ah)
 

@@ -15,7 +15,7 @@ from struct import error as StructError
 from typing import Any, Self
 
 from ._binding import address_of, door, ffi, lib
-from ._resource import Resource, join, leave
+from ._resource import Resource, join, leave, let_go
 from .enums import SendFlags
 from .errors import ClosedError, PostError
 from .packing import Refused, check_numbers, gather, record_size
@@ -39,6 +39,22 @@ _FIELDS = {
 }
 """Where a field stands in ``struct ibv_send_wr``; rdmapost/_c asserts it."""
 _RKEY, _RKEY_OF_ATOMIC = 48, 64
+_SEND_SIZE, _RECV_SIZE = 128, 32
+
+
+class _Item:
+    """What a batch knows of one of its work requests."""
+
+    __slots__ = ("at", "index", "inline", "others", "wr")
+
+    def __init__(self, index: int, at: int, wr: Any, others: Sequence[Any], inline: bool) -> None:
+        self.index = index
+        self.at = at
+        self.wr = wr
+        self.others = others
+        """What it refers to besides the SGEs."""
+        self.inline = inline
+        """Its data may go when the post is done."""
 
 
 class PreparedWR:
@@ -55,54 +71,36 @@ class PreparedWR:
             remote_qpn, remote_qkey, remote_srqn: where the opcode has them.
     """
 
-    __slots__ = (
-        "_at",
-        "_batch",
-        "_index",
-        "_inline",
-        "_others",
-        "_records",
-        "_sges",
-        "_sges_at",
-        "_wr",
-    )
+    __slots__ = ("_at", "_batch", "_item", "_records")
 
-    def __init__(
-        self, batch: Batch, index: int, at: int, wr: Any, others: Sequence[Any], inline: bool
-    ) -> None:
+    def __init__(self, batch: Batch, item: _Item) -> None:
         self._batch = batch
-        self._index = index
+        self._item = item
         self._records = batch._records
-        self._at = at
-        self._wr = wr
-        # What it refers to besides the SGEs; inline data may go when the post is done.
-        self._others = others
-        self._inline = inline
-        # The SGEs stand behind the struct.
-        self._sges = len(getattr(wr, "sg_list", ()))
-        self._sges_at = at + (32 if isinstance(wr, RecvWR) else 128)
+        self._at = item.at
 
     def __repr__(self) -> str:
-        return f"<rdmapost.PreparedWR {self._index} of a {self._batch}>"
+        return f"<rdmapost.PreparedWR {self._item.index} of a {self._batch}>"
 
     @property
     def wr_id(self) -> int:
         wr_ids, _ = self._batch._entry
-        return wr_ids[self._index]
+        return wr_ids[self._item.index]
 
     @wr_id.setter
     def wr_id(self, value: int) -> None:
         if type(value) is not int or not 0 <= value < 1 << 64:
             raise ValueError(f"wr_id={value!r} is not in 0..2^64-1")
-        self._batch._own_entry()[0][self._index] = value
+        self._batch._own_entry()[0][self._item.index] = value
 
     @property
     def sg_list(self) -> tuple[SGE, ...]:
-        return self._wr.sg_list  # type: ignore[no-any-return]
+        return self._item.wr.sg_list  # type: ignore[no-any-return]
 
     @sg_list.setter
     def sg_list(self, sg_list: SGE | Sequence[SGE]) -> None:
-        batch, wr = self._batch, copy.copy(self._wr)
+        batch, item = self._batch, self._item
+        wr = copy.copy(item.wr)
         try:
             sges = tuple(gather(sg_list))
         except TypeError:
@@ -110,17 +108,18 @@ class PreparedWR:
             raise TypeError(f"sg_list is a {kind}, not an SGE or a sequence of them") from None
         except Refused as error:
             raise ValueError(str(error)) from None
-        if len(sges) != self._sges:
-            raise ValueError(f"{len(sges)} SGEs, but it was prepared with {self._sges}")
+        if len(sges) != len(wr.sg_list):
+            raise ValueError(f"{len(sges)} SGEs, but it was prepared with {len(wr.sg_list)}")
         wr.sg_list = sges
         if reason := check_numbers(wr, sges) or batch._refused(wr, sges):
             raise ValueError(reason)
-        self._wr = wr
+        item.wr = wr
+        at = item.at + (_RECV_SIZE if isinstance(wr, RecvWR) else _SEND_SIZE)
         for index, sge in enumerate(sges):
-            _SGE.pack_into(self._records, self._sges_at + 16 * index, *sge[:3])
+            _SGE.pack_into(self._records, at + _SGE.size * index, *sge[:3])
         batch._depend_on(sges)
-        if not self._inline:
-            batch._own_entry()[1][self._index] = (*sges, *self._others)
+        if not item.inline:
+            batch._own_entry()[1][item.index] = (*sges, *item.others)
 
 
 def _field(name: str, field: Struct, at: int) -> property:
@@ -197,7 +196,7 @@ class Batch(door.Prepared):
         if not wrs:
             raise ValueError("a prepared list has at least one work request")
         self._records = bytearray()
-        self._items: list[PreparedWR] = []
+        self._items: list[_Item] = []
         refers_to: list[Sequence[Any]] = []
         for index, wr in enumerate(wrs):
             try:
@@ -220,7 +219,7 @@ class Batch(door.Prepared):
             address_of(self._held), in_flight.base, len(wrs), queue.room, queue.receives,
         )  # fmt: skip
         for item in self._items:
-            self._depend_on((*getattr(item._wr, "sg_list", ()), getattr(item._wr, "ah", None)))
+            self._depend_on((*getattr(item.wr, "sg_list", ()), getattr(item.wr, "ah", None)))
 
     def _pack(self, queue: PostQueue, index: int, wr: Any) -> Sequence[Any]:
         """Check and pack one work request; return what it refers to while it is outstanding.
@@ -246,9 +245,7 @@ class Batch(door.Prepared):
         end, others = queue.pack(self._records, at, own, 0, sges)
         del self._records[end:]
         inline = bool(int(getattr(wr, "send_flags", 0)) & _INLINE)
-        wr_type: Any = type(wr)
-        kind = _kind_of(wr_type)
-        self._items.append(kind(self, index, at, own, others, inline))
+        self._items.append(_Item(index, at, own, others, inline))
         return others if inline else (*sges, *others)
 
     def _refused(self, wr: Any, sges: Sequence[SGE]) -> str | None:
@@ -277,7 +274,7 @@ class Batch(door.Prepared):
             result: what the shim returned, with the queue's lock held; None where
                 the list has not been posted.
         """
-        wrs = [item._wr for item in self._items]
+        wrs = [item.wr for item in self._items]
         if result is not None:
             self._queue.fail(result, wrs, len(wrs), self._hint)
         self._live_queue()
@@ -302,6 +299,9 @@ class Batch(door.Prepared):
     def _close_tree(self) -> None:
         self.close()
 
+    def _close_quietly(self) -> None:
+        leave(self)
+
     def __enter__(self) -> Self:
         return self
 
@@ -310,7 +310,10 @@ class Batch(door.Prepared):
 
     def __del__(self) -> None:
         if getattr(self, "_held", None) is not None:
-            self.close()
+            # Without the lock: nobody can post it, but the collector may have interrupted
+            # this very thread in a post to the same queue.
+            self._held = None
+            let_go(self)
 
     def __str__(self) -> str:
         return f"prepared list of {len(self._items)}"
@@ -319,7 +322,10 @@ class Batch(door.Prepared):
         return len(self._items)
 
     def __getitem__(self, index: int) -> PreparedWR:
-        return self._items[index]
+        item = self._items[index]
+        # Made anew each time: a batch that held it would be a cycle.
+        wr_type: Any = type(item.wr)
+        return _kind_of(wr_type)(self, item)
 
     def __iter__(self) -> Iterator[PreparedWR]:
-        return iter(self._items)
+        return (self[index] for index in range(len(self)))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ._binding import ffi
+from ._binding import start_of
 from .enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ class _Buffer:
     __slots__ = ("_view", "addr", "length")
 
     def __init__(self, data: Any) -> None:
-        self._view = ffi.from_buffer("char[]", data)
-        self.addr = int(ffi.cast("uintptr_t", self._view))
-        self.length = len(self._view)
+        self._view = memoryview(data)
+        self.addr = start_of(self._view)
+        self.length = self._view.nbytes
 
     def __str__(self) -> str:
         return f"buffer of {self.length} bytes"

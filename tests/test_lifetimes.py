@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import queue
+import textwrap
 import weakref
 
 import pytest
@@ -325,3 +326,39 @@ def test_opening_and_closing_leaves_resident_memory_where_it_was(connect):
     gc.collect()
     assert resident() - before < 1 << 20
     assert len(pair.pd.context._queues) == 4
+
+
+@pytest.mark.parametrize("made_of", ["size", "bytearray", "memoryview", "fortran"])
+def test_regions_in_a_cycle_are_collected(made_of: str) -> None:
+    """The collector takes a region, its views and what was sent inline with them, in any order."""
+    code = """
+    import gc, sys
+    import numpy
+    import rdmapost as rp
+
+    class Holder: pass
+
+    def make(kind):
+        return {
+            "size": lambda: 64,
+            "bytearray": lambda: bytearray(64),
+            "memoryview": lambda: memoryview(bytearray(128))[32:96],
+            "fortran": lambda: numpy.zeros((8, 8), order="F", dtype="u1"),
+        }[kind]()
+
+    with rp.open_device("soft0") as context, rp.PD(context) as pd:
+        for order in range(6):
+            holder, memory = Holder(), make(sys.argv[1])
+            parts = [memory, rp.MR(pd, memory)]
+            parts += [parts[1].buffer, parts[1].buffer[2:4], parts[1][2:4]]
+            data = memoryview(bytearray(8))
+            parts += [data, rp.SGE.from_buffer(data)]
+            parts = parts[order:] + parts[:order]
+            for name, part in enumerate(parts):
+                setattr(holder, f"part{name}", part)
+            holder.itself = holder
+            del holder, memory, parts, part, data
+            gc.collect()
+    print("done")
+    """
+    assert prints(textwrap.dedent(code), made_of) == "done"

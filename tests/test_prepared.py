@@ -249,6 +249,39 @@ def test_method_alone_keeps_the_list(rc):
     rc.mine.close()
 
 
+def test_a_list_that_nobody_holds_lets_go_at_once(rc):
+    """No collector is needed for it, even when its work requests have been looked at."""
+    batch = rc.a.prepare(write(rc))
+    batch[0].wr_id = 5
+    del batch
+    rc.mine.close()
+
+
+def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
+    """A list in a cycle goes while its own queue is being posted to; nothing waits for itself."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.soft import responder
+
+    copy = responder.copy
+
+    def collect(*arguments: object) -> None:
+        gc.collect()
+        copy(*arguments)
+
+    class Holder:
+        """Refers to itself, by way of a list."""
+
+    holder = Holder()
+    holder.itself, holder.batch = holder, rc.a.prepare(write(rc))  # type: ignore[attr-defined]
+    del holder
+    monkeypatch.setattr(responder, "copy", collect)
+    rc.a.post_send(write(rc, wr_id=3))
+    assert [wc.wr_id for wc in rc.wait()] == [3]
+    with rp.PD(context):
+        # What had to wait goes with the next resource.
+        rc.mine.close()
+
+
 def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
     """A region can be closed when the work request that names it is done, if others are not."""
     regions = [stack.enter_context(rp.MR(pd, 64)) for _ in range(2)]
