@@ -167,9 +167,9 @@ class AH(Resource):
         except OverflowError as error:
             raise ValueError(f"the address does not fit: {error}") from None
         handle = context._provider.create_ah(pd._live(), raw)
+        super().__init__(handle, pd)
         # Of the struct, for the work requests that name it.
         self.address = address_of(handle)
-        super().__init__(handle, pd)
 
     def __str__(self) -> str:
         attr = getattr(self, "attr", None)

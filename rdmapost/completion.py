@@ -191,8 +191,8 @@ class CQ(Resource):
         if tm_info:
             # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
             self._extended, handle = handle, ffi.cast("struct ibv_cq *", handle)
-        self._address = address_of(handle)
         super().__init__(handle, *((context,) if channel is None else (context, channel)))
+        self._address = address_of(handle)
         if channel is not None:
             channel._announced_by(self)
 

@@ -109,6 +109,16 @@ class SRQ(Resource):
             except OverflowError:
                 raise ValueError(f"{name}={value} is not in 0..2^32-1") from None
         handle = self._create(init)
+        try:
+            self._take(handle, init, tag_sge, checked)
+        except BaseException:
+            # An interrupt, say.  Nobody else knows of the SRQ yet.
+            if not hasattr(self, "_handle"):
+                context._provider.destroy_srq(handle)
+            raise
+
+    def _take(self, handle: Any, init: Any, tag_sge: int, checked: bool) -> None:
+        pd = self.pd
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
@@ -119,12 +129,14 @@ class SRQ(Resource):
             self.max_wr, "max_wr", checked, InFlightAny(),
             plain_receives(limits, checked),
         )  # fmt: skip
+        tagged = self.srq_type is SRQType.TM
         self._ops = TagQueue(self.max_ops, self.max_num_tags, checked and tagged)
         self._recv.open(handle)
-        self._recv.set_ready(True)
+        given = (pd, self.xrcd, self.cq)
+        super().__init__(handle, *[parent for parent in given if parent is not None])
         for queue in self._queues():
-            context._queues[queue.number] = queue
-        super().__init__(handle, *[parent for parent in (pd, xrcd, cq) if parent is not None])
+            pd.context._queues[queue.number] = queue
+        self._recv.set_ready(True)
 
     def __str__(self) -> str:
         if not hasattr(self, "max_wr"):

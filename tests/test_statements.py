@@ -103,7 +103,7 @@ def collected() -> dict[str, Test]:
     files = sorted({f"tests/{test.partition('::')[0]}.py" for s in STATEMENTS for test in s.tests})
     there = [file for file in files if (ROOT / file).exists()]
     done = subprocess.run(
-        [sys.executable, "-c", COLLECT, *there],
+        [sys.executable, "-P", "-c", COLLECT, *there],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
