@@ -19,7 +19,7 @@ def modules_after(statements: str) -> set[str]:
     """Return the modules that a new interpreter has imported after some statements."""
     code = f"{statements}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     return set(done.stdout.splitlines()[-1].split())
 
