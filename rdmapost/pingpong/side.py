@@ -405,7 +405,9 @@ class Pingpong:
                 f"{self._who} does not answer, {self._progress_of(received)} "
                 f"({wc.status.name}): {likely}"
             )
-        if wc.status in (WCStatus.LOC_LEN_ERR, WCStatus.REM_INV_REQ_ERR):
+        too_long = wc.status in (WCStatus.LOC_LEN_ERR, WCStatus.REM_INV_REQ_ERR)
+        # Soft-RoCE says so of a receive that is too small.
+        if too_long or (wc.wr_id == _RECV_ID and wc.status is WCStatus.LOC_QP_OP_ERR):
             return PingpongError(
                 f"a message did not fit into the receive ({wc.status.name}): give both sides "
                 f"the same size; here it is {self.size}"
