@@ -37,8 +37,9 @@ from .wr import (
 )
 
 __all__ = [
-    "RECV_RECORDS",
-    "SEND_RECORDS",
+    "RECV_SIZE",
+    "SEND_SIZE",
+    "SGE_SIZE",
     "Refused",
     "check_numbers",
     "gather",
@@ -56,6 +57,8 @@ class Refused(Exception):
 # struct ibv_send_wr: wr_id, next and sg_list (the shim's), num_sge, opcode,
 # send_flags, imm_data or invalidate_rkey; then the unions.
 _SEND_HEAD = "=Q16xiIII"
+SEND_SIZE, RECV_SIZE, SGE_SIZE = 128, 32, 16
+"""Bytes of struct ibv_send_wr, ibv_recv_wr and ibv_sge."""
 _SEND_FORMATS = {
     "message": _SEND_HEAD + "QII16xI52x",  # ah, remote_qpn, remote_qkey; remote_srqn
     "invalidate": _SEND_HEAD + "32xI52x",  # remote_srqn
@@ -81,9 +84,8 @@ class _Formats(dict[int, Struct]):
         return made
 
 
-SEND_RECORDS = {name: _Formats(head) for name, head in _SEND_FORMATS.items()}
-_message, _invalidate, _rdma, _atomic, _bind, _tso = SEND_RECORDS.values()
-RECV_RECORDS = _Formats(_RECV_FORMAT)
+_message, _invalidate, _rdma, _atomic, _bind, _tso = map(_Formats, _SEND_FORMATS.values())
+_recv = _Formats(_RECV_FORMAT)
 _ops = _Formats(_OPS_FORMAT)
 
 
@@ -105,7 +107,7 @@ def gather(sg_list: SGE | Sequence[SGE]) -> Sequence[SGE]:
 
 def record_size(sges: int) -> int:
     """Return the bytes that a record of any kind needs at most."""
-    return 128 + 16 * sges
+    return SEND_SIZE + SGE_SIZE * sges
 
 
 def _numbers(sges: Sequence[SGE]) -> list[int]:
@@ -258,7 +260,7 @@ def pack_recv(
     out: bytearray, at: int, wr: RecvWR, wr_id: int, sges: Sequence[SGE]
 ) -> tuple[int, tuple[Any, ...]]:
     """Write a receive work request; the rest is as in pack_send."""
-    record = RECV_RECORDS[len(sges)]
+    record = _recv[len(sges)]
     try:
         record.pack_into(out, at, wr_id, len(sges), *_numbers(sges))
     except (StructError, TypeError) as error:

@@ -16,7 +16,15 @@ from ._binding import address_of, door, ffi
 from .enums import SendFlags
 from .errors import PostError
 from .inflight import HANDLE, InFlight, InFlightAny
-from .packing import Refused, check_numbers, gather, record_size
+from .packing import (
+    RECV_SIZE,
+    SEND_SIZE,
+    SGE_SIZE,
+    Refused,
+    check_numbers,
+    gather,
+    record_size,
+)
 from .plain import Plain
 from .wr import SGE, BindMW, RecvWR
 
@@ -80,7 +88,7 @@ class PostQueue:
         self._handle = 0
         self._submit = submit
         self._plain = plain
-        self._plain_size = record_size(1) if wr_type is not RecvWR else record_size(1) - 96
+        self._plain_size = SGE_SIZE + (RECV_SIZE if wr_type is RecvWR else SEND_SIZE)
         self.wr_type = wr_type
         self.pack = pack
         self._depth_name = depth_name

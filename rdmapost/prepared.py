@@ -18,7 +18,15 @@ from ._binding import address_of, door, ffi, lib
 from ._resource import Resource, join, leave, let_go
 from .enums import SendFlags
 from .errors import ClosedError, PostError
-from .packing import Refused, check_numbers, gather, record_size
+from .packing import (
+    RECV_SIZE,
+    SEND_SIZE,
+    SGE_SIZE,
+    Refused,
+    check_numbers,
+    gather,
+    record_size,
+)
 from .posting import Check, Hint, PostQueue
 from .wr import SGE, BindMW, RecvWR
 
@@ -39,7 +47,6 @@ _FIELDS = {
 }
 """Where a field stands in ``struct ibv_send_wr``; rdmapost/_c asserts it."""
 _RKEY, _RKEY_OF_ATOMIC = 48, 64
-_SEND_SIZE, _RECV_SIZE = 128, 32
 
 
 class _Item:
@@ -114,9 +121,9 @@ class PreparedWR:
         if reason := check_numbers(wr, sges) or batch._refused(wr, sges):
             raise ValueError(reason)
         item.wr = wr
-        at = item.at + (_RECV_SIZE if isinstance(wr, RecvWR) else _SEND_SIZE)
+        at = item.at + (RECV_SIZE if isinstance(wr, RecvWR) else SEND_SIZE)
         for index, sge in enumerate(sges):
-            _SGE.pack_into(self._records, at + _SGE.size * index, *sge[:3])
+            _SGE.pack_into(self._records, at + SGE_SIZE * index, *sge[:3])
         batch._depend_on(sges)
         if not item.inline:
             batch._own_entry()[1][item.index] = (*sges, *item.others)
