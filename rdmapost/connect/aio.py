@@ -18,7 +18,7 @@ from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
 from .address import DEFAULT_PORT, show_address
-from .client import Teller, why_not_reached
+from .client import MARGIN_S, Teller, why_not_reached
 from .connection import Dialled
 from .conversation import Conversation, Reception, check_token
 from .errors import ConnectError, ProtocolError
@@ -26,15 +26,12 @@ from .events import OnEvent, Refused
 from .exposure import Exposure, ServedClient
 from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
-from .server import make_exposure, open_listener, warning_of
+from .server import MAX_WAITING, make_exposure, open_listener, warning_of
 from .sockets import LINGER_BYTES, LINGER_S, prepare
 
 __all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
 
 _log = logging.getLogger("rdmapost.connect")
-
-_MAX_WAITING = 16
-_MARGIN_S = 1.0
 
 
 # ---- the server -------------------------------------------------------------------
@@ -156,7 +153,7 @@ class AsyncServer:
         writer.transport.set_write_buffer_limits(0)
         try:
             try:
-                if waiting < _MAX_WAITING:
+                if waiting < MAX_WAITING:
                     await self._exchange(reader, writer, conversation)
                 else:
                     text = "too many are at this server's door; try again later"
@@ -375,7 +372,7 @@ class AsyncConnection(Dialled):
         """
         timeout = self.timeout if timeout is None else timeout
         asked = self._ask_report(index, timeout)
-        return self._as_arrival(await self._ask(asked, timeout + _MARGIN_S))
+        return self._as_arrival(await self._ask(asked, timeout + MARGIN_S))
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what stands in its memory.

@@ -22,9 +22,9 @@ from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
 from .sockets import prepare, send_all
 
-__all__ = ["Connection", "Teller", "dial", "why_not_reached"]
+__all__ = ["MARGIN_S", "Connection", "Teller", "dial", "why_not_reached"]
 
-_MARGIN_S = 1.0
+MARGIN_S = 1.0
 """What an answer may take besides the time that the server was told to wait."""
 
 
@@ -241,7 +241,7 @@ class Connection(Dialled):
             ConnectError: the server is gone, or knows it no more.
         """
         timeout = self.timeout if timeout is None else timeout
-        return self._as_arrival(self._ask(self._ask_report(index, timeout), timeout + _MARGIN_S))
+        return self._as_arrival(self._ask(self._ask_report(index, timeout), timeout + MARGIN_S))
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what stands in its memory.

@@ -26,11 +26,11 @@ from .exposure import EXPOSABLE, Exposure, ServedClient
 from .messages import MAX_LINE, Error, encode
 from .sockets import LINGER_S, drain, prepare, send_all
 
-__all__ = ["Server", "make_exposure", "open_listener", "serve", "warning_of"]
+__all__ = ["MAX_WAITING", "Server", "make_exposure", "open_listener", "serve", "warning_of"]
 
 _log = logging.getLogger("rdmapost.connect")
 
-_MAX_WAITING = 16
+MAX_WAITING = 16
 """Connections that have not become clients, at once."""
 _MAX_LINGERING = 64
 _BACKLOG = 64
@@ -321,8 +321,8 @@ class Server:
         with self._lock:
             talks = self._threads.values()
             waiting = sum(not c.admitted and not c.over for c in talks)
-            most = self._reception.max_clients + _MAX_WAITING + _MAX_LINGERING
-            welcome = waiting < _MAX_WAITING and len(talks) < most
+            most = self._reception.max_clients + MAX_WAITING + _MAX_LINGERING
+            welcome = waiting < MAX_WAITING and len(talks) < most
             if welcome:
                 self._threads[thread] = conversation
         if welcome:
