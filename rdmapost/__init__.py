@@ -23,8 +23,15 @@ else:
         """Load everything at the first use of anything, so that the import costs nothing."""
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # "from . import _public" would ask here for it.
-        from ._public import __dict__ as public
+        try:
+            # "from . import _public" would ask here for it.
+            from ._public import __dict__ as public
+        except AttributeError as error:
+            # It would read as if the name were missing here.
+            raise ImportError(
+                f"{__name__} cannot be loaded: {error}; in a checkout, is the compiled module of "
+                "these sources? (pip install -e .)"
+            ) from error
 
         names = public["__all__"]
         globals().update({each: public[each] for each in names}, __all__=names)

@@ -1,9 +1,11 @@
 """The one place that imports the compiled module."""
 
+from typing import Any
+
 from . import _verbs as door
 from ._verbs import ffi, lib
 
-__all__ = ["address_of", "door", "ffi", "lib", "start_of"]
+__all__ = ["address_of", "door", "ffi", "fill", "lib", "start_of"]
 
 
 def address_of(cdata: object) -> int:
@@ -22,3 +24,16 @@ def start_of(view: memoryview) -> int:
     """
     with ffi.from_buffer("char[]", view) as start:
         return address_of(start)
+
+
+def fill(struct: Any, **counts: int) -> None:
+    """Set fields of a struct that are unsigned and of 32 bits.
+
+    Raises:
+        ValueError: a number does not fit; the text names it.
+    """
+    for name, value in counts.items():
+        try:
+            setattr(struct, name, value)
+        except OverflowError:
+            raise ValueError(f"{name}={value} is not in 0..2^32-1") from None

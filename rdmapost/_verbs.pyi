@@ -6,23 +6,7 @@ from typing import Any
 ffi: Any
 lib: Any
 
-# _c/door.c: they never block, and take addresses as numbers.  Writing a record
-# with one SGE raises OverflowError or TypeError where a number does not fit, and
-# returns whether the SGE is one of 1 to most bytes within start..end; an end of
-# 2^64-1 asks for no more than that it fits.
-def put_message(
-    record: int, wr_id: int, opcode: int, send_flags: int, imm_data: int,
-    ah: int, remote_qpn: int, remote_qkey: int, remote_srqn: int,
-    addr: int, length: int, lkey: int, start: int, end: int, most: int, /,
-) -> bool: ...  # fmt: skip
-def put_rdma(
-    record: int, wr_id: int, opcode: int, send_flags: int, imm_data: int,
-    remote_addr: int, rkey: int, remote_srqn: int,
-    addr: int, length: int, lkey: int, start: int, end: int, most: int, /,
-) -> bool: ...  # fmt: skip
-def put_recv(
-    record: int, wr_id: int, addr: int, length: int, lkey: int, start: int, end: int, /
-) -> bool: ...
+# _c/door.c: they never block, and take addresses as numbers.
 
 # As rp_submit_send and so on (_c/shim.h).
 def submit_send(qp: int, records: int, size: int, count: int, /) -> int: ...
@@ -30,28 +14,104 @@ def submit_recv(qp: int, records: int, size: int, count: int, /) -> int: ...
 def submit_srq_recv(srq: int, records: int, size: int, count: int, /) -> int: ...
 def submit_srq_ops(srq: int, records: int, size: int, count: int, /) -> int: ...
 
-# ibv_poll_cq(3).
-def poll(cq: int, wc: int, num_entries: int, /) -> int: ...
-
 # ibv_req_notify_cq(3).
 def req_notify(cq: int, solicited_only: bool, /) -> int: ...
 
 # ibv_get_cq_event(3) and ibv_ack_cq_events(3) in one; returns 0 or an errno.
 def drop_event(channel: int, /) -> int: ...
 
-# _c/prepared.c.
+# _c/lock.c.
 class Lock:
-    def acquire(self) -> None: ...
-    def release(self) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
-class Prepared:
-    _entry: tuple[list[int], list[Sequence[Any]]]
+# _c/inflight.c; rdmapost/inflight.py says what it is.
+class InFlight:
+    posted: int
+    done: int
+    handle: int
+    overridden: bool
+    @property
+    def base(self) -> int: ...
+    @property
+    def outstanding(self) -> int: ...
+    def add(self, wr_id: int, refers_to: Sequence[Any], /) -> None: ...
+    def add_list(self, wr_ids: list[int], refers_to: list[Sequence[Any]], /) -> None: ...
+    def forget_last(self, count: int, /) -> None: ...
+    def complete(self, ticket: int, /) -> int | None: ...
+    def clear(self) -> None: ...
+    # How many of the first entry are done; then of each: wr_id, refers_to, count.
+    def entries(self) -> list[Any]: ...
+
+# _c/completions.c.
+def make_completions_of(
+    wc: type, statuses: dict[int, Any], other_status: Any, opcodes: dict[int, Any],
+    flags: dict[int, Any], flag_type: Any, /,
+) -> None: ...  # fmt: skip
+
+# ibv_poll_cq(3), or ibv_start_poll(3) on an extended CQ, and what follows from each completion.
+# It spins for so many ns until there are `most`, without the GIL, and appends to `into`.
+# Returns how many there were, or a negative errno.
+def poll(
+    cq: int, cq_ex: int, most: int, spin_ns: int, queues: dict[int, Any], into: Any, /
+) -> int: ...
+
+# _c/wr.c: the base of the work requests, whose __init__ is that of a dataclass but quicker.
+class WR: ...
+
+# A class and the __init__ that dataclasses made; how many fields are positional; of each field
+# its name and default.
+def quick_init(
+    wr_type: type, init: Any, positional: int, fields: tuple[tuple[str, Any], ...], /
+) -> None: ...  # fmt: skip
+
+# _c/region.c: give the class of regions its __getitem__.
+def make_sges(mr: type, sge: type, /) -> None: ...
+
+# _c/plain.c: the classes whose objects go the short way, and what these refer to.
+def describe_resources(sge: type, mr: type, ah: type, /) -> None: ...
+
+# Whether its buffers are written to; and of its numbers the name, and the offset and the bytes
+# in struct ibv_send_wr.  Returns its number.
+def describe_wr(
+    wr_type: type, opcode: int, writes: bool, atomic: bool,
+    numbers: tuple[tuple[str, int, int], ...], /,
+) -> int: ...  # fmt: skip
+
+# _c/poster.c; rdmapost/plain.py says what the last five are.
+class Poster:
     def __init__(
-        self, lock: Lock, counts: list[int], keep: Any,
-        entry: tuple[list[int], list[Sequence[Any]]],
-        records: int, base: int, count: int, room: int, receives: bool, /,
+        self, lock: Lock, in_flight: InFlight, verb: int, room: int, checked: bool,
+        datagram: bool, pd: Any, most: int, max_sge: int, kinds: tuple[tuple[int, int], ...], /,
+    ) -> None: ...  # fmt: skip
+
+    # Post a work request, or a list or tuple of them, if all are plainly right and there is
+    # room; return whether.  What the device refuses is left to self._refused(result, wrs, owner).
+    def post_plain(self, wrs: Any, owner: Any, /) -> bool: ...
+
+    # Write the SGEs of a work request of a class at an address, if they are plainly right; `sges`
+    # is one or a tuple of them.
+    def put_plain(self, kind: type, sges: Any, at: int, /) -> bool: ...
+
+# _c/prepared.c.
+class Prepared:
+    _wr_ids: list[int]
+    _refers_to: list[Sequence[Any]]
+    def __init__(
+        self, lock: Lock, in_flight: InFlight, wr_ids: list[int], refers_to: list[Sequence[Any]],
+        records: int, room: int, receives: bool, /,
     ) -> None: ...  # fmt: skip
     def post(self) -> None: ...
     def _drop(self) -> None: ...
+
+# _c/field.c: an object with a record, which the batch keeps where it is, and a number there: its
+# offset, bits, and whether it is in network order.
+class Patched:
+    def __init__(self, batch: Any, record: int, /) -> None: ...
+    @property
+    def _batch(self) -> Any: ...
+
+class Field:
+    def __init__(self, name: str, at: int, bits: int, network: bool, /) -> None: ...
+    def __get__(self, wr: Patched, kind: type | None = None, /) -> int: ...
+    def __set__(self, wr: Patched, value: int, /) -> None: ...

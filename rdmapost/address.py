@@ -31,6 +31,10 @@ class GIDChoice:
     gid_type: GIDType | None
     reason: str
 
+    def __str__(self) -> str:
+        kind = "" if self.gid_type is None else f" ({self.gid_type.name})"
+        return f"{self.index}, {self.gid}{kind}: {self.reason}"
+
 
 def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
     """Choose a GID of a port, or say what the given one is.

@@ -68,12 +68,12 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
         VerbsError: the device failed.
     """
     with cq._lock:
-        handle = cq._live()
+        cq._live()
         if count <= 0:
             return []
         # What has been promised to tasks that are about to run is theirs.
         claimed = _claimed(cq)
-        cq._fill(handle, cq._backlog, claimed + count)
+        cq._fill(cq._backlog, claimed + count)
         if len(cq._backlog) >= claimed + count:
             return _take(cq, count)
         # From here on it cannot be closed.
@@ -363,7 +363,7 @@ class _Queue:
             handle = cq._live()
             if error := lib.ibv_req_notify_cq(handle, 0):
                 raise VerbsError("ibv_req_notify_cq", abs(error))
-            cq._fill(handle, cq._backlog, sum(waiter.count for waiter in self.waiters))
+            cq._fill(cq._backlog, sum(waiter.count for waiter in self.waiters))
             there = len(cq._backlog)
             cq._awake.notify_all()
         self._wake(there)

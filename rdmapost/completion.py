@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
 import threading
 import time
 from collections import deque
-from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._binding import address_of, door, ffi, lib
@@ -18,7 +15,6 @@ from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
 from .errors import CompletionError, InUseError, RdmaError, VerbsError, WaitTimeout
 from .grh import Datagram, read_datagram
-from .inflight import TaggedReceives
 
 if TYPE_CHECKING:
     from .aio import Completions
@@ -102,19 +98,16 @@ class WC(NamedTuple):
         return read_datagram(received, self.byte_len, bool(self.wc_flags & WCFlags.GRH))
 
 
-# struct ibv_wc; the shim asserts its size.
-_RAW = Struct("=QiIIIIIIIHHBB2x")
-_STATUS = {int(status): status for status in WCStatus}
-_OPCODE = {int(opcode): opcode for opcode in WCOpcode}
-_FLAGS = {flags: WCFlags(flags) for flags in range(128)}
-_NO_FLAGS = WCFlags(0)
-_SUCCESS = WCStatus.SUCCESS
-_new_tuple = tuple.__new__
-_TM_INFO = Struct("=QI4x")
-_TM_MATCH, _TM_DATA_VALID = int(WCFlags.TM_MATCH), int(WCFlags.TM_DATA_VALID)
-_WITH_IMM, _WITH_INV, _RECV = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCOpcode.RECV)
+_RECV = int(WCOpcode.RECV)
+
+door.make_completions_of(
+    WC, {int(status): status for status in WCStatus}, WCStatus.GENERAL_ERR,
+    {int(opcode): opcode for opcode in WCOpcode},
+    {flags: WCFlags(flags) for flags in range(128)}, WCFlags,
+)  # fmt: skip
 
 _BATCH = 64
+"""Completions that one call polls at most (``_c/completions.c``)."""
 
 
 class CQ(Resource):
@@ -140,8 +133,8 @@ class CQ(Resource):
     """
 
     __slots__ = (
-        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_raw", "_raw_at",
-        "_raw_bytes", "_sleeping", "_tm", "_tm_bytes", "_waiting", "channel", "context", "cqe",
+        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_sleeping", "_waiting",
+        "channel", "context", "cqe",
     )  # fmt: skip
 
     _kind = "CQ"
@@ -165,12 +158,6 @@ class CQ(Resource):
         self._awake = threading.Condition(self._lock)
         self._waiting = 0
         self._sleeping = False
-        self._raw = ffi.new("struct ibv_wc[]", _BATCH)
-        self._raw_at = address_of(self._raw)
-        self._raw_bytes = memoryview(ffi.buffer(self._raw))
-        self._extended: Any = None
-        self._tm = ffi.new("struct ibv_wc_tm_info[]", _BATCH) if tm_info else None
-        self._tm_bytes = memoryview(ffi.buffer(self._tm)) if tm_info else None
         provider = context._provider
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
@@ -188,9 +175,11 @@ class CQ(Resource):
             self._drop_channel()
             raise
         self.cqe: int = handle.cqe
+        self._extended = 0
         if tm_info:
             # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
-            self._extended, handle = handle, ffi.cast("struct ibv_cq *", handle)
+            self._extended = address_of(handle)
+            handle = ffi.cast("struct ibv_cq *", handle)
         super().__init__(handle, *((context,) if channel is None else (context, channel)))
         self._address = address_of(handle)
         if channel is not None:
@@ -248,20 +237,19 @@ class CQ(Resource):
         lock = self._lock
         lock.acquire()
         try:
-            handle = self._handle
-            if handle is None:
+            if self._handle is None:
                 self._live()
             backlog = self._backlog
-            if not backlog and self._tm is None and 0 < max_entries <= _BATCH:
-                count = door.poll(self._address, self._raw_at, max_entries)
-                if count > 0:
-                    self._read(self._raw_bytes[: count * _RAW.size], found)
-                elif count:
-                    raise VerbsError("ibv_poll_cq", errno.EIO)
+            if not backlog and 0 < max_entries <= _BATCH:
+                polled = door.poll(
+                    self._address, self._extended, max_entries, 0, self.context._queues, found
+                )
+                if polled < 0:
+                    raise VerbsError("ibv_poll_cq", -polled)
                 return found
             while backlog and len(found) < max_entries:
                 found.append(backlog.popleft())
-            self._fill(handle, found, max_entries)
+            self._fill(found, max_entries)
         finally:
             lock.release()
         return found
@@ -288,18 +276,20 @@ class CQ(Resource):
                 f"{self} announces its completions on a channel that it shares: wait with "
                 "channel.get_cq_event(), or create it without channel="
             )
+        if found := self._at_once(count):
+            return found
         deadline = None if timeout is None else time.monotonic() + timeout
         backlog, spin_ns = self._backlog, self.context._provider.spin_ns
         with self._lock:
             self._waiting += 1
             try:
                 while True:
-                    handle = self._live()
+                    self._live()
                     # What came stays in the backlog until it is enough: nothing can lose it.
-                    self._fill(handle, backlog, count)
+                    self._fill(backlog, count)
                     if len(backlog) < count and spin_ns:
                         # This gives up the GIL, and what was there already is not worth that.
-                        self._fill(handle, backlog, count, spin_ns)
+                        self._fill(backlog, count, spin_ns)
                     if len(backlog) >= count:
                         return [backlog.popleft() for _ in range(count)]
                     left = None if deadline is None else deadline - time.monotonic()
@@ -311,9 +301,30 @@ class CQ(Resource):
                         # One thread takes the events, and wakes the others.
                         self._awake.wait(left)
                     else:
-                        self._sleep(handle, count, left)
+                        self._sleep(count, left)
             finally:
                 self._waiting -= 1
+
+    def _at_once(self, count: int) -> list[WC]:
+        """Return that many completions if they are there now, else none; wait takes longer."""
+        backlog, lock = self._backlog, self._lock
+        found: list[WC] = []
+        lock.acquire()
+        try:
+            if self._handle is None or backlog or not 0 < count <= _BATCH:
+                return []
+            door.poll(self._address, self._extended, count, 0, self.context._queues, found)
+            if len(found) == count:
+                return found
+            backlog.extend(found)
+            return []
+        except BaseException:
+            # An interrupt, say: what came stays, unless it does already.
+            if not backlog:
+                backlog.extend(found)
+            raise
+        finally:
+            lock.release()
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
@@ -342,14 +353,14 @@ class CQ(Resource):
 
         return Completions(self)
 
-    def _sleep(self, handle: Any, count: int, seconds: float | None) -> None:
+    def _sleep(self, count: int, seconds: float | None) -> None:
         """Sleep on the channel, without the lock; it is held before and after."""
         self._sleeping = True
         try:
             # Ask for an event, then look again: what came in between raises none.
             if error := door.req_notify(self._address, False):
                 raise VerbsError("ibv_req_notify_cq", abs(error))
-            self._fill(handle, self._backlog, count)
+            self._fill(self._backlog, count)
             if len(self._backlog) >= count:
                 return
             self._lock.release()
@@ -363,82 +374,17 @@ class CQ(Resource):
             self._sleeping = False
             self._awake.notify_all()
 
-    def _fill(self, handle: Any, into: list[WC] | deque[WC], count: int, spin_ns: int = 0) -> None:
+    def _fill(self, into: list[WC] | deque[WC], count: int, spin_ns: int = 0) -> None:
         """Poll with the lock held, until there are `count`; spin that long for them."""
         while (lacking := count - len(into)) > 0:
             room = min(lacking, _BATCH)
-            least = room if spin_ns else 0
-            if self._tm is None and not spin_ns:
-                polled = door.poll(self._address, self._raw_at, room)
-            elif self._tm is None:
-                polled = lib.rp_poll_cq(handle, self._raw, room, least, spin_ns)
-            else:
-                polled = lib.rp_poll_cq_ex(
-                    self._extended, self._raw, self._tm, room, least, spin_ns
-                )
-            if polled <= 0:
-                if not polled or into:
-                    return
-                raise VerbsError("ibv_poll_cq", ffi.errno or errno.EIO)
-            raw = self._raw_bytes[: polled * _RAW.size]
-            if self._tm_bytes is None:
-                self._read(raw, into)
-            else:
-                self._read_tagged(raw, self._tm_bytes[: polled * _TM_INFO.size], into)
+            polled = door.poll(
+                self._address, self._extended, room, spin_ns, self.context._queues, into
+            )
+            if polled < 0 and not into:
+                raise VerbsError("ibv_poll_cq", -polled)
             if polled < room:
                 return
-
-    def _read(self, raw: memoryview, found: list[WC] | deque[WC]) -> None:
-        queues = self.context._queues
-        for (
-            ticket, status, opcode, vendor_err, byte_len, imm, qp_num, src_qp, flags,
-            pkey_index, slid, sl, path_bits,
-        ) in _RAW.iter_unpack(raw):  # fmt: skip
-            queue = queues.get(ticket >> 32)
-            wr_id = None if queue is None else queue.complete(ticket)
-            if wr_id is None:
-                # Of a queue that has been destroyed or reset: nobody waits for it.
-                continue
-            if not status and not flags:
-                fields: tuple[Any, ...] = (
-                    wr_id, _SUCCESS, _OPCODE.get(opcode), byte_len, None, None, qp_num, src_qp,
-                    _NO_FLAGS, vendor_err, pkey_index, slid, sl, path_bits, None, None,
-                )  # fmt: skip
-            elif status:
-                known = _STATUS.get(status, WCStatus.GENERAL_ERR)
-                fields = (
-                    wr_id, known, None, 0, None, None, qp_num, 0, _NO_FLAGS, vendor_err,
-                    0, 0, 0, 0, None, None,
-                )  # fmt: skip
-            else:
-                received = opcode & _RECV
-                fields = (
-                    wr_id, _SUCCESS, _OPCODE.get(opcode), byte_len,
-                    # Some drivers set the flag at the sender too, and leave the data.
-                    _from_network(imm) if flags & _WITH_IMM and received else None,
-                    imm if flags & _WITH_INV and received else None,
-                    qp_num, src_qp, _FLAGS.get(flags) or WCFlags(flags), vendor_err,
-                    pkey_index, slid, sl, path_bits, None, None,
-                )  # fmt: skip
-            # WC(...) takes three times as long.
-            found.append(_new_tuple(WC, fields))
-
-    def _read_tagged(self, raw: memoryview, infos: memoryview, found: list[WC] | deque[WC]) -> None:
-        """Read completions one by one, each with its tag where it has one."""
-        for index, (tag, priv) in enumerate(_TM_INFO.iter_unpack(infos)):
-            one = raw[index * _RAW.size : (index + 1) * _RAW.size]
-            ticket, status, opcode, *_, flags, _, _, _, _ = _RAW.unpack(one)
-            matched = not status and flags & _TM_MATCH
-            if matched and not flags & _TM_DATA_VALID:
-                queue = self.context._queues.get(ticket >> 32)
-                if isinstance(queue, TaggedReceives):
-                    queue.match(ticket)
-            before = len(found)
-            self._read(one, found)
-            # The second completion of a message does not say what the first has said.
-            told = matched or not flags & _TM_DATA_VALID
-            if len(found) > before and not status and opcode == WCOpcode.TM_RECV and told:
-                found[-1] = found[-1]._replace(tm_tag=tag, tm_priv=priv)
 
     def _keep(self, *, wait: bool) -> None:
         """Take what is in the queue now, before or after one of its QPs is destroyed.
@@ -453,10 +399,6 @@ class CQ(Resource):
             return
         try:
             # Not more than it holds: another QP may keep filling it.
-            self._fill(self._handle, self._backlog, len(self._backlog) + self.cqe)
+            self._fill(self._backlog, len(self._backlog) + self.cqe)
         finally:
             self._lock.release()
-
-
-def _from_network(value: int) -> int:
-    return int.from_bytes(value.to_bytes(4, sys.byteorder), "big")

@@ -15,7 +15,7 @@ from .errors import NoDeviceError, NoRdmaError, RdmaError
 from .providers import DeviceInfo, Provider, soft_provider, verbs_provider
 
 if TYPE_CHECKING:
-    from .inflight import InFlight, InFlightAny
+    from .inflight import InFlight
 
 __all__ = [
     "GID",
@@ -243,7 +243,7 @@ class Context(Resource):
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
-        self._queues: dict[int, InFlight | InFlightAny] = {}
+        self._queues: dict[int, InFlight] = {}
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
@@ -314,7 +314,13 @@ class Context(Resource):
     def query_gid_table(self, port_num: int = 1) -> list[GIDTableEntry]:
         """Return the valid entries of a port's GID table.
 
-        Args, Raises: as in query_port.
+        Args:
+            port_num: the port, from 1.
+
+        Raises:
+            ValueError: the device has no such port.
+            ClosedError: the device is closed.
+            VerbsError: the device failed.
 
         See ibv_query_gid_table(3).
         """
@@ -332,7 +338,14 @@ class Context(Resource):
     def query_pkey(self, port_num: int = 1, index: int = 0) -> int:
         """Return an entry of a port's P_Key table, in host order.
 
-        Args, Raises: as in query_port; index counts from 0.
+        Args:
+            port_num: the port, from 1.
+            index: which entry, from 0.
+
+        Raises:
+            ValueError: the device has no such port.
+            ClosedError: the device is closed.
+            VerbsError: there is no such entry, or the device failed.
 
         See ibv_query_pkey(3).
         """

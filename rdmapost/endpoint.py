@@ -58,6 +58,9 @@ class Endpoint:
     def parse(cls, line: str) -> Endpoint:
         """Read an endpoint from the text that ``str`` gives.
 
+        Args:
+            line: the text; space around it does not matter.
+
         Raises:
             ValueError: it is no such text.
         """

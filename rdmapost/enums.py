@@ -2,7 +2,7 @@
 
 Values are written as numbers, because an older header may lack the newer
 ones; a test compares them with the header that the module was compiled
-against.
+against.  They stand in one file, long as it is: it is one header's list.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class RdmaError(Exception):
 
 
 class NoRdmaError(RdmaError):
-    """libibverbs could not be loaded on this machine."""
+    """The library libibverbs could not be loaded on this machine."""
 
 
 class NoDeviceError(RdmaError):

@@ -25,7 +25,11 @@ _IPOIB_BYTES, _IPV4_BYTES = 4, 20
 
 
 def ethernet(ethertype: int = _EXPERIMENTAL) -> bytes:
-    """Make the header of a frame between two made-up addresses."""
+    """Make the header of a frame between two made-up addresses.
+
+    Args:
+        ethertype: what follows it, 0..65535.
+    """
     return _MACS + ethertype.to_bytes(2)
 
 

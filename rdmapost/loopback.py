@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ._binding import ffi
+from ._together import Together
 from .completion import CQ, WC
 from .device import Context
 from .enums import Access, DeviceCap, MWType, QPType, SRQType
@@ -45,7 +45,7 @@ class Side:
     mr: MR
 
 
-class Loopback:
+class Loopback(Together):
     """A local and a remote queue pair of one device, connected to each other.
 
     A context manager; ``close()`` gives everything back, in the right order
@@ -206,27 +206,11 @@ class Loopback:
                 with suppress(RdmaError):
                     side.qp.to_reset()
 
-    def close(self) -> None:
-        """Give everything back; do nothing if that has been done.
-
-        Raises:
-            VerbsError: the device refused.
-        """
-        self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
-
     def window(self, mw_type: MWType = MWType.TYPE_2) -> MW:
-        """Allocate a memory window that is given back with the loopback.
+        """Make a memory window that is given back with the loopback.
+
+        Args:
+            mw_type: the kind of window.
 
         Raises:
             UnsupportedError: the device has no memory windows.
@@ -235,7 +219,7 @@ class Loopback:
         return self._used.enter_context(MW(self._pd, mw_type))
 
     def region(self, length: int, access: int) -> MR:
-        """Register more memory on both sides' PD; it is given back with the loopback.
+        """Make one more region on both sides' PD; it is given back with the loopback.
 
         Args:
             length: bytes.
@@ -283,6 +267,9 @@ class Loopback:
     def post_receives(self, wrs: Sequence[RecvWR]) -> None:
         """Post receives to the queue that the remote side takes them from.
 
+        Args:
+            wrs: the receives.
+
         Raises:
             PostError: the device refused.
         """
@@ -304,13 +291,22 @@ class Loopback:
 
     @staticmethod
     def cut(side: Side, offset: int, length: int) -> Sequence[SGE]:
-        """Return the sg_list for a range of a side's memory; it is empty for 0 bytes."""
+        """Return the sg_list for a range of a side's memory; it is empty for 0 bytes.
+
+        Args:
+            side: whose memory.
+            offset: bytes from its start.
+            length: bytes.
+        """
         return [side.mr[offset : offset + length]] if length else []
 
     # ---- waiting ------------------------------------------------------------
 
     def sent(self, count: int = 1) -> list[WC]:
         """Wait for completions of what the local side posted.
+
+        Args:
+            count: how many.
 
         Raises:
             WaitTimeout: they did not come in time.
@@ -319,6 +315,9 @@ class Loopback:
 
     def arrived(self, count: int = 1) -> list[WC]:
         """Wait for completions of the remote side.
+
+        Args:
+            count: how many.
 
         Raises:
             WaitTimeout: they did not come in time.

@@ -7,9 +7,9 @@ import errno
 import mmap
 import resource
 from pickle import PickleBuffer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._binding import ffi, start_of
+from ._binding import door, ffi, start_of
 from ._resource import Resource
 from .device import Context
 from .enums import Access, MWType
@@ -18,7 +18,6 @@ from .wr import SGE
 
 __all__ = ["MR", "MW", "PD"]
 
-_new_tuple = tuple.__new__
 _PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 
 
@@ -123,15 +122,9 @@ class MR(Resource):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, bounds: slice) -> SGE:
-        try:
-            start, stop = bounds.start, bounds.stop
-            if bounds.step is None and 0 <= start <= stop <= self.length:
-                # SGE(...) takes twice as long.
-                return _new_tuple(SGE, (self.addr + start, stop - start, self.lkey, self))
-        except (AttributeError, TypeError):
-            pass
-        return self._slice(bounds)
+    if TYPE_CHECKING:
+
+        def __getitem__(self, bounds: slice) -> SGE: ...
 
     def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
@@ -158,6 +151,10 @@ class MR(Resource):
             # The owner has it back, and may resize it.
             with contextlib.suppress(BufferError):
                 self.buffer.release()
+
+
+# MR.__getitem__ is C's (_c/region.c).
+door.make_sges(MR, SGE)
 
 
 class MW(Resource):

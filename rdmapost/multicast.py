@@ -57,7 +57,9 @@ class Multicast(Steps):
 
         Raises:
             RdmaError: the queue pair is not attached to the group.
-            others: as attach_mcast.
+            ValueError: it is no multicast GID, or lid is not in 0..65535.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
         """
         group = self._group(gid, lid)
         handle = self._live()

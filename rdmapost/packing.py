@@ -42,6 +42,7 @@ __all__ = [
     "SGE_SIZE",
     "Refused",
     "check_numbers",
+    "fields_of",
     "gather",
     "pack_ops",
     "pack_recv",
@@ -67,6 +68,18 @@ _SEND_FORMATS = {
     "bind": _SEND_HEAD + "40xQI4xQQQI4x",  # mw, rkey, mr, addr, length, mw_access_flags
     "tso": _SEND_HEAD + "QII24xQHH36x",  # ah, remote_qpn, remote_qkey; hdr, hdr_sz, mss
 }
+_FIELDS = {
+    "imm_data": (36, 4),
+    "invalidate_rkey": (36, 4),
+    "remote_addr": (40, 8),
+    "rkey": (48, 4),
+    "remote_qpn": (48, 4),
+    "remote_qkey": (52, 4),
+    "compare_add": (48, 8),
+    "swap": (56, 8),
+    "remote_srqn": (72, 4),
+}
+_RKEY_OF_ATOMIC = (64, 4)
 _RECV_FORMAT = "=Q16xi4x"  # wr_id, num_sge
 # wr_id, opcode, flags, unexpected_cnt, handle, recv_wr_id, num_sge, tag, mask
 _OPS_FORMAT = "=Q8xIiIIQ8xi4xQQ"
@@ -108,6 +121,15 @@ def gather(sg_list: SGE | Sequence[SGE]) -> Sequence[SGE]:
 def record_size(sges: int) -> int:
     """Return the bytes that a record of any kind needs at most."""
     return SEND_SIZE + SGE_SIZE * sges
+
+
+def fields_of(wr_type: Any) -> dict[str, tuple[int, int]]:
+    """Return where ``struct ibv_send_wr`` has the numbers of a class: offset and bytes of each."""
+    names = wr_type.__dataclass_fields__
+    found = {name: place for name, place in _FIELDS.items() if name in names}
+    if "compare_add" in names:
+        found["rkey"] = _RKEY_OF_ATOMIC
+    return found
 
 
 def _numbers(sges: Sequence[SGE]) -> list[int]:

@@ -1,154 +1,105 @@
-"""The short way for a work request that is plainly right.
+"""The short way of a work request that is plainly right.
 
-Most work requests have one SGE of a live region, and flags that their opcode
-takes.  They are recognised here with a few comparisons, and packed at once; the
-bounds are compared where the record is written, in C.
-Nothing is refused here: what is not plainly right goes the long way, which
+Most work requests have SGEs of live regions, and flags that their opcode
+takes.  C recognises them with a few comparisons, and posts them in the same
+call (``_c/plain.c``, ``_c/poster.c``); what it has to know of the classes and
+of a queue is said here.
+Nothing is refused there: what is not plainly right goes the long way, which
 looks at everything and can say what is wrong (``rules``, ``packing``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ._binding import door
 from .address import AH
-from .enums import Opcode, QPType, SendFlags
+from .enums import QPType, SendFlags
 from .memory import MR
+from .packing import fields_of
 from .rules import Limits
-from .wr import SGE, RdmaRead, RdmaWrite, RdmaWriteWithImm, RecvWR, Send, SendWithImm
+from .wr import (
+    SGE,
+    AtomicCmpAndSwp,
+    AtomicFetchAndAdd,
+    LocalInv,
+    RdmaRead,
+    RdmaWrite,
+    RdmaWriteWithImm,
+    RecvWR,
+    Send,
+    SendWithImm,
+    SendWithInv,
+)
 
-__all__ = ["Plain", "plain_receives", "plain_sends"]
+__all__ = ["NONE", "Ways", "plain_receives", "plain_sends"]
 
-Plain = Callable[[int, int, Any], "tuple[Any, ...] | None"]
-"""Write a work request at an address, under a ticket; return what it refers to, or None where it
-is not plain.  May raise what a wrong value in a field makes it raise."""
-
-_MASK64 = (1 << 64) - 1
-_FLAGS = tuple(int(flag) for flag in SendFlags)
-
-
-def _combinations(allowed: int) -> frozenset[int]:
-    """Return all values of the flags that are allowed, but for those with INLINE."""
-    # Looking a value up is quicker than arithmetic on a Flag.
-    found = {0}
-    for flag in _FLAGS:
-        if flag & allowed & ~SendFlags.INLINE:
-            found |= {value | flag for value in found}
-    return frozenset(found)
-
-
-def _only(sg_list: Any) -> Any:
-    """Return the SGE of a sequence of one, else None."""
-    return sg_list[0] if type(sg_list) in (list, tuple) and len(sg_list) == 1 else None
-
-
-def _message(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int]) -> Plain:
-    put, code, pd, most = door.put_message, int(opcode), limits.pd, limits.max_msg_size
-    datagram = limits.qp_type is QPType.UD
-    has_imm = opcode is Opcode.SEND_WITH_IMM
-
-    def pack(at: int, ticket: int, wr: Any) -> Any:
-        sge, ah = wr.sg_list, wr.ah
-        if type(sge) is not SGE and type(sge := _only(sge)) is not SGE:
-            return None
-        addr, length, lkey, owner = sge
-        start, end = 0, _MASK64
-        if checked:
-            if type(owner) is not MR or owner.pd is not pd or owner._handle is None:
-                return None
-            start, end = owner.addr, owner.end
-        elif owner is not None and (type(owner) is not MR or owner._handle is None):
-            return None
-        if datagram:
-            if type(ah) is not AH or ah._handle is None or ah.pd is not pd:
-                return None
-        elif ah is not None:
-            return None
-        if wr.send_flags in flags and put(
-            at, ticket, code, wr.send_flags, wr.imm_data if has_imm else 0,
-            ah.address if datagram else 0, wr.remote_qpn, wr.remote_qkey, wr.remote_srqn,
-            addr, length, lkey, start, end, most,
-        ):  # fmt: skip
-            return (sge, ah) if datagram else (sge,)
-        return None
-
-    return pack
+_SENDS = (
+    Send, SendWithImm, SendWithInv, RdmaWrite, RdmaWriteWithImm, RdmaRead,
+    AtomicCmpAndSwp, AtomicFetchAndAdd, LocalInv,
+)  # fmt: skip
+_ATOMICS = frozenset({AtomicCmpAndSwp, AtomicFetchAndAdd})
+_WRITE_LOCALLY = frozenset({RdmaRead, RecvWR}) | _ATOMICS
+_ALL_FLAGS = sum(int(flag) for flag in SendFlags)
+_NOT_INLINE = ~int(SendFlags.INLINE)
+_UNLIMITED = (1 << 64) - 1
+_MOST_SGES = 64
+"""Where they are not checked; more go the long way."""
 
 
-def _rdma(limits: Limits, checked: bool, opcode: Opcode, flags: frozenset[int]) -> Plain:
-    put, code, pd, most = door.put_rdma, int(opcode), limits.pd, limits.max_msg_size
-    has_imm = opcode is Opcode.RDMA_WRITE_WITH_IMM
-    fetches = opcode is Opcode.RDMA_READ
+class Ways(NamedTuple):
+    """What a queue takes the short way, as ``door.Poster`` wants it."""
 
-    def pack(at: int, ticket: int, wr: Any) -> Any:
-        sge = wr.sg_list
-        if type(sge) is not SGE and type(sge := _only(sge)) is not SGE:
-            return None
-        addr, length, lkey, owner = sge
-        start, end = 0, _MASK64
-        if checked:
-            if type(owner) is not MR or owner.pd is not pd or owner._handle is None:
-                return None
-            if fetches and not owner.writable:
-                return None
-            start, end = owner.addr, owner.end
-        elif owner is not None and (type(owner) is not MR or owner._handle is None):
-            return None
-        if wr.send_flags in flags and put(
-            at, ticket, code, wr.send_flags, wr.imm_data if has_imm else 0,
-            wr.remote_addr, wr.rkey, wr.remote_srqn, addr, length, lkey, start, end, most,
-        ):  # fmt: skip
-            return (sge,)
-        return None
-
-    return pack
+    checked: bool
+    datagram: bool
+    pd: Any
+    most: int
+    """Bytes of one message."""
+    max_sge: int
+    kinds: tuple[tuple[int, int], ...]
+    """Classes, each with the flags that may be set."""
 
 
-def plain_sends(limits: Limits, checked: bool) -> Mapping[type, Plain]:
-    """Return the short ways of a send queue, by the class of the work request.
+NONE = Ways(False, False, None, 0, 0, ())
+"""Nothing goes the short way."""
+
+
+@functools.cache
+def _kinds() -> Mapping[type, int]:
+    """Tell C where the classes have what, once; return the numbers that it gives them."""
+    door.describe_resources(SGE, MR, AH)
+    kinds: Sequence[Any] = (*_SENDS, RecvWR)
+    return {
+        kind: door.describe_wr(
+            kind, int(getattr(kind, "opcode", 0)), kind in _WRITE_LOCALLY, kind in _ATOMICS,
+            tuple((name, at, size) for name, (at, size) in fields_of(kind).items()),
+        )
+        for kind in kinds
+    }  # fmt: skip
+
+
+def plain_sends(limits: Limits, checked: bool) -> Ways:
+    """Return what a send queue takes the short way.
 
     Args:
         limits: what the queue pair was created with.
         checked: whether the work requests are checked.
     """
-    ways: dict[type, Plain] = {}
-    for kind, make in (
-        (Send, _message),
-        (SendWithImm, _message),
-        (RdmaWrite, _rdma),
-        (RdmaWriteWithImm, _rdma),
-        (RdmaRead, _rdma),
-    ):
-        opcode = kind.opcode
-        if make is _rdma and limits.qp_type is QPType.UD:
-            # Drivers follow the pointer to an address handle whatever the opcode.
-            continue
-        allowed = limits.flags.get(opcode) if checked else sum(_FLAGS)
-        if allowed is not None and (limits.max_send_sge or not checked):
-            ways[kind] = make(limits, checked, opcode, _combinations(allowed))
-    return ways
+    datagram, found = limits.qp_type is QPType.UD, []
+    kinds = _kinds()
+    for kind in _SENDS:
+        allowed = limits.flags.get(kind.opcode) if checked else _ALL_FLAGS
+        # Drivers follow the pointer to an address handle whatever the opcode.
+        if allowed is not None and (not datagram or "ah" in kind.__dataclass_fields__):
+            found.append((kinds[kind], allowed & _NOT_INLINE))
+    most_sges = limits.max_send_sge if checked else _MOST_SGES
+    return Ways(checked, datagram, limits.pd, limits.max_msg_size, most_sges, tuple(found))
 
 
-def plain_receives(limits: Limits, checked: bool) -> Mapping[type, Plain]:
-    """Return the short way of a receive queue; the rest is as in plain_sends."""
-    put, pd = door.put_recv, limits.pd
-
-    def pack(at: int, ticket: int, wr: Any) -> Any:
-        sge = wr.sg_list
-        if type(sge) is not SGE and type(sge := _only(sge)) is not SGE:
-            return None
-        addr, length, lkey, owner = sge
-        start, end = 0, _MASK64
-        if checked:
-            if type(owner) is not MR or owner.pd is not pd or owner._handle is None:
-                return None
-            if not owner.writable:
-                return None
-            start, end = owner.addr, owner.end
-        elif owner is not None and (type(owner) is not MR or owner._handle is None):
-            return None
-        return (sge,) if put(at, ticket, addr, length, lkey, start, end) else None
-
-    return {RecvWR: pack} if limits.max_recv_sge or not checked else {}
+def plain_receives(limits: Limits, checked: bool) -> Ways:
+    """Return what a receive queue takes the short way; the rest is as in plain_sends."""
+    # A receive may be longer than any message.
+    most_sges = limits.max_recv_sge if checked else _MOST_SGES
+    return Ways(checked, False, limits.pd, _UNLIMITED, most_sges, ((_kinds()[RecvWR], 0),))

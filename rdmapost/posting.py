@@ -9,23 +9,15 @@ request that cannot be posted; those before it go in, and stand.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from ._binding import address_of, door, ffi
 from .enums import SendFlags
 from .errors import PostError
-from .inflight import HANDLE, InFlight, InFlightAny
-from .packing import (
-    RECV_SIZE,
-    SEND_SIZE,
-    SGE_SIZE,
-    Refused,
-    check_numbers,
-    gather,
-    record_size,
-)
-from .plain import Plain
+from .inflight import InFlight
+from .packing import Refused, check_numbers, gather, record_size
+from .plain import Ways
 from .wr import SGE, BindMW, RecvWR
 
 __all__ = ["Check", "Hint", "PostQueue"]
@@ -38,14 +30,11 @@ Hint = Callable[[int, Any], str]
 _WR_ID_END = 1 << 64
 _INLINE = int(SendFlags.INLINE)
 _COUNT_MASK = 0xFFFF_FFFF
-_WRONG = (TypeError, ValueError, AttributeError, ArithmeticError)
-"""What a value of the wrong type or range in a field makes the short way raise."""
+_VERBS = ("ibv_post_send", "ibv_post_recv", "ibv_post_srq_recv", "ibv_post_srq_ops")
+"""As ``_c/plain.h`` numbers them."""
 
 
-_NOT_PLAIN: Mapping[type, Plain] = {}
-
-
-class PostQueue:
+class PostQueue(door.Poster):
     """One queue that work requests are posted to.
 
     Args:
@@ -57,8 +46,7 @@ class PostQueue:
         depth_name: the attribute that said so.
         bounded: refuse a work request when that many are outstanding.
         in_flight: where they are recorded.
-        plain: the short ways, by the class of work request; each writes records
-            of one size.
+        ways: what goes the short way.
 
     Attributes:
         call, wr_type, pack, depth, in_flight: as given.
@@ -75,8 +63,8 @@ class PostQueue:
         depth: int,
         depth_name: str,
         bounded: bool,
-        in_flight: InFlight | InFlightAny,
-        plain: Mapping[type, Plain],
+        in_flight: InFlight,
+        ways: Ways,
     ) -> None:
         self.call = call
         self.in_flight = in_flight
@@ -84,16 +72,15 @@ class PostQueue:
         self._bounded = bounded
         self.room = depth if bounded else _COUNT_MASK
         self.lock = door.Lock()
-        self._acquire, self._release = self.lock.acquire, self.lock.release
         self._handle = 0
         self._submit = submit
-        self._plain = plain
-        self._plain_size = SGE_SIZE + (RECV_SIZE if wr_type is RecvWR else SEND_SIZE)
         self.wr_type = wr_type
         self.pack = pack
         self._depth_name = depth_name
         self._binds: list[tuple[int, Any]] = []
         self._grow(16 * record_size(1))
+        verb = _VERBS.index(call)
+        super().__init__(self.lock, in_flight, verb, self.room, *ways)
 
     def post(
         self,
@@ -113,7 +100,6 @@ class PostQueue:
         Raises:
             PostError: a work request was refused, here or by the device.
         """
-        plain = self._plain if self.in_flight.counts[HANDLE] else _NOT_PLAIN
         items: Iterable[Any] = (wrs,) if isinstance(wrs, self.wr_type) else wrs
         try:
             wr_list = tuple(items)
@@ -127,7 +113,7 @@ class PostQueue:
             handle = live()
             if not wr_list:
                 return
-            refused = self._pack_all(wr_list, check, plain)
+            refused = self._pack_all(wr_list, check)
             count = len(wr_list) if refused is None else refused[0]
             if count:
                 self._post_packed(handle, wr_list, count, hint)
@@ -137,6 +123,11 @@ class PostQueue:
                 self.call, code, reason,
                 index=index, posted=index, count=len(wr_list), wr=wr_list[index],
             )  # fmt: skip
+
+    def _refused(self, result: int, wrs: Any, owner: Any) -> NoReturn:
+        """Say why the device has refused what went the short way; the lock is held."""
+        wr_list = (wrs,) if isinstance(wrs, self.wr_type) else wrs
+        self.fail(result, wr_list, len(wr_list), owner._hint)
 
     @property
     def receives(self) -> bool:
@@ -149,95 +140,21 @@ class PostQueue:
 
     def shut(self) -> None:
         """Let nothing be posted any more; whoever calls this holds the lock."""
-        self._handle = self.in_flight.counts[HANDLE] = 0
+        self._handle = self.in_flight.handle = 0
 
     def set_ready(self, ready: bool) -> None:
         """Say whether the state of the queue lets work requests go the short way."""
-        self.in_flight.counts[HANDLE] = self._handle if ready else 0
-
-    def post_plain(self, wr: Any, hint: Hint) -> bool:
-        """Post one work request the short way, or return False where it is not plain.
-
-        Args:
-            wr: what is to be posted, of any type; the queue's state must let it.
-            hint: as in post.
-
-        Raises:
-            PostError: the device refused it.
-        """
-        pack = self._plain.get(type(wr))
-        if pack is None:
-            return False
-        # "with" takes twice as long.
-        self._acquire()
-        try:
-            in_flight = self.in_flight
-            posted, done, handle = in_flight.counts
-            wr_id = wr.wr_id
-            if (
-                not handle or posted - done >= self.room
-                or type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END
-            ):  # fmt: skip
-                return False
-            try:
-                refers_to = pack(self._at, in_flight.base | posted & _COUNT_MASK, wr)
-            except _WRONG:
-                return False
-            if refers_to is None:
-                return False
-            in_flight.keep((wr_id, refers_to))
-            in_flight.counts[0] = posted + 1
-            result = self._submit(handle, self._at, self._plain_size, 1)
-            if result:
-                self.fail(result, (wr,), 1, hint)
-            return True
-        finally:
-            self._release()
-
-    def _add_plain(self, wrs: Sequence[Any], plain: Mapping[type, Plain]) -> int:
-        """Pack and record work requests the short way, up to the first that is not plain.
-
-        Returns:
-            how many; they are recorded as one.
-        """
-        in_flight, size = self.in_flight, self._plain_size
-        base, (posted, done, _) = in_flight.base, in_flight.counts
-        room = self.room - (posted - done)
-        if room < len(wrs):
-            wrs = wrs[: max(0, room)]
-        if size * len(wrs) > len(self._records):
-            self._grow(size * len(wrs))
-        wr_ids: list[int] = []
-        refers_to: list[Sequence[Any]] = []
-        at = self._at
-        try:
-            for wr in wrs:
-                wr_id = wr.wr_id
-                if type(wr_id) is not int or not 0 <= wr_id < _WR_ID_END:
-                    break
-                named = plain[type(wr)](at, base | posted & _COUNT_MASK, wr)
-                if named is None:
-                    break
-                wr_ids.append(wr_id)
-                refers_to.append(named)
-                at += size
-                posted += 1
-        except (KeyError, *_WRONG):
-            pass
-        in_flight.add_list(wr_ids, refers_to)
-        return len(wr_ids)
+        self.in_flight.handle = self._handle if ready else 0
 
     def _pack_all(
         self,
         wrs: Sequence[Any],
         check: Check | None,
-        plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         """Pack work requests up to the first that is refused; return which, errno and why."""
         self._binds.clear()
-        first = self._add_plain(wrs, plain) if plain else 0
-        self._end = first * self._plain_size
-        for index, wr in enumerate(wrs[first:], first):
+        self._end = 0
+        for index, wr in enumerate(wrs):
             sges: Sequence[SGE] = ()
             try:
                 sges = gather(getattr(wr, "sg_list", ()))

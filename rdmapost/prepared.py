@@ -11,7 +11,6 @@ import errno
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
-from struct import error as StructError
 from typing import Any, Self
 
 from ._binding import address_of, door, ffi, lib
@@ -24,29 +23,17 @@ from .packing import (
     SGE_SIZE,
     Refused,
     check_numbers,
+    fields_of,
     gather,
     record_size,
 )
 from .posting import Check, Hint, PostQueue
-from .wr import SGE, BindMW, RecvWR
+from .wr import SGE, BindMW
 
 __all__ = ["Batch", "PreparedWR"]
 
-_U32, _U64, _NETWORK32 = Struct("=I"), Struct("=Q"), Struct("!I")
 _SGE = Struct("=QII")
 _INLINE = int(SendFlags.INLINE)
-_FIELDS = {
-    "imm_data": (_NETWORK32, 36),
-    "invalidate_rkey": (_U32, 36),
-    "remote_addr": (_U64, 40),
-    "remote_qpn": (_U32, 48),
-    "remote_qkey": (_U32, 52),
-    "compare_add": (_U64, 48),
-    "swap": (_U64, 56),
-    "remote_srqn": (_U32, 72),
-}
-"""Where a field stands in ``struct ibv_send_wr``; rdmapost/_c asserts it."""
-_RKEY, _RKEY_OF_ATOMIC = 48, 64
 
 
 class _Item:
@@ -64,8 +51,10 @@ class _Item:
         """Its data may go when the post is done."""
 
 
-class PreparedWR:
+class PreparedWR(door.Patched):
     """One work request of a batch; what is written to its fields counts for the next posts.
+
+    ``batch[index]`` makes it.
 
     It has those fields of the work request that may differ from post to post.
     A number that does not fit raises ValueError, and so does what the checks of
@@ -74,39 +63,57 @@ class PreparedWR:
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them; as many as before.
-        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap,
-            remote_qpn, remote_qkey, remote_srqn: where the opcode has them.
+        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap: where the
+            opcode has them.
+        remote_qpn, remote_qkey, remote_srqn: likewise, and the type of the queue pair.
     """
 
-    __slots__ = ("_at", "_batch", "_item", "_records")
+    __slots__ = ("_item",)
+
+    _batch: Batch
 
     def __init__(self, batch: Batch, item: _Item) -> None:
-        self._batch = batch
+        super().__init__(batch, batch._start + item.at)
         self._item = item
-        self._records = batch._records
-        self._at = item.at
 
     def __repr__(self) -> str:
         return f"<rdmapost.PreparedWR {self._item.index} of a {self._batch}>"
 
     @property
     def wr_id(self) -> int:
-        wr_ids, _ = self._batch._entry
-        return wr_ids[self._item.index]
+        """Comes back in the completion, 0..2^64-1."""
+        return self._batch._wr_ids[self._item.index]
 
     @wr_id.setter
     def wr_id(self, value: int) -> None:
         if type(value) is not int or not 0 <= value < 1 << 64:
             raise ValueError(f"wr_id={value!r} is not in 0..2^64-1")
-        self._batch._own_entry()[0][self._item.index] = value
+        self._batch._own_lists()
+        self._batch._wr_ids[self._item.index] = value
 
     @property
     def sg_list(self) -> tuple[SGE, ...]:
+        """Local buffers; as many can be put there as there were."""
         return self._item.wr.sg_list  # type: ignore[no-any-return]
 
     @sg_list.setter
     def sg_list(self, sg_list: SGE | Sequence[SGE]) -> None:
         batch, item = self._batch, self._item
+        sges = self._put(sg_list)
+        batch._depend_on(sges)
+        if not item.inline:
+            batch._own_lists()
+            batch._refers_to[item.index] = (*sges, *item.others)
+
+    def _put(self, sg_list: SGE | Sequence[SGE]) -> tuple[SGE, ...]:
+        """Check SGEs, and write them to the record."""
+        batch, item = self._batch, self._item
+        at = item.at + (RECV_SIZE if batch._queue.receives else SEND_SIZE)
+        if type(sg_list) is SGE and len(item.wr.sg_list) == 1 and not item.inline:
+            one = (sg_list,)
+            if batch._queue.put_plain(type(item.wr), one, batch._start + at):
+                item.wr.sg_list = one
+                return one
         wr = copy.copy(item.wr)
         try:
             sges = tuple(gather(sg_list))
@@ -121,54 +128,31 @@ class PreparedWR:
         if reason := check_numbers(wr, sges) or batch._refused(wr, sges):
             raise ValueError(reason)
         item.wr = wr
-        at = item.at + (RECV_SIZE if isinstance(wr, RecvWR) else SEND_SIZE)
         for index, sge in enumerate(sges):
-            _SGE.pack_into(self._records, at + SGE_SIZE * index, *sge[:3])
-        batch._depend_on(sges)
-        if not item.inline:
-            batch._own_entry()[1][item.index] = (*sges, *item.others)
+            _SGE.pack_into(batch._records, at + SGE_SIZE * index, *sge[:3])
+        return sges
 
 
-def _field(name: str, field: Struct, at: int) -> property:
-    """Make the property that reads and writes a number in a record."""
-    pack, end = field.pack, at + field.size
-
-    def get(self: PreparedWR) -> Any:
-        return field.unpack_from(self._records, self._at + at)[0]
-
-    def put(self: PreparedWR, value: int) -> None:
-        try:
-            # pack_into would leave 0 where the value does not fit.
-            self._records[self._at + at : self._at + end] = pack(value)
-        except StructError:
-            raise ValueError(f"{name}={value!r} is not in 0..2^{8 * field.size}-1") from None
-
-    return property(get, put)
-
-
-def _aligned(address: property) -> property:
-    """Make the same property for an address that must be a multiple of 8."""
-    assert address.fset is not None
-    put_any = address.fset
+def _aligned(address: door.Field) -> property:
+    """Make the same field for an address that must be a multiple of 8."""
 
     def put(self: PreparedWR, value: int) -> None:
         if self._batch._check is not None and isinstance(value, int) and value % 8:
             raise ValueError(f"remote_addr={value:#x} is not a multiple of 8")
-        put_any(self, value)
+        address.__set__(self, value)
 
-    return property(address.fget, put)
+    return property(address.__get__, put)
 
 
 @functools.cache
 def _kind_of(wr_type: Any) -> type[PreparedWR]:
     """Return the class for prepared work requests of a class: with the fields that it has."""
-    fields = wr_type.__dataclass_fields__
-    atomic = "compare_add" in fields
-    made = {name: _field(name, *_FIELDS[name]) for name in _FIELDS if name in fields}
-    if atomic:
+    made: dict[str, Any] = {
+        name: door.Field(name, at, 8 * size, name == "imm_data")
+        for name, (at, size) in fields_of(wr_type).items()
+    }
+    if "compare_add" in made:
         made["remote_addr"] = _aligned(made["remote_addr"])
-    if "rkey" in fields:
-        made["rkey"] = _field("rkey", _U32, _RKEY_OF_ATOMIC if atomic else _RKEY)
     return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **made})
 
 
@@ -180,11 +164,15 @@ class Batch(door.Prepared):
     closing its queue pair closes it.
 
     ``post()`` posts the whole list, as post_send or post_recv does.
+
+    Raises:
+        PostError: a work request cannot be posted; index says which.
+        ValueError: there is none.
     """
 
     __slots__ = (
-        "__weakref__", "_check", "_copied", "_counts", "_held", "_hint", "_items", "_live_queue",
-        "_parents", "_queue", "_records", "_why_not",
+        "__weakref__", "_check", "_copied", "_held", "_hint", "_items", "_live_queue",
+        "_parents", "_queue", "_records", "_start", "_why_not",
     )  # fmt: skip
 
     def __init__(
@@ -215,15 +203,14 @@ class Batch(door.Prepared):
                 ) from None  # fmt: skip
         # Holds the buffer: it stays where it is.
         self._held = ffi.from_buffer("char[]", self._records)
+        self._start = address_of(self._held)
         link = lib.rp_link_recv if queue.receives else lib.rp_link_send
         if link(self._held, len(self._records), len(wrs)):
             raise AssertionError("packed records do not add up")
-        in_flight = queue.in_flight
-        self._counts = in_flight.counts
         self._copied = -1
         super().__init__(
-            queue.lock, in_flight.counts, in_flight.keep, ([wr.wr_id for wr in wrs], refers_to),
-            address_of(self._held), in_flight.base, len(wrs), queue.room, queue.receives,
+            queue.lock, queue.in_flight, [wr.wr_id for wr in wrs], refers_to,
+            self._start, queue.room, queue.receives,
         )  # fmt: skip
         for item in self._items:
             self._depend_on((*getattr(item.wr, "sg_list", ()), getattr(item.wr, "ah", None)))
@@ -266,13 +253,12 @@ class Batch(door.Prepared):
                 self._parents += (owner,)
                 join(self, owner)
 
-    def _own_entry(self) -> tuple[list[int], list[Sequence[Any]]]:
-        """Return the wr_ids and what is referred to, for writing: no post has them yet."""
-        wr_ids, refers_to = self._entry
-        if self._counts[0] != self._copied:
-            self._copied = self._counts[0]
-            self._entry = wr_ids, refers_to = wr_ids.copy(), refers_to.copy()
-        return wr_ids, refers_to
+    def _own_lists(self) -> None:
+        """Make the wr_ids and what is referred to writable: no post has them after that."""
+        posted = self._queue.in_flight.posted
+        if posted != self._copied:
+            self._copied = posted
+            self._wr_ids, self._refers_to = self._wr_ids.copy(), self._refers_to.copy()
 
     def _failed(self, result: int | None) -> None:
         """Say why the list was not posted, or not all of it.

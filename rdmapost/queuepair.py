@@ -8,22 +8,22 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._binding import door, ffi, lib
+from ._binding import door, ffi, fill
 from .completion import CQ
 from .device import PortAttr
-from .enums import Access, Opcode, QPState, QPType, SendFlags, SRQType
-from .errors import RdmaError, VerbsError, describe_errno, where_explained
+from .enums import Access, QPState, QPType, SendFlags
+from .errors import RdmaError, describe_errno, where_explained
 from .inflight import InFlight
 from .memory import MR, MW, PD
 from .multicast import Multicast
 from .packing import pack_recv, pack_send
-from .plain import plain_receives, plain_sends
+from .plain import NONE, plain_receives, plain_sends
 from .posting import Check, PostQueue
 from .prepared import Batch
+from .qpinit import XRC, create, refuse_misfits
 from .rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
-    QP_TYPES_BY_OPCODE,
     Limits,
     check_bind_mw,
     check_recv,
@@ -82,7 +82,8 @@ class QP(Multicast):
         qp_num: its number.
         qp_type: its type.
         psn: first packet sequence number that it sends; random.
-        max_send_wr, ..., max_inline_data: what the device granted.
+        max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data: what
+            the device granted.
 
     Raises:
         ValueError: the device has no such port, a CQ is of another device, or
@@ -136,14 +137,11 @@ class QP(Multicast):
         recv_cq = send_cq if recv_cq is None else recv_cq
         if send_cq.context is not context or recv_cq.context is not context:
             raise ValueError("the CQ was created on another open device than the PD")
-        if srq is not None and srq.pd.context is not context:
-            raise ValueError("the SRQ was created on another open device than the PD")
         self.pd, self.send_cq, self.recv_cq, self.srq = pd, send_cq, recv_cq, srq
         self.xrcd = xrcd
         self.qp_type = QPType(qp_type)
         self.max_tso_header = max_tso_header
-        if reason := self._what_does_not_fit():
-            raise ValueError(reason)
+        refuse_misfits(self.qp_type, pd, srq, xrcd, max_tso_header)
         self.checked = checked
         self.sq_sig_all = sq_sig_all
         self.port_num = port_num
@@ -158,27 +156,18 @@ class QP(Multicast):
         init.send_cq, init.recv_cq = send_cq._live(), recv_cq._live()
         if srq is not None:
             init.srq = srq._live()
-        if srq is not None or self.qp_type in _XRC:
+        if srq is not None or self.qp_type in XRC:
             max_recv_wr = max_recv_sge = 0
         if self.qp_type is QPType.XRC_RECV:
             max_send_wr = max_send_sge = max_inline_data = 0
         cap = init.cap
-        for name, value in (
-            ("max_send_wr", max_send_wr), ("max_recv_wr", max_recv_wr),
-            ("max_send_sge", max_send_sge), ("max_recv_sge", max_recv_sge),
-            ("max_inline_data", max_inline_data),
-        ):  # fmt: skip
-            try:
-                setattr(cap, name, value)
-            except OverflowError:
-                raise ValueError(f"{name}={value} is not in 0..2^32-1") from None
+        fill(
+            cap, max_send_wr=max_send_wr, max_recv_wr=max_recv_wr, max_send_sge=max_send_sge,
+            max_recv_sge=max_recv_sge, max_inline_data=max_inline_data,
+        )  # fmt: skip
         init.qp_type = self.qp_type
         init.sq_sig_all = sq_sig_all
-        try:
-            handle = self._create(init)
-        except VerbsError as error:
-            error.hint = error.hint or self._why_not_created(cap)
-            raise
+        handle = create(pd, xrcd, init, max_tso_header)
         try:
             self._take(handle, cap, port)
         except BaseException:
@@ -215,7 +204,7 @@ class QP(Multicast):
         self._recv = PostQueue(
             "ibv_post_recv", door.submit_recv, RecvWR, pack_recv,
             self.max_recv_wr, "max_recv_wr", self.checked, InFlight(),
-            {} if self.srq is not None or self.qp_type in _XRC
+            NONE if self.srq is not None or self.qp_type in XRC
             else plain_receives(self._limits, self.checked),
         )  # fmt: skip
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
@@ -227,44 +216,6 @@ class QP(Multicast):
         for queue in (self._send, self._recv):
             context._queues[queue.in_flight.number] = queue.in_flight
         self._note_state(QPState.RESET)
-
-    def _what_does_not_fit(self) -> str | None:
-        kind, name, srq, xrcd = self.qp_type, self.qp_type.name, self.srq, self.xrcd
-        if (xrcd is not None) != (kind is QPType.XRC_RECV):
-            return (
-                f"{name} queue pairs need an XRC domain (xrcd=...)"
-                if xrcd is None
-                else f"{name} queue pairs have no use for an XRC domain; XRC_RECV ones have"
-            )
-        if xrcd is not None and xrcd.context is not self.pd.context:
-            return "the XRCD was opened on another open device than the PD"
-        if srq is not None and (kind in _XRC or srq.srq_type is SRQType.XRC):
-            return (
-                "receives of XRC belong to the SRQ that a message names (remote_srqn), not to "
-                "a queue pair"
-            )
-        if srq is not None and srq.srq_type is SRQType.TM and kind is not QPType.RC:
-            return f"tag matching is for RC queue pairs, not {name}"
-        if self.max_tso_header and kind not in QP_TYPES_BY_OPCODE[Opcode.TSO]:
-            return f"{name} queue pairs have no TSO, so max_tso_header cannot be given"
-        if not 0 <= self.max_tso_header <= 0xFFFF:
-            return f"max_tso_header={self.max_tso_header} is not in 0..65535"
-        return None
-
-    def _create(self, init: Any) -> Any:
-        provider, context, pd = self.pd.context._provider, self.pd.context._live(), self.pd._live()
-        if self.xrcd is not None:
-            init.xrcd, init.comp_mask = self.xrcd._live(), lib.IBV_QP_INIT_ATTR_XRCD
-            init.send_cq = init.recv_cq = ffi.NULL
-            return provider.create_qp_ex(context, init)
-        if self.max_tso_header or self.qp_type is QPType.XRC_SEND:
-            init.pd, init.comp_mask = pd, lib.IBV_QP_INIT_ATTR_PD
-            if self.max_tso_header:
-                init.max_tso_header = self.max_tso_header
-                init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
-            return provider.create_qp_ex(context, init)
-        # The plain struct is how the extended one begins.
-        return provider.create_qp(pd, ffi.cast("struct ibv_qp_init_attr *", init))
 
     def __str__(self) -> str:
         return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
@@ -324,7 +275,7 @@ class QP(Multicast):
 
         See ibv_post_send(3).
         """
-        if not self._send.post_plain(wrs, self._hint):
+        if not self._send.post_plain(wrs, self):
             check = self._check_all if self.checked else self._check_harmful
             self._send.post(self._live, wrs, check, self._hint)
 
@@ -342,7 +293,7 @@ class QP(Multicast):
 
         See ibv_post_recv(3).
         """
-        if self._recv.post_plain(wrs, self._hint):
+        if self._recv.post_plain(wrs, self):
             return
         self._refuse_without_receives()
         check = self._check_recv if self.checked else None
@@ -350,7 +301,7 @@ class QP(Multicast):
 
     def _refuse_without_receives(self) -> None:
         self._live()
-        if self.qp_type in _XRC:
+        if self.qp_type in XRC:
             raise RdmaError(
                 f"{self} has no receive queue: a message goes to the XRC SRQ that it names "
                 "(srq.post_srq_recv)"
@@ -371,6 +322,9 @@ class QP(Multicast):
         Args:
             wrs: a SendWR or a sequence of them, but no BindMW.
 
+        Returns:
+            the prepared list.
+
         Raises:
             PostError: a work request cannot be posted; index says which.
             ValueError: there is none.
@@ -387,6 +341,9 @@ class QP(Multicast):
 
         Args:
             wrs: a RecvWR or a sequence of them.
+
+        Returns:
+            the prepared list.
 
         Raises:
             PostError: a work request cannot be posted; index says which.
@@ -517,27 +474,6 @@ class QP(Multicast):
             return f"{name} refused it: the QP is in {self._state.name}"
         return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
 
-    def _why_not_created(self, cap: Any) -> str:
-        attr = self.pd.context.attr
-        for name, most_name in (
-            ("max_send_wr", "max_qp_wr"),
-            ("max_recv_wr", "max_qp_wr"),
-            ("max_send_sge", "max_sge"),
-            ("max_recv_sge", "max_sge"),
-        ):
-            value, most = getattr(cap, name), getattr(attr, most_name)
-            if value > most:
-                return f"{name}={value}, but the device's {most_name} is {most}"
-        device = self.pd.context.name
-        if self.max_tso_header:
-            return f"max_tso_header={self.max_tso_header}, but {device} may have no TSO"
-        if cap.max_inline_data:
-            return f"max_inline_data={cap.max_inline_data} may be more than {device} can take"
-        return f"{device} may not have {self.qp_type.name} queue pairs, or no more of them"
-
 
 def _nothing() -> str | None:
     return None
-
-
-_XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})

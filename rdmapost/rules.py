@@ -102,6 +102,7 @@ _OPS_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
 # Arithmetic on a Flag costs a microsecond, on a number next to nothing.
 _INLINE = int(SendFlags.INLINE)
 _ZERO_BASED = int(Access.ZERO_BASED)
+_MW_BIND = int(Access.MW_BIND)
 
 
 def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags:
@@ -387,7 +388,7 @@ def _check_bind(wr: BindMW, pd: Any, mw_type: MWType) -> str | None:
     if mw_type is MWType.TYPE_1 and not wr.length:
         # It is unbound; the region only has to be there.
         return None
-    if not mr.access & Access.MW_BIND:
+    if not int(mr.access) & _MW_BIND:
         return f"{mr} was registered without MW_BIND"
     if wr.addr < mr.addr or wr.addr + wr.length > mr.addr + mr.length:
         return f"addr={wr.addr:#x} length={wr.length} lies outside {mr}"

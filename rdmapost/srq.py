@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._binding import door, ffi, lib
+from ._binding import door, ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
 from .enums import QPType, SRQAttrMask, SRQType
@@ -98,16 +98,8 @@ class SRQ(Resource):
         pd._live()
         tag_sge = self._query_tm() if tagged else 0
         init = ffi.new("struct ibv_srq_init_attr_ex *")
-        for target, name, value in (
-            (init.attr, "max_wr", max_wr),
-            (init.attr, "max_sge", max_sge),
-            (init.tm_cap, "max_num_tags", self.max_num_tags),
-            (init.tm_cap, "max_ops", self.max_ops),
-        ):
-            try:
-                setattr(target, name, value)
-            except OverflowError:
-                raise ValueError(f"{name}={value} is not in 0..2^32-1") from None
+        fill(init.attr, max_wr=max_wr, max_sge=max_sge)
+        fill(init.tm_cap, max_num_tags=self.max_num_tags, max_ops=self.max_ops)
         handle = self._create(init)
         try:
             self._take(handle, init, tag_sge, checked)
@@ -154,7 +146,7 @@ class SRQ(Resource):
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.pd.context:
                 return f"the {given} was created on another open device than the PD"
-        if kind is SRQType.TM and self.cq is not None and self.cq._extended is None:
+        if kind is SRQType.TM and self.cq is not None and not self.cq._extended:
             return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
         return None
 
@@ -260,7 +252,17 @@ class SRQ(Resource):
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
     def arm_limit(self, srq_limit: int) -> None:
-        """Ask for one event when fewer receives than this are left (ibv_modify_srq(3))."""
+        """Ask for one event, SRQ_LIMIT_REACHED, when few receives are left.
+
+        Args:
+            srq_limit: fewer than this many; 0 takes the request back.
+
+        Raises:
+            ClosedError: the SRQ is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_srq(3).
+        """
         raw = ffi.new("struct ibv_srq_attr *")
         raw.srq_limit = srq_limit
         self.pd.context._provider.modify_srq(self._live(), raw, SRQAttrMask.LIMIT)
@@ -278,7 +280,7 @@ class SRQ(Resource):
 
         See ibv_post_srq_recv(3).
         """
-        if not self._recv.post_plain(wrs, self._hint):
+        if not self._recv.post_plain(wrs, self):
             self._recv.post(self._live, wrs, self._checked, self._hint)
 
     def post_srq_ops(self, wrs: OpsWR | Sequence[OpsWR]) -> None:

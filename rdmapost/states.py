@@ -10,7 +10,7 @@ from .enums import QPAttrMask as M
 from .enums import QPState as S
 from .enums import QPType as T
 
-__all__ = ["FIELDS", "OPTIONAL", "REQUIRED", "missing_attributes"]
+__all__ = ["FIELDS", "OPTIONAL", "RANGES", "REQUIRED", "missing_attributes"]
 
 _CONNECTION = M.AV | M.PATH_MTU | M.DEST_QPN | M.RQ_PSN
 _RESPONDER = M.MAX_DEST_RD_ATOMIC | M.MIN_RNR_TIMER
@@ -105,6 +105,16 @@ FIELDS: dict[str, M] = {
     "rate_limit": M.RATE_LIMIT,
 }
 """Fields of ``struct ibv_qp_attr`` and the mask bit of each."""
+
+RANGES: dict[str, tuple[int, int]] = {
+    "path_mtu": (1, 5),
+    "dest_qp_num": (0, 0xFFFFFF),
+    "timeout": (0, 31),
+    "retry_cnt": (0, 7),
+    "rnr_retry": (0, 7),
+    "min_rnr_timer": (0, 31),
+}
+"""What a field can be on any device, both ends included."""
 
 
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:

@@ -13,7 +13,7 @@ from .enums import Access, LinkLayer, QPAttrMask, QPState, QPType
 from .errors import VerbsError
 from .memory import PD
 from .qpattr import QUERY_MASK, QPAttr
-from .states import FIELDS, missing_attributes
+from .states import FIELDS, RANGES, missing_attributes
 
 __all__ = ["DEFAULT_QKEY", "Steps"]
 
@@ -190,7 +190,11 @@ class Steps(Resource):
             qkey: Q_Key (UD).
 
         Raises:
-            as in modify.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         attrs: dict[str, Any] = {"qp_state": QPState.INIT, "port_num": self.port_num}
         if self.qp_type is not QPType.RAW_PACKET:
@@ -229,7 +233,11 @@ class Steps(Resource):
             sl, traffic_class: as in path_to.
 
         Raises:
-            as in modify.
+            ValueError: the peer's endpoint is missing, or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         attrs: dict[str, Any] = {"qp_state": QPState.RTR}
         if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
@@ -272,7 +280,11 @@ class Steps(Resource):
                 at most 16, unless given.
 
         Raises:
-            as in modify.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         attrs: dict[str, Any] = {"qp_state": QPState.RTS}
         if self._state is QPState.RTR:
@@ -305,7 +317,12 @@ class Steps(Resource):
             more: what to_rtr and to_rts take.
 
         Raises:
-            as in modify.
+            TypeError: there is no such option.
+            ValueError: the peer's endpoint is missing, or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         unknown = more.keys() - _RTR_OPTIONS - _RTS_OPTIONS
         if unknown:
@@ -320,7 +337,11 @@ class Steps(Resource):
         """Drain the send queue; sends posted from now on are held.
 
         Raises:
-            as in modify.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         self.modify(qp_state=QPState.SQD)
 
@@ -328,7 +349,11 @@ class Steps(Resource):
         """Break the queue pair: what is posted completes with WR_FLUSH_ERR.
 
         Raises:
-            as in modify.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         self.modify(qp_state=QPState.ERR)
 
@@ -336,7 +361,11 @@ class Steps(Resource):
         """Take the queue pair back to RESET; what is posted is dropped, without completions.
 
         Raises:
-            as in modify.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
         """
         self.modify(qp_state=QPState.RESET)
 
@@ -344,6 +373,8 @@ class Steps(Resource):
         port = self.pd.context.query_port(self.port_num)
         if port.state.name != "ACTIVE":
             return f"port {self.port_num} is {port.state.name}; bring the link up"
+        if reason := self._out_of_range(attrs):
+            return reason
         if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
             path = attrs.get("ah_attr")
             if isinstance(path, AHAttr) and path.dgid is not None:
@@ -352,6 +383,19 @@ class Steps(Resource):
                     "both sides need GIDs of one kind and one network (see --gid-index)"
                 )
         return f"the QP stays in {self.state.name} and does not go to {to.name}"
+
+    def _out_of_range(self, attrs: dict[str, Any]) -> str | None:
+        """Name an attribute that this device cannot take, or any."""
+        device = self.pd.context.attr
+        ranges = {
+            **RANGES,
+            "max_rd_atomic": (0, device.max_qp_init_rd_atom),
+            "max_dest_rd_atomic": (0, device.max_qp_rd_atom),
+        }
+        for name, (low, high) in ranges.items():
+            if name in attrs and not low <= attrs[name] <= high:
+                return f"{name}={attrs[name]} is not in {low}..{high} (ibv_modify_qp(3))"
+        return None
 
 
 _RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}

@@ -8,14 +8,14 @@ receive that a TAG_DEL removed never completes, and is done when the TAG_DEL is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any
 
 from ._binding import door, ffi
 from .inflight import Operations, TaggedReceives
 from .packing import Refused, pack_ops
-from .plain import Plain
+from .plain import NONE
 from .posting import Check, PostQueue
 from .wr import SGE, OpsWR, TagAdd, TagDel, TagHandle
 
@@ -43,7 +43,7 @@ class TagQueue(PostQueue):
         self._packed: list[tuple[TagAdd, int, int] | None] = []
         super().__init__(
             "ibv_post_srq_ops", door.submit_srq_ops, OpsWR, _pack_nothing,
-            max_ops, "max_ops", bounded, Operations(self.tagged), {},
+            max_ops, "max_ops", bounded, Operations(self.tagged), NONE,
         )  # fmt: skip
 
     def holds(self, handle: Any) -> bool:
@@ -58,11 +58,10 @@ class TagQueue(PostQueue):
         self,
         wrs: Sequence[Any],
         check: Check | None,
-        plain: Mapping[type, Plain],
     ) -> tuple[int, int, str] | None:
         self._packed.clear()
         try:
-            return super()._pack_all(wrs, check, plain)
+            return super()._pack_all(wrs, check)
         except BaseException:
             self._forget_after(0)
             raise

@@ -45,80 +45,6 @@ static int read_numbers(PyObject *const *args, Py_ssize_t nargs,
 	static PyObject *name(PyObject *self, PyObject *const *args,           \
 			      Py_ssize_t nargs)
 
-/*
- * Write an SGE, the first three numbers.  Return whether it lies in the
- * bounds, the next two, and holds no more than the longest message; bounds
- * that end with 2^64-1 are none.
- */
-static PyObject *put_sge(struct ibv_sge *sge, const uint64_t *n, uint64_t most)
-{
-	uint64_t addr = n[0], length = n[1], start = n[3], end = n[4];
-
-	sge->addr = addr;
-	sge->length = (uint32_t)length;
-	sge->lkey = (uint32_t)n[2];
-	return PyBool_FromLong(end == U64 || (length && length <= most &&
-					      addr >= start && addr <= end &&
-					      length <= end - addr));
-}
-
-/* What every send begins with: address, wr_id, opcode, send_flags, imm_data. */
-static struct ibv_send_wr *put_send(const uint64_t *n)
-{
-	struct ibv_send_wr *wr = (void *)(uintptr_t)n[0];
-
-	memset(wr, 0, sizeof(*wr));
-	wr->wr_id = n[1];
-	wr->num_sge = 1;
-	wr->opcode = (enum ibv_wr_opcode)n[2];
-	wr->send_flags = (unsigned int)n[3];
-	wr->imm_data = (uint32_t)n[4];
-	return wr;
-}
-
-FUNCTION(put_message)
-{
-	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64, U32, U32,
-					 U32, U64, U32, U32, U64, U64, U64 };
-	struct ibv_send_wr *wr;
-
-	READ(most);
-	wr = put_send(n);
-	wr->wr.ud.ah = (void *)(uintptr_t)n[5];
-	wr->wr.ud.remote_qpn = (uint32_t)n[6];
-	wr->wr.ud.remote_qkey = (uint32_t)n[7];
-	wr->qp_type.xrc.remote_srqn = (uint32_t)n[8];
-	return put_sge((void *)(wr + 1), n + 9, n[14]);
-}
-
-FUNCTION(put_rdma)
-{
-	static const uint64_t most[] = { U64, U64, U32, U32, U32, U64, U32,
-					 U32, U64, U32, U32, U64, U64, U64 };
-	struct ibv_send_wr *wr;
-
-	READ(most);
-	wr = put_send(n);
-	wr->wr.rdma.remote_addr = n[5];
-	wr->wr.rdma.rkey = (uint32_t)n[6];
-	wr->qp_type.xrc.remote_srqn = (uint32_t)n[7];
-	return put_sge((void *)(wr + 1), n + 8, n[13]);
-}
-
-FUNCTION(put_recv)
-{
-	static const uint64_t most[] = { U64, U64, U64, U32, U32, U64, U64 };
-	struct ibv_recv_wr *wr;
-
-	READ(most);
-	wr = (void *)(uintptr_t)n[0];
-	memset(wr, 0, sizeof(*wr));
-	wr->wr_id = n[1];
-	wr->num_sge = 1;
-	/* A receive may be longer than any message. */
-	return put_sge((void *)(wr + 1), n + 2, U64);
-}
-
 static const uint64_t submit_most[] = { U64, U64, U64, U32 };
 
 /* The queue's struct, the records, their size and their number. */
@@ -135,16 +61,6 @@ SUBMIT(send)
 SUBMIT(recv)
 SUBMIT(srq_recv)
 SUBMIT(srq_ops)
-
-/* The CQ's struct, an array of struct ibv_wc and its length. */
-FUNCTION(poll)
-{
-	static const uint64_t most[] = { U64, U64, INT32_MAX };
-
-	READ(most);
-	return PyLong_FromLong(ibv_poll_cq((void *)(uintptr_t)n[0], (int)n[2],
-					   (void *)(uintptr_t)n[1]));
-}
 
 /* The CQ's struct, and whether only solicited completions count. */
 FUNCTION(req_notify)
@@ -173,18 +89,21 @@ FUNCTION(drop_event)
 #define METHOD(name)                                                           \
 	{ #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL }
 static PyMethodDef functions[] = {
-	METHOD(put_message),	METHOD(put_rdma),    METHOD(put_recv),
 	METHOD(submit_send),	METHOD(submit_recv), METHOD(submit_srq_recv),
-	METHOD(submit_srq_ops), METHOD(poll),	     METHOD(req_notify),
-	METHOD(drop_event),	{ NULL, NULL, 0, NULL },
+	METHOD(submit_srq_ops), METHOD(req_notify),  METHOD(drop_event),
+	{ NULL, NULL, 0, NULL },
 };
 
 PyMODINIT_FUNC PyInit__verbs(void)
 {
 	PyObject *module = rp_cffi_init();
 
-	if (module && (PyModule_AddFunctions(module, functions) ||
-		       rp_add_types(module))) {
+	if (module &&
+	    (PyModule_AddFunctions(module, functions) || rp_add_lock(module) ||
+	     rp_add_in_flight(module) || rp_add_completions(module) ||
+	     rp_add_wr(module) || rp_add_region(module) ||
+	     rp_add_kinds(module) || rp_add_poster(module) ||
+	     rp_add_prepared(module) || rp_add_field(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

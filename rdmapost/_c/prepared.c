@@ -3,112 +3,11 @@
  *
  * Its work requests are packed and linked once.  What a post then does is
  * little: give them their tickets, record them as in flight, and call the
- * verb.  It shares with rdmapost/posting.py the lock of the queue, and with
- * rdmapost/inflight.py a list [posted, done, handle]; the handle is 0 while
- * nothing may be posted.  Whatever is not plain is left to a Python function.
+ * verb.  Whatever is not plain is left to a Python function.
  */
 #include "door.h"
 
-#include <pthread.h>
 #include <structmember.h>
-
-/* ---- the lock of a queue ------------------------------------------------ */
-
-struct lock {
-	PyObject_HEAD
-	pthread_mutex_t mutex;
-};
-
-static PyObject *lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-	struct lock *lock;
-
-	(void)args;
-	(void)kwargs;
-	lock = (struct lock *)PyType_GenericAlloc(type, 0);
-	if (lock)
-		pthread_mutex_init(&lock->mutex, NULL);
-	return (PyObject *)lock;
-}
-
-static void lock_dealloc(PyObject *self)
-{
-	PyTypeObject *type = Py_TYPE(self);
-
-	pthread_mutex_destroy(&((struct lock *)self)->mutex);
-	PyObject_Free(self);
-	Py_DECREF(type);
-}
-
-static void take(struct lock *lock)
-{
-	if (!pthread_mutex_trylock(&lock->mutex))
-		return;
-	Py_BEGIN_ALLOW_THREADS
-	pthread_mutex_lock(&lock->mutex);
-	Py_END_ALLOW_THREADS
-}
-
-static PyObject *lock_acquire(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	take((struct lock *)self);
-	Py_RETURN_NONE;
-}
-
-static PyObject *lock_release(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	pthread_mutex_unlock(&((struct lock *)self)->mutex);
-	Py_RETURN_NONE;
-}
-
-static PyObject *lock_exit(PyObject *self, PyObject *args)
-{
-	(void)args;
-	return lock_release(self, NULL);
-}
-
-static PyMethodDef lock_methods[] = {
-	{ "acquire", lock_acquire, METH_NOARGS, NULL },
-	{ "release", lock_release, METH_NOARGS, NULL },
-	{ "__enter__", lock_acquire, METH_NOARGS, NULL },
-	{ "__exit__", lock_exit, METH_VARARGS, NULL },
-	{ NULL, NULL, 0, NULL },
-};
-
-static PyType_Slot lock_slots[] = {
-	{ Py_tp_new, lock_new },
-	{ Py_tp_dealloc, lock_dealloc },
-	{ Py_tp_methods, lock_methods },
-	{ 0, NULL },
-};
-
-static PyType_Spec lock_spec = {
-	.name = "rdmapost._verbs.Lock",
-	.basicsize = sizeof(struct lock),
-	.flags = Py_TPFLAGS_DEFAULT,
-	.slots = lock_slots,
-};
-
-static PyObject *lock_type;
-
-/* ---- a prepared list ---------------------------------------------------- */
-
-enum { POSTED, DONE, HANDLE };
-
-struct prepared {
-	PyObject_HEAD
-	struct lock *lock;
-	PyObject *counts; /* [posted, done, handle] of the queue */
-	PyObject *keep; /* keeps the entry of what is posted */
-	PyObject *entry; /* (wr_ids, what they refer to) */
-	void *records; /* NULL once it is closed */
-	uint64_t base;
-	uint64_t count;
-	uint64_t room;
-	int receives;
-};
 
 /* What send and receive work requests begin with. */
 struct head {
@@ -121,38 +20,67 @@ _Static_assert(offsetof(struct ibv_send_wr, next) ==
 			       offsetof(struct head, next),
 	       "work requests begin with something else");
 
+struct prepared {
+	PyObject_HEAD
+	struct rp_lock *lock;
+	struct rp_in_flight *in_flight;
+	PyObject *wr_ids; /* a list, and one of what each refers to */
+	PyObject *refers_to;
+	void *records; /* NULL once it is closed */
+	struct head **heads; /* each of its work requests */
+	uint64_t count;
+	uint64_t room;
+	int receives;
+};
+
 static PyMemberDef prepared_members[] = {
-	{ "_entry", T_OBJECT, offsetof(struct prepared, entry), 0, NULL },
+	{ "_wr_ids", T_OBJECT, offsetof(struct prepared, wr_ids), 0, NULL },
+	{ "_refers_to", T_OBJECT, offsetof(struct prepared, refers_to), 0,
+	  NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
+
+/* Note where each work request is; 0, or -1 with an exception. */
+static int find_heads(struct prepared *p)
+{
+	struct head *wr = p->records;
+
+	p->heads = PyMem_Calloc(p->count, sizeof(struct head *));
+	for (uint64_t i = 0; p->heads && wr && i < p->count; i++) {
+		p->heads[i] = wr;
+		wr = wr->next;
+	}
+	if (p->heads && p->count && p->heads[p->count - 1] && !wr)
+		return 0;
+	p->records = NULL;
+	PyErr_SetString(PyExc_ValueError, "the records are not as many");
+	return -1;
+}
 
 static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	struct prepared *p = (struct prepared *)self;
-	unsigned long long records, base, count, room;
+	PyObject *lock, *in_flight, *wr_ids, *refers_to;
+	unsigned long long records, room;
 
 	(void)kwargs;
 	if (p->lock) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTuple(args, "O!O!OOKKKKp", lock_type, &p->lock,
-			      &PyList_Type, &p->counts, &p->keep, &p->entry,
-			      &records, &base, &count, &room,
-			      &p->receives)) {
-		p->lock = NULL;
-		p->counts = p->keep = p->entry = NULL;
+	if (!PyArg_ParseTuple(args, "O!O!O!O!KKp", rp_lock_type, &lock,
+			      rp_in_flight_type, &in_flight, &PyList_Type,
+			      &wr_ids, &PyList_Type, &refers_to, &records,
+			      &room, &p->receives))
 		return -1;
-	}
-	Py_INCREF((PyObject *)p->lock);
-	Py_INCREF(p->counts);
-	Py_INCREF(p->keep);
-	Py_INCREF(p->entry);
+	p->lock = (struct rp_lock *)Py_NewRef(lock);
+	p->in_flight = (struct rp_in_flight *)Py_NewRef(in_flight);
+	p->wr_ids = Py_NewRef(wr_ids);
+	p->refers_to = Py_NewRef(refers_to);
+	p->count = (uint64_t)PyList_Size(wr_ids);
 	p->records = (void *)(uintptr_t)records;
-	p->base = base;
-	p->count = count;
 	p->room = room;
-	return 0;
+	return find_heads(p);
 }
 
 static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
@@ -160,9 +88,9 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 	struct prepared *p = (struct prepared *)self;
 
 	Py_VISIT(Py_TYPE(self));
-	Py_VISIT(p->counts);
-	Py_VISIT(p->keep);
-	Py_VISIT(p->entry);
+	Py_VISIT((PyObject *)p->in_flight);
+	Py_VISIT(p->wr_ids);
+	Py_VISIT(p->refers_to);
 	return 0;
 }
 
@@ -170,54 +98,40 @@ static int prepared_clear(PyObject *self)
 {
 	struct prepared *p = (struct prepared *)self;
 
-	Py_CLEAR(p->counts);
-	Py_CLEAR(p->keep);
-	Py_CLEAR(p->entry);
+	p->records = NULL;
+	Py_CLEAR(p->wr_ids);
+	Py_CLEAR(p->refers_to);
 	return 0;
 }
 
 static void prepared_dealloc(PyObject *self)
 {
 	PyTypeObject *type = Py_TYPE(self);
-	PyObject *lock = (PyObject *)((struct prepared *)self)->lock;
+	struct prepared *p = (struct prepared *)self;
 
 	PyObject_GC_UnTrack(self);
 	prepared_clear(self);
-	Py_XDECREF(lock);
+	PyMem_Free(p->heads);
+	Py_XDECREF((PyObject *)p->in_flight);
+	Py_XDECREF((PyObject *)p->lock);
 	PyObject_GC_Del(self);
 	Py_DECREF(type);
-}
-
-/* An item of `counts`; (uint64_t)-1 with an exception. */
-static uint64_t counted(struct prepared *p, Py_ssize_t which)
-{
-	PyObject *item = PyList_GetItem(p->counts, which);
-
-	return item ? PyLong_AsUnsignedLongLong(item) : (uint64_t)-1;
 }
 
 /* Post with the lock held; 0, or the shim's result, or -1 where it is not plain. */
 static int64_t post_locked(struct prepared *p)
 {
-	uint64_t posted = counted(p, POSTED), done = counted(p, DONE);
-	void *handle = (void *)(uintptr_t)counted(p, HANDLE);
-	uint64_t ticket = posted;
-	PyObject *kept, *sum;
+	struct rp_in_flight *q = p->in_flight;
+	void *handle = (void *)(uintptr_t)q->handle;
+	uint64_t base = q->base, ticket = q->posted;
 
-	if (PyErr_Occurred() || !handle || !p->records ||
-	    posted - done + p->count > p->room)
+	if (!handle || !p->records || ticket - q->done + p->count > p->room)
 		return -1;
-	sum = PyLong_FromUnsignedLongLong(posted + p->count);
-	kept = sum ? PyObject_CallFunctionObjArgs(p->keep, p->entry, NULL) : NULL;
-	if (!kept) {
-		Py_XDECREF(sum);
+	/* To follow the chain would be slower: each step waits for the one before. */
+	for (uint64_t i = 0; i < p->count; i++)
+		p->heads[i]->wr_id = base | (ticket++ & UINT32_MAX);
+	if (rp_add(q, p->wr_ids, p->refers_to, p->count))
 		return -1;
-	}
-	Py_DECREF(kept);
-	/* It takes the reference, and cannot fail: the item is there. */
-	PyList_SetItem(p->counts, POSTED, sum);
-	for (struct head *wr = p->records; wr; wr = wr->next)
-		wr->wr_id = p->base | (ticket++ & UINT32_MAX);
 	return p->receives ? rp_post_recv(handle, p->records) :
 			     rp_post_send(handle, p->records);
 }
@@ -237,16 +151,17 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 	int64_t code;
 
 	(void)unused;
-	if (!p->lock || !p->counts) {
+	if (!p->lock) {
 		PyErr_SetString(PyExc_ValueError, "it is not prepared");
 		return NULL;
 	}
-	take(p->lock);
+	if (rp_take(p->lock))
+		return NULL;
 	code = post_locked(p);
 	/* What was not posted is taken back with the lock held still. */
 	if (code > 0)
 		answer = failed(self, code);
-	pthread_mutex_unlock(&p->lock->mutex);
+	rp_give(p->lock);
 	if (!code)
 		Py_RETURN_NONE;
 	if (code > 0 || PyErr_Occurred())
@@ -260,9 +175,10 @@ static PyObject *prepared_drop(PyObject *self, PyObject *unused)
 
 	(void)unused;
 	if (p->lock) {
-		take(p->lock);
+		if (rp_take(p->lock))
+			return NULL;
 		p->records = NULL;
-		pthread_mutex_unlock(&p->lock->mutex);
+		rp_give(p->lock);
 	}
 	Py_RETURN_NONE;
 }
@@ -293,16 +209,12 @@ static PyType_Spec prepared_spec = {
 	.slots = prepared_slots,
 };
 
-int rp_add_types(PyObject *module)
+int rp_add_prepared(PyObject *module)
 {
-	PyObject *prepared;
-	int failed;
+	PyObject *prepared = PyType_FromSpec(&prepared_spec);
+	int failed = !prepared ||
+		     PyModule_AddObjectRef(module, "Prepared", prepared);
 
-	lock_type = PyType_FromSpec(&lock_spec); /* held for ever */
-	prepared = PyType_FromSpec(&prepared_spec);
-	failed = !lock_type || !prepared ||
-		 PyModule_AddObjectRef(module, "Lock", lock_type) ||
-		 PyModule_AddObjectRef(module, "Prepared", prepared);
 	Py_XDECREF(prepared);
 	return failed ? -1 : 0;
 }

@@ -123,7 +123,11 @@ class Trial:
         return pair
 
     def make_up(self, pair: Loopback) -> None:
-        """Fill the local memory with random bytes; on RAW_PACKET they are a frame."""
+        """Fill the local memory with random bytes; on RAW_PACKET they are a frame.
+
+        Args:
+            pair: whose local memory.
+        """
         pair.local.mr.buffer[:] = random.randbytes(pair.local.mr.length)
         if self.qp_type is QPType.RAW_PACKET:
             pair.local.mr.buffer[:ETHERNET_BYTES] = ethernet()

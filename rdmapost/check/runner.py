@@ -44,6 +44,9 @@ def run_checks(
         gid_index: the GID; chosen by choose_gid unless given.
         timeout: seconds for each check.
 
+    Returns:
+        An iterator over the results, row by row.
+
     Raises:
         ValueError: the device has no such port.
         VerbsError: the device's port cannot be asked.

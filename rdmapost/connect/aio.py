@@ -59,14 +59,19 @@ async def aserve(
     """Let others connect queue pairs to this device: ``serve`` for asyncio.
 
     Args:
-        context, ..., gid_index: as in serve.
+        context, host, port, size, access, count, receive_size, data, shared: as in serve.
+        token, max_clients, timeout, idle_timeout, port_num, gid_index: likewise.
         on_event: called with each event, in the event loop's thread.
 
     Returns:
         The server, at work; an asynchronous context manager.
 
     Raises:
-        as in serve.
+        ValueError: an argument is out of range.
+        RdmaError: the port has no such GID, or the device has no atomics and they are
+            asked for.
+        ConnectError: there is no such host.
+        OSError: the address is in use, or is not this machine's.
     """
     exposure = make_exposure(
         context, size=size, access=access, count=count, receive_size=receive_size, data=data,
@@ -276,13 +281,18 @@ async def adial(
     """Connect a queue pair to a server's: ``dial`` for asyncio.
 
     Args:
-        as in dial.
+        context, host, port, qp_type, token, timeout: as in dial.
+        local_size, local_access, depth, max_inline_data, port_num, gid_index: likewise.
 
     Returns:
         The connection; an asynchronous context manager.
 
     Raises:
-        as in dial.
+        ValueError: an argument is out of range.
+        ConnectError: nothing listens there, or the server refused; the text says why.
+        ConnectTimeout: it did not answer in time.
+        ProtocolError: what listens there speaks something else.
+        VerbsError: the device refused.
     """
     check_token(token)
     connection = AsyncConnection(
@@ -368,7 +378,17 @@ class AsyncConnection(Dialled):
     async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
         """Ask the server what has arrived in one of its receives.
 
-        Args, Returns, Raises: as in Connection.report.
+        Args:
+            index: which, from 1, in the order in which they are used.
+            timeout: seconds that it waits for that, at most 60; those of the
+                connection unless given.
+
+        Returns:
+            The arrival, or None if it did not come in time.
+
+        Raises:
+            ValueError: index is less than 1.
+            ConnectError: the server is gone, or knows it no more.
         """
         timeout = self.timeout if timeout is None else timeout
         asked = self._ask_report(index, timeout)
@@ -377,7 +397,17 @@ class AsyncConnection(Dialled):
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what stands in its memory.
 
-        Args, Returns, Raises: as in Connection.look.
+        Args:
+            offset: from its start.
+            length: bytes; all that follow unless given.
+
+        Returns:
+            A digest and the first bytes; empty where the server does not tell,
+            because others' data stands there too and it may not be read.
+
+        Raises:
+            ValueError: that is outside the exposed memory.
+            ConnectError: the server is gone.
         """
         seen = await self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"

@@ -238,6 +238,7 @@ class Connection(Dialled):
             The arrival, or None if it did not come in time.
 
         Raises:
+            ValueError: index is less than 1.
             ConnectError: the server is gone, or knows it no more.
         """
         timeout = self.timeout if timeout is None else timeout

@@ -125,7 +125,7 @@ class Dialled:
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
-        """Register more local memory; it is given back with the connection.
+        """Make one more region of local memory; it is given back with the connection.
 
         Args:
             length: bytes.

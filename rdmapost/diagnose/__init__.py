@@ -7,14 +7,17 @@ cannot be looked at is a finding too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from ..endpoint import Endpoint
-from ..queuepair import QP
 from . import connection, queuepair
 from .finding import Finding, worst_first
-from .looking import FAILURES, Seen, look, name_of
+from .looking import FAILURES, Seen, is_queue_pair, look, name_of
 from .machine import diagnose_machine
 from .peer import check_peer
+
+if TYPE_CHECKING:
+    from ..queuepair import QP
 
 __all__ = ["Finding", "diagnose", "diagnose_machine", "worst_first"]
 
@@ -36,8 +39,19 @@ _CHECKS: tuple[Callable[[Seen], Iterable[Finding]], ...] = (
 
 
 def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
-    """Go through the checklist for a queue pair; QP.diagnose describes it."""
-    if peer is not None and not isinstance(peer, (QP, Endpoint)):
+    """Go through the checklist for a queue pair; QP.diagnose describes it.
+
+    Args:
+        qp: the queue pair.
+        peer: the other side, or what its endpoint() said.
+
+    Returns:
+        findings, the problems first.
+
+    Raises:
+        TypeError: the peer is neither.
+    """
+    if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
         raise TypeError(f"the peer is a QP or an Endpoint, not a {type(peer).__name__}")
     about = name_of(qp)
     if qp.closed:

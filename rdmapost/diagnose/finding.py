@@ -36,7 +36,11 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings with the problems first; those of one severity keep their order."""
+    """Return findings with the problems first; those of one severity keep their order.
+
+    Args:
+        findings: in any order.
+    """
     return sorted(findings, key=lambda finding: _ORDER[finding.severity])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 from ..device import GIDTableEntry, PortAttr
 from ..endpoint import Endpoint
@@ -10,10 +11,13 @@ from ..enums import QPState, QPType
 from ..errors import RdmaError
 from ..memory import PD
 from ..qpattr import QPAttr
-from ..queuepair import QP
+from ..steps import Steps
 from .system import System
 
-__all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "look", "name_of"]
+if TYPE_CHECKING:
+    from ..queuepair import QP
+
+__all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "is_queue_pair", "look", "name_of"]
 
 FAILURES = (RdmaError, OSError, ValueError)
 """What reading an object may raise: it has gone, or the device does not answer."""
@@ -65,7 +69,7 @@ class Seen:
     @property
     def local_peer(self) -> tuple[QP, QPAttr] | None:
         """The peer with its attributes, if it is a queue pair of this process."""
-        if isinstance(self.peer, QP) and self.peer_attr is not None:
+        if is_queue_pair(self.peer) and self.peer_attr is not None:
             return self.peer, self.peer_attr
         return None
 
@@ -107,9 +111,14 @@ def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
     if peer is None and qp.qp_type in CONNECTED and _knows_peer(attr):
         peer = _find(qp, attr, port, table)
     peer_attr = None
-    if isinstance(peer, QP) and not peer.closed:
+    if is_queue_pair(peer) and not peer.closed:
         peer_attr = peer.query()
     return Seen(qp, attr, port, table, peer, peer_attr, given, System(), name_of(qp))
+
+
+def is_queue_pair(thing: object) -> TypeGuard[QP]:
+    """Whether it is a queue pair; only those have steps, and QP itself calls these checks."""
+    return isinstance(thing, Steps)
 
 
 def name_of(qp: QP) -> str:
@@ -135,6 +144,6 @@ def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> Q
         return None
     for pd in qp.pd.context._open_children():
         for child in pd._open_children() if isinstance(pd, PD) else ():
-            if isinstance(child, QP) and child.qp_num == attr.dest_qp_num:
+            if is_queue_pair(child) and child.qp_num == attr.dest_qp_num:
                 return child
     return None

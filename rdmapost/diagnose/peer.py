@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ..endpoint import Endpoint
 from ..enums import Access, GIDType, QPState, QPType
 from ..qpattr import QPAttr
-from ..queuepair import QP
 from .finding import Finding
 from .looking import RECEIVES, Seen
 from .queuepair import has_receive
+
+if TYPE_CHECKING:
+    from ..queuepair import QP
 
 __all__ = ["check_peer"]
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from .._resource import Resource
 from ..completion import CQ
 from ..enums import Access, QPState, QPType
-from ..queuepair import QP
 from ..srq import SRQ
 from ..timers import RNR_FOR_EVER, ack_timeout, rnr_timer, until_retry_exc, until_rnr_retry_exc
 from .finding import Finding, Severity, duration
-from .looking import CONNECTED, Seen
+from .looking import CONNECTED, Seen, is_queue_pair
+
+if TYPE_CHECKING:
+    from ..queuepair import QP
 
 __all__ = [
     "check_access",
@@ -314,7 +317,7 @@ def _what_completes(
     sends = receives = (0, 0)
     if isinstance(user, SRQ):
         shared[id(user)] = user
-    if isinstance(user, QP) and user.qp_type is not QPType.XRC_RECV:
+    if is_queue_pair(user) and user.qp_type is not QPType.XRC_RECV:
         if user.send_cq is cq:
             sends = (user.outstanding.send, user.max_send_wr)
         if user.recv_cq is cq and user.srq is not None:

@@ -1,4 +1,7 @@
-"""The texts about completion statuses (ibv_poll_cq(3))."""
+"""The texts about completion statuses (ibv_poll_cq(3)).
+
+One enumeration, one file, long as it is: a status is looked up by its name.
+"""
 
 from __future__ import annotations
 

@@ -74,6 +74,9 @@ class Address:
     def decode(cls, message: bytes) -> Address:
         """Read the message that ``encode`` gives.
 
+        Args:
+            message: its bytes.
+
         Raises:
             ValueError: it is no such message.
         """
@@ -171,6 +174,9 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
         host: the local address; every one unless given, as the stock programs do: the
             peer is another machine, takes one connection, and gets no access to memory.
         port: the TCP port; 0 for one that is free.
+
+    Returns:
+        The socket, for Pingpong.run_server().
 
     Raises:
         PingpongError: the address is not there, or in use.

@@ -12,7 +12,12 @@ __all__ = ["Latency", "Result"]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long round trips took, in microseconds."""
+    """How long round trips took, in microseconds.
+
+    Attributes:
+        min, max: the shortest and the longest.
+        p50, p90, p99, p99_9: that many percent of them took at most so long.
+    """
 
     min: float
     p50: float
@@ -23,7 +28,11 @@ class Latency:
 
     @classmethod
     def of(cls, nanoseconds: array[int]) -> Latency:
-        """Take the percentiles (nearest rank) of times; there must be some."""
+        """Return the percentiles (nearest rank) of times.
+
+        Args:
+            nanoseconds: the times; at least one.
+        """
         ordered = sorted(nanoseconds)
 
         def rank(per_mille: int) -> float:

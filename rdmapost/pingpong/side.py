@@ -9,9 +9,9 @@ import time
 from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from .._together import Together
 from ..address import AH, AHAttr
 from ..completion import CQ, WC
 from ..device import GID, Context
@@ -36,7 +36,7 @@ _TELL_EVERY_NS = 200_000_000
 _RECEIVES_AT_ONCE = 16
 
 
-class Pingpong:
+class Pingpong(Together):
     """One side of a ping-pong; a context manager that runs once.
 
     Args:
@@ -138,25 +138,6 @@ class Pingpong:
             self._needs_gid = port.link_layer is LinkLayer.ETHERNET
             self.local = Address(port.lid, self._qp.qp_num, self._qp.psn, gid)
             self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """Give everything back; do nothing if that has been done.
-
-        Raises:
-            VerbsError: the device refused.
-        """
-        self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
     def run_client(
         self, host: str, port: int = PORT, *, progress: Callable[[int], None] | None = None

@@ -42,6 +42,9 @@ _OPCODES = {int(opcode): opcode for opcode in Opcode}
 _ATOMICS = frozenset({Opcode.ATOMIC_CMP_AND_SWP, Opcode.ATOMIC_FETCH_AND_ADD})
 _REMOTE = frozenset({Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM, Opcode.RDMA_READ})
 _DATAGRAM = frozenset({Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO})
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_BIND_MW, _TSO = Opcode.BIND_MW, Opcode.TSO
+_DATAGRAMS, _XRC_SEND, _RESET, _ERR = QPType.UD, QPType.XRC_SEND, QPState.RESET, QPState.ERR
 
 
 class _Refused(Exception):
@@ -98,12 +101,12 @@ def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int, records: Any) -> 
         wqe.remote_addr, wqe.rkey = _RDMA.unpack_from(raw, union)
     elif opcode in _ATOMICS:
         wqe.remote_addr, wqe.compare_add, wqe.swap, wqe.rkey = _ATOMIC.unpack_from(raw, union)
-    elif opcode in _DATAGRAM and qp.type is QPType.UD:
+    elif opcode in _DATAGRAM and qp.type is _DATAGRAMS:
         ah, wqe.remote_qpn, wqe.remote_qkey = _UD.unpack_from(raw, union)
         if not ah:
             raise _Refused(errno.EINVAL)
         wqe.ah = objects[ffi.cast("struct ibv_ah *", ah).handle]
-    elif opcode == Opcode.BIND_MW:
+    elif opcode is _BIND_MW:
         bind = _struct(records, at).bind_mw
         if not bind.mw or not bind.bind_info.mr:
             raise _Refused(errno.EINVAL)
@@ -113,13 +116,13 @@ def _read_more(qp: QueuePair, wqe: SendWQE, raw: Any, at: int, records: Any) -> 
             objects[bind.mw.handle], objects[info.mr.handle], info.addr, info.length,
             info.mw_access_flags,
         )  # fmt: skip
-    if opcode == Opcode.TSO:
+    if opcode is _TSO:
         tso = _struct(records, at).tso
         if tso.hdr_sz > qp.max_tso_header or (tso.hdr_sz and not tso.hdr):
             raise _Refused(errno.EINVAL)
         wqe.hdr = bytes(ffi.buffer(ffi.cast("char *", tso.hdr), tso.hdr_sz))
         wqe.mss = tso.mss
-    if qp.type is QPType.XRC_SEND:
+    if qp.type is _XRC_SEND:
         (wqe.remote_srqn,) = _UINT32.unpack_from(raw, at + _SRQN_AT)
 
 
@@ -170,11 +173,11 @@ def soft_recv(qp_num: int, records: Any, size: int, count: int) -> int:
         if device.parked:
             device.progress()
         qp = device.qps[qp_num]
-        if qp.state is QPState.RESET or qp.srq is not None:
+        if qp.state is _RESET or qp.srq is not None:
             result = errno.EINVAL << 32
         else:
             result = _add_receives(qp.rq, records, size, count)
-            if qp.state is QPState.ERR:
+            if qp.state is _ERR:
                 qp.flush_receives()
     return told(result)
 

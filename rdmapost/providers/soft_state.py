@@ -8,14 +8,20 @@ call has come back.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import itertools
 import logging
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from .._binding import lib
-from ..soft.device import Device
+from .._binding import address_of, lib
+from ..soft.device import Device, OpenDevice
 
-__all__ = ["device", "keep", "lock", "objects", "tell", "told"]
+__all__ = [
+    "OpenHandles", "context_of", "contexts", "device", "keep", "lock", "objects", "tell", "told",
+    "verb",
+]  # fmt: skip
 
 _log = logging.getLogger("rdmapost.soft")
 
@@ -25,6 +31,20 @@ objects: dict[int, Any] = {}
 """What the structs stand for, by their handle."""
 _handles = itertools.count(1)
 _HANDLE_MASK = 0xFFFF_FFFF
+
+
+class OpenHandles(NamedTuple):
+    opened: OpenDevice
+    struct: Any
+
+
+contexts: dict[int, OpenHandles] = {}
+"""Open contexts, by their struct's address."""
+
+
+def context_of(context: Any) -> OpenDevice:
+    """Return the open device that a struct stands for."""
+    return contexts[address_of(context)].opened
 
 
 def keep(struct: Any, thing: Any) -> Any:
@@ -52,3 +72,12 @@ def tell() -> bool:
         else:
             _log.error("the soft device failed; the work request did too", exc_info=error)
     return interrupted
+
+
+@contextlib.contextmanager
+def verb() -> Iterator[None]:
+    """Hold the device's lock for a control verb, and tell what went wrong inside."""
+    with lock:
+        yield
+    if tell():
+        _thread.interrupt_main()

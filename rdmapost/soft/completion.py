@@ -64,21 +64,19 @@ class Channel:
 class CompletionQueue:
     """Where work requests complete, in order."""
 
-    __slots__ = ("_armed", "capacity", "channel", "entries", "handle", "overrun", "users")
+    __slots__ = ("_armed", "capacity", "channel", "entries", "handle", "users")
 
     def __init__(self, capacity: int, channel: Channel | None) -> None:
         self.capacity = capacity
         self.channel = channel
         self.entries: deque[Entry] = deque()
         self.handle: Any = None
-        self.overrun = False
         self.users = 0
         self._armed = _NOT_ARMED
 
     def push(self, entry: Entry) -> bool:
-        """Add an entry; return False if the queue has overrun."""
+        """Add an entry; return False if there is no room: the queue overruns."""
         if len(self.entries) >= self.capacity:
-            self.overrun = True
             return False
         self.entries.append(entry)
         if self._armed:

@@ -47,11 +47,21 @@ class FaultPlan:
         self.posts[self._seen + after] = errno
 
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
-        """Let the send work request with this wr_id complete with a status."""
+        """Let a send work request complete with a status.
+
+        Args:
+            wr_id: its wr_id, as it is posted.
+            status: the status.
+        """
         self.statuses[wr_id] = WCStatus(status)
 
     def not_ready(self, qp_num: int, times: int) -> None:
-        """Let a queue pair behave as if no receive were posted, so many times."""
+        """Let a queue pair behave as if no receive were posted.
+
+        Args:
+            qp_num: its number.
+            times: for how many attempts to send to it.
+        """
         self.refusals[qp_num] = times
 
     # ---- striking -----------------------------------------------------------
@@ -62,12 +72,20 @@ class FaultPlan:
         return self.posts.pop(self._seen - 1, 0)
 
     def take_status(self, wr_id: int) -> WCStatus | None:
-        """Return the status that a work request is to complete with, or None."""
+        """Return the status that a work request is to complete with, or None.
+
+        Args:
+            wr_id: as the device knows it.
+        """
         theirs = self._wr_id_of(wr_id)
         return None if theirs is None else self.statuses.pop(theirs, None)
 
     def refuse_receive(self, qp_num: int) -> bool:
-        """Whether a queue pair is to behave as if no receive were posted."""
+        """Whether a queue pair is to behave as if no receive were posted.
+
+        Args:
+            qp_num: its number.
+        """
         left = self.refusals.pop(qp_num, 0)
         if left > 1:
             self.refusals[qp_num] = left - 1

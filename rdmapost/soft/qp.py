@@ -16,7 +16,7 @@ from ..enums import (
     WCStatus,
 )
 from ..rules import OPCODES_BY_QP_TYPE
-from ..states import OPTIONAL, REQUIRED
+from ..states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
 from .queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue
 
@@ -43,18 +43,15 @@ _COMPLETES_AS = {
 _SIGNALED = int(SendFlags.SIGNALED)
 _PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
 _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_RTS, _SQE, _ERR, _WC_SEND = QPState.RTS, QPState.SQE, QPState.ERR, WCOpcode.SEND
 
 ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
+    **RANGES,
     "port_num": (1, 1),
     "pkey_index": (0, 0),
-    "path_mtu": (1, 5),
-    "dest_qp_num": (0, 0xFFFFFF),
     "rq_psn": (0, 0xFFFFFFFF),
     "sq_psn": (0, 0xFFFFFFFF),
-    "timeout": (0, 31),
-    "retry_cnt": (0, 7),
-    "rnr_retry": (0, 7),
-    "min_rnr_timer": (0, 31),
     "max_rd_atomic": (0, 16),
     "max_dest_rd_atomic": (0, 16),
     "qp_access_flags": (0, 0xF),
@@ -140,7 +137,7 @@ class QueuePair:
         if state is QPState.RESET:
             self.drop_queues()
             self._forget()
-        elif state is QPState.ERR:
+        elif state is _ERR:
             self.flush()
         elif state is QPState.SQD and self.attr.get("en_sqd_async_notify"):
             # Requests are carried out at the post, so the queue has drained already.
@@ -160,10 +157,10 @@ class QueuePair:
 
     def post_send(self, wqe: SendWQE) -> int:
         """Put a work request on the send queue; return 0 or an errno."""
-        if self.state < QPState.RTS:
+        if self.state < _RTS:
             return errno.EINVAL
         code = self.sq.add(wqe)
-        if not code and self.state >= QPState.SQE:
+        if not code and self.state >= _SQE:
             self.flush_sends()
         return code
 
@@ -189,7 +186,7 @@ class QueuePair:
             return
         frees, queue.silent = queue.silent + 1, 0
         # An unknown opcode can only have failed; opcode means nothing then.
-        opcode = _COMPLETES_AS.get(wqe.opcode, WCOpcode.SEND)
+        opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
         self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
 
@@ -211,7 +208,7 @@ class QueuePair:
 
     def push(self, cq: CompletionQueue, entry: Entry) -> None:
         """Put an entry on a completion queue; one that is full breaks the queue pair."""
-        if cq.push(entry) or self.state is QPState.ERR:
+        if cq.push(entry) or self.state is _ERR:
             return
         self.context.events.push(EventType.CQ_ERR, cq.handle)
         self.fail(EventType.QP_FATAL)
@@ -220,7 +217,7 @@ class QueuePair:
 
     def fail(self, event: EventType | None = None) -> None:
         """Enter the error state, and report an event about it."""
-        if self.state is QPState.ERR:
+        if self.state is _ERR:
             return
         self.state = QPState.ERR
         if event is not None:

@@ -35,6 +35,10 @@ _NAK_STATUS = {
 
 _SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({Opcode.SEND_WITH_IMM, Opcode.RDMA_WRITE_WITH_IMM})
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_RTS, _UD, _RAW_PACKET = QPState.RTS, QPType.UD, QPType.RAW_PACKET
+_SEND, _SEND_WITH_INV = Opcode.SEND, Opcode.SEND_WITH_INV
+_SUCCESS, _ACK = WCStatus.SUCCESS, AckKind.ACK
 
 
 class _Parked(Exception):
@@ -44,14 +48,14 @@ class _Parked(Exception):
 def run(qp: QueuePair) -> None:
     """Carry out the send queue as far as it goes now."""
     pending = qp.sq.pending
-    while pending and qp.state is QPState.RTS:
+    while pending and qp.state is _RTS:
         if qp.due and time.monotonic() < qp.due:
             return
         wqe = pending[0]
         byte_len = 0
         try:
             byte_len = _carry_out(qp, wqe)
-            status = WCStatus.SUCCESS
+            status = _SUCCESS
         except Fault as fault:
             status = fault.status
         except _Parked:
@@ -108,11 +112,11 @@ def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
     request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
     if wqe.flags & _SOLICITED:
         request.solicited = True
-    if opcode is Opcode.SEND:
+    if opcode is _SEND:
         pass
     elif opcode in _WITH_IMM:
         request.imm = wqe.imm
-    elif opcode is Opcode.SEND_WITH_INV:
+    elif opcode is _SEND_WITH_INV:
         request.invalidate_rkey = wqe.imm
     if wqe.rkey or wqe.remote_addr:
         request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
@@ -123,9 +127,9 @@ def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
 
 def _send_or_write(qp: QueuePair, wqe: SendWQE) -> int:
     data, size = _local_data(qp, wqe)
-    if qp.type is QPType.UD:
+    if qp.type is _UD:
         datagram.send(qp, wqe, data, size)
-    elif qp.type is QPType.RAW_PACKET:
+    elif qp.type is _RAW_PACKET:
         raw.send(qp, wqe, data)
     else:
         _exchange(qp, _request(qp, wqe, data, size))
@@ -190,7 +194,7 @@ def _bind(qp: QueuePair, wqe: SendWQE) -> int:
 
 def _tso(qp: QueuePair, wqe: SendWQE) -> int:
     data, size = _local_data(qp, wqe)
-    if qp.type is QPType.UD:
+    if qp.type is _UD:
         datagram.send_segmented(qp, wqe, data, size)
     else:
         raw.send_segmented(qp, wqe, data, size)
@@ -231,7 +235,7 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
         _again(qp, _timeout(qp), qp.retries, qp.attr["retry_cnt"], WCStatus.RETRY_EXC_ERR)
         qp.retries += 1
         raise _Parked
-    if ack.kind is AckKind.ACK:
+    if ack.kind is _ACK:
         return ack
     if ack.kind is AckKind.RNR_NAK:
         tries = qp.attr["rnr_retry"]

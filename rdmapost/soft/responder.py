@@ -37,6 +37,9 @@ _REMOTE_WRITE = int(Access.REMOTE_WRITE)
 _REMOTE_READ = int(Access.REMOTE_READ)
 _REMOTE_ATOMIC = int(Access.REMOTE_ATOMIC)
 _WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCFlags.GRH)
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_RTR, _SUCCESS = QPState.RTR, WCStatus.SUCCESS
+_UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
 
 
 def receive(qp: QueuePair, request: Request) -> Ack | None:
@@ -46,9 +49,9 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
     if qp.connected:
         if qp.attr["dest_qp_num"] != request.src_qpn:
             return None
-    elif qp.type is QPType.UD and request.qkey != qp.attr["qkey"]:
+    elif qp.type is _UD and request.qkey != qp.attr["qkey"]:
         return None
-    if qp.state is QPState.RTR and not qp.established:
+    if qp.state is _RTR and not qp.established:
         qp.established = True
         qp.context.events.push(EventType.COMM_EST, qp.handle)
     try:
@@ -87,7 +90,7 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
     Raises:
         RemoteFault: an XRC request names none of this domain.
     """
-    if qp.type is not QPType.XRC_RECV:
+    if qp.type is not _XRC_RECV:
         return qp.srq
     srq: SharedReceiveQueue | None = qp.device.srqs.get(request.srqn)
     if srq is None or srq.xrcd is not qp.xrcd:
@@ -132,10 +135,10 @@ def fill(
 ) -> Ack | None:
     """Write a message into a receive's buffers and complete it."""
     wqe, queue, pd, cq = taken
-    status, ack = WCStatus.SUCCESS, ACK
+    status, ack = _SUCCESS, ACK
     imm = 0
     byte_len = request.length
-    datagrams = qp.type is QPType.UD
+    datagrams = qp.type is _UD
     if datagrams:
         byte_len += datagram.GRH_SIZE
     try:
@@ -145,7 +148,7 @@ def fill(
             flags = _GRH | datagram.flags_of(request)
         elif request.data:
             copy(request.data, segments)
-            if qp.type is QPType.RAW_PACKET:
+            if qp.type is _RAW_PACKET:
                 flags = raw.flags_of(request)
     except Fault as fault:
         room = sum(length or 1 << 31 for _, length, _ in wqe.sges)
@@ -178,7 +181,7 @@ def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments
     if not size:
         # A message of no bytes touches nothing, so its key is not looked at.
         return []
-    srq = shared_queue(qp, request) if qp.type is QPType.XRC_RECV else None
+    srq = shared_queue(qp, request) if qp.type is _XRC_RECV else None
     pd = qp.pd if srq is None else srq.pd
     memory = qp.device.memory
     return [memory.remote(pd, qp.number, request.rkey, request.remote_addr, size, access)]
@@ -198,7 +201,7 @@ def _write(qp: QueuePair, request: Request) -> Ack | None:
     copy(request.data, target)
     wqe, queue, _, cq = taken
     fields = (
-        wqe.wr_id, WCStatus.SUCCESS, WCOpcode.RECV_RDMA_WITH_IMM, 0, request.length, request.imm,
+        wqe.wr_id, _SUCCESS, WCOpcode.RECV_RDMA_WITH_IMM, 0, request.length, request.imm,
         qp.number, 0, _WITH_IMM, 0, 0, 0, 0,
     )  # fmt: skip
     qp.push(cq, (fields, queue, 1, request.solicited, NO_TAG))

@@ -1,0 +1,105 @@
+/*
+ * mr[a:b]: making an SGE of a region (rdmapost/memory.py), as nearly every
+ * work request begins.
+ *
+ * Whatever is not two numbers within the region is left to MR._slice, which
+ * says what is wrong.
+ */
+#include "door.h"
+
+static struct {
+	PyObject *sge; /* the class, a tuple */
+	PyObject *step; /* the attribute's name */
+	newfunc new_tuple;
+	struct rp_slot addr, length, lkey;
+} made_of;
+
+static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey,
+		      PyObject *owner)
+{
+	PyObject *tuple = NULL, *args = NULL, *sge = NULL;
+
+	if (addr && length && lkey)
+		tuple = PyTuple_Pack(4, addr, length, lkey, owner);
+	if (tuple)
+		args = PyTuple_Pack(1, tuple);
+	if (args)
+		sge = made_of.new_tuple((PyTypeObject *)made_of.sge, args, NULL);
+	Py_XDECREF(args);
+	Py_XDECREF(tuple);
+	return sge;
+}
+
+/* Read start and stop of a slice without a step; 0 where it is something else. */
+static int read_bounds(PyObject *bounds, Py_ssize_t *start, Py_ssize_t *stop)
+{
+	PyObject *none;
+	Py_ssize_t step;
+
+	if (!PySlice_Check(bounds))
+		return 0;
+	none = PyObject_GetAttr(bounds, made_of.step);
+	Py_XDECREF(none);
+	return none == Py_None && !PySlice_Unpack(bounds, start, stop, &step);
+}
+
+static PyObject *region_slice(PyObject *self, PyObject *bounds)
+{
+	uint64_t addr, length;
+	Py_ssize_t start, stop;
+	PyObject *first, *bytes, *lkey, *sge;
+
+	if (!read_bounds(bounds, &start, &stop) || start < 0 || start > stop ||
+	    !rp_get_number(self, &made_of.addr, UINT64_MAX, &addr) ||
+	    !rp_get_number(self, &made_of.length, UINT64_MAX, &length) ||
+	    (uint64_t)stop > length) {
+		PyErr_Clear();
+		return PyObject_CallMethod(self, "_slice", "(O)", bounds);
+	}
+	first = PyLong_FromUnsignedLongLong(addr + (uint64_t)start);
+	bytes = PyLong_FromSsize_t(stop - start);
+	lkey = rp_get_slot(self, &made_of.lkey);
+	sge = make(first, bytes, lkey, self);
+	Py_XDECREF(first);
+	Py_XDECREF(bytes);
+	Py_XDECREF(lkey);
+	return sge;
+}
+
+static PyMethodDef slice_method = { "__getitem__", region_slice, METH_O, NULL };
+
+/* make_sges(MR, SGE): from now on, mr[a:b] is the function above. */
+static PyObject *make_sges(PyObject *self, PyObject *args)
+{
+	PyObject *mr, *sge, *method;
+	int failed;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &mr, &PyType_Type,
+			      &sge))
+		return NULL;
+	if (rp_find_slot(mr, "addr", &made_of.addr) ||
+	    rp_find_slot(mr, "length", &made_of.length) ||
+	    rp_find_slot(mr, "lkey", &made_of.lkey))
+		return NULL;
+	made_of.sge = Py_NewRef(sge); /* held for ever */
+	made_of.step = PyUnicode_InternFromString("step");
+	made_of.new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+	method = PyDescr_NewMethod((PyTypeObject *)mr, &slice_method);
+	failed = !made_of.step || !method ||
+		 PyObject_SetAttrString(mr, "__getitem__", method);
+	Py_XDECREF(method);
+	if (failed)
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "make_sges", make_sges, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_region(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,147 @@
+/*
+ * A quick __init__ for the work requests, which are dataclasses.
+ *
+ * The one that dataclasses makes gets its arguments from the interpreter by way
+ * of a tuple and a dict, and takes them apart again as a Python function does.
+ * This one takes them from there.  Whatever it does not understand it leaves to
+ * the other, which says what is wrong.
+ */
+#include "door.h"
+
+enum { CLASSES = 24, FIELDS = 12 };
+
+struct class {
+	PyObject *type;
+	PyObject *init; /* what dataclasses made */
+	Py_ssize_t positional; /* the first so many fields may be */
+	Py_ssize_t fields;
+	struct rp_slot slot[FIELDS];
+	PyObject *otherwise[FIELDS]; /* defaults */
+};
+
+static struct class classes[CLASSES];
+static int known;
+
+/* Take the arguments apart; 0 where that is not for this function. */
+static int read_arguments(const struct class *class, PyObject *args,
+			  PyObject *kwargs, PyObject **values)
+{
+	Py_ssize_t positional = PyTuple_Size(args), at = 0;
+	PyObject *name, *value;
+
+	if (positional > class->positional)
+		return 0;
+	for (Py_ssize_t i = 0; i < positional; i++)
+		values[i] = PyTuple_GetItem(args, i);
+	while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
+		Py_ssize_t i = 0;
+
+		/* Names in a program are interned. */
+		while (i < class->fields && class->slot[i].name != name)
+			i++;
+		if (i == class->fields || values[i])
+			return 0;
+		values[i] = value;
+	}
+	return 1;
+}
+
+static int init_slowly(const struct class *class, PyObject *self,
+		       PyObject *args, PyObject *kwargs)
+{
+	PyObject *bound = PyObject_CallMethod(class->init, "__get__", "O",
+					      self);
+	PyObject *done = bound ? PyObject_Call(bound, args, kwargs) : NULL;
+
+	Py_XDECREF(bound);
+	Py_XDECREF(done);
+	return done ? 0 : -1;
+}
+
+static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+	PyObject *values[FIELDS] = { NULL };
+	const struct class *class = classes;
+
+	while (class < classes + known && !rp_has_type(self, class->type))
+		class++;
+	if (class < classes + known &&
+	    read_arguments(class, args, kwargs, values)) {
+		for (Py_ssize_t i = 0; i < class->fields; i++)
+			if (rp_set_slot(self, &class->slot[i],
+					values[i] ? values[i] :
+						    class->otherwise[i]))
+				return -1;
+		return 0;
+	}
+	for (class = classes; class < classes + known; class++)
+		if (PyObject_IsInstance(self, class->type) > 0)
+			return init_slowly(class, self, args, kwargs);
+	PyErr_SetString(PyExc_TypeError, "make one of a class for an opcode");
+	return -1;
+}
+
+static int read_field(struct class *class, Py_ssize_t i, PyObject *field)
+{
+	const char *name;
+
+	if (!PyArg_ParseTuple(field, "sO", &name, &class->otherwise[i]))
+		return -1;
+	Py_INCREF(class->otherwise[i]);
+	return rp_find_slot(class->type, name, &class->slot[i]);
+}
+
+/*
+ * quick_init(type, init, positional, fields): a class and its own __init__; the
+ * first so many fields are positional; of each field its name and default.
+ */
+static PyObject *quick_init(PyObject *self, PyObject *args)
+{
+	struct class class = { .fields = 0 };
+	PyObject *fields;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!OnO!", &PyType_Type, &class.type,
+			      &class.init, &class.positional, &PyTuple_Type,
+			      &fields))
+		return NULL;
+	class.fields = PyTuple_Size(fields);
+	if (class.fields > FIELDS || known == CLASSES) {
+		PyErr_SetString(PyExc_ValueError, "too many");
+		return NULL;
+	}
+	for (Py_ssize_t i = 0; i < class.fields; i++)
+		if (read_field(&class, i, PyTuple_GetItem(fields, i)))
+			return NULL;
+	Py_INCREF(class.type);
+	Py_INCREF(class.init);
+	classes[known++] = class; /* held for ever */
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "quick_init", quick_init, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot wr_slots[] = {
+	{ Py_tp_init, wr_init },
+	{ 0, NULL },
+};
+
+static PyType_Spec wr_spec = {
+	.name = "rdmapost._verbs.WR",
+	.basicsize = sizeof(PyObject),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+	.slots = wr_slots,
+};
+
+int rp_add_wr(PyObject *module)
+{
+	PyObject *wr = PyType_FromSpec(&wr_spec);
+	int failed = !wr || PyModule_AddObjectRef(module, "WR", wr) ||
+		     PyModule_AddFunctions(module, functions);
+
+	Py_XDECREF(wr);
+	return failed ? -1 : 0;
+}
