@@ -21,23 +21,30 @@ from .output import Output
 __all__ = ["app"]
 
 
-_COMMANDS = (
-    ("devices", "devices", "List devices, their ports and GIDs."),
-    ("doctor", "doctor", "Look for what keeps RDMA from working on this machine."),
-    ("send", "send", "Send a message to a second queue pair, or to HOST."),
-    ("rdma", "write", "Write to the memory of a second queue pair, or of HOST."),
-    ("rdma", "read", "Read the memory of a second queue pair, or of HOST."),
-    ("atomic", "atomic", "Change a 64-bit value of a second queue pair, or of HOST, in one step."),
-    ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
-    ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
-    ("offload", "tso", "Let the device cut data into segments (TSO)."),
-    ("tag", "tag", "Match messages to buffers by their tags."),
-    ("check", "check", "Post every opcode on every QP type in loopback and see that it works."),
-    ("serve", "serve", "Let the one-shots of other processes post to this device."),
-    ("explain", "explain", "Say what a status, an errno or an opcode means and what to look at."),
-    ("pingpong", "pingpong", "Send a message to and fro between two hosts, and time it."),
-)
-"""Module, name, and the first sentence of its help, of every command."""
+_COMMANDS = {
+    "Look": (
+        ("devices", "devices", "List devices, their ports and GIDs."),
+        ("check", "check", "Post every opcode on every QP type, and see that it works."),
+        ("doctor", "doctor", "Look for what keeps RDMA from working on this machine."),
+        ("explain", "explain", "Say what a status, an errno or an opcode means."),
+    ),
+    "Post": (
+        ("send", "send", "Send a message to a second queue pair, or to HOST."),
+        ("rdma", "write", "Write to the memory of a second queue pair, or of HOST."),
+        ("rdma", "read", "Read the memory of a second queue pair, or of HOST."),
+        ("atomic", "atomic", "Change 64 bits of a second queue pair, or of HOST, at once."),
+        ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
+        ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
+        ("offload", "tso", "Let the device cut data into segments (TSO)."),
+        ("tag", "tag", "Match messages to buffers by their tags."),
+    ),
+    "Two hosts": (
+        ("serve", "serve", "Let the one-shots of other processes post to this device."),
+        ("pingpong", "pingpong", "Send a message to and fro between two hosts, and time it."),
+    ),
+    "Shell": (("completion", "completion", "Print what lets a shell complete rdmapost."),),
+}
+"""Module, name, and the first sentence of its help, of every command, as help groups them."""
 
 
 class Later(click.Command):
@@ -101,6 +108,17 @@ class App(click.Group):
         name, command, rest = super().resolve_command(ctx, args)
         return name, command.load() if isinstance(command, Later) else command, rest
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, in the order in which help groups them."""
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands under the titles of their groups."""
+        longest = max(map(len, self.commands))
+        for title, commands in _COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(longest), text) for _, name, text in commands])
+
 
 @click.group(
     cls=App,
@@ -117,11 +135,14 @@ def app(ctx: click.Context) -> None:
     Without -d, the device is what RDMAPOST_DEVICE names, else the first one
     that has an active port.  Where there is none it is soft0, the software
     device of this process, unless RDMAPOST_REQUIRE_DEVICE=1 forbids that.
+
+    'rdmapost COMMAND --help' shows the options of a command.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)
 
 
-for each in _COMMANDS:
-    app.add_command(Later(*each))
+for group in _COMMANDS.values():
+    for each in group:
+        app.add_command(Later(*each))

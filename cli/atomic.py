@@ -30,7 +30,7 @@ __all__ = ["atomic"]
 @click.group(invoke_without_command=True)
 @click.pass_context
 def atomic(ctx: click.Context) -> None:
-    """Change a 64-bit value of a second queue pair, or of HOST, in one step."""
+    """Change 64 bits of a second queue pair, or of HOST, at once."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)
@@ -39,12 +39,11 @@ def atomic(ctx: click.Context) -> None:
 def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--initial", type=U64, metavar="N", default=0, show_default=True,
-        help="The value that stands there.",
+        help="The value that stands there at first; without HOST.",
     )(function)  # fmt: skip
 
 
 @atomic.command("cas")
-@peer_options(offset=True)
 @_initial_option
 @click.option(
     "--compare", type=U64, metavar="N", default=0, show_default=True,
@@ -55,6 +54,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @flag_options("fence")
 @shot_options
+@peer_options(offset=True)
 @device_options
 def compare_and_swap(
     out: Output,
@@ -65,7 +65,11 @@ def compare_and_swap(
     compare: int,
     swap: int,
 ) -> None:
-    """Compare and swap: put a value there if the one to compare with stands there."""
+    """Compare and swap: replace a value that is the expected one.
+
+    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
+    listens, which says what stands there then.
+    """
     from rdmapost import AtomicCmpAndSwp, Opcode
 
     def make(**fields: Any) -> SendWR:
@@ -79,18 +83,22 @@ def compare_and_swap(
 
 
 @atomic.command("fetch-add")
-@peer_options(offset=True)
 @_initial_option
 @click.option(
     "--add", type=U64, metavar="N", default=1, show_default=True, help="What to add; wraps at 2^64."
 )
 @flag_options("fence")
 @shot_options
+@peer_options(offset=True)
 @device_options
 def fetch_and_add(
     out: Output, target: Target, shot: Shot, peer: Peer | None, initial: int, add: int
 ) -> None:
-    """Fetch and add: add to the value that stands there."""
+    """Fetch and add: add to a value, and fetch what it was.
+
+    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
+    listens, which says what stands there then.
+    """
     from rdmapost import AtomicFetchAndAdd, Opcode
 
     def make(**fields: Any) -> SendWR:

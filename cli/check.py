@@ -21,10 +21,11 @@ __all__ = ["check"]
 @device_options
 @click.pass_context
 def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> None:
-    """Post every opcode on every QP type in loopback and see that it works.
+    """Post every opcode on every QP type, and see that it works.
 
-    Each is verified by the bytes that arrived, the values, or what the key
-    permits afterwards.  The timeout is for each of them.
+    Each goes from one queue pair of the device to another, and is verified by
+    the bytes that arrived, the values, or what the key permits afterwards.  The
+    timeout is for each of them.
     """
     from rdmapost.check import run_checks
 

@@ -37,7 +37,7 @@ def devices(out: Output, target: Target) -> None:
     for name in names:
         try:
             with open_device(name) as context:
-                found.append(_describe(context, target))
+                found.append(_describe(context, target, out))
         except NoDeviceError:
             raise
         except RdmaError as error:
@@ -56,7 +56,7 @@ def devices(out: Output, target: Target) -> None:
     out.finish(_text(found))
 
 
-def _describe(context: Context, target: Target) -> dict[str, Any]:
+def _describe(context: Context, target: Target, out: Output) -> dict[str, Any]:
     attr = context.attr
     wanted = range(1, attr.phys_port_cnt + 1) if target.port is None else [target.port]
     return {
@@ -66,21 +66,24 @@ def _describe(context: Context, target: Target) -> dict[str, Any]:
         "fw_ver": attr.fw_ver,
         "node_guid": f"{attr.node_guid:016x}",
         "ports": [
-            _describe_port(context, context.query_port(number), target)
+            _describe_port(context, context.query_port(number), target, out)
             for number in wanted
             if number <= attr.phys_port_cnt
         ],
     }
 
 
-def _describe_port(context: Context, port: PortAttr, target: Target) -> dict[str, Any]:
+def _describe_port(context: Context, port: PortAttr, target: Target, out: Output) -> dict[str, Any]:
     from rdmapost import RdmaError, choose_gid
 
     table = context.query_gid_table(port.port_num)
+    chosen = None
     try:
-        chosen = choose_gid(context, port.port_num).index
-    except RdmaError:
-        chosen = None
+        choice = choose_gid(context, port.port_num)
+        chosen = choice.index
+        out.note(f"{context.name} port {port.port_num}: GID {choice}")
+    except RdmaError as error:
+        out.note(str(error))
     return {
         "port": port.port_num,
         "state": port.state.name,

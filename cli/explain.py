@@ -12,6 +12,8 @@ import click
 from .output import Output, columns
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from rdmapost.explain import Explanation
 
 __all__ = ["explain"]
@@ -30,12 +32,32 @@ _SOME_FIELDS = {
 }  # fmt: skip
 
 
+def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
+    """Complete a name in any case: in Python, or in C where it starts with IBV_."""
+    from click.shell_completion import CompletionItem
+
+    from rdmapost.explain import KINDS, names
+    from rdmapost.explain import explain as look_up
+
+    in_c = text.upper().startswith("IBV_")
+    found: dict[str, dict[str, None]] = {}
+    for known in dict.fromkeys(name for of in names().values() for name in of):
+        for one in look_up(known):
+            spelled = one.constant if in_c else one.name
+            if spelled.startswith(text.upper()):
+                found.setdefault(spelled, {})[KINDS[one.kind]] = None
+    return [CompletionItem(name, help=", ".join(kinds)) for name, kinds in found.items()]
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("name", nargs=-1)
+@click.argument("name", nargs=-1, shell_complete=_names)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
-    """Say what a status, an errno or an opcode means and what to look at.
+    """Say what a status, an errno or an opcode means.
+
+    It says why one meets it, too, what to look at next, and what Soft-RoCE does
+    otherwise.
 
     NAME is a completion status, an errno, an opcode, a QP type or state, a
     flag or an asynchronous event, by name or number, as any program printed it:

@@ -34,7 +34,7 @@ def _header(text: str) -> bytes:
 )  # fmt: skip
 @click.option(
     "--header", type=_header, metavar="HEX",
-    help="Header of every segment. [default: made-up Ethernet, IPv4, TCP]",
+    help="Header of every segment.  [default: made-up Ethernet, IPv4, TCP]",
 )  # fmt: skip
 @payload_options_for(4000)
 @shot_options_for("raw", "ud")

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -35,6 +35,12 @@ __all__ = [
     "timeout_option",
     "token_option",
 ]
+
+if TYPE_CHECKING:
+    _Choice = click.Choice[str]
+else:
+    # Not generic before click 8.2.
+    _Choice = click.Choice
 
 Command = Callable[..., Any]
 
@@ -142,10 +148,24 @@ class Peer:
     offset: int
 
 
+def _devices(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
+    """Complete the name of a device."""
+    from rdmapost import RdmaError, list_devices
+
+    try:
+        return [info.name for info in list_devices() if info.name.startswith(text)]
+    except RdmaError:
+        # A shell that completes has nowhere to show it.
+        return []
+
+
 def device_options(function: Command) -> Command:
     """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
 
-    @click.option("-d", "--device", metavar="NAME", help="Device, such as mlx5_0, rxe0 or soft0.")
+    @click.option(
+        "-d", "--device", metavar="NAME", shell_complete=_devices,
+        help="Device, such as mlx5_0, rxe0 or soft0.",
+    )  # fmt: skip
     @click.option(
         "-p", "--port", type=integer(1, 255), metavar="N", help="Port of the device, from 1."
     )
@@ -188,14 +208,14 @@ def token_option(text: str) -> Callable[[Command], Command]:
     """Add --token.
 
     Args:
-        text: what it is for.
+        text: what it is for, without a full stop.
     """
     return click.option(
         "--token",
         metavar="T",
         envvar="RDMAPOST_TOKEN",
         show_envvar=True,
-        help=f"{text}  Others may see it in the list of processes, and not the variable.",
+        help=f"{text}; other users see it on the command line, and not in the variable.",
     )
 
 
@@ -214,7 +234,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
 
     def decorate(function: Command) -> Command:
         @click.argument("server", metavar="[HOST[:PORT]]", required=False)
-        @token_option("Token that 'rdmapost serve' asks for.")
+        @token_option("Token that 'rdmapost serve' asks for")
         @functools.wraps(function)
         def command(
             server: str | None, token: str | None, offset: int | None = None, **options: Any
@@ -266,6 +286,16 @@ _QP_TYPES = {"rc": "RC", "uc": "UC", "ud": "UD", "xrc": "XRC_SEND", "raw": "RAW_
 """What the command line calls them, and their names in QPType."""
 
 
+class _QPTypeChoice(_Choice):
+    """The names of the command line, and those that ``rdmapost check`` and the man pages print."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        for short, name in _QP_TYPES.items():
+            if str(value).upper() == name and short in self.choices:
+                return short
+        return super().convert(value, param, ctx)
+
+
 def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
     """Add --qp-type and --timeout, and --count; the command gets ``shot``.
 
@@ -299,7 +329,7 @@ def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
         if len(qp_types) > 1:
             command = click.option(
                 "--qp-type",
-                type=click.Choice(qp_types, case_sensitive=False),
+                type=_QPTypeChoice(qp_types, case_sensitive=False),
                 default=qp_types[0],
                 show_default=True,
                 help="Type of the queue pairs.",
@@ -325,8 +355,8 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
     Args:
         size_unless_given: bytes to make up; None for a short text.
     """
-    text_default = "" if size_unless_given else f" [default: {_DEFAULT_DATA!r}]"
-    size_default = f" [default: {size_unless_given}]" if size_unless_given else ""
+    text_default = "" if size_unless_given else f"  [default: {_DEFAULT_DATA!r}]"
+    size_default = f"  [default: {size_unless_given}]" if size_unless_given else ""
 
     def decorate(function: Command) -> Command:
         @click.option("--data", metavar="TEXT", help=f"The data.{text_default}")

@@ -45,7 +45,10 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     "-m", "--mtu", type=click.Choice(_MTUS),
     help="Path MTU (rc, uc), the same on both sides.  [default: 1024]",
 )  # fmt: skip
-@click.option("-l", "--sl", type=integer(0, 15), metavar="N", default=0, help="Service level.")
+@click.option(
+    "-l", "--sl", type=integer(0, 15), metavar="N", default=0, show_default=True,
+    help="Service level, 0 to 15.",
+)  # fmt: skip
 @click.option("-c", "--validate", is_flag=True, help="Look at the data at the end.")
 @click.option("-e", "--events", is_flag=True, help="Sleep until a completion; else poll.")
 @click.option(

@@ -24,11 +24,11 @@ __all__ = ["read", "write"]
 
 
 @click.command()
-@peer_options(offset=True)
 @payload_options
 @click.option("--imm", type=U32, metavar="N", help="Deliver 32 bits of immediate data too.")
 @flag_options("inline", "fence", "solicited")
 @shot_options
+@peer_options(offset=True)
 @device_options
 def write(
     out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes, imm: int | None
@@ -82,10 +82,10 @@ def write(
 
 
 @click.command()
-@peer_options(offset=True)
 @payload_options
 @flag_options("fence")
 @shot_options
+@peer_options(offset=True)
 @device_options
 def read(out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes) -> None:
     """Read the memory of a second queue pair, or of HOST.

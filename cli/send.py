@@ -27,12 +27,12 @@ __all__ = ["send"]
 
 
 @click.command()
-@peer_options(offset=False)
 @payload_options
 @click.option("--imm", type=U32, metavar="N", help="Send 32 bits of immediate data too.")
 @click.option("--invalidate", is_flag=True, help="Invalidate a key of the other side (WITH_INV).")
 @flag_options("inline", "fence", "solicited")
 @shot_options
+@peer_options(offset=False)
 @device_options
 @click.pass_context
 def send(

@@ -78,7 +78,7 @@ def _access(value: str) -> str:
 @click.option("--data", metavar="TEXT", help="What the memory holds at first, before zeros.")
 @click.option("--data-file", type=click.File("rb"), metavar="FILE", help="Take that from a file.")
 @click.option("--shared", is_flag=True, help="One memory for all clients, not one for each.")
-@token_option("Serve only those who give this token.")
+@token_option("Serve only those who give this token")
 @click.option(
     "--max-clients", type=integer(1, 4096), metavar="N", default=16, show_default=True,
     help="How many at once.",
@@ -129,8 +129,10 @@ def serve(
     content = payload_of(data or "", data_file, None)
     if size is None:
         size = max(4096, len(content))
-    if not max(1, len(content)) <= size:
-        usage_error(f"--size {size} is too small for {max(1, len(content))} bytes")
+    if size < len(content):
+        usage_error(f"--size {size} is too small for {len(content)} bytes of data")
+    if size == 0:
+        usage_error("--size 0: there is at least one byte to reach")
     flags = None
     if access is not None:
         flags = Access(0)

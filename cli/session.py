@@ -71,8 +71,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
             if target.gid_index is None:
                 raise
             usage_error(str(error))
-        kind = "" if gid.gid_type is None else f" ({gid.gid_type.name})"
-        out.note(f"GID      {gid.index}, {gid.gid}{kind}: {gid.reason}")
+        out.note(f"GID      {gid}")
         yield context, port.port_num
 
 

@@ -46,8 +46,8 @@ def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @tag.command("add")
-@click.option("--mask", type=U64, metavar="N", help="Which bits of the tag count. [default: all]")
-@click.option("--message-tag", type=U64, metavar="N", help="The message's tag. [default: --tag]")
+@click.option("--mask", type=U64, metavar="N", help="Which bits of the tag count.  [default: all]")
+@click.option("--message-tag", type=U64, metavar="N", help="The message's tag.  [default: --tag]")
 @_tag_options
 def add(
     out: Output,
@@ -74,7 +74,10 @@ def add(
 @tag.command("del")
 @_tag_options
 def delete(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
-    """Add a tagged buffer and remove it, and send a message that does not find it."""
+    """Add a tagged buffer, remove it, and send a message to its tag.
+
+    The message does not find the buffer, and is received as an unexpected one.
+    """
     from rdmapost import OpsOpcode, RdmaError, TagDel, WCOpcode
 
     with _tags(out, target, shot, OpsOpcode.TAG_DEL, payload) as pair:
