@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import rdmapost as rp
 from rdmapost.cli.app import app
 
-__all__ = ["Ran", "run"]
+__all__ = ["Ran", "done", "on", "run"]
 
 
 class Ran(NamedTuple):
@@ -44,3 +45,16 @@ def run(*args: str) -> Ran:
     ):
         app(list(args))
     return Ran(end.value.code, out.getvalue(), err.getvalue())
+
+
+def on(context: rp.Context, *args: str) -> Ran:
+    """Run a command on a device."""
+    return run(*args, "-d", context.name)
+
+
+def done(context: rp.Context, *args: str) -> dict[str, Any]:
+    """Run a command on a device that must succeed; return its document."""
+    ran = on(context, *args, "--json")
+    assert ran.err == ""
+    assert ran.code == 0
+    return ran.doc

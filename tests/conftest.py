@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,10 @@ with contextlib.suppress(ImportError):
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
     config.addinivalue_line("markers", "two_hosts: needs a second machine on the same network")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # What a shell script runs in the background ignores Ctrl-C, and so would every program
+        # that a test starts and interrupts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> list[str]:

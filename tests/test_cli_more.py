@@ -5,25 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cli_runner import Ran, run
+from cli_runner import done, on, run
 from support import needs
 
 import rdmapost as rp
 from rdmapost import DeviceCap, QPType, SRQType
 from rdmapost.loopback import Loopback
-
-
-def on(context: rp.Context, *args: str) -> Ran:
-    """Run a command on a device."""
-    return run(*args, "-d", context.name)
-
-
-def done(context: rp.Context, *args: str) -> dict[str, Any]:
-    """Run a command on a device that must succeed; return its document."""
-    ran = on(context, *args, "--json")
-    assert ran.err == ""
-    assert ran.code == 0
-    return ran.doc
 
 
 def lacks(context: rp.Context, **options: Any) -> str | None:
@@ -86,6 +73,13 @@ def test_send_on_xrc(xrc: rp.Context) -> None:
         "encoding": "utf-8",
         "received": "abc",
     }
+
+
+@pytest.mark.parametrize("name", ["rc", "RC", "uc", "ud", "xrc", "XRC_SEND", "raw", "raw_packet"])
+def test_qp_type_by_either_name(name: str) -> None:
+    wanted = {"XRC": "XRC_SEND", "RAW": "RAW_PACKET"}.get(name.upper(), name.upper())
+    with rp.open_device("soft0") as context:
+        assert done(context, "send", "--qp-type", name)["qp_type"] == wanted
 
 
 @pytest.mark.parametrize("more", [["--imm", "7"], ["--inline"], ["--solicited"]], ids=" ".join)

@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,26 +14,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_runner import Ran, run
+from playing import HOST, LIMIT, free_port, listening, start
 from support import run_python
 
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Pingpong, PingpongError, Result, listen
 
-HOST = "127.0.0.1"
-LIMIT = 60
 TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager
@@ -303,31 +294,8 @@ def test_a_stranger_is_told_in_one_line(context):
     )
 
 
-COMMAND = "from rdmapost.cli import main; main()"
-
-
-def start(*args: str) -> subprocess.Popen[str]:
-    """Start the command in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", COMMAND, "pingpong", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-
-
-def listening(server: subprocess.Popen[str]) -> str:
-    """Wait until a server says that it listens; return the port."""
-    assert server.stderr is not None
-    for line in server.stderr:
-        if match := re.match(r"waiting for a client on \S+:(\d+)$", line):
-            return match[1]
-    pytest.fail(f"the server ended with {server.wait()}")
-
-
-def test_ctrl_c_ends_a_waiting_server(context):
-    server = start("-d", context.name, "--tcp-port", "0", "--bind", HOST, "--json")
+def test_ctrl_c_ends_a_waiting_server():
+    server = start("-d", "soft0", "--tcp-port", "0", "--bind", HOST, "--json")
     try:
         listening(server)
         server.send_signal(signal.SIGINT)
@@ -400,193 +368,3 @@ def test_no_progress_bar_without_a_terminal():
     assert done.returncode == 0
     assert done.stderr == "soft0 is inside this process, and no other process can reach it\n"
     assert json.loads(done.stdout)["round_trips"] == 3000
-
-
-# ---- two processes, on a real device ------------------------------------------
-
-
-@pytest.fixture
-def device(verbs_context: rp.Context) -> str:
-    return verbs_context.name
-
-
-@pytest.fixture
-def device_gid(verbs_context: rp.Context) -> str:
-    return str(rp.choose_gid(verbs_context).index)
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for the end of a process; return its exit code and what it printed."""
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    finally:
-        process.kill()
-        process.wait()
-    return process.returncode, out, err
-
-
-@TYPES
-@pytest.mark.parametrize("more", [[], ["-e"]], ids=["poll", "events"])
-def test_two_processes(device, qp_type, more):
-    common = ["-d", device, "--qp-type", qp_type, "-n", "200", "-c", "--json", "--timeout", "20"]
-    common += more
-    server = start(*common, "--tcp-port", "0", "--bind", HOST, "--wait", "30")
-    port = listening(server)
-    code, out, err = ended(start(HOST, *common, "--tcp-port", port))
-    server_code, server_out, server_err = ended(server)
-    assert (code, err) == (0, "")
-    assert (server_code, server_err) == (0, "")
-    documents = [json.loads(out), json.loads(server_out)]
-    assert [doc["round_trips"] for doc in documents] == [200, 199]
-    assert all(doc["validated"] for doc in documents)
-
-
-def exchanged(process: subprocess.Popen[str]) -> None:
-    """Wait until a process that is verbose says who its peer is: then it plays."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("remote "):
-            return
-    pytest.fail(f"the process ended with {process.wait()}")
-
-
-@pytest.mark.parametrize(
-    ("qp_type", "victim", "end"),
-    [
-        ("rc", "client", signal.SIGKILL),
-        ("rc", "server", signal.SIGINT),
-        ("ud", "server", signal.SIGKILL),
-        ("ud", "client", signal.SIGINT),
-    ],
-)
-def test_a_peer_that_ends_in_the_middle_is_told_in_one_line(device, qp_type, victim, end):
-    common = ["-d", device, "--qp-type", qp_type, "-n", "100000000", "--timeout", "10", "-v"]
-    server = start(*common, "--tcp-port", "0", "--bind", HOST, "--wait", "30")
-    player = start(HOST, *common, "--tcp-port", listening(server))
-    for process in (player, server):
-        exchanged(process)
-    # Some messages: nothing tells of them.
-    time.sleep(1)
-    doomed, other = (player, server) if victim == "client" else (server, player)
-    assert other.poll() is None
-    doomed.send_signal(end)
-    if end is signal.SIGINT:
-        code, out, err = ended(doomed)
-        assert (code, out, err.strip()) == (130, "", "")
-    else:
-        doomed.communicate(timeout=LIMIT)
-    code, out, err = ended(other)
-    assert (code, out) == (1, "")
-    assert re.fullmatch(
-        rf"rdmapost: ({HOST}:\d+ does not answer|no message from {HOST}:\d+ within 10 s), "
-        r"after \d+ of 100000000 messages.*: it has died.*\n",
-        err,
-    )
-
-
-# ---- against the stock programs -----------------------------------------------
-
-
-@contextlib.contextmanager
-def stock(qp_type: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a program of ibverbs-utils."""
-    name = f"ibv_{qp_type}_pingpong"
-    if shutil.which(name) is None:
-        pytest.skip(f"{name} is not installed (package ibverbs-utils)")
-    process = subprocess.Popen(
-        [name, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def said(process: subprocess.Popen[str]) -> str:
-    """Return what a stock program printed; it must have ended well."""
-    out, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, out
-    assert "invalid data" not in out
-    return out
-
-
-def wait_for_port(process: subprocess.Popen[str], port: int) -> None:
-    """Wait until a process listens, without connecting: it takes one connection."""
-    end = time.monotonic() + LIMIT
-    state = f":{port:04X} "
-    while time.monotonic() < end:
-        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-            with contextlib.suppress(FileNotFoundError):
-                for line in Path(table).read_text().splitlines()[1:]:
-                    # Local address and state, 0A for one that listens.
-                    if state in line.split()[1] + " " and line.split()[3] == "0A":
-                        return
-        assert process.poll() is None, said(process)
-        time.sleep(0.02)
-    pytest.fail("the stock server does not listen")
-
-
-STOCK = pytest.mark.parametrize(
-    ("qp_type", "options"),
-    [
-        ("rc", []),
-        ("rc", ["-s", "1000", "-n", "37", "-r", "5"]),
-        ("rc", ["-n", "60", "-e"]),
-        ("uc", ["-s", "1", "-n", "60"]),
-        ("uc", ["-n", "60", "-e"]),
-        ("ud", ["-n", "60"]),
-        ("ud", ["-s", "1000", "-n", "37", "-r", "5", "-e"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "defaults",
-)
-
-
-@STOCK
-def test_stock_server(device, device_gid, qp_type, options):
-    port = free_port()
-    with stock(qp_type, "-d", device, "-g", device_gid, "-p", str(port), "-c", *options) as server:
-        wait_for_port(server, port)
-        ran = run(
-            "pingpong", HOST, "--tcp-port", str(port), "-d", device, "--qp-type", qp_type,
-            "-c", "--timeout", "20", "--json", *options,
-        )  # fmt: skip
-        assert (ran.code, ran.err) == (0, "")
-        out = said(server)
-    doc = ran.doc
-    assert doc["validated"]
-    assert doc["round_trips"] == doc["iters"]
-    assert f"{2 * doc['size'] * doc['iters']} bytes in " in out
-    assert f"{doc['iters']} iters in " in out
-    assert f"QPN {doc['local']['qpn']:#08x}" in out
-
-
-@STOCK
-def test_stock_client(device, device_gid, qp_type, options):
-    server = start(
-        "-d", device, "--qp-type", qp_type, "--tcp-port", "0", "--bind", HOST, "--wait", "30",
-        "-c", "--timeout", "20", "--json", *options,
-    )  # fmt: skip
-    port = listening(server)
-    with stock(qp_type, "-d", device, "-g", device_gid, "-p", port, "-c", *options, HOST) as player:
-        out = said(player)
-    code, document, err = ended(server)
-    assert (code, err) == (0, "")
-    doc = json.loads(document)
-    assert doc["validated"]
-    assert doc["round_trips"] == doc["iters"] - 1
-    assert f"{doc['iters']} iters in " in out
-
-
-@TYPES
-def test_stock_program_without_a_gid(device, verbs_context, qp_type):
-    if verbs_context.query_port(1).link_layer is not rp.LinkLayer.ETHERNET:
-        pytest.skip(f"{device} needs no GID")
-    port = free_port()
-    with stock(qp_type, "-d", device, "-p", str(port)) as server:
-        wait_for_port(server, port)
-        ran = run("pingpong", HOST, "--tcp-port", str(port), "-d", device, "--qp-type", qp_type)
-    assert ran.code == 1
-    assert "-g INDEX" in ran.err

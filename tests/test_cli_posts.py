@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import pytest
-from cli_runner import Ran, run
+from cli_runner import done, on, run
 
 import rdmapost as rp
 from rdmapost import check as checks
@@ -18,19 +17,6 @@ EVERY_DEVICE = {
     *((opcode, "UC") for opcode in TUTORIAL_RC if opcode.startswith(("SEND", "RDMA_WRITE"))),
     *((opcode, "UD") for opcode in TUTORIAL_RC if opcode.startswith("SEND")),
 }
-
-
-def on(context: rp.Context, *args: str) -> Ran:
-    """Run a command on a device."""
-    return run(*args, "-d", context.name)
-
-
-def done(context: rp.Context, *args: str) -> dict[str, Any]:
-    """Run a command on a device that must succeed; return its document."""
-    ran = on(context, *args, "--json")
-    assert ran.err == ""
-    assert ran.code == 0
-    return ran.doc
 
 
 # ---- check ------------------------------------------------------------------
@@ -119,6 +105,17 @@ def test_devices_prints_a_table(context: rp.Context) -> None:
     (row,) = [line for line in ran.out.splitlines() if line.startswith(f"{context.name} ")]
     assert row.split()[1] == ("software" if context.kind == "soft" else "verbs")
     assert f"*  GID {rp.choose_gid(context).index} " in ran.out
+
+
+def test_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
+    choice = rp.choose_gid(context)
+    quiet, verbose = on(context, "devices"), on(context, "devices", "-v")
+    assert quiet.err == ""
+    assert verbose.out == quiet.out
+    kind = "" if choice.gid_type is None else f" ({choice.gid_type.name})"
+    assert verbose.err == (
+        f"{context.name} port 1: GID {choice.index}, {choice.gid}{kind}: {choice.reason}\n"
+    )
 
 
 def test_devices_lists_all(context: rp.Context) -> None:

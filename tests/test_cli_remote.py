@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cli_runner import Ran, run
+from cli_runner import done, on, run
 
 import rdmapost as rp
 from rdmapost import Access, connect
@@ -29,18 +29,6 @@ def serve(context: rp.Context) -> Iterator[Serve]:
             return str(server)
 
         yield make
-
-
-def on(context: rp.Context, *args: str) -> Ran:
-    return run(*args, "-d", context.name)
-
-
-def done(context: rp.Context, *args: str) -> dict[str, Any]:
-    """Run a command on a device that must succeed; return its document."""
-    ran = on(context, *args, "--json")
-    assert ran.err == ""
-    assert ran.code == 0
-    return ran.doc
 
 
 # ---- the one-shots -----------------------------------------------------------
@@ -232,8 +220,8 @@ def test_something_else_listens(context: rp.Context) -> None:
         (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "--qp-type is rc, uc or ud"),
         (["serve", "--tcp-port", "99999"], "at most 65535"),
         (["serve", "--access", "read,everything"], "'everything' is not read, write or atomic"),
-        (["serve", "--size", "2", "--data", "abc"], "too small for 3 bytes"),
-        (["serve", "--size", "0"], "too small for 1 bytes"),
+        (["serve", "--size", "2", "--data", "abc"], "too small for 3 bytes of data"),
+        (["serve", "--size", "0"], "at least one byte"),
         (["serve", "--token", ""], "1 to 256 characters"),
         (["serve", "--count", "99999"], "at most 16384"),
     ],

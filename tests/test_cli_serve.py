@@ -1,6 +1,6 @@
 """``rdmapost serve``: what it prints, how it ends, and what it outlives.
 
-What only two processes can show runs on a real device.
+What only two processes with a real device can show is in test_cli_serve_peers.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cli_runner import Ran, run
+from cli_runner import Ran, on
 
 import rdmapost as rp
-from rdmapost import WCStatus, connect
+from rdmapost import connect
 
 PATIENCE = 60.0
 """Seconds after which something that must come does not come."""
-
-
-def on(context: rp.Context, *args: str) -> Ran:
-    return run(*args, "-d", context.name)
 
 
 # ---- what serve prints --------------------------------------------------------
@@ -324,156 +319,3 @@ def test_serve_prints_for_people() -> None:
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "ended after 0 clients\n"
     assert process.returncode == 0
-
-
-# ---- two processes on a real device -----------------------------------------------
-
-
-def test_every_one_shot_posts_to_serve(
-    verbs_context: rp.Context, start: Callable[..., Process]
-) -> None:
-    device = verbs_context.name
-    served = start("-d", device, "--token", "secret", "--shared", "--data", "12345678")
-
-    def post(*args: str) -> dict[str, Any]:
-        ran = command(*args, served.where, "-d", device, "--json", RDMAPOST_TOKEN="secret")
-        assert ran.stderr == ""
-        assert ran.returncode == 0
-        doc = json.loads(ran.stdout)
-        assert doc["status"] == "SUCCESS"
-        assert isinstance(doc, dict)
-        return doc
-
-    for qp_type in ("rc", "uc", "ud"):
-        doc = post("send", "--data", "hello", "--imm", "5", "--qp-type", qp_type)
-        assert (doc["received"], doc["imm_data"]) == ("hello", 5)
-        joined, arrived = served.next("joined"), served.next("arrived")
-        assert joined["qp_type"] == qp_type.upper()
-        assert (arrived["data"], arrived["imm_data"], arrived["byte_len"]) == ("hello", 5, 5)
-        assert served.next("left")["reason"] == "done"
-    assert post("read", "--size", "8")["received"] == "12345678"
-    assert post("write", "--data", "abc", "--offset", "100")["received"] == "abc"
-    assert post("write", "--data", "xyz", "--imm", "9", "--qp-type", "uc")["imm_data"] == 9
-    assert served.next("arrived")["imm_data"] == 9
-    assert post("atomic", "fetch-add", "--offset", "64", "--add", "7")["new"] == 7
-    doc = post("atomic", "cas", "--offset", "64", "--compare", "7", "--swap", "8")
-    assert (doc["old"], doc["new"]) == (7, 8)
-    ran = command("send", served.where, "-d", device)
-    assert ran.returncode == 1
-    assert "asks for a token" in ran.stderr
-    code, err = served.end()
-    assert (code, err) == (0, "")
-    assert served.next("ended")["clients"] == 8
-
-
-def test_a_client_on_the_software_device_is_refused_by_name(
-    verbs_context: rp.Context, start: Callable[..., Process]
-) -> None:
-    served = start("-d", verbs_context.name)
-    ran = command("send", "-d", "soft0", served.where)
-    assert ran.returncode == 1
-    assert "the client uses soft0: that device lives in one process" in ran.stderr
-
-
-CLIENT = """
-import os, socket, sys, rdmapost as rp
-from rdmapost import connect
-from rdmapost.connect.fabric import fabric_of
-from rdmapost.connect.messages import Bye, Hello, Look, Ready, Report, encode
-device, port, step = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-context = rp.open_device(device)
-def die():
-    os.kill(os.getpid(), 9)
-if step in ("hello", "half a hello", "ready", "half a report", "waiting"):
-    pd = rp.PD(context); cq = rp.CQ(context); qp = rp.QP(pd, rp.QPType.RC, cq)
-    sock = socket.create_connection(("127.0.0.1", port))
-    hello = encode(Hello(None, fabric_of(context), rp.QPType.RC, qp.endpoint()))
-    sock.sendall(hello[:40] if step == "half a hello" else hello)
-    if step not in ("half a hello", "hello"):
-        sock.recv(4096)
-        sock.sendall(encode(Ready()))
-        sock.recv(4096)
-    if step == "half a report":
-        sock.sendall(encode(Report(1, 1000))[:9])
-    if step == "waiting":
-        sock.sendall(encode(Report(1, 60000)))
-    die()
-peer = connect.dial(context, "127.0.0.1", port)
-if step == "connected":
-    die()
-memory = peer.region(4096)
-peer.qp.post_send([rp.RdmaWrite(memory[:4096], **peer.target())] * 8)
-if step == "posted":
-    die()
-peer.wait(8)
-die()
-"""
-
-
-def test_serve_outlives_clients_that_are_killed(
-    verbs_context: rp.Context, start: Callable[..., Process]
-) -> None:
-    served = start("-d", verbs_context.name, "--max-clients", "2")
-    port = served.first["port"]
-    with connect.dial(verbs_context, "127.0.0.1", port) as witness:
-        served.next("joined")
-        for step in (
-            "half a hello", "hello", "ready", "half a report", "waiting", "connected", "posted",
-            "done",
-        ):  # fmt: skip
-            ended = subprocess.run(
-                [sys.executable, "-P", "-c", CLIENT, verbs_context.name, str(port), step],
-                capture_output=True, text=True, timeout=PATIENCE, check=False,
-            )  # fmt: skip
-            assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, ""), step
-            # What it had is gone, so there is a place for the next one.
-            gone = served.next("refused" if step == "half a hello" else "left")
-            assert "connection" in gone.get("reason", gone.get("error")), step
-            # It wrote zeros, which is what stood there.
-            assert gone.get("changed") is None
-            witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))
-            witness.wait()[0].check()
-    with connect.dial(verbs_context, "127.0.0.1", port) as peer:
-        assert peer.look(0, 1).data == b"\0"
-    assert served.end() == (0, "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_client_whose_server_dies_is_told(
-    verbs_context: rp.Context, start: Callable[..., Process], number: signal.Signals
-) -> None:
-    served = start("-d", verbs_context.name)
-    with connect.dial(verbs_context, "127.0.0.1", served.first["port"]) as peer:
-        peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
-        peer.wait()[0].check()
-        served.process.send_signal(number)
-        assert served.process.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 0)
-        peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
-        # The queue pair at the far side is gone: nobody acknowledges.
-        assert peer.wait(1, PATIENCE)[0].status is WCStatus.RETRY_EXC_ERR
-        started = time.monotonic()
-        with pytest.raises(connect.ConnectError) as error:
-            peer.look()
-        assert error.value.code == ("lost" if number == signal.SIGKILL else "closing")
-        assert time.monotonic() - started < peer.timeout
-    assert peer.qp.closed
-
-
-def test_several_processes_post_at_once(
-    verbs_context: rp.Context, start: Callable[..., Process]
-) -> None:
-    served = start("-d", verbs_context.name)
-    clients = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "rdmapost.cli", "send", "-d", verbs_context.name,
-             served.where, "--count", "10", "--data", f"from {name}", "--timeout", "30", "--json"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for name in range(4)
-    ]  # fmt: skip
-    for name, client in enumerate(clients):
-        out, err = client.communicate(timeout=PATIENCE)
-        assert (client.returncode, err) == (0, "")
-        assert json.loads(out)["received"] == f"from {name}"
-    assert [served.next("left")["reason"] for _ in clients] == ["done"] * 4
-    assert served.end() == (0, "")

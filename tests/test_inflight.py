@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -118,7 +119,7 @@ def test_tickets_name_their_queue():
 def test_count_wraps_around():
     """After 2^32 work requests the tickets start again, and nothing is mixed up."""
     queue = InFlight()
-    queue.counts[:2] = [(1 << 32) - 2, (1 << 32) - 2]
+    queue.posted = queue.done = (1 << 32) - 2
     tickets = []
     for wr_id in range(5):
         tickets.append(queue.next_ticket())
@@ -142,3 +143,31 @@ def test_memory_is_let_go_at_the_completion():
         assert ref() is not None
         queue.complete(ticket)
         assert ref() is None
+
+
+@pytest.mark.parametrize("again", ["add", "complete", "clear", "forget_last"])
+def test_finalizer_may_come_back(again):
+    """What a completion lets go of may run any code, and that finds the queue in order."""
+    queue = InFlight()
+    left = 40
+
+    class Finalized:
+        def __del__(self) -> None:
+            nonlocal left
+            left -= 1
+            if again == "add":
+                queue.add(left, ())
+            elif again == "complete":
+                queue.complete(queue.next_ticket() - 1)
+            elif again == "clear":
+                queue.clear()
+            else:
+                queue.forget_last(1)
+            assert queue.outstanding == len(list(queue.references()))
+
+    for wr_id in range(20):
+        queue.add(wr_id, (Finalized(),))
+    queue.add_list([*range(20)], [(Finalized(),) for _ in range(20)])
+    assert queue.complete(queue.base | 9) == 9
+    queue.clear()
+    assert left == 0

@@ -23,17 +23,19 @@ from bench.null import HERE, compile_c
 TIMES = 40
 
 BOUNDS = {
-    "build/RDMA_WRITE/1/1/checked": 27_000,
-    "build/RDMA_WRITE/1/1/unchecked": 27_000,
-    "build/RDMA_WRITE/32/1/checked": 23_000,
-    "build/RDMA_WRITE/32/1/unchecked": 23_000,
-    "prepared/1": 2_000,
-    "prepared/32": 100,
-    "recv/1/checked": 23_000,
-    "recv/32/checked": 19_000,
-    "poll/16": 13_000,
+    "build/RDMA_WRITE/1/1/checked": 10_500,
+    "build/RDMA_WRITE/1/1/unchecked": 10_000,
+    "build/RDMA_WRITE/32/1/checked": 9_500,
+    "build/RDMA_WRITE/32/1/unchecked": 9_200,
+    "prepared/1": 1_250,
+    "prepared/32": 60,
+    "recv/1/checked": 8_500,
+    "recv/32/checked": 7_500,
+    "poll/16": 4_000,
 }
 """Instructions for each work request or completion, by on_rdmapost.py's names."""
+ELSEWHERE = 1.0 if sys.version_info[:2] == (3, 11) else 1.6
+"""What other versions may take of it: 3.13 takes half as much again where it is not optimized."""
 
 
 def count() -> dict[str, float]:
@@ -70,7 +72,7 @@ def counts() -> dict[str, float]:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_instructions(counts: dict[str, float], name: str) -> None:
     """A work request, or a completion, takes no more instructions than its bound."""
-    assert counts[name] <= BOUNDS[name]
+    assert counts[name] <= BOUNDS[name] * ELSEWHERE
 
 
 if __name__ == "__main__":

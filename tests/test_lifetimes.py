@@ -162,6 +162,38 @@ def test_child_of_a_fork_closes_nothing(context):
     assert said.splitlines() == ["0", "0", "0", "b'work'"]
 
 
+def test_forking_loses_nothing_of_the_parent(context):
+    """Its children come and go, one while a thread polls, and its end is as if there were none.
+
+    They end without their interpreter's end, in which Python loses memory of its own.
+    """
+    said = prints(
+        SETUP + "import threading, warnings\n"
+        # From 3.12 on Python warns of a fork beside a thread.
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "things = make()\n"
+        "polls = threading.Event()\n"
+        "def poll():\n"
+        "    while not polls.is_set(): things['cq'].poll()\n"
+        "thread = threading.Thread(target=poll)\n"
+        "thread.start()\n"
+        "for way in ('nothing', 'close', 'garbage'):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        if way == 'close':\n"
+        "            for name in ('a', 'b', 'mr', 'cq', 'pd', 'context'): things[name].close()\n"
+        "        if way == 'garbage':\n"
+        "            things.clear(); gc.collect()\n"
+        "        os._exit(0)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "polls.set()\n"
+        "thread.join()\n"
+        "print('ends')\n",
+        context.name,
+    )
+    assert said.splitlines() == ["0", "0", "0", "ends"]
+
+
 def test_exception_in_the_middle_of_set_up_closes_what_was_opened(context):
     opened: list[rp.PD | rp.CQ | rp.MR | rp.QP | rp.Context] = []
 
@@ -284,27 +316,39 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def least_growth(work) -> int:
+    """Return by how many bytes this process grows, in the best of three runs of the same.
+
+    What leaks does so in each; what other tests have left for later comes once.
+    """
+    grown = []
+    while len(grown) < 3 and min(grown, default=1 << 20) >= 1 << 20:
+        gc.collect()
+        before = resident()
+        work()
+        gc.collect()
+        grown.append(resident() - before)
+    return min(grown)
+
+
 def test_200_000_posts_leave_resident_memory_where_it_was(connect):
     pair = connect(QPType.UC, max_send_wr=256)
-    batch = 250
+    # With more than 64 on their way, a requester of Soft-RoCE now and then sleeps until the next
+    # post: the last packet may arrive just before it asks to be woken.
+    batch = 50
     signaled = int(rp.SendFlags.SIGNALED)
     wrs = [
         pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=i, send_flags=signaled * (i == batch - 1))
         for i in range(batch)
     ]
 
-    def post(lists: int) -> int:
+    def post(lists: int) -> None:
         for _ in range(lists):
             pair.a.post_send(wrs)
             pair.wait()
-        return lists * batch
 
-    post(40)
-    gc.collect()
-    before = resident()
-    assert post(800) == 200_000
-    gc.collect()
-    grown = resident() - before
+    post(200)
+    grown = least_growth(lambda: post(200_000 // batch))
     assert pair.a.outstanding == (0, 0)
     assert grown < 1 << 20, f"{grown} bytes more after 200,000 posts"
 
@@ -320,11 +364,7 @@ def test_opening_and_closing_leaves_resident_memory_where_it_was(connect):
                 qp.close()
 
     cycle(20)
-    gc.collect()
-    before = resident()
-    cycle(200)
-    gc.collect()
-    assert resident() - before < 1 << 20
+    assert least_growth(lambda: cycle(200)) < 1 << 20
     assert len(pair.pd.context._queues) == 4
 
 

@@ -10,6 +10,7 @@ import sys
 
 import click
 import pytest
+from support import prints
 
 import rdmapost as rp
 from rdmapost.cli.app import Later, app
@@ -41,6 +42,27 @@ def test_every_public_name_is_there_at_its_first_use() -> None:
         "from rdmapost import frames; frames.ethernet",
     ):
         assert "rdmapost.queuepair" in modules_after(use), use
+
+
+OUTDATED = """
+import sys, types
+from rdmapost import _verbs
+older = types.ModuleType("rdmapost._verbs")
+older.__dict__.update({name: each for name, each in vars(_verbs).items() if name != "InFlight"})
+sys.modules["rdmapost._verbs"] = sys.modules["rdmapost"]._verbs = older
+try:
+    from rdmapost import Access
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_compiled_module_of_older_sources_is_named() -> None:
+    """And not the name that was asked for."""
+    said = prints(OUTDATED)
+    assert "'InFlight'" in said
+    assert "compiled module" in said
+    assert "Access" not in said
 
 
 def test_public_names() -> None:

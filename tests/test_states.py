@@ -35,6 +35,27 @@ def receive(pair: Pair, wr_id: int) -> rp.RecvWR:
     return rp.RecvWR(pair.theirs[:ROOM], wr_id=wr_id)
 
 
+# ---- attributes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_rnr_timer", 32), ("max_dest_rd_atomic", 255), ("timeout", 32), ("retry_cnt", 8),
+        ("rnr_retry", 8), ("max_rd_atomic", 255),
+    ],
+)  # fmt: skip
+def test_an_attribute_out_of_range_is_named(connect, context, name, value):
+    """Where the device says EINVAL and no more; then it can be given again."""
+    looks = context.kind == "soft" or name in ("timeout", "max_rd_atomic")
+    needs(looks, f"a look at {name}: it takes any", context)
+    pair = connect(QPType.RC, to=QPState.RESET)
+    with pytest.raises(rp.VerbsError, match=rf"EINVAL.*{name}={value} is not in 0\.\.\d+"):
+        pair.a.connect(pair.b.endpoint(), **{name: value})
+    pair.connect()
+    pair.works()
+
+
 # ---- RESET, INIT, RTR ---------------------------------------------------------------
 
 

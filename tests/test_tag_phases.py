@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from test_soft_tags import EAGER, MATCHED, NO_FLAGS, SYNC, Server, tmh
+from tag_server import EAGER, MATCHED, NO_FLAGS, SYNC, Server, tmh
 
 import rdmapost as rp
 from rdmapost import OpsFlags, WCFlags, WCOpcode, WCStatus

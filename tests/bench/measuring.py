@@ -23,7 +23,8 @@ class Case(NamedTuple):
     Attributes:
         name: what it is, as the other workers call it.
         statement: what is timed, inlined into timeit's loop.
-        each: how many work requests, or completions, a statement handles.
+        each: how many work requests, or completions, a statement handles; 0 where
+            nothing is posted or polled.
         names: the names that it uses.
         before, after: what is not timed, around each run; ``before`` takes
             how often the statement will run.
@@ -66,14 +67,14 @@ class NullDevice:
 
 def best_ns(case: Case, runs: int, null: NullDevice, work: int = WORK) -> float:
     """Return the least ns of CPU time for each work request among several runs."""
-    number = max(1, work // case.each)
+    number = max(1, work // (case.each or 1))
     timer = timeit.Timer(case.statement, timer=time.process_time, globals=case.names)
     found = []
     for _ in range(runs):
         if case.before is not None:
             case.before(number)
         posted = null.posted
-        found.append(timer.timeit(number) / number / case.each * 1e9)
+        found.append(timer.timeit(number) / number / (case.each or 1) * 1e9)
         arrived = null.posted - posted
         if arrived != (0 if "poll" in case.statement else number * case.each):
             raise AssertionError(f"{case.name}: {arrived} work requests arrived")

@@ -10,6 +10,10 @@
  * A post goes through the chain and counts it.  After null_remember(1) the CQ
  * also remembers what is posted, and polling gives it back, all successful, in
  * order.
+ *
+ * For tests of what is said when a device refuses, NULL_REFUSES in the environment
+ * names a control verb and the errno that it fails with ("ibv_reg_mr=12"), and
+ * NULL_PORT_STATE the state of the port.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -58,6 +62,17 @@ uint64_t null_posted(void)
 void null_mark(void)
 {
 	__asm__ volatile("");
+}
+
+/* The errno that a control verb is to fail with, or 0; it is errno then. */
+static int refuses(const char *call)
+{
+	const char *told = getenv("NULL_REFUSES");
+	size_t length = strlen(call);
+
+	if (!told || strncmp(told, call, length) || told[length] != '=')
+		return 0;
+	return errno = atoi(told + length + 1);
 }
 
 /* ---- data verbs ---------------------------------------------------------- */
@@ -156,6 +171,8 @@ static struct ibv_device device = {
 
 struct ibv_device **ibv_get_device_list(int *count)
 {
+	if (refuses("ibv_get_device_list"))
+		return NULL;
 	struct ibv_device **list = calloc(2, sizeof(*list));
 
 	if (list)
@@ -183,6 +200,8 @@ __be64 ibv_get_device_guid(struct ibv_device *of)
 
 int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attr)
 {
+	if (refuses("ibv_query_device"))
+		return errno;
 	(void)context;
 	memset(attr, 0, sizeof(*attr));
 	attr->max_mr_size = UINT64_MAX;
@@ -210,9 +229,13 @@ static int query_port(struct ibv_context *context, uint8_t port_num,
 		.link_layer = IBV_LINK_LAYER_INFINIBAND,
 	};
 
+	const char *state = getenv("NULL_PORT_STATE");
+
 	(void)context;
 	if (port_num != 1)
 		return EINVAL;
+	if (state)
+		found.state = atoi(state);
 	memset(attr, 0, size);
 	memcpy(attr, &found, size < sizeof(found) ? size : sizeof(found));
 	return 0;
@@ -255,12 +278,16 @@ int ibv_query_pkey(struct ibv_context *context, uint8_t port_num, int index,
 
 struct ibv_pd *ibv_alloc_pd(struct ibv_context *context)
 {
+	if (refuses("ibv_alloc_pd"))
+		return NULL;
 	MAKE(struct ibv_pd, pd, context, context);
 	return pd;
 }
 
 int ibv_dealloc_pd(struct ibv_pd *pd)
 {
+	if (refuses("ibv_dealloc_pd"))
+		return errno;
 	free(pd);
 	return 0;
 }
@@ -268,6 +295,8 @@ int ibv_dealloc_pd(struct ibv_pd *pd)
 struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length,
 				uint64_t iova, unsigned int access)
 {
+	if (refuses("ibv_reg_mr"))
+		return NULL;
 	MAKE(struct ibv_mr, mr, context, pd->context);
 	(void)iova, (void)access;
 	mr->pd = pd;
@@ -286,6 +315,8 @@ struct ibv_mr *ibv_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 
 int ibv_dereg_mr(struct ibv_mr *mr)
 {
+	if (refuses("ibv_dereg_mr"))
+		return errno;
 	free(mr);
 	return 0;
 }
@@ -307,6 +338,8 @@ static int dealloc_mw(struct ibv_mw *mw)
 
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context)
 {
+	if (refuses("ibv_create_comp_channel"))
+		return NULL;
 	MAKE(struct ibv_comp_channel, channel, context, context);
 	channel->fd = eventfd(0, EFD_CLOEXEC);
 	return channel;
@@ -323,6 +356,8 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
 			     void *cq_context, struct ibv_comp_channel *channel,
 			     int comp_vector)
 {
+	if (refuses("ibv_create_cq"))
+		return NULL;
 	struct null_cq *queue = calloc(1, sizeof(*queue));
 
 	(void)comp_vector;
@@ -348,6 +383,8 @@ int ibv_destroy_cq(struct ibv_cq *cq)
 static struct ibv_qp *create_qp_ex(struct ibv_context *context,
 				   struct ibv_qp_init_attr_ex *init)
 {
+	if (refuses("ibv_create_qp"))
+		return NULL;
 	MAKE(struct ibv_qp, qp, context, context);
 	qp->pd = init->pd;
 	qp->send_cq = init->send_cq;
@@ -371,6 +408,8 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *init)
 
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 {
+	if (refuses("ibv_modify_qp"))
+		return errno;
 	if (mask & IBV_QP_STATE)
 		qp->state = attr->qp_state;
 	return 0;
@@ -396,6 +435,8 @@ int ibv_destroy_qp(struct ibv_qp *qp)
 
 struct ibv_srq *ibv_create_srq(struct ibv_pd *pd, struct ibv_srq_init_attr *init)
 {
+	if (refuses("ibv_create_srq"))
+		return NULL;
 	MAKE(struct ibv_srq, srq, context, pd->context);
 	(void)init;
 	srq->pd = pd;
@@ -410,6 +451,8 @@ int ibv_destroy_srq(struct ibv_srq *srq)
 
 struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr)
 {
+	if (refuses("ibv_create_ah"))
+		return NULL;
 	MAKE(struct ibv_ah, ah, context, pd->context);
 	(void)attr;
 	ah->pd = pd;
@@ -424,6 +467,8 @@ int ibv_destroy_ah(struct ibv_ah *ah)
 
 struct ibv_context *ibv_open_device(struct ibv_device *of)
 {
+	if (refuses("ibv_open_device"))
+		return NULL;
 	struct verbs_context *verbs = calloc(1, sizeof(*verbs));
 
 	if (!verbs)

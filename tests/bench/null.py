@@ -157,6 +157,26 @@ def print_wide(title: str, rows: list[tuple[str, str]], ours: Figures, pyverbs: 
         )
 
 
+PIECES = (
+    ("pieces of an RDMA write, checked", ""),
+    ("an SGE: mr[0:8]", "piece/slice"),
+    ("the work request, with an SGE kept", "piece/wr"),
+    ("posting one that is kept", "piece/post/1"),
+    ("posting a list of 32, each", "piece/post/32"),
+    ("changing a prepared work request", ""),
+    ("a number: one.remote_addr = addr", "patch/remote_addr"),
+    ("its wr_id", "patch/wr_id"),
+    ("its SGE", "patch/sg_list"),
+    ("beside: a number of a struct, by cffi", "patch/struct"),
+)
+
+
+def print_pieces(ours: Figures) -> None:
+    """Print where the time of a post goes, and what changing a prepared one takes."""
+    for label, name in PIECES:
+        print(f"{label:<40}{number(ours.get(name))}" if name else f"\n{label}")
+
+
 def print_growth(ours: Figures) -> None:
     """Print what one more costs when there are, or were, many."""
     print("\ncost of one more, after       post, if all   post, if all   poll 16, each")
@@ -213,6 +233,7 @@ def main() -> None:
     print_wide(
         "one of each opcode", [(name.split("/")[1], name) for name in cases], ours, theirs, c
     )
+    print_pieces(ours)
     if not options.no_growth:
         print_growth(ours)
 

@@ -12,6 +12,7 @@ import measuring
 from measuring import LENGTHS, SGES, Case, NullDevice
 
 import rdmapost as rp
+from rdmapost._binding import ffi
 
 ALL = rp.Access(0)
 for _access in (
@@ -109,6 +110,27 @@ class Bench:
                 post = qp.prepare(wrs).post
                 yield self.case(f"prepared/{length}", qp, "post()", length, post=post)
 
+    def pieces(self, qp: rp.QP) -> Iterator[Case]:
+        """What building and posting one is made of."""
+        wr = eval(build("RDMA_WRITE"), self.names)
+        yield Case("piece/slice", "mr[0:8]", 0, self.names)
+        yield Case("piece/wr", build("RDMA_WRITE", "kept"), 0, self.names)
+        for length in (1, 32):
+            posted = wr if length == 1 else [wr] * length
+            yield self.case(f"piece/post/{length}", qp, "post(wrs)", length, wrs=posted)
+
+    def patches(self, qp: rp.QP) -> Iterator[Case]:
+        """A field of a prepared work request, and of the struct by way of cffi."""
+        one = qp.prepare(eval(build("RDMA_WRITE"), self.names))[0]
+        struct = ffi.new("struct ibv_send_wr *")
+        names = {**self.names, "one": one, "struct": struct}
+        for name, statement in (
+            ("remote_addr", "one.remote_addr = addr"), ("wr_id", "one.wr_id = 7"),
+            ("sg_list", "one.sg_list = sge"), ("struct", "struct.wr.rdma.remote_addr = addr"),
+        ):  # fmt: skip
+            # Nothing is posted.
+            yield Case(f"patch/{name}", statement, 0, names)
+
     def receives(self, qp: rp.QP, mode: str) -> Iterator[Case]:
         for length in (1, 32):
             one = "RecvWR(mr[0:8], wr_id=7)"
@@ -140,6 +162,8 @@ class Bench:
             yield from self.receives(qp, mode)
             if mode == "checked":
                 yield from self.prepared(qp)
+                yield from self.patches(qp)
+                yield from self.pieces(qp)
                 yield from self.polls(qp)
 
     def growth(self, runs: int) -> dict[str, float]:

@@ -61,7 +61,7 @@ def main() -> None:
         writes = 192
 
         def large_writes(outstanding: int) -> None:
-            wrs = [large] * outstanding
+            wrs = large if outstanding == 1 else [large] * outstanding
             for _ in range(writes // outstanding):
                 near.post_send(wrs)
                 cq.wait(outstanding)

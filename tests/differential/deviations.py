@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rdmapost import Access
-
+from . import fitting
 from .model import REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sge, Step, W
-from .races import MTU, WRITES_LOCALLY, faulty, faulty_sges, split
+from .races import MTU
 from .transcript import Done
 
 if TYPE_CHECKING:
@@ -68,16 +67,6 @@ def for_kernel(release: str) -> list[Deviation]:
     return [*HARMFUL, *(entry for entry in DEVIATIONS if kernel in entry.seen)]
 
 
-# ---- what the entries share ---------------------------------------------------
-
-_SENDS = ("SEND", "SEND_WITH_IMM", "SEND_WITH_INV")
-_LOCAL_STATUSES = frozenset({"LOC_PROT_ERR", "LOC_QP_OP_ERR", "LOC_LEN_ERR", "MW_BIND_ERR"})
-_NOT_ON = {
-    "RC": frozenset[str](),
-    "UC": frozenset({"RDMA_READ", "ATOMIC_CMP_AND_SWP", "ATOMIC_FETCH_AND_ADD"}),
-    "UD": frozenset[str](),
-}
-
 _RC = (Pair("RC"),)
 _UC = (Pair("UC"),)
 _UD = (Pair("UD"),)
@@ -92,196 +81,13 @@ def _on_both(*lines: str) -> dict[str, tuple[str, ...]]:
     return dict.fromkeys(KERNELS, lines)
 
 
-def _filter(keep: Callable[[Run, int, W], bool]) -> Callable[[Run, Step], list[Step]]:
-    """Make a ``fit`` that leaves out work requests."""
-
-    def fit(run: Run, step: Step) -> list[Step]:
-        if not isinstance(step, Post):
-            return [step]
-        wrs = tuple(wr for wr in step.wrs if keep(run, step.qp, wr))
-        return [Post(step.qp, wrs)] if wrs else []
-
-    return fit
-
-
-# ---- failures of the sender's own ---------------------------------------------
-
-
-def _flush_local(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    if not isinstance(wr, W) or done.status not in _LOCAL_STATUSES:
-        return done
-    if wr.op in WRITES_LOCALLY and wr.op not in _NOT_ON[run.program.type_of(qp)]:
-        # It fails when the answer comes back, and that is reported.
-        return done
-    return replace(done, status="WR_FLUSH_ERR")
-
-
-def _apart(run: Run, step: Step) -> list[Step]:
-    if not isinstance(step, Post):
-        return [step]
-    not_on = _NOT_ON[run.program.type_of(step.qp)]
-    return split(
-        step,
-        {
-            index
-            for index, wr in enumerate(step.wrs)
-            if wr.op in ("BIND_MW", "LOCAL_INV")
-            or wr.op in not_on
-            or (faulty_sges(wr) and wr.op not in WRITES_LOCALLY)
-        },
-    )
-
-
-def _by_key(sge: Sge) -> bool:
-    """Whether a buffer fails because of its key, and not of its range."""
-    return sge.region == "alien" or (bool(sge.key) and sge.key not in ("a", "b"))
-
-
-def _bad_key(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    if not isinstance(wr, W) or done.status != "LOC_PROT_ERR" or wr.op in WRITES_LOCALLY:
-        return done
-    first = next(sge for sge in wr.sges if faulty(sge))
-    return replace(done, status="LOC_QP_OP_ERR") if _by_key(first) else done
-
-
-def _bad_invalidate(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    if isinstance(wr, W) and wr.op == "LOCAL_INV" and done.status == "MW_BIND_ERR":
-        return replace(done, status="LOC_QP_OP_ERR")
-    return done
-
-
-def _to_error(run: Run) -> None:
-    for index, qp in enumerate(run.qps):
-        if run.program.type_of(index) != "RC" and qp.state.name == "SQE":
-            qp.to_err()
-
-
-# ---- receives -------------------------------------------------------------------
-
-
-def _receive_fails(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    if isinstance(wr, R) and done.status in ("LOC_LEN_ERR", "LOC_PROT_ERR"):
-        return replace(done, status="LOC_QP_OP_ERR")
-    return done
-
-
-def _too_small(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    if isinstance(wr, W) and wr.op in _SENDS and done.status == "REM_INV_REQ_ERR":
-        return replace(done, status="REM_OP_ERR")
-    return done
-
-
-def _fitting_datagrams(run: Run, step: Step) -> list[Step]:
-    if not isinstance(step, Recv) or run.program.type_of(step.qp) != "UD":
-        return [step]
-    wrs = tuple(wr for wr in step.wrs if wr.size >= 40 + MTU)
-    return [Recv(step.qp, wrs)] if wrs else []
-
-
-def _in_order(run: Run, qp: int, wr: W) -> bool:
-    """Whether it does not matter if the receive or the remote address is looked at first."""
-    at = wr.at
-    if wr.op != "RDMA_WRITE_WITH_IMM" or at is None or not 0 < wr.size <= MTU:
-        return True
-    if run.program.type_of(qp) == "UC" and not run.program.end(qp ^ 1).srq:
-        return True
-    spec = REGIONS[at.region]
-    own = at.key in ("", at.region) and spec.pd == 0
-    return own and at.offset + wr.size <= spec.size and bool(spec.access & Access.REMOTE_WRITE)
-
-
-def _unfenced(run: Run, step: Step) -> list[Step]:
-    if not isinstance(step, Post):
-        return [step]
-    wrs = (
-        replace(wr, flags=tuple(flag for flag in wr.flags if flag != "FENCE"))
-        if any(later.op in WRITES_LOCALLY for later in step.wrs[index:])
-        else wr
-        for index, wr in enumerate(step.wrs)
-    )
-    return [Post(step.qp, tuple(wrs))]
-
-
-def _no_inv_flag(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    return replace(done, invalidated="") if done.invalidated else done
-
-
-def _no_receives_in_error(run: Run, step: Step) -> list[Step]:
-    if not isinstance(step, Recv):
-        return [step]
-    lost = not run.program.end(step.qp).srq and run.qps[step.qp].state.name == "ERR"
-    return [] if lost else [step]
-
-
-# ---- posting ----------------------------------------------------------------------
-
-
-def _not_yet(run: Run, step: Step) -> list[Step]:
-    if not isinstance(step, Post):
-        return [step]
-    end = run.program.end(step.qp)
-    return [step] if end.state == "RTS" or end.checked else []
-
-
-def _unaligned(run: Run, qp: int, wr: W) -> str | None:
-    atomic = wr.op.startswith("ATOMIC")
-    return "EINVAL" if atomic and wr.at is not None and wr.at.offset % 8 else None
-
-
-def _short_atomic(run: Run, qp: int, wr: W) -> str | None:
-    return "EINVAL" if wr.op.startswith("ATOMIC") and wr.size < 8 else None
-
-
-def _length_of_room(run: Run, qp: int, wr: W | R, done: Done) -> Done:
-    atomic = isinstance(wr, W) and wr.op.startswith("ATOMIC")
-    return replace(done, byte_len=wr.size) if atomic and done.status == "SUCCESS" else done
-
-
-def _slots(run: Run, step: Step) -> list[Step]:
-    if not isinstance(step, Post):
-        return [step]
-    silent = run.silent[step.qp]
-    room = run.program.end(step.qp).depth - silent
-    if not silent or len(step.wrs) <= room:
-        return [step]
-    return [Post(step.qp, step.wrs[:room])] if room else []
-
-
-# ---- memory windows -----------------------------------------------------------------
-
-
-def _beyond_window(run: Run, qp: int, wr: W) -> bool:
-    if wr.at is None or wr.at.key not in run.range_of or wr.op == "BIND_MW":
-        return False
-    start, length = run.range_of[wr.at.key]
-    size = 8 if wr.op.startswith("ATOMIC") else wr.size
-    return not start <= wr.at.offset <= wr.at.offset + size <= start + length
-
-
-def _invalidates_unbound(run: Run, step: Step) -> list[Step]:
-    """Leave out what would invalidate a window that is not bound, or bound elsewhere."""
-    if not isinstance(step, Post):
-        return [step]
-    bound = dict(run.bound)
-    wrs = []
-    for wr in step.wrs:
-        if wr.op == "BIND_MW" and bound[wr.mw] is None:
-            bound[wr.mw] = step.qp
-        elif wr.op in ("LOCAL_INV", "SEND_WITH_INV") and wr.key in bound:
-            if bound[wr.key] != (step.qp if wr.op == "LOCAL_INV" else step.qp ^ 1):
-                continue
-            bound[wr.key] = None
-        wrs.append(wr)
-    return [Post(step.qp, tuple(wrs))] if wrs else []
-
-
 HARMFUL = (
     Deviation(
         "a window that is not bound is invalidated",
         "rxe_do_invalidate_mw drops references to the window's queue pair and region without "
         "asking whether it has any: the kernel stops. A window bound on another queue pair is "
         "invalidated without asking too. No program may do that.",
-        fit=_invalidates_unbound,
+        fit=fitting.invalidates_unbound,
     ),
 )
 """What is never run on Soft-RoCE, because it would not survive."""
@@ -298,7 +104,7 @@ DEVIATIONS = (
             (Post(0, (W("RDMA_WRITE", _OUTSIDE, At("b", 0)),)),),
         ),
         {"6.12": ("qp0.send 0: LOC_PROT_ERR -> WR_FLUSH_ERR",)},
-        completes=_flush_local,
+        completes=fitting.flush_local,
     ),
     Deviation(
         "a local failure behind a request that nobody answers",
@@ -320,7 +126,7 @@ DEVIATIONS = (
             ),
             "6.12": ("qp0.send 100: RETRY_EXC_ERR -> WR_FLUSH_ERR",),
         },
-        fit=_apart,
+        fit=fitting.apart,
     ),
     Deviation(
         "an unknown lkey of a send or write",
@@ -334,7 +140,7 @@ DEVIATIONS = (
             ),
         ),
         {"6.1": ("qp0.send 0: LOC_PROT_ERR -> LOC_QP_OP_ERR",)},
-        completes=_bad_key,
+        completes=fitting.bad_key,
     ),
     Deviation(
         "a LOCAL_INV that fails",
@@ -342,7 +148,7 @@ DEVIATIONS = (
         "for a bind that fails.",
         Program(_RC, (Post(0, (W("LOCAL_INV", key="gone"),)),)),
         {"6.1": ("qp0.send 0: MW_BIND_ERR -> LOC_QP_OP_ERR",)},
-        completes=_bad_invalidate,
+        completes=fitting.bad_invalidate,
     ),
     Deviation(
         "an error of an unreliable sender",
@@ -370,7 +176,7 @@ DEVIATIONS = (
                 "qp2 ends in SQE -> ERR",
             ),
         },
-        after=_to_error,
+        after=fitting.to_error,
     ),
     Deviation(
         "a receive that is too small",
@@ -387,7 +193,7 @@ DEVIATIONS = (
             "qp0.send 100: REM_INV_REQ_ERR -> REM_OP_ERR",
             "qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",
         ),
-        completes=_too_small,
+        completes=fitting.too_small,
     ),
     Deviation(
         "a receive whose buffer cannot be used",
@@ -400,7 +206,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp1.recv 0: LOC_PROT_ERR -> LOC_QP_OP_ERR"),
-        completes=_receive_fails,
+        completes=fitting.receive_fails,
     ),
     Deviation(
         "a write with immediate data to where it may not write",
@@ -420,7 +226,7 @@ DEVIATIONS = (
             "qp3.recv 100: WR_FLUSH_ERR -> REM_ACCESS_ERR",
             "qp1 ends in ERR -> RTS",
         ),
-        fit=_filter(_in_order),
+        fit=fitting.only(fitting.in_order),
     ),
     Deviation(
         "the flag of an invalidated key",
@@ -435,7 +241,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp1.recv 100: RECV, 8 bytes, invalidated w0#1 -> RECV, 8 bytes"),
-        completes=_no_inv_flag,
+        completes=fitting.no_inv_flag,
     ),
     Deviation(
         "invalidation on UC",
@@ -468,7 +274,7 @@ DEVIATIONS = (
                 "inbox[0:8]",
             ),
         },
-        fit=_filter(
+        fit=fitting.only(
             lambda run, qp, wr: (
                 run.program.type_of(qp) != "UC" or wr.op not in ("LOCAL_INV", "SEND_WITH_INV")
             )
@@ -484,7 +290,7 @@ DEVIATIONS = (
             "qp0 ends in ERR -> RTS",
             "qp1 ends in ERR -> RTS",
         ),
-        refuses=_unaligned,
+        refuses=fitting.unaligned,
     ),
     Deviation(
         "an atomic with less than 8 bytes of room",
@@ -495,7 +301,7 @@ DEVIATIONS = (
             "qp0.send 0: LOC_LEN_ERR -> nothing",
             "qp0 ends in ERR -> RTS",
         ),
-        refuses=_short_atomic,
+        refuses=fitting.short_atomic,
     ),
     Deviation(
         "the length of an atomic",
@@ -503,7 +309,7 @@ DEVIATIONS = (
         "says how many there was room for.",
         Program(_RC, (Post(0, (W("ATOMIC_FETCH_AND_ADD", (Sge("a", 0, 16),), At("b", 0)),)),)),
         _on_both("qp0.send 0: FETCH_ADD, 8 bytes -> FETCH_ADD, 16 bytes"),
-        completes=_length_of_room,
+        completes=fitting.length_of_room,
     ),
     Deviation(
         "a send posted before RTS",
@@ -514,7 +320,7 @@ DEVIATIONS = (
             (Post(0, (W("RDMA_WRITE", _SOME, At("b", 0)),)),),
         ),
         _on_both("step 0: EINVAL at index 0 -> EINVAL at index None"),
-        fit=_not_yet,
+        fit=fitting.not_yet,
     ),
     Deviation(
         "a receive posted in ERR",
@@ -523,7 +329,7 @@ DEVIATIONS = (
         # The first receive tells when the flush is over.
         Program(_RC, (Recv(0, (R(_SOME),)), Move(0, "ERR"), Recv(0, (R(_SOME),)))),
         _on_both("qp0.recv 200: WR_FLUSH_ERR -> nothing"),
-        fit=_no_receives_in_error,
+        fit=fitting.no_receives_in_error,
     ),
     Deviation(
         "a fenced work request that is sent again",
@@ -537,7 +343,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp0.send 100: RETRY_EXC_ERR -> nothing", "qp0 ends in ERR -> RTS"),
-        fit=_unfenced,
+        fit=fitting.unfenced,
     ),
     Deviation(
         "slots of unsignaled work requests",
@@ -554,7 +360,7 @@ DEVIATIONS = (
         _on_both(
             "step 1: ENOMEM at index 0 -> posted", "qp0.send 100: nothing -> RDMA_WRITE", "b[8:16]"
         ),
-        fit=_slots,
+        fit=fitting.slots,
     ),
     Deviation(
         "the bounds of a window",
@@ -572,7 +378,7 @@ DEVIATIONS = (
             "qp1 ends in ERR -> RTS",
             "b[60:68]",
         ),
-        fit=_filter(lambda run, qp, wr: not _beyond_window(run, qp, wr)),
+        fit=fitting.only(lambda run, qp, wr: not fitting.beyond_window(run, qp, wr)),
     ),
     Deviation(
         "a region that is invalidated",
@@ -589,7 +395,7 @@ DEVIATIONS = (
                 "qp0 ends in RTS -> ERR",
             ),
         },
-        fit=_filter(lambda run, qp, wr: wr.op != "LOCAL_INV" or wr.key not in REGIONS),
+        fit=fitting.only(lambda run, qp, wr: wr.op != "LOCAL_INV" or wr.key not in REGIONS),
     ),
     Deviation(
         "an SGE of no bytes",
@@ -597,7 +403,7 @@ DEVIATIONS = (
         "it is 0.",
         Program(_RC, (Post(0, (W("RDMA_WRITE", (Sge("a", 0, 0),), At("b", 0)),)),)),
         _on_both("qp0.send 0: LOC_PROT_ERR -> RDMA_WRITE", "qp0 ends in ERR -> RTS"),
-        fit=_filter(lambda run, qp, wr: all(sge.length for sge in wr.sges)),
+        fit=fitting.only(lambda run, qp, wr: all(sge.length for sge in wr.sges)),
     ),
     Deviation(
         "a datagram longer than the MTU",
@@ -611,7 +417,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp0.send 100: LOC_LEN_ERR -> SEND", "qp0 ends in SQE -> RTS"),
-        fit=_filter(lambda run, qp, wr: run.program.type_of(qp) != "UD" or wr.size <= MTU),
+        fit=fitting.only(lambda run, qp, wr: run.program.type_of(qp) != "UD" or wr.size <= MTU),
     ),
     Deviation(
         "a datagram that does not fit into its receive",
@@ -639,7 +445,7 @@ DEVIATIONS = (
                 "qp3 ends in ERR -> RTS",
             ),
         },
-        fit=_fitting_datagrams,
+        fit=fitting.fitting_datagrams,
     ),
 )
 """The table."""

@@ -3,6 +3,9 @@
 
     python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
 
+Or for tests on the machine itself, with an address and a port (0 for a free one) as arguments. It
+says where it listens, and nothing else.
+
 A connection is a command: it brings requests and takes answers, one JSON object a line, and when
 it is closed the command is killed, with what it started. The requests, by their "do":
 
@@ -14,18 +17,25 @@ it is closed the command is killed, with what it started. The requests, by their
     wait    timeout: for its end; the answer has status, out and err (status null: it still runs)
 
 An answer with "error" says what was wrong with the request. There is no protection at all: it
-listens only on the network of the two machines, which nobody else is on.
+listens only on the network of the two machines, which nobody else is on, or where it is told to.
+
+On an emulated machine Python takes seconds to start and to import the library. So `rdmapost ...`
+and `python -c CODE ...` are played by a copy of this process, in which all that is done already;
+any other command is started as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socketserver
 import subprocess
+import sys
 import threading
 import time
 from typing import IO, Any
@@ -75,10 +85,61 @@ class Stream:
             return self._data.decode(errors="replace")
 
 
-class Command(socketserver.StreamRequestHandler):
-    """One connection."""
+class Played:
+    """A command written in Python, in a copy of this process; what there is to it is Popen's.
 
-    _process: subprocess.Popen[bytes] | None = None
+    Args:
+        argv: ``rdmapost ...``, or ``python -c CODE ...``.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        theirs, ours = zip(
+            *(os.pipe() if i == 0 else os.pipe()[::-1] for i in range(3)), strict=True
+        )
+        self._process = multiprocessing.get_context("fork").Process(
+            target=self._play, args=(argv, theirs, ours)
+        )
+        self._process.start()
+        for descriptor in theirs:
+            os.close(descriptor)
+        self.stdin = os.fdopen(ours[0], "wb")
+        self.stdout, self.stderr = (os.fdopen(descriptor, "rb") for descriptor in ours[1:])
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @staticmethod
+    def _play(argv: list[str], theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
+        os.setsid()
+        for number, descriptor in enumerate(theirs):
+            os.dup2(descriptor, number)
+        for descriptor in (*theirs, *ours):
+            os.close(descriptor)
+        sys.stdin = os.fdopen(0)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1) for number in (1, 2))
+        if argv[0] == "rdmapost":
+            sys.argv = argv
+            importlib.import_module("rdmapost.cli").main()
+        else:
+            sys.argv = ["-c", *argv[3:]]
+            exec(argv[2], {"__name__": "__main__"})
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its exit status, or the negative number of a signal."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a command", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+
+class Command(socketserver.StreamRequestHandler):
+    """One connection, in a process of its own."""
+
+    _process: subprocess.Popen[bytes] | Played | None = None
     _streams: dict[str, Stream]
 
     def handle(self) -> None:
@@ -94,6 +155,8 @@ class Command(socketserver.StreamRequestHandler):
     def finish(self) -> None:
         """Leave nothing behind."""
         if self._process is not None:
+            # The command, which may not lead its group yet, and all that it has started.
+            self._process.send_signal(signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -102,15 +165,18 @@ class Command(socketserver.StreamRequestHandler):
 
     def do_start(self, argv: list[str]) -> None:
         """Start the command."""
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            # The stock programs write what they say at once only to a terminal; Python asks.
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
+        if argv[0] == "rdmapost" or argv[:2] == ["python", "-c"]:
+            self._process = Played(argv)
+        else:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                # The stock programs write what they say at once only to a terminal; Python asks.
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._streams = {
@@ -146,13 +212,17 @@ class Command(socketserver.StreamRequestHandler):
         return {"status": status, **{name: s.text() for name, s in self._streams.items()}}
 
 
-class Server(socketserver.ThreadingTCPServer):
-    """The agent."""
+class Server(socketserver.ForkingTCPServer):
+    """The agent.  It has one thread, so that copies of it are whole."""
 
     allow_reuse_address = True
-    daemon_threads = True
+    max_children = 1000
 
 
 if __name__ == "__main__":
-    with Server(ADDRESS, Command) as server:
+    for name in ("cli.app", "cli.serve", "cli.pingpong", "_public", "connect", "pingpong"):
+        importlib.import_module(f"rdmapost.{name}")
+    address = (sys.argv[1], int(sys.argv[2])) if sys.argv[1:] else ADDRESS
+    with Server(address, Command) as server:
+        print("agent on", ":".join(map(str, server.server_address)), flush=True)
         server.serve_forever()

@@ -4,6 +4,7 @@ not exposed, the other side killed at each step, and its link down and up again.
 from __future__ import annotations
 
 import json
+import queue
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ import pytest
 from cli_runner import Ran, run
 
 import rdmapost as rp
+from rdmapost import connect
 
 from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said
 
@@ -68,7 +70,7 @@ def serve(peer: str, device: rp.Context) -> Iterator[Serve]:
 def serving(peer: str, device: rp.Context) -> Iterator[Serving]:
     """One for all tests that leave it as it was: each client has memory of its own."""
     with servers(peer) as start:
-        yield start("--data", "what stands there")
+        yield start()
 
 
 def shot(*args: str, timeout: str = "20") -> Ran:
@@ -115,10 +117,13 @@ def test_write(serving: Serving, qp_type: str) -> None:
     serving.event("left")
 
 
-def test_read(serving: Serving) -> None:
-    assert done("read", serving.where, "--size", "17")["received"] == "what stands there"
-    doc = done("read", serving.where, "--offset", "5", "--size", "6", "--count", "2")
+def test_read(serve: Serve) -> None:
+    where = serve("--data", "what stands there").where
+    assert done("read", where, "--size", "17")["received"] == "what stands there"
+    doc = done("read", where, "--offset", "5", "--size", "6", "--count", "2")
     assert doc["received"] == "stands"
+    # Through this type of queue pair it may not read, and so it is not told what stands there.
+    assert "received" not in done("write", where, "--data", "x", "--qp-type", "uc")
 
 
 def test_atomic(serving: Serving) -> None:
@@ -170,15 +175,6 @@ def refusal(ran: Ran, start: float) -> str:
     return ran.err
 
 
-def test_server_killed_before_the_exchange(serve: Serve) -> None:
-    serving = serve()
-    serving.remote.signal(signal.SIGKILL)
-    serving.remote.ended()
-    start = time.monotonic()
-    ran = shot("send", serving.where, timeout=PATIENCE)
-    assert "refused the connection: start 'rdmapost serve' there" in refusal(ran, start)
-
-
 def test_server_stopped_in_the_exchange(serving: Serving) -> None:
     """It is there, as its kernel takes the connection, and says nothing."""
     serving.remote.signal(signal.SIGSTOP)
@@ -192,7 +188,7 @@ def test_server_stopped_in_the_exchange(serving: Serving) -> None:
 @pytest.mark.parametrize("qp_type", ["rc", "ud"])
 def test_server_killed_when_connected(peer: str, device: rp.Context, serve: Serve, qp_type: str):
     serving = serve()
-    with rp.connect.dial(
+    with connect.dial(
         device, peer, serving.port, qp_type=rp.QPType[qp_type.upper()], timeout=float(PATIENCE)
     ) as connection:
         serving.remote.signal(signal.SIGKILL)
@@ -204,38 +200,81 @@ def test_server_killed_when_connected(peer: str, device: rp.Context, serve: Serv
             connection.report()
         assert time.monotonic() - start < float(PATIENCE) + 3
     assert "\n" not in str(caught.value)
+    # For the next one it has been killed before the exchange.
+    start = time.monotonic()
+    ran = shot("send", serving.where, timeout=PATIENCE)
+    assert "refused the connection: start 'rdmapost serve' there" in refusal(ran, start)
 
 
-CLIENT = """
-import sys, rdmapost as rp
+SERVER = """
+import os, signal, sys, rdmapost as rp
 from rdmapost import connect
-port, step = int(sys.argv[1]), sys.argv[2]
-with rp.open_device("rxe0") as context, connect.dial(context, "10.0.1.1", port) as connection:
-    if step == "posting":
-        print("here", flush=True)
-        while True:
-            connection.qp.post_send(rp.Send(connection.mr[:8]))
-            connection.wait()[0].check()
-    if step == "sent":
-        connection.qp.post_send(rp.Send(connection.mr[:8]))
-        connection.wait()[0].check()
-    print("here", flush=True)
-    sys.stdin.read()
+
+def tell(event):
+    if type(event).__name__ == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with (
+    rp.open_device("rxe0") as context,
+    connect.serve(context, "10.0.1.2", 0, on_event=tell) as server,
+):
+    print(server.address[1], flush=True)
+    signal.pause()
 """
 
 
-@pytest.mark.parametrize("step", ["connected", "sent", "posting"])
-def test_client_killed(peer: str, device: rp.Context, step: str) -> None:
-    """The server is here; it sees the client go, and serves the next."""
-    with rp.connect.serve(device, "10.0.1.1", 0) as server:
-        port = str(server.address[1])
-        with Remote("python", "-c", CLIENT, port, step) as client:
-            client.until("out", "here")
-            client.signal(signal.SIGKILL)
-            assert client.ended().status == -signal.SIGKILL
-        with rp.connect.dial(device, "10.0.1.1", int(port)) as connection:
-            connection.qp.post_send(rp.Send(connection.mr[:8]))
-            connection.wait()[0].check()
+@pytest.mark.parametrize("qp_type", ["rc", "ud"])
+@pytest.mark.parametrize("step", ["Joined", "Arrived", "Left"])
+def test_server_killed_at_a_step(peer: str, device: rp.Context, step: str, qp_type: str) -> None:
+    """It has made everything and not offered it, has the message, or has taken everything back."""
+    with Remote("python", "-c", SERVER, step) as server:
+        port = server.until("out", r"^\d+$")
+        start = time.monotonic()
+        ran = shot("send", f"{peer}:{port}", "--qp-type", qp_type, timeout=PATIENCE)
+        assert server.ended().status == -signal.SIGKILL
+    if step == "Left":
+        # All that was wanted is done, and nobody needs the goodbye.
+        assert (ran.code, ran.err) == (0, "")
+    else:
+        assert f"{peer}:{port}" in refusal(ran, start)
+
+
+CLIENT = """
+import sys, time, rdmapost as rp
+from rdmapost import connect
+port, step = int(sys.argv[1]), sys.argv[2]
+with rp.open_device("rxe0") as context, connect.dial(context, "10.0.1.1", port) as connection:
+    posts = {"connected": 0, "sent": 1, "posting": 1 << 40}[step]
+    if step == "posting":
+        print("here", flush=True)
+    for _ in range(posts):
+        connection.qp.post_send(rp.Send(connection.mr[:8]))
+        connection.wait()[0].check()
+    print("here", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_clients_killed(peer: str, device: rp.Context) -> None:
+    """The server is here; it sees each client go, and serves the next."""
+    left: queue.Queue[connect.Left] = queue.Queue()
+
+    def tell(event: connect.Event) -> None:
+        if isinstance(event, connect.Left):
+            left.put(event)
+
+    with connect.serve(device, "10.0.1.1", 0, on_event=tell) as server:
+        port = server.address[1]
+        for step in ("connected", "sent", "posting"):
+            with Remote("python", "-c", CLIENT, str(port), step) as client:
+                client.until("out", "here")
+                client.signal(signal.SIGKILL)
+                assert client.ended().status == -signal.SIGKILL
+            assert "connection" in left.get(timeout=LIMIT).reason, step
+            with connect.dial(device, "10.0.1.1", port) as connection:
+                connection.qp.post_send(rp.Send(connection.mr[:8]))
+                connection.wait()[0].check()
+            assert left.get(timeout=LIMIT).reason == "done"
 
 
 def test_clients_that_are_none(peer: str, serve: Serve) -> None:

@@ -4,16 +4,18 @@ other side killed at each step, and its link down and up again."""
 from __future__ import annotations
 
 import json
+import queue
 import re
 import signal
 import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from cli_runner import run
+from playing import free_port
+from playing import wait_for_port as local_port
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -29,7 +31,6 @@ ENDLESS = 100_000_000
 PATIENCE = 4.0
 """The time limit of a side whose peer goes."""
 TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
-COMMAND = "from rdmapost.cli import main; main()"
 
 
 def ours(qp_type: str, *more: str) -> list[str]:
@@ -57,30 +58,6 @@ def check(doc: dict[str, Any], role: str) -> None:
     assert doc["round_trips"] == int(ITERS) - (role == "server")
 
 
-@pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Any, str]]]:
-    """Start rdmapost pingpong here, as a server; gives the process and its port."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*args: str) -> tuple[subprocess.Popen[str], str]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", COMMAND, "pingpong", "--tcp-port", "0", "--wait", "60",
-             *args],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(process)
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        match = re.match(r"waiting for a client on \S+:(\d+)$", line)
-        assert match, line
-        return process, match[1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
 # ---- both roles ---------------------------------------------------------------
 
 
@@ -98,13 +75,22 @@ def test_client_of_the_stock_server(peer, device, qp_type):
 
 
 @TYPES
-def test_server_of_the_stock_client(peer, device, server, qp_type):
-    process, port = server(*ours(qp_type))
-    with Remote(*stock(qp_type, "-c", "-p", port, own_address(peer))) as other:
+def test_server_of_the_stock_client(peer, device, qp_type):
+    port, players = free_port(), queue.Queue()
+
+    def play() -> None:
+        local_port(port)
+        players.put(Remote(*stock(qp_type, "-c", "-p", str(port), own_address(peer))))
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    ran = run("pingpong", "--tcp-port", str(port), "--wait", "60", *ours(qp_type))
+    thread.join(LIMIT)
+    with players.get(timeout=LIMIT) as other:
         ended = other.ended()
-    out, err = process.communicate(timeout=LIMIT)
-    assert (process.returncode, err) == (0, "")
-    check(json.loads(out), "server")
+    assert ran.code == 0
+    assert re.fullmatch(rf"waiting for a client on \S+:{port}\n", ran.err)
+    check(ran.doc, "server")
     assert ended.status == 0, ended
     assert f"{ITERS} iters in" in ended.out
 

@@ -1,0 +1,75 @@
+"""Time waiting for completions, alone and beside a thread that keeps the GIL busy.
+
+Run it as ``python tests/bench/waiting.py``.  Each turn posts a list of RDMA writes
+and waits for all of them: ``cq.wait`` gives up the GIL only when it has to wait
+for the device.  Beside a busy thread each time that the GIL is given up costs a
+turn of that thread (sys.getswitchinterval, 5 ms), which is the whole figure; so
+the number of those turns is printed too.  On a build without a GIL there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+
+import rdmapost as rp
+
+ACCESS = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+LENGTHS = (1, 16)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-d", "--device", default="soft0")
+    parser.add_argument("--count", type=int, default=200, help="turns of each")
+    options = parser.parse_args()
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+
+    with (
+        rp.open_device(options.device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context, 256) as cq,
+        rp.MR(pd, 4096, ACCESS) as mr,
+        rp.QP(pd, rp.QPType.RC, cq) as near,
+        rp.QP(pd, rp.QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        write = rp.RdmaWrite(mr[0:8], remote_addr=mr.addr + 64, rkey=mr.rkey)
+
+        def median(length: int) -> float:
+            """Return the median time of a turn, in seconds."""
+            wrs, times = [write] * length, []
+            for _ in range(options.count):
+                start = time.perf_counter()
+                near.post_send(wrs)
+                cq.wait(length)
+                times.append(time.perf_counter() - start)
+            return sorted(times)[options.count // 2]
+
+        alone = [median(length) for length in LENGTHS]
+        busy = threading.Thread(target=keep_busy)
+        busy.start()
+        try:
+            beside = [median(length) for length in LENGTHS]
+        finally:
+            stop.set()
+            busy.join()
+    gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    print(f"us a turn on {options.device}, {'with' if gil else 'without'} a GIL")
+    print("writes      alone  beside a busy thread  turns of that thread")
+    for length, quiet, loud in zip(LENGTHS, alone, beside, strict=True):
+        turns = (loud - quiet) / sys.getswitchinterval()
+        print(f"{length:<7}{quiet * 1e6:10.1f}{loud * 1e6:22.1f}{turns:22.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+#!/usr/bin/env python3
+"""Mutation testing: change one thing in a module at a time, and see that its tests notice.
+
+A mutant is one change to the syntax tree: another operator, a number that is one more, a
+condition the other way round, an element or a statement that is missing. The mutated
+module takes the place of the real one in a child of this process that runs the module's
+tests up to the first failure; no file is changed. Mutants that are known to mean the same,
+and why, are in mutants.txt beside this file.
+
+mutmut and cosmic-ray would not do: the one copies the package to where its compiled module
+and its command line, which lives elsewhere, are not found; the other edits the files in
+place, and starts a process anew for each of its mutants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TESTS = pathlib.Path(__file__).resolve().parent
+EQUIVALENT = TESTS / "mutants.txt"
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "rdmapost.rules": (
+        "test_rules.py", "test_rules_edges.py", "test_flags.py", "test_crashes.py",
+        "test_sizes.py", "test_soft_tag_ops.py", "test_windows.py",
+    ),
+    "rdmapost.packing": ("test_packing.py", "test_posting.py", "test_crashes.py"),
+    "rdmapost.soft.memory": (
+        "test_soft_memory.py", "test_memory.py", "test_posting_refused.py", "test_posting.py",
+        "test_windows.py", "test_zero_based.py", "test_xrc.py",
+    ),
+    "rdmapost.soft.qp": (
+        "test_states.py", "test_queuepair.py", "test_posting_lists.py", "test_completions.py",
+        "test_events.py", "test_soft_robust.py",
+    ),
+    "rdmapost.soft.responder": (
+        "test_posting.py", "test_posting_refused.py", "test_memory.py", "test_xrc.py",
+        "test_events.py", "test_datagrams.py", "test_queuepair.py",
+    ),
+    "rdmapost.soft.requester": (
+        "test_posting.py", "test_posting_refused.py", "test_posting_lists.py", "test_memory.py",
+        "test_queuepair.py", "test_datagrams.py", "test_xrc.py", "test_states.py",
+    ),
+}  # fmt: skip
+"""The modules, and the test files that are to notice; the quickest first."""
+
+
+# ---- mutants --------------------------------------------------------------------
+
+_OPERATORS: dict[type, tuple[type, ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,), ast.NotIn: (ast.In,),
+    ast.And: (ast.Or,), ast.Or: (ast.And,),
+    ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Add,), ast.Mod: (ast.Add,),
+    ast.BitAnd: (ast.BitOr,), ast.BitOr: (ast.BitAnd,), ast.BitXor: (ast.BitOr,),
+    ast.LShift: (ast.RShift,), ast.RShift: (ast.LShift,),
+}  # fmt: skip
+_DROPPED = (
+    ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Return, ast.Continue, ast.Break,
+    ast.Delete,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change to a module.
+
+    Attributes:
+        module: the module's name.
+        name: what is changed where, as it stands in mutants.txt.
+        line: where that is.
+        tree: the module, changed.
+    """
+
+    module: str
+    name: str
+    line: int
+    tree: ast.Module
+
+
+def mutants_of(module: str) -> list[Mutant]:
+    """Make all mutants of a module."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = ast.parse(pathlib.Path(spec.origin).read_text())
+    found: list[Mutant] = []
+    seen: Counter[str] = Counter()
+    for path, node, where in _walk(source):
+        for change, said in _changes(node):
+            tree = copy.deepcopy(source)
+            target: Any = tree
+            parent, step = tree, path[0] if path else ("body", 0)
+            for step in path:
+                parent = target
+                target = _at(target, step)
+            change(target, parent, step)
+            name = f"{module}: {where or 'module'}: {said}"
+            seen[name] += 1
+            if seen[name] > 1:
+                name += f"  ({seen[name]})"
+            found.append(Mutant(module, name, node.lineno, ast.fix_missing_locations(tree)))
+    return found
+
+
+def _at(node: Any, step: tuple[str, int | None]) -> Any:
+    field, index = step
+    value = getattr(node, field)
+    return value if index is None else value[index]
+
+
+def _walk(
+    node: ast.AST, path: tuple[Any, ...] = (), where: str = ""
+) -> Iterator[tuple[tuple[Any, ...], Any, str]]:
+    """Yield every node that may be changed: the way to it, itself, and its function."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        where = f"{where}.{node.name}" if where else node.name
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if hasattr(node, "lineno"):
+        yield path, node, where
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "type_params"):
+            continue
+        if isinstance(value, ast.AST):
+            yield from _walk(value, (*path, (field, None)), where)
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, ast.AST):
+                    yield from _walk(item, (*path, (field, index)), where)
+
+
+def _changes(node: Any) -> Iterator[tuple[Any, str]]:
+    """Yield what can be changed about a node, and how that reads."""
+    text = ast.unparse(node)
+    short = text if len(text) < 90 else text[:87] + "..."
+
+    def put(made: Any) -> Any:
+        def change(target: Any, parent: Any, step: tuple[str, int | None]) -> None:
+            field, index = step
+            if index is None:
+                setattr(parent, field, made)
+            else:
+                getattr(parent, field)[index] = made
+
+        return change
+
+    def renewed(field: str, value: Any) -> Any:
+        made = copy.copy(node)
+        setattr(made, field, value)
+        return made
+
+    def changed(made: Any) -> tuple[Any, str]:
+        after = ast.unparse(ast.fix_missing_locations(made))
+        return put(made), f"{short} -> {after if len(after) < 90 else after[:87] + '...'}"
+
+    if isinstance(node, ast.Compare):
+        for index, op in enumerate(node.ops):
+            for other in _OPERATORS.get(type(op), ()):
+                yield changed(renewed("ops", [*node.ops[:index], other(), *node.ops[index + 1 :]]))
+    elif isinstance(node, ast.BoolOp | ast.BinOp):
+        for other in _OPERATORS.get(type(node.op), ()):
+            yield changed(renewed("op", other()))
+        if isinstance(node, ast.BoolOp):
+            for index in range(len(node.values)):
+                rest = [*node.values[:index], *node.values[index + 1 :]]
+                yield changed(rest[0] if len(rest) == 1 else renewed("values", rest))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert | ast.USub):
+        yield changed(node.operand)
+    elif isinstance(node, ast.Constant):
+        if isinstance(node.value, bool):
+            yield changed(ast.Constant(not node.value))
+        elif isinstance(node.value, int):
+            yield changed(ast.Constant(node.value + 1))
+    elif isinstance(node, ast.IfExp):
+        yield changed(renewed("test", ast.UnaryOp(ast.Not(), node.test)))
+    elif isinstance(node, ast.If | ast.While):
+        if not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Constant):
+            head = ast.unparse(node.test)
+            word = type(node).__name__.lower()
+            made = renewed("test", ast.UnaryOp(ast.Not(), node.test))
+            yield put(made), f"{word} {head} -> {word} not {head}"
+    elif isinstance(node, ast.Set | ast.Dict):
+        size = len(node.elts if isinstance(node, ast.Set) else node.keys)
+        for index in range(size):
+            made = copy.copy(node)
+            for field in ("elts",) if isinstance(node, ast.Set) else ("keys", "values"):
+                items = getattr(node, field)
+                setattr(made, field, [*items[:index], *items[index + 1 :]])
+            if isinstance(node, ast.Set) and size == 1:
+                continue
+            gone = node.elts[index] if isinstance(node, ast.Set) else node.keys[index]
+            yield put(made), f"{short} without {ast.unparse(gone) if gone else '**'}"
+    elif isinstance(node, _DROPPED):
+        string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        exports = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        nothing = isinstance(node, ast.Return) and ast.unparse(node) in ("return", "return None")
+        if not (string or exports or nothing):
+            yield put(ast.Pass()), f"{short} -> pass"
+
+
+# ---- running the tests ----------------------------------------------------------
+
+
+class Instead(importlib.abc.MetaPathFinder):
+    """Finds a mutant where its module is asked for."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.mutant.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = Loader(name, spec.origin, self.mutant)
+        return spec
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, mutant: Mutant) -> None:
+        super().__init__(name, path)
+        self.mutant = mutant
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.mutant.tree, self.path, "exec", dont_inherit=True)
+
+
+def start(mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> int:
+    """Run the tests on a mutant, or on what is there, in a child; return its process ID."""
+    pid = os.fork()
+    if pid:
+        return pid
+    # By a signal, which ends also what hangs in C.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    if mutant is not None:
+        sys.meta_path.insert(0, Instead(mutant))
+    code = 1
+    try:
+        import pytest
+
+        code = pytest.main(
+            ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0",
+             "-W", "ignore::pytest.PytestAssertRewriteWarning",
+             "-m", "not rdma and not two_hosts", *(str(TESTS / name) for name in tests)]
+        )  # fmt: skip
+    finally:
+        # Nothing of a mutant that is half closed is to say anything.
+        os._exit(int(code))
+
+
+def survivors_of(module: str, options: argparse.Namespace) -> tuple[list[Mutant], int, int]:
+    """Run the tests on the mutants of a module.
+
+    Returns:
+        those that no test noticed, how many were tried, and how many ended in a timeout.
+    """
+    tests = TARGETS[module]
+    begun = time.monotonic()
+    if os.waitpid(start(None, tests, 300), 0)[1]:
+        raise SystemExit(f"the tests of {module} fail as it is: {', '.join(tests)}")
+    limit = 3 * (time.monotonic() - begun) + 5
+    waiting = [mutant for mutant in mutants_of(module) if options.only in mutant.name]
+    part, parts = map(int, options.part.split("/"))
+    waiting = waiting[part - 1 :: parts]
+    count = len(waiting)
+    # Most are noticed by the first file, so that the others need not be loaded.
+    stages = (tests[:1], tests[1:])
+    jobs = [(mutant, 0) for mutant in waiting]
+    running: dict[int, tuple[Mutant, int]] = {}
+    survivors, late = [], 0
+    while jobs or running:
+        try:
+            while jobs and len(running) < options.jobs:
+                mutant, stage = jobs.pop()
+                running[start(mutant, stages[stage], limit)] = mutant, stage
+            pid, status = os.wait()
+        except KeyboardInterrupt:
+            count -= len(jobs) + len(running)
+            break
+        mutant, stage = running.pop(pid)
+        if status == 0 and stage == 0 and stages[1]:
+            jobs.append((mutant, 1))
+        elif status == 0:
+            survivors.append(mutant)
+            # At once, for who ends it before its time.
+            print(f"  not noticed: line {mutant.line}: {mutant.name}", file=sys.stderr, flush=True)
+        late += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+    return sorted(survivors, key=lambda mutant: mutant.line), count, late
+
+
+def known() -> dict[str, str]:
+    """Return the mutants that mean the same, with the reason."""
+    found: dict[str, str] = {}
+    reason = ""
+    if EQUIVALENT.exists():
+        for line in EQUIVALENT.read_text().splitlines():
+            if line.startswith("# "):
+                reason = line[2:]
+            elif line.strip():
+                found[line.strip()] = reason
+    return found
+
+
+def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) -> bool:
+    """Try the mutants of a module and say what came of it; return whether there is work to do."""
+    begun = time.monotonic()
+    survivors, count, late = survivors_of(module, options)
+    new = [mutant for mutant in survivors if mutant.name not in equivalent]
+    print(
+        f"{module}: {count} mutants, {count - len(survivors)} noticed ({late} by a timeout), "
+        f"{len(survivors) - len(new)} known to mean the same, {len(new)} survived; "
+        f"{time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
+    for mutant in new:
+        print(f"  line {mutant.line}: {mutant.name}", flush=True)
+    names = {mutant.name for mutant in survivors}
+    partial = options.only or options.part != "1/1"
+    stale = [
+        name for name in equivalent
+        if name.startswith(f"{module}: ") and not partial and name not in names
+    ]  # fmt: skip
+    for name in stale:
+        print(f"  listed in {EQUIVALENT.name}, and noticed or gone: {name}", flush=True)
+    return bool(new or stale)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("modules", nargs="*", default=[*TARGETS], help="all unless given")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="one of N parts, from 1")
+    options = parser.parse_args()
+    # What each child would import anew.
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+
+    sys.path.insert(0, str(TESTS))
+    equivalent = known()
+    failed = False
+    # Compiled once for all children, and not beside the sources.
+    with tempfile.TemporaryDirectory() as compiled:
+        sys.pycache_prefix, sys.dont_write_bytecode = compiled, False
+        for module in options.modules:
+            failed = tried(module, options, equivalent) or failed
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The layers of the package: who imports whom, by the contracts in pyproject.toml.
+
+What stands below ``if TYPE_CHECKING`` is never imported, and may point upwards where
+a type is only named; those imports are listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import pathlib
+import shutil
+
+import pytest
+from support import LOSES_MEMORY, ROOT, prints, run_python
+
+import rdmapost
+import rdmapost.cli
+
+NAMED_ONLY = {
+    # What an error is about.
+    ("rdmapost.errors", "rdmapost.completion"),
+    # A work request names resources, whose methods take work requests.
+    ("rdmapost.wr", "rdmapost.address"),
+    ("rdmapost.wr", "rdmapost.memory"),
+    # An event leads to a CQ, which leads to its channel.
+    ("rdmapost.aio", "rdmapost.completion"),
+    ("rdmapost.channel", "rdmapost.completion"),
+    # A queue pair diagnoses itself.
+    ("rdmapost.diagnose", "rdmapost.queuepair"),
+    ("rdmapost.diagnose.looking", "rdmapost.queuepair"),
+    ("rdmapost.diagnose.peer", "rdmapost.queuepair"),
+    ("rdmapost.diagnose.queuepair", "rdmapost.queuepair"),
+    # The parts of the soft device are handed to one another.
+    ("rdmapost.soft.completion", "rdmapost.soft.device"),
+    ("rdmapost.soft.completion", "rdmapost.soft.queue"),
+    ("rdmapost.soft.datagram", "rdmapost.soft.qp"),
+    ("rdmapost.soft.qp", "rdmapost.soft.device"),
+    ("rdmapost.soft.raw", "rdmapost.soft.qp"),
+}
+"""Who names a type of a module above it, without importing it."""
+
+EDGES = """
+import json, grimp
+graphs = [
+    grimp.build_graph("rdmapost", exclude_type_checking_imports=without, cache_dir=None)
+    for without in (False, True)
+]
+print(json.dumps([
+    {module: sorted(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    for graph in graphs
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The sources as they are installed, with a source for what is compiled."""
+    root = tmp_path_factory.mktemp("tree")
+    only_sources = shutil.ignore_patterns("_c", "__pycache__", "*.so", "cli")
+    [package], [cli] = rdmapost.__path__, rdmapost.cli.__path__
+    shutil.copytree(package, root / "rdmapost", ignore=only_sources)
+    shutil.copytree(cli, root / "rdmapost/cli", ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "rdmapost/_verbs.py").touch()
+    return root
+
+
+@pytest.fixture(scope="module")
+def graphs(tree: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Who imports whom: with what only types name, and without."""
+    every, imported = json.loads(prints(EDGES, PYTHONPATH=str(tree), **LOSES_MEMORY))
+    assert "rdmapost.cli.app" in imported
+    return every, imported
+
+
+# It puts the current directory before all others.
+LINT = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+from importlinter.cli import lint_imports_command
+lint_imports_command()
+"""
+
+
+def lint(tree: pathlib.Path) -> str:
+    """Check the contracts; return what import-linter says of it."""
+    pyproject = str(ROOT / "pyproject.toml")
+    return run_python(LINT, str(tree), "--config", pyproject, "--no-cache", "--no-logo").stdout
+
+
+def test_contracts_are_kept(tree):
+    """Each layer knows only those below it, and the rest that pyproject.toml says."""
+    said = lint(tree)
+    assert "Contracts: 6 kept, 0 broken." in said, said
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "words"),
+    [
+        ("soft/qp.py", "from ..memory import MR", "soft is not allowed to import rdmapost.memory"),
+        ("soft/memory.py", "from ..cli import main", "soft is not allowed to import rdmapost.cli"),
+        ("memory.py", "from . import _verbs", "imported in one place BROKEN"),
+        (
+            "queuepair.py",
+            "def later():\n    from .providers.soft import SoftProvider",
+            "nobody else knows which there are BROKEN",
+        ),
+        ("srq.py", "from .providers import soft_provider", "all of them BROKEN"),
+        ("wr.py", "import rdmapost", "as its users do BROKEN"),
+        ("timers.py", "from .queuepair import QP", "not allowed to import rdmapost.queuepair"),
+        ("anew.py", "x = 1", "rdmapost.anew"),
+    ],
+)
+def test_contracts_are_noticed_when_broken(tree, tmp_path, module, statement, words):
+    """A layer that knows one above it is seen, wherever the import stands."""
+    shutil.copytree(tree / "rdmapost", tmp_path / "rdmapost")
+    with (tmp_path / "rdmapost" / module).open("a") as file:
+        file.write(f"\n\n{statement}\n")
+    assert words in " ".join(lint(tmp_path).split())
+
+
+def test_no_imports_in_circles(graphs):
+    """Not even of types alone, but for those that are listed."""
+    every, imported = graphs
+    for module, names in NAMED_ONLY:
+        assert names in every[module]
+        assert names not in imported[module]
+        every[module].remove(names)
+    # Raises CycleError, which names the circle.
+    tuple(graphlib.TopologicalSorter(every).static_order())
+
+
+def test_resources_do_not_ask_which_provider_they_run_on():
+    """``context.kind`` is for users: no file beside a resource's reads it, or its provider's."""
+    [package] = map(pathlib.Path, rdmapost.__path__)
+    files = [*package.glob("*.py"), *package.glob("soft/*.py")]
+    asking = {
+        file.name
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "kind"
+        and ast.unparse(node.value).endswith(("context", "provider"))
+        and isinstance(node.ctx, ast.Load)
+    }
+    # The one place that copies it for users.
+    assert asking == {"device.py"}
