@@ -7,6 +7,7 @@ real device can show takes ``verbs_context`` and does not run on soft0 at all.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -46,6 +47,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> list[str]:
     return [f"kernel: {kernel()}", f"rdmapost: {rp.__file__}"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why tests were skipped, a line for each reason and not for each place: the same few
+    reasons stand in hundreds of places, and what failed would be lost among them.
+    """
+    reasons = collections.Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        terminalreporter.section("skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:5} {reason}")
 
 
 def _open_soft() -> rp.Context:
