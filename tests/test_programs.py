@@ -161,6 +161,17 @@ def test_order_that_is_certain_stays(bench: Bench, first: W, second: W):
     assert as_run(bench, Post(0, (first, second))) == (Post(0, (first, second)),)
 
 
+@pytest.mark.parametrize(("second_at", "posts"), [(100, 1), (30, 2)])
+def test_datagram_over_the_header_of_another_is_a_step_of_its_own(
+    bench: Bench, second_at: int, posts: int
+):
+    """The header is blanked with its completion: it is the device's own."""
+    receives = Recv(1, (R((Sge("inbox", 0, 48),)), R((Sge("inbox", second_at, 48),))))
+    sends = (W("SEND", (Sge("a", 0, 8),)), W("SEND", (Sge("a", 8, 8),)))
+    steps = as_run(bench, receives, Post(0, sends), pairs=(Pair("UD"),))
+    assert len(steps) == 1 + posts
+
+
 def test_window_that_is_not_bound_is_not_invalidated_on_a_device_that_dies_of_it(bench: Bench):
     step = Post(0, (W("LOCAL_INV", key="w0"), WRITE))
     fitted = run(Program(RC, (step,)), bench, deviations=HARMFUL).program

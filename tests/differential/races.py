@@ -7,6 +7,8 @@ into several steps, each of which waits for the one before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .model import REGIONS, Post, Recv, Sge, Step, W
@@ -14,8 +16,19 @@ from .model import REGIONS, Post, Recv, Sge, Step, W
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["MTU", "WRITES_LOCALLY", "faulty", "faulty_sges", "split", "without_races"]
+__all__ = [
+    "GRH",
+    "MTU",
+    "WRITES_LOCALLY",
+    "faulty",
+    "faulty_sges",
+    "header_of",
+    "split",
+    "without_races",
+]
 
+GRH = 40
+"""Bytes of the header that a datagram begins with in its receive."""
 MTU = 1024
 """No message is one packet on one device and two on the other: none has a smaller path MTU."""
 
@@ -42,6 +55,16 @@ def faulty_sges(wr: W) -> bool:
     if "INLINE" in wr.flags:
         return False
     return any(faulty(sge, write=wr.op in WRITES_LOCALLY) for sge in wr.sges)
+
+
+def header_of(sges: tuple[Sge, ...]) -> list[Sge]:
+    """Return the parts of a receive's buffers that the header of a datagram goes to."""
+    found: list[Sge] = []
+    left = GRH
+    for sge in sges:
+        found.append(replace(sge, length=min(left, sge.length)))
+        left -= found[-1].length
+    return found
 
 
 def split(step: Post, begins: set[int]) -> list[Step]:
@@ -98,6 +121,10 @@ def _races(run: Run, qp: int, one: W, other: W) -> bool:
     if one.op == other.op == "BIND_MW" and one.mw == other.mw:
         # The window's struct must hold the key that the first one gives it.
         return True
+    to_receives = one.op in _TO_RECEIVES and other.op in _TO_RECEIVES
+    if to_receives and run.program.type_of(qp) == "UD" and _headers_overlap(run, qp):
+        # The header is blanked when its completion is taken: before what comes next, or after.
+        return True
     fenced = "FENCE" in other.flags and one.op in WRITES_LOCALLY
     if fenced and run.program.type_of(qp) == "RC":
         return False
@@ -107,7 +134,7 @@ def _races(run: Run, qp: int, one: W, other: W) -> bool:
         return True
     if _is_remote_write(one):
         # The peer carries out in order what comes to it; this side's own memory is another matter.
-        return _overlap(writes, _local(other))
+        return _overlap(writes, _ranges(other.sges))
     return _overlap(writes, other_reads) or _overlap(writes, other_writes)
 
 
@@ -115,20 +142,15 @@ def _is_remote_write(wr: W) -> bool:
     return wr.op in _WRITES or wr.op in _TO_RECEIVES
 
 
-def _local(wr: W) -> list[_Range]:
-    return [(sge.region, sge.offset, sge.length) for sge in wr.sges]
+def _ranges(sges: Iterable[Sge]) -> list[_Range]:
+    return [(sge.region, sge.offset, sge.length) for sge in sges]
 
 
 def _touched(run: Run, qp: int, wr: W) -> tuple[list[_Range], list[_Range]]:
     """Return what memory a work request reads, and what it writes."""
-    local = _local(wr)
+    local = _ranges(wr.sges)
     if wr.op in _TO_RECEIVES:
-        receives = [
-            (sge.region, sge.offset, sge.length)
-            for _, receive in run.receives[qp ^ 1]
-            for sge in receive.sges
-        ]
-        return local, receives
+        return local, _ranges(sge for _, receive in run.receives[qp ^ 1] for sge in receive.sges)
     if wr.at is None or wr.op == "BIND_MW":
         return [], []
     remote = [(wr.at.region, wr.at.offset, 8 if wr.op.startswith("ATOMIC") else wr.size)]
@@ -137,6 +159,17 @@ def _touched(run: Run, qp: int, wr: W) -> tuple[list[_Range], list[_Range]]:
     if wr.op == "RDMA_READ":
         return remote, local
     return remote, remote + local
+
+
+def _headers_overlap(run: Run, qp: int) -> bool:
+    """Return whether a datagram's header lies where another datagram goes."""
+    receives = [receive.sges for _, receive in run.receives[qp ^ 1]]
+    return any(
+        _overlap(_ranges(header_of(sges)), _ranges(others))
+        for sges in receives
+        for others in receives
+        if others is not sges
+    )
 
 
 def _overlap(ones: list[_Range], others: list[_Range]) -> bool:

@@ -19,8 +19,8 @@ from rdmapost import QPState
 
 from .bench import Bench
 from .model import Post, Program, R, Recv, Step, W
-from .races import without_races
-from .stage import GRH, Stage
+from .races import header_of, without_races
+from .stage import Stage
 from .transcript import Done, Transcript, wr_id_of
 
 if TYPE_CHECKING:
@@ -331,9 +331,6 @@ class Run(Stage):
 
     def _blank_grh(self, wr: R) -> None:
         """Blank the GRH: it holds the addresses, which are the device's own."""
-        left = GRH
-        for sge in wr.sges:
-            size = min(left, sge.length)
+        for sge in header_of(wr.sges):
             view = self.bench.regions[sge.region].buffer
-            view[sge.offset : sge.offset + size] = bytes(size)
-            left -= size
+            view[sge.offset : sge.offset + sge.length] = bytes(sge.length)

@@ -12,13 +12,12 @@ from rdmapost import Access, QPState, QPType, SendFlags
 from .bench import Bench
 from .model import WINDOWS, At, Post, Program, R, Sge, W
 
-__all__ = ["GRH", "MAX_INLINE", "MAX_SGE", "Stage"]
+__all__ = ["MAX_INLINE", "MAX_SGE", "Stage"]
 
 MAX_SGE = 4
 MAX_INLINE = 16 * MAX_SGE
 """Soft-RoCE keeps inline data where the SGEs would be, and grants as much of one as of both."""
 
-GRH = 40
 QKEY = 0x1111_1111
 
 _TIMEOUT = 15
