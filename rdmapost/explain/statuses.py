@@ -342,7 +342,8 @@ STATUSES: tuple[Explanation, ...] = (
         ),
         soft_roce="retry_cnt=7 never gives up: the work request hangs. Linux 6.1 also hangs when "
         "a local failure stands behind it, and when the request is fenced. The network device "
-        "below must be up, and its address the one of the GID.",
+        "below must be up, and its address the one of the GID. A peer that moves its QP to RESET "
+        "when it has the last message may drop the acknowledgement of it: destroy the QP instead.",
         see=("ibv_modify_qp(3): timeout, retry_cnt", "IBA vol. 1, 9.7.6.1.3 (timeouts)"),
     ),
     _status(
