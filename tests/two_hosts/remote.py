@@ -44,6 +44,19 @@ def wait_for_agent() -> None:
             return
 
 
+def wait_for_no_link() -> None:
+    """Wait until the other machine cannot be reached any more."""
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        try:
+            socket.create_connection((peer_address(), AGENT_PORT), 1.5).close()
+        except OSError:
+            return
+        # Nothing tells, and each look starts a process there.
+        time.sleep(0.1)
+    pytest.fail(f"{peer_address()} can be reached for {LIMIT:g} s")
+
+
 def wait_for_port(port: int) -> None:
     """Wait until something there listens, without connecting: it may take one connection."""
     listens = f"grep -Eqs ':{port:04X} 0+:0000 0A' /proc/net/tcp /proc/net/tcp6"

@@ -18,7 +18,7 @@ from cli_runner import Ran, run
 import rdmapost as rp
 from rdmapost import connect
 
-from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said
+from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said, wait_for_no_link
 
 pytestmark = pytest.mark.two_hosts
 
@@ -293,9 +293,10 @@ def test_link_down_and_up(serving: Serving) -> None:
     """While it is down a command says so in time; when it is up, all is as before."""
     path = f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}"
     netdev = said("cat", path).strip()
-    script = f"ip link set {netdev} down; sleep 8; ip link set {netdev} up"
-    with Remote("sh", "-c", f"sleep 0.3; {script}") as link:
-        time.sleep(1)
+    # It waits a little: the agent's answer has to go over the same link.
+    script = f"sleep 0.3; ip link set {netdev} down; sleep 12; ip link set {netdev} up"
+    with Remote("sh", "-e", "-c", script) as link:
+        wait_for_no_link()
         start = time.monotonic()
         ran = shot("send", serving.where, timeout="3")
         assert serving.where in refusal(ran, start)
