@@ -67,23 +67,20 @@ _SENDS = frozenset(
 _ATOMICS = frozenset({Opcode.ATOMIC_CMP_AND_SWP, Opcode.ATOMIC_FETCH_AND_ADD})
 _WRITE_LOCALLY = _ATOMICS | {Opcode.RDMA_READ}
 
-FLAGS_BY_OPCODE: dict[Opcode, SendFlags] = {
-    opcode: SendFlags.SIGNALED
-    | SendFlags.FENCE
-    # Only what a receive work request of the peer's answers can be solicited.
-    | (SendFlags.SOLICITED if opcode in _SENDS else SendFlags(0))
-    | (
-        SendFlags.INLINE
-        if opcode in _SENDS | {Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM}
-        else SendFlags(0)
-    )
-    | (
-        SendFlags.IP_CSUM
-        if opcode in {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO}
-        else SendFlags(0)
-    )
-    for opcode in QP_TYPES_BY_OPCODE
-}
+
+def _flags_of(opcode: Opcode) -> SendFlags:
+    flags = SendFlags.SIGNALED | SendFlags.FENCE
+    if opcode in _SENDS:
+        # Only what a receive work request of the peer's answers can be solicited.
+        flags |= SendFlags.SOLICITED
+    if opcode in _SENDS | {Opcode.RDMA_WRITE}:
+        flags |= SendFlags.INLINE
+    if opcode in {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO}:
+        flags |= SendFlags.IP_CSUM
+    return flags
+
+
+FLAGS_BY_OPCODE = {opcode: _flags_of(opcode) for opcode in QP_TYPES_BY_OPCODE}
 """Which flags mean something on an opcode, before the QP type is looked at."""
 
 _POINTERS = ("ah", "mw", "mr")

@@ -13,6 +13,7 @@ from test_rules import PD, limits, reason, region, sge, valid
 import rdmapost as rp
 from rdmapost import Access, MWType, Opcode, OpsFlags, QPState, QPType, SendFlags
 from rdmapost.rules import (
+    MULTICAST_QPN,
     check_bind_mw,
     check_op,
     check_recv,
@@ -96,6 +97,11 @@ def test_header_as_long_as_the_queue_pair_takes():
     assert check_send(wr, sges, here) is None
     said = reason(Opcode.TSO, here, hdr=b"12345")
     assert said == "hdr has 5 bytes, but this QP was created with max_tso_header=4"
+    # As long as its field in the struct can say.
+    here = limits(QPType.RAW_PACKET)
+    wr, sges = valid(Opcode.TSO, hdr=bytes(0xFFFF))
+    assert check_send(wr, sges, here) is None
+    assert "hdr has 65536 bytes" in reason(Opcode.TSO, here, hdr=bytes(0x10000))
 
 
 # ---- flags ------------------------------------------------------------------------
@@ -169,6 +175,14 @@ def test_what_is_sent_need_not_be_writable():
     assert check_send(wr, (sge(region(0)),), limits()) is None
 
 
+# ---- datagrams --------------------------------------------------------------------
+
+
+def test_groups_have_the_number_of_the_specification():
+    """The highest of 24 bits; on soft0 alone, any other would do."""
+    assert MULTICAST_QPN == rp.MULTICAST_QPN == 0xFFFFFF
+
+
 # ---- windows ----------------------------------------------------------------------
 
 
@@ -184,6 +198,16 @@ def test_a_window_may_cover_its_whole_region():
     assert check_send(wr, (), limits()) is None
     wr = bind(MWType.TYPE_2, mr=mr, addr=mr.addr + 4095, length=1)
     assert check_send(wr, (), limits()) is None
+
+
+def test_what_belongs_to_another_pd_is_named():
+    other = SimpleNamespace(context=PD.context)
+    mw = SimpleNamespace(type=MWType.TYPE_2, pd=other)
+    said = reason(Opcode.BIND_MW, limits(), mw=mw)
+    assert said == f"{mw} belongs to another PD than the queue pair"
+    mr = region(Access.MW_BIND, pd=other)
+    said = reason(Opcode.BIND_MW, limits(), mr=mr)
+    assert said == f"{mr} belongs to another PD than the queue pair"
 
 
 def test_a_window_of_type_1_has_its_own_call():
@@ -239,6 +263,7 @@ SYNC = int(OpsFlags.TM_SYNC)
         (rp.TagSync(flags=OpsFlags.SIGNALED), "tells the device nothing"),
         (rp.TagAdd(tag=3, mask=1), "tag=0x3 has bits outside of mask=0x1"),
         (rp.TagAdd(tag=1 << 63, mask=1), "has bits outside of mask"),
+        (rp.TagAdd(tag=1, mask=0), "tag=0x1 has bits outside of mask=0x0"),
     ],
 )
 def test_operation_that_cannot_mean_anything(op, words):
@@ -253,7 +278,7 @@ def test_operation_that_cannot_mean_anything(op, words):
         rp.TagDel(flags=0), rp.TagSync(), rp.TagSync(flags=SYNC, unexpected_cnt=3),
         rp.TagAdd(tag=1, mask=3), rp.TagAdd(tag=3, mask=3), rp.TagAdd(tag=0, mask=0),
         # That it does not fit is for the packing to say, which names the field.
-        rp.TagAdd(tag=-1), rp.TagAdd(tag=-1, mask=0),
+        rp.TagAdd(tag=-1), rp.TagAdd(tag=-1, mask=0), rp.TagAdd(tag=1 << 64, mask=0),
     ],
 )  # fmt: skip
 def test_operation_that_means_something(op):
