@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from struct import error as StructError
-from typing import Any
+from typing import Any, TypeAlias
 
 from ._binding import ffi, start_of
 from ._resource import Resource
@@ -112,9 +112,8 @@ def gather(sg_list: SGE | Sequence[SGE]) -> Sequence[SGE]:
     for sge in sges:
         if type(sge) is not SGE:
             raise Refused(f"sg_list holds a {type(sge).__name__}; mr[a:b] makes an SGE")
-        owner = sge.owner
-        if owner is not None and getattr(owner, "closed", False):
-            raise Refused(f"{owner} is closed")
+        if getattr(sge.owner, "closed", False):
+            raise Refused(f"{sge.owner} is closed")
     return sges
 
 
@@ -161,7 +160,7 @@ def _pointer(wr: Any, name: str) -> int:
     return int(ffi.cast("uintptr_t", handle))
 
 
-Pack = Callable[[bytearray, int, Any, int, Sequence[SGE]], tuple[int, tuple[Any, ...]]]
+Pack: TypeAlias = Callable[[bytearray, int, Any, int, Sequence[SGE]], tuple[int, tuple[Any, ...]]]
 """Write a record at an offset; return its end and what it refers to beside the SGEs."""
 
 
@@ -348,7 +347,7 @@ def check_numbers(wr: Any, sges: Sequence[SGE] = ()) -> str | None:
         if not 0 <= value < 1 << bits:
             return f"{name}={value} is not in 0..2^{bits}-1"
     for sge in sges:
-        for name, value, bits in zip(SGE._fields, sge[:3], (64, 32, 32), strict=False):
+        for name, value, bits in zip(SGE._fields, sge, (64, 32, 32), strict=False):
             if not isinstance(value, int):
                 return f"an SGE's {name} is a {type(value).__name__}, not an integer"
             if not 0 <= value < 1 << bits:
