@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from typing import Any
 
 import pytest
@@ -75,6 +76,24 @@ def test_keys_are_new_and_differ_in_their_low_byte_too(place):
     assert all(0 < key < 1 << 31 and key >> 8 for key in keys)
     assert all(a & 0xFF != b & 0xFF for a, b in itertools.pairwise(keys))
     assert all(region.rkey == region.lkey | 1 << 31 for region in regions)
+    # All of them, before one comes again.
+    assert len({key & 0xFF for key in keys[:256]}) == 256
+
+
+def test_keys_begin_anew_and_pass_over_those_that_are_there(place):
+    """After eight million of them."""
+    memory, fresh = place.memory, Memory()
+    other = memory.allocate_window(place.pd, MWType.TYPE_2)
+    memory._next = 0x7FFFFE
+    keys = [place.register().lkey for _ in range(3)]
+    assert [key >> 8 for key in keys] == [0x7FFFFF, 1, 2]
+    # As before the first of them.
+    memory._next, memory._tag = fresh._next, fresh._tag
+    window = memory.allocate_window(place.pd, MWType.TYPE_2)
+    assert window.rkey not in (place.region.lkey, other.rkey)
+    refused("not bound", place.remote, rkey=window.rkey)
+    place.bind(other)
+    assert place.remote(rkey=other.rkey) == bytes(range(8))
 
 
 def test_key_is_gone_with_its_region(place):
@@ -126,6 +145,12 @@ def test_length_of_0_is_2_to_the_31(place):
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 0, place.region.lkey))
     # As much as is wanted of it.
     assert place.local((BASE, 0, place.region.lkey), size=8) == bytes(range(8))
+    # Address space without memory behind it.
+    with mmap.mmap(-1, (1 << 31) + 1, prot=mmap.PROT_READ) as large, memoryview(large) as whole:
+        region = place.memory.register(place.pd, BASE, whole, ALL)
+        (found,) = place.memory.local(place.pd, [(BASE, 0, region.lkey)], False)
+        assert len(found) == 1 << 31
+        found.release()
 
 
 def test_only_what_is_wanted_is_looked_at(place):
@@ -134,6 +159,8 @@ def test_only_what_is_wanted_is_looked_at(place):
     assert place.local(good, bad, size=8) == bytes(range(8))
     assert place.local(good, bad, size=5) == bytes(range(5))
     assert place.local(bad, size=0) == b""
+    # Not even its key.
+    assert place.local(good, (BASE, 8, key + 1), size=8) == bytes(range(8))
     fails(WCStatus.LOC_PROT_ERR, place.local, good, bad, size=9)
     fails(WCStatus.LOC_LEN_ERR, place.local, good, size=9)
     fails(WCStatus.LOC_LEN_ERR, place.local, size=1)
@@ -313,6 +340,7 @@ def test_invalidation_of_a_region(place, key):
     [
         ([3], [3]), ([3], [5]), ([3], [1, 2]), ([3], [1, 1, 1, 4]), ([1, 2], [3]),
         ([2, 2], [3, 3]), ([0, 3], [1, 4]), ([4], [2, 3]), ([], []), ([], [3]),
+        ([0], []),
     ],
 )  # fmt: skip
 def test_copy_fills_one_buffer_after_the_other(source, target):

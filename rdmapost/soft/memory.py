@@ -34,7 +34,6 @@ class Fault(Exception):
     """A local error: the work request completes with this status."""
 
     def __init__(self, status: WCStatus) -> None:
-        super().__init__(status.name)
         self.status = status
 
 
@@ -72,16 +71,18 @@ class Window:
 
     __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
 
+    # Of what it is bound to; without a region they are not looked at.
+    addr: int
+    length: int
+    access: int
+    qpn: int
+    """The queue pair that bound it; a type 2 window serves no other."""
+
     def __init__(self, pd: ProtectionDomain, mw_type: MWType, rkey: int) -> None:
         self.pd = pd
         self.type = mw_type
         self.rkey = rkey
         self.region: Region | None = None
-        self.addr = 0
-        self.length = 0
-        self.access = 0
-        self.qpn = 0
-        """The queue pair that bound it; a type 2 window serves no other."""
 
     def bind(self, region: Region, addr: int, length: int, access: int, qpn: int) -> None:
         """Point the window at a range of a region."""
@@ -115,7 +116,8 @@ class Memory:
         self._next = (self._next + 1) & 0x7FFFFF or 1
         self._tag = (self._tag + _STALE_STEP) & 0xFF
         key = self._next << 8 | self._tag
-        return key if key not in self.regions_by_lkey else self._new_key()
+        taken = key in self.regions_by_lkey or key in self._by_rkey
+        return self._new_key() if taken else key
 
     # ---- registering --------------------------------------------------------
 
@@ -177,8 +179,7 @@ class Memory:
             if size is not None:
                 if not size:
                     break
-                if length > size:
-                    length = size
+                length = min(length, size)
                 size -= length
             region = regions.get(lkey)
             if region is None or region.pd is not pd:
