@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,13 +34,17 @@ from typing import Any
 
 TESTS = pathlib.Path(__file__).resolve().parent
 EQUIVALENT = TESTS / "mutants.txt"
+PROFILE, EXAMPLES = "mutants", 20
+"""Of Hypothesis; what only more examples notice by chance is to get a test of its own."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.rules": (
         "test_rules.py", "test_rules_edges.py", "test_flags.py", "test_crashes.py",
         "test_sizes.py", "test_soft_tag_ops.py", "test_windows.py",
     ),
-    "rdmapost.packing": ("test_packing.py", "test_posting.py", "test_crashes.py"),
+    "rdmapost.packing": (
+        "test_packing_edges.py", "test_packing.py", "test_posting.py", "test_crashes.py",
+    ),
     "rdmapost.soft.memory": (
         "test_soft_memory.py", "test_memory.py", "test_posting_refused.py", "test_posting.py",
         "test_windows.py", "test_zero_based.py", "test_xrc.py",
@@ -211,7 +216,9 @@ def _changes(node: Any) -> Iterator[tuple[Any, str]]:
             yield put(made), f"{short} without {ast.unparse(gone) if gone else '**'}"
     elif isinstance(node, _DROPPED):
         string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        exports = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        # What a module exports is held elsewhere; without __slots__ only memory is lost.
+        said = isinstance(node, ast.Assign) and ast.unparse(node.targets[0])
+        exports = said in ("__all__", "__slots__")
         nothing = isinstance(node, ast.Return) and ast.unparse(node) in ("return", "return None")
         if not (string or exports or nothing):
             yield put(ast.Pass()), f"{short} -> pass"
@@ -250,6 +257,8 @@ def start(mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # The trees of all mutants, which the child's collector would walk again and again.
+    gc.freeze()
     # By a signal, which ends also what hangs in C.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit)
@@ -262,9 +271,11 @@ def start(mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> int:
     try:
         import pytest
 
+        # Whether they fail is enough: nobody reads why, or needs the smallest example.
         code = pytest.main(
-            ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0",
-             "-W", "ignore::pytest.PytestAssertRewriteWarning",
+            ["-x", "-q", "--tb=no", "--assert=plain",
+             *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest", "junitxml")),
+             "--hypothesis-seed=0", f"--hypothesis-profile={PROFILE}",
              "-m", "not rdma and not two_hosts", *(str(TESTS / name) for name in tests)]
         )  # fmt: skip
     finally:
@@ -357,8 +368,14 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", metavar="K/N", help="one of N parts, from 1")
     options = parser.parse_args()
     # What each child would import anew.
-    import hypothesis  # noqa: F401
+    import hypothesis
     import pytest  # noqa: F401
+
+    hypothesis.settings.register_profile(
+        PROFILE, database=None, deadline=None, max_examples=EXAMPLES,
+        phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
 
     sys.path.insert(0, str(TESTS))
     equivalent = known()
