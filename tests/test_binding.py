@@ -160,17 +160,22 @@ def test_another_library_is_not_taken_for_libibverbs():
 
 
 def test_loading_can_be_tried_again_after_a_failure():
-    """A failure is not remembered: the next call looks again."""
+    """A failure is not remembered: the next call looks again, and each says its own reason."""
     said = prints(
         "import sys\n"
         "from rdmapost._binding import ffi, lib\n"
-        "print(lib.rp_load(b'/nonexistent') != ffi.NULL)\n"
-        "print(lib.rp_load(sys.argv[1].encode()) != ffi.NULL)\n"
+        "why = [ffi.new('char[512]') for _ in range(3)]\n"
+        "print(lib.rp_load(b'/nonexistent', why[0], 512))\n"
+        "print(lib.rp_load(sys.argv[1].encode(), why[1], 512))\n"
         "print(lib.rp_has_symbol(b'ibv_open_device'))\n"
-        "print(lib.rp_load(ffi.NULL) != ffi.NULL)\n",
+        "print(lib.rp_load(ffi.NULL, why[2], 512))\n"
+        "print(*(ffi.string(text).decode() for text in why), sep='\\n')\n",
         _verbs.__file__,
-    )
-    assert said.split() == ["True", "True", "0", "True"]
+    ).splitlines()
+    assert said[:4] == ["-1", "-1", "0", "-1"]
+    assert "/nonexistent" in said[4]
+    assert f"{_verbs.__file__} is not libibverbs" in said[5]
+    assert said[6] == "no library was named"
 
 
 def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():

@@ -131,51 +131,50 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static void *library;
 
 /* POSIX lets a data pointer carry a function; ISO C only through memory. */
-static int find(const char *name, void *pointer)
+static void find(const char *name, void *pointer)
 {
 	void *symbol = dlsym(library, name);
 
 	memcpy(pointer, &symbol, sizeof(symbol));
-	return symbol != NULL;
 }
 
-static const char *open_library(const char *path)
+static int open_library(const char *path, char *why, size_t size)
 {
-	static char why[512];
-
 	library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
 	if (!library) {
 		const char *text = dlerror();
 
-		snprintf(why, sizeof(why), "%s", text ? text : "dlopen failed");
-		return why;
+		snprintf(why, size, "%s", text ? text : "dlopen failed");
+		return -1;
 	}
 	if (!dlsym(library, "ibv_get_device_list")) {
-		snprintf(why, sizeof(why),
+		snprintf(why, size,
 			 "%.400s is not libibverbs: it has no "
 			 "ibv_get_device_list", path);
 		dlclose(library);
 		library = NULL;
-		return why;
+		return -1;
 	}
 #define FIND(result, name, parameters, arguments, absent)                      \
 	find(#name, &table.name);
 #define FIND_VOID(name, parameters, arguments) find(#name, &table.name);
 	FUNCTIONS(FIND, FIND_VOID)
-	return NULL;
+	return 0;
 }
 
-const char *rp_load(const char *path)
+int rp_load(const char *path, char *why, size_t size)
 {
-	const char *why = NULL;
+	int failed = 0;
 
-	if (!path)
-		return "no library was named";
+	if (!path) {
+		snprintf(why, size, "no library was named");
+		return -1;
+	}
 	pthread_mutex_lock(&lock);
 	if (!library)
-		why = open_library(path);
+		failed = open_library(path, why, size);
 	pthread_mutex_unlock(&lock);
-	return why;
+	return failed;
 }
 
 int rp_has_symbol(const char *name)

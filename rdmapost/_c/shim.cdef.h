@@ -1,6 +1,6 @@
 /* The shim's own calls; shim.h documents them. */
 
-const char *rp_load(const char *path);
+int rp_load(const char *path, char *why, size_t size);
 int rp_has_symbol(const char *name);
 struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);

@@ -51,11 +51,11 @@ RP_EXPORT int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
 /* ---- loader.c: libibverbs, opened at first use -------------------------- */
 
 /*
- * Open the library at `path` and fill the table of functions.  Returns NULL
- * when it is open (now or from before), else a text that says why not; the
- * text stays valid until the next call.  The library is never closed.
+ * Open the library at `path` and fill the table of functions.  Returns 0 when
+ * it is open (now or from before), else -1 with a text in `why`, of `size`
+ * bytes, that says why not.  The library is never closed.
  */
-const char *rp_load(const char *path);
+int rp_load(const char *path, char *why, size_t size);
 
 /* Whether the open library has this symbol (1) or not (0). */
 int rp_has_symbol(const char *name);

@@ -71,8 +71,8 @@ def _group(gid: bytes) -> Any:
 
 def _load() -> None:
     path = os.environ.get(_LIBRARY_VARIABLE) or _LIBRARY
-    why = lib.rp_load(path.encode())
-    if why == ffi.NULL:
+    why = ffi.new("char[512]")
+    if not lib.rp_load(path.encode(), why, len(why)):
         return
     text = ffi.string(why).decode(errors="replace")
     if path == _LIBRARY:
