@@ -1,0 +1,66 @@
+"""Tasks that wait, and queue pairs for them: what the tests of asyncio share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from support import ALL, Pair
+
+import rdmapost as rp
+from rdmapost import QPType
+
+LIMIT = 120
+"""Seconds that any of these may take; a lost wake-up shows as this."""
+
+
+def write(pair: Pair, wr_id: int = 0) -> rp.RdmaWrite:
+    return pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=wr_id)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine function in an event loop of its own, not longer than LIMIT."""
+
+    async def limited() -> Any:
+        async with asyncio.timeout(LIMIT):
+            return await main()
+
+    return asyncio.run(limited())
+
+
+async def settle() -> None:
+    """Let every task that can run go on until it waits."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def waiting(cq: rp.CQ, count: int = 1) -> asyncio.Task[list[rp.WC]]:
+    """Start a task that waits for completions, and return it when it does."""
+    task = asyncio.create_task(cq.completions(count))
+    await settle()
+    assert not task.done()
+    return task
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def sharing(context, stack, pd, channel, count):
+    """Make queue pairs that are connected to themselves, each with a CQ on the channel."""
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    made = []
+    for _ in range(count):
+        cq = stack.enter_context(rp.CQ(context, 64, channel=channel))
+        qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+        qp.connect(qp.endpoint())
+
+        def post(wr_id, qp=qp):
+            qp.post_send(rp.RdmaWrite(mr[:8], wr_id=wr_id, remote_addr=mr.addr + 32, rkey=mr.rkey))
+
+        made.append((cq, post))
+    return made

@@ -1,0 +1,257 @@
+"""Events in asyncio tasks: of channels that CQs share, asynchronous ones; and who may wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from support import needs
+from tasks import cancelled, run, settle, sharing, waiting, write
+
+import rdmapost as rp
+from rdmapost import EventType, aio
+
+# ---- channels that CQs share --------------------------------------------------
+
+
+@pytest.fixture
+def channel(context, stack):
+    return stack.enter_context(rp.CompChannel(context))
+
+
+def test_tasks_wait_for_cqs_that_share_a_channel(context, pd, stack, channel):
+    made, rounds = sharing(context, stack, pd, channel, 4), 200
+
+    async def main():
+        async def use(cq, post, number):
+            for i in range(rounds):
+                post(number * 1000 + i)
+                (wc,) = await cq.completions(1, 30)
+                assert wc.check().wr_id == number * 1000 + i
+
+        await asyncio.gather(*(use(*pair, number) for number, pair in enumerate(made)))
+
+    run(main)
+
+
+def test_events_of_the_other_cqs_of_a_channel_are_kept_for_those_who_ask(
+    context, pd, stack, channel
+):
+    (mine, post_mine), (other, post_other) = sharing(context, stack, pd, channel, 2)
+
+    async def main():
+        other.req_notify()
+        task = await waiting(mine)
+        post_other(1)
+        assert await aio.get_cq_event(channel, 20) is other
+        assert [wc.wr_id for wc in other.poll()] == [1]
+        assert await aio.get_cq_event(channel, 0.05) is None
+        assert not task.done()
+        other.req_notify()
+        post_other(2)
+        await asyncio.sleep(0.05)
+        post_mine(3)
+        assert [wc.wr_id for wc in await task] == [3]
+
+    run(main)
+    # The loop took it, and nobody asked.
+    assert channel.get_cq_event(20) is other
+
+
+def test_tasks_ask_for_the_events_of_a_channel(context, pd, stack, channel):
+    made, rounds = sharing(context, stack, pd, channel, 3), 50
+
+    async def main():
+        got = []
+        for cq, _ in made:
+            cq.req_notify()
+        for i in range(rounds):
+            for _, post in made:
+                post(i)
+            left = {cq for cq, _ in made}
+            while left:
+                cq = await aio.get_cq_event(channel, 20)
+                cq.req_notify()
+                if wcs := cq.poll():
+                    got += wcs
+                    left.discard(cq)
+        assert len(got) == 3 * rounds
+
+    run(main)
+
+
+# ---- who may wait -------------------------------------------------------------
+
+
+def test_closing_under_a_waiting_task_is_refused(context, channel):
+    cqs = rp.CQ(context), rp.CQ(context, channel=channel)
+
+    async def main():
+        tasks = [await waiting(cq) for cq in cqs]
+        for cq in cqs:
+            with pytest.raises(rp.InUseError, match="a thread or task waits for its completions"):
+                cq.close()
+        for task in tasks:
+            await cancelled(task)
+        event = asyncio.create_task(aio.get_cq_event(channel))
+        await settle()
+        cqs[1].close()
+        with pytest.raises(rp.InUseError, match="a thread or task waits for its events"):
+            channel.close()
+        await cancelled(event)
+        channel.close()
+        cqs[0].close()
+        with pytest.raises(rp.ClosedError, match="is closed"):
+            await cqs[0].completions()
+        with pytest.raises(rp.ClosedError, match="is closed"):
+            async for _ in cqs[0]:
+                pass
+        with pytest.raises(rp.ClosedError, match="is closed"):
+            await aio.get_cq_event(channel)
+
+    run(main)
+
+
+def test_a_thread_may_wait_beside_tasks_that_wait_already(rc):
+    async def main():
+        task, got = await waiting(rc.cq, 3), []
+        thread = threading.Thread(target=lambda: got.extend(rc.cq.wait(2, 30)))
+        thread.start()
+        for i in range(5):
+            rc.a.post_send(write(rc, i))
+            await asyncio.sleep(0.005)
+        mine = await task
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert sorted(wc.wr_id for wc in mine + got) == list(range(5))
+
+    run(main)
+
+
+def test_a_thread_that_waits_beside_tasks_waits_on_when_they_have_gone(rc):
+    async def main():
+        task, got = await waiting(rc.cq), []
+        thread = threading.Thread(target=lambda: got.extend(rc.cq.wait(1, 30)))
+        thread.start()
+        while rc.cq._waiting < 2:
+            await asyncio.sleep(0.001)
+        await cancelled(task)
+        rc.a.post_send(write(rc, 4))
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert [wc.wr_id for wc in got] == [4]
+
+    run(main)
+
+
+def test_a_task_does_not_wait_where_a_thread_takes_the_events(rc):
+    """Its wake-ups would go to the thread: it is told, and not left asleep."""
+    thread = threading.Thread(target=lambda: rc.cq.wait(1, 30))
+    thread.start()
+    while not rc.cq._sleeping:
+        time.sleep(0.001)
+
+    async def main():
+        with pytest.raises(rp.RdmaError, match="a thread sleeps in wait"):
+            await rc.cq.completions()
+        rc.a.post_send(write(rc))
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        task = await waiting(rc.cq)
+        rc.a.post_send(write(rc, 2))
+        assert [wc.wr_id for wc in await task] == [2]
+
+    run(main)
+
+
+def test_threads_and_tasks_do_not_share_the_events_of_a_channel(context, pd, stack, channel):
+    ((cq, post),) = sharing(context, stack, pd, channel, 1)
+
+    async def main():
+        task = await waiting(cq)
+        with pytest.raises(rp.RdmaError, match="tasks wait for the events"):
+            channel.get_cq_event(0)
+        post(1)
+        await task
+        cq.req_notify()
+        found = []
+        thread = threading.Thread(target=lambda: found.append(channel.get_cq_event(30)))
+        thread.start()
+        while not channel._threads:
+            await asyncio.sleep(0.001)
+        with pytest.raises(rp.RdmaError, match="a thread waits in get_cq_event"):
+            await cq.completions()
+        post(2)
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert found == [cq]
+        assert [wc.wr_id for wc in await cq.completions()] == [2]
+
+    run(main)
+
+
+def test_two_event_loops_do_not_wait_for_one_cq(rc):
+    async def main():
+        task = await waiting(rc.cq)
+        errors = []
+
+        def other():
+            try:
+                asyncio.run(rc.cq.completions(1, 5))
+            except rp.RdmaError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert errors == ["tasks of another event loop wait for the same events"]
+        rc.a.post_send(write(rc, 1))
+        assert [wc.wr_id for wc in await task] == [1]
+
+    run(main)
+    # One after another is fine.
+    rc.a.post_send(write(rc, 2))
+    assert [wc.wr_id for wc in run(rc.cq.completions)] == [2]
+
+
+# ---- asynchronous events ------------------------------------------------------
+
+
+def test_tasks_wait_for_asynchronous_events(context, pd, connect):
+    needs(context.attr.max_srq, "shared receive queues", context)
+    while rp.get_async_event(context) is not None:
+        pass
+    with rp.SRQ(pd, 16) as srq:
+        pair = connect(b_options={"srq": srq})
+
+        async def main():
+            assert await aio.get_async_event(context, 0.05) is None
+            task = asyncio.create_task(aio.get_async_event(context))
+            await settle()
+            assert not task.done()
+            srq.post_srq_recv([rp.RecvWR(pair.theirs[:8], wr_id=i) for i in range(4)])
+            srq.arm_limit(4)
+            pair.a.post_send(pair.send(pair.mine[:8]))
+            event = await task
+            assert event.event_type is EventType.SRQ_LIMIT_REACHED
+            assert event.element is srq
+
+        run(main)
+        pair.a.close()
+        pair.b.close()
+
+
+def test_a_device_stays_open_while_a_task_waits_for_its_events(context):
+    async def main():
+        other = rp.open_device(context.name)
+        task = asyncio.create_task(aio.get_async_event(other))
+        await settle()
+        with pytest.raises(rp.InUseError, match="task that waits for events"):
+            other.close()
+        await cancelled(task)
+        other.close()
+
+    run(main)
