@@ -8,6 +8,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import pytest
@@ -40,6 +41,13 @@ def needs(condition: object, what: str, context: rp.Context) -> None:
     """Skip a test by name where the device lacks what it needs."""
     if not condition:
         pytest.skip(f"{context.name} has no {what}")
+
+
+@pytest.fixture(scope="module")
+def soft_context() -> Iterator[rp.Context]:
+    """soft0, for a file about what only that does: ``context = soft_context`` there."""
+    with rp.open_device("soft0") as opened:
+        yield opened
 
 
 class Connect(Protocol):

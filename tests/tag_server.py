@@ -6,6 +6,7 @@ import contextlib
 import struct
 from typing import Any
 
+import pytest
 from support import ALL
 
 import rdmapost as rp
@@ -68,6 +69,12 @@ class Server:
         [wc] = self.cq.wait(1)
         assert self.cq.poll() == []
         return wc
+
+
+@pytest.fixture
+def small_server(stack: contextlib.ExitStack, pd: rp.PD) -> Server:
+    """A server with room for 8 entries and 8 operations: ``server = small_server``."""
+    return Server(stack, pd, max_num_tags=8, max_ops=8)
 
 
 class Client:

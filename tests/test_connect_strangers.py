@@ -26,17 +26,13 @@ from serving import (
     servers,
     stranger,
 )
+from support import soft_context
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    """The software device."""
-    with rp.open_device("soft0") as opened:
-        yield opened
+context = soft_context
 
 
 @pytest.fixture

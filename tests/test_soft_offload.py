@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ALL, GRH
+from support import ALL, GRH, soft_context
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, WCFlags, WCOpcode, WCStatus
@@ -27,10 +26,7 @@ SRC4, DST4 = bytes([10, 0, 0, 1]), bytes([10, 0, 0, 2])
 SRC6, DST6 = bytes(range(16)), bytes(range(16, 32))
 
 
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
+context = soft_context
 
 
 # ---- packets ----------------------------------------------------------------------

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 
 import pytest
-from support import prints
+from support import prints, soft_context
 
 import rdmapost as rp
 from rdmapost import EventType, QPState, QPType, WCStatus
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
+context = soft_context
 
 
 def refused(caught: pytest.ExceptionInfo[rp.VerbsError], call: str, words: str = "") -> None:

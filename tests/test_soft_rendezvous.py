@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
 
 import pytest
-from tag_server import (
-    FIN,
-    NO_FLAGS,
-    RECEIVES,
-    Server,
-)
+from support import soft_context
+from tag_server import FIN, NO_FLAGS, RECEIVES, Server, small_server
 
 import rdmapost as rp
 from rdmapost import QPState, WCFlags, WCOpcode, WCStatus
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
-
-
-@pytest.fixture
-def server(stack, pd) -> Server:
-    return Server(stack, pd, max_num_tags=8, max_ops=8)
+context = soft_context
+server = small_server
 
 
 def test_rendezvous_fetches_the_data_and_says_so(server):

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 
 import pytest
-from support import ALL
-from tag_server import (
-    MATCHED,
-    NO_FLAGS,
-    Server,
-)
+from support import ALL, soft_context
+from tag_server import MATCHED, NO_FLAGS, Server, small_server
 
 import rdmapost as rp
 from rdmapost import OpsFlags, QPState, WCFlags, WCOpcode, WCStatus
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
-
-
-@pytest.fixture
-def server(stack, pd) -> Server:
-    return Server(stack, pd, max_num_tags=8, max_ops=8)
+context = soft_context
+server = small_server
 
 
 # ---- operations -------------------------------------------------------------------

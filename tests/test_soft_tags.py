@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ALL
+from support import ALL, soft_context
 from tag_server import (
     EAGER,
     FIN,
@@ -22,22 +21,15 @@ from tag_server import (
     SLOT,
     SYNC,
     Server,
+    small_server,
     tmh,
 )
 
 import rdmapost as rp
 from rdmapost import QPState, QPType, SRQType, WCFlags, WCOpcode, WCStatus
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
-
-
-@pytest.fixture
-def server(stack, pd) -> Server:
-    return Server(stack, pd, max_num_tags=8, max_ops=8)
+context = soft_context
+server = small_server
 
 
 # ---- the queue --------------------------------------------------------------------

@@ -5,10 +5,9 @@ What the matching list does with single messages is in test_soft_tags.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tag_server import EAGER, MATCHED, NO_FLAGS, SYNC, Server, tmh
+from support import soft_context
+from tag_server import EAGER, MATCHED, NO_FLAGS, SYNC, Server, small_server, tmh
 
 import rdmapost as rp
 from rdmapost import OpsFlags, WCFlags, WCOpcode, WCStatus
@@ -17,15 +16,8 @@ MOST_BEHIND = 0x3FFF
 """Unexpected messages after which mlx5 asks for a sync, and soft0 too."""
 
 
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
-
-
-@pytest.fixture
-def server(stack, pd) -> Server:
-    return Server(stack, pd, max_num_tags=8, max_ops=8)
+context = soft_context
+server = small_server
 
 
 def surprise(server: Server, count: int) -> list[rp.WC]:
