@@ -1,46 +1,76 @@
-"""``rdmapost pingpong`` as a process, and the ports of this machine: helpers of its tests."""
+"""Ping-pong with both sides in this process, and its command in another: helpers of its tests."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-from pathlib import Path
+import threading
+from typing import Any
 
 import pytest
+from ports import HOST
 
-__all__ = ["HOST", "LIMIT", "free_port", "listening", "start", "wait_for_port"]
-
-HOST = "127.0.0.1"
-LIMIT = 60
-"""Seconds after which something that must come does not come."""
+import rdmapost as rp
+from rdmapost import QPType
+from rdmapost.pingpong import Pingpong, Result, listen
 
 COMMAND = "from rdmapost.cli import main; main()"
+TYPES = pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD], ids=lambda t: t.name)
+MESSAGE = b"0000:000011:abcdef:00000000000000000000ffff0a000001\0"
+"""What ibv_rc_pingpong sends for QP 0x11 with the GID ::ffff:10.0.0.1."""
+
+IN_ONE_PROCESS = {"events": True, "timeout": 20.0}
+"""Sleep where both sides are in this process: two threads that poll hinder each other."""
 
 
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+class Ends:
+    """What became of two sides that played: a Result or the exception of each."""
+
+    client: Any = None
+    server: Any = None
 
 
-def wait_for_port(port: int) -> None:
-    """Wait until somebody listens, without connecting: it may take one connection."""
-    end = time.monotonic() + LIMIT
-    state = f":{port:04X} "
-    while time.monotonic() < end:
-        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-            with contextlib.suppress(FileNotFoundError):
-                for line in Path(table).read_text().splitlines()[1:]:
-                    # Local address and state, 0A for one that listens.
-                    if state in line.split()[1] + " " and line.split()[3] == "0A":
-                        return
-        time.sleep(0.02)
-    pytest.fail(f"nobody listens on {port}")
+def play(
+    context: rp.Context,
+    qp_type: QPType = QPType.RC,
+    client: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+    **both: Any,
+) -> Ends:
+    """Let two sides play, each in a thread of its own, and return how each ended."""
+    ends = Ends()
+    options = IN_ONE_PROCESS | both
+    with listen(HOST, 0) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            try:
+                with Pingpong(context, qp_type, **{**options, **(server or {})}) as side:
+                    ends.server = side.run_server(listener, wait=20)
+            except Exception as error:
+                ends.server = error
+                listener.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with Pingpong(context, qp_type, **{**options, **(client or {})}) as side:
+                ends.client = side.run_client(HOST, port)
+        except Exception as error:
+            ends.client = error
+        thread.join(60)
+    assert not thread.is_alive()
+    return ends
+
+
+def done(ends: Ends) -> tuple[Result, Result]:
+    """Return both results of a run that went well."""
+    for end in (ends.client, ends.server):
+        if isinstance(end, Exception):
+            raise end
+    return ends.client, ends.server
 
 
 def start(*args: str) -> subprocess.Popen[str]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import queue
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,29 +114,3 @@ STEPS: dict[str, Callable[[Hello], list[Message | bytes]]] = {
     "in the bye": lambda hello: [hello, Ready(), part(Bye())],
     "after the bye": lambda hello: [hello, Ready(), Bye()],
 }
-
-
-@contextlib.contextmanager
-def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """Something else that listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def run() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                sock.settimeout(PATIENCE)
-                talk(sock)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            thread.join()
-
-
-def heard(sock: socket.socket) -> None:
-    """Read until the other side is gone."""
-    with contextlib.suppress(ConnectionError):
-        while sock.recv(4096):
-            pass

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from cli_runner import Ran, run
-from playing import HOST, LIMIT, free_port, listening, start
+from playing import listening, start
+from ports import HOST, LIMIT, free_port
 from support import run_python
 
 import rdmapost as rp

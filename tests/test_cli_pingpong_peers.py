@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from agents import LIMIT, Ended, Remote, local_agent
 from cli_runner import run
-from playing import HOST, free_port, wait_for_port
+from ports import HOST, free_port, wait_for_port
 
 import rdmapost as rp
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from cli_runner import done, on, run
+from ports import HOST, free_port
 
 import rdmapost as rp
 from rdmapost import Access, connect
@@ -185,8 +186,7 @@ def test_the_token(
 
 
 def test_nothing_listens(context: rp.Context) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        where = f"127.0.0.1:{listener.getsockname()[1]}"
+    where = f"{HOST}:{free_port()}"
     ran = on(context, "send", where, "--json")
     assert ran.code == 1
     says = "refused the connection: start 'rdmapost serve' there, or name its port"

@@ -8,12 +8,11 @@ import json
 import socket
 
 import pytest
+from ports import HOST, free_port, heard, impostor
 from serving import (
     PATIENCE,
     STEPS,
-    heard,
     hello,
-    impostor,
 )
 
 import rdmapost as rp
@@ -157,7 +156,5 @@ def test_asyncio_dialling_what_is_no_server(
 
 
 def test_asyncio_dialling_nothing(context: rp.Context) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
     with pytest.raises(connect.ConnectError, match="refused the connection"):
-        asyncio.run(connect.adial(context, *address))
+        asyncio.run(connect.adial(context, HOST, free_port()))

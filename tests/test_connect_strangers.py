@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from ports import heard, impostor
 from serving import (
     PATIENCE,
     STEPS,
     Served,
     answers,
-    heard,
     hello,
-    impostor,
     one_error,
     servers,
     stranger,

@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -26,6 +25,7 @@ import click
 import pytest
 from cli_runner import run
 from documents import DOCUMENTS, ROOT, Block, Command, blocks, commands_of, prose, shown
+from ports import free_port
 from support import kernel, needs
 
 import rdmapost as rp
@@ -124,11 +124,6 @@ def names() -> Iterator[dict[str, Any]]:
         b.connect(a.endpoint())
         mr.buffer[:5] = b"hello"
         yield {"rp": rp, "context": context, "pd": pd, "cq": cq, "mr": mr, "a": a, "b": b}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from cli_runner import run
-from playing import free_port
-from playing import wait_for_port as local_port
+from ports import free_port
+from ports import wait_for_port as local_port
 
 import rdmapost as rp
 from rdmapost import QPType
