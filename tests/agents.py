@@ -13,11 +13,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import pytest
+from support import LIMIT
 
-__all__ = ["LIMIT", "Ended", "Remote", "local_agent"]
-
-LIMIT = 120.0
-"""Seconds after which something that must come does not come."""
+__all__ = ["Ended", "Remote", "local_agent"]
 
 
 class Ended(NamedTuple):

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import LIMIT
 
 HOST = "127.0.0.1"
-LIMIT = 60.0
-"""Seconds after which something that must come does not come."""
 
 
 def free_port() -> int:

@@ -9,13 +9,14 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+from support import LIMIT
+
 import rdmapost as rp
 from rdmapost import QPType, connect
 from rdmapost.connect.fabric import fabric_of
 from rdmapost.connect.messages import Bye, Hello, Look, Message, Ready, Report, encode
 
-PATIENCE = 30.0
-"""Seconds after which something that must come does not come."""
 ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
 
 
@@ -37,7 +38,7 @@ class Served:
     def until(self, kind: type[Any]) -> Any:
         """Wait for an event of this kind; others are passed over."""
         while True:
-            event = self.told.get(timeout=PATIENCE)
+            event = self.told.get(timeout=LIMIT)
             if isinstance(event, kind):
                 return event
 
@@ -52,9 +53,9 @@ class Served:
             assert arrival.data == b"still ok"
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
-    """Make servers, which end when it does."""
+    """Make servers, which end with the test: ``serve = servers``."""
     with contextlib.ExitStack() as stack:
 
         def make(**options: Any) -> Served:
@@ -74,7 +75,7 @@ def hello(context: rp.Context, token: str | None = None) -> Hello:
 @contextlib.contextmanager
 def stranger(served: Served, *messages: Message | bytes) -> Iterator[socket.socket]:
     """A plain connection that says something."""
-    with socket.create_connection(served.server.address[:2], PATIENCE) as sock:
+    with socket.create_connection(served.server.address[:2], LIMIT) as sock:
         for message in messages:
             sock.sendall(message if isinstance(message, bytes) else encode(message))
         yield sock

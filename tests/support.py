@@ -32,6 +32,10 @@ GRH = 40
 """Bytes that a UD receive starts with."""
 
 
+LIMIT = 120.0
+"""Seconds after which something that must come does not come."""
+
+
 def kernel() -> str:
     """Return the kernel's version, because devices in it differ between versions."""
     return platform.release()

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from cli_runner import Ran, run
 from playing import listening, start
-from ports import HOST, LIMIT, free_port
-from support import run_python
+from ports import HOST, free_port
+from support import LIMIT, run_python
 
 import rdmapost as rp
 from rdmapost import QPType

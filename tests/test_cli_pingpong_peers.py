@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from agents import LIMIT, Ended, Remote, local_agent
+from agents import Ended, Remote, local_agent
 from cli_runner import run
 from ports import HOST, free_port, wait_for_port
+from support import LIMIT
 
 import rdmapost as rp
 

@@ -19,13 +19,10 @@ from typing import Any
 
 import pytest
 from cli_runner import Ran, on
+from support import LIMIT
 
 import rdmapost as rp
 from rdmapost import connect
-
-PATIENCE = 60.0
-"""Seconds after which something that must come does not come."""
-
 
 # ---- what serve prints --------------------------------------------------------
 
@@ -60,7 +57,7 @@ def serving(
         return server
 
     def client() -> None:
-        started.wait(PATIENCE)
+        started.wait(LIMIT)
         if not address:
             return
         try:
@@ -194,7 +191,7 @@ class Process:
     def next(self, event: str) -> dict[str, Any]:
         """Wait for an event; others are passed over."""
         while True:
-            doc = self._lines.get(timeout=PATIENCE)
+            doc = self._lines.get(timeout=LIMIT)
             if doc["event"] == event:
                 return doc
             assert doc["event"] is not None, "the server has ended"
@@ -202,7 +199,7 @@ class Process:
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """End it; return exit status and standard error."""
         self.process.send_signal(number)
-        code = self.process.wait(PATIENCE)
+        code = self.process.wait(LIMIT)
         self._reader.join()
         assert self.process.stderr is not None
         return code, self.process.stderr.read()
@@ -248,7 +245,7 @@ def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signal
     )  # fmt: skip
     assert (first["size"], first["count"], first["warning"]) == (4096, 16, None)
     assert first["access"] == ["read", "write", "atomic"]
-    with socket.create_connection(("127.0.0.1", first["port"]), PATIENCE) as waiting:
+    with socket.create_connection(("127.0.0.1", first["port"]), LIMIT) as waiting:
         code, err = served.end(number)
         assert code == 0
         assert json.loads(waiting.recv(4096))["code"] == "closing"
@@ -290,11 +287,11 @@ def test_serve_outlives_garbage(start: Callable[..., Process]) -> None:
     served = start("-d", "soft0", "--timeout", "1")
     address = ("127.0.0.1", served.first["port"])
     for said, code in ((b"GET /\n", "format"), (b'{"rdmapost":9}\n', "version"), (b"{", "timeout")):
-        with socket.create_connection(address, PATIENCE) as sock:
+        with socket.create_connection(address, LIMIT) as sock:
             sock.sendall(said)
             assert json.loads(sock.makefile("rb").readline())["code"] == code
         assert served.next("refused")["code"] == code
-    with socket.create_connection(address, PATIENCE):
+    with socket.create_connection(address, LIMIT):
         pass
     assert "the connection ended" in served.next("refused")["error"]
     code_, _ = served.end()

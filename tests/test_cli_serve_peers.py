@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from agents import LIMIT, Remote, local_agent
+from agents import Remote, local_agent
 from cli_runner import on, run
+from support import LIMIT
 
 import rdmapost as rp
 from rdmapost import WCStatus, connect

@@ -8,16 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from serving import (
-    PATIENCE,
-    Served,
-    servers,
-)
-from support import run_python
+from serving import Served, servers
+from support import LIMIT, run_python
 
 import rdmapost as rp
 from rdmapost import Access, QPType, WCStatus, connect
@@ -25,12 +21,7 @@ from rdmapost import Access, QPType, WCStatus, connect
 READ, WRITE, ATOMIC = Access.REMOTE_READ, Access.REMOTE_WRITE, Access.REMOTE_ATOMIC
 EVERYTHING = READ | WRITE | ATOMIC
 
-
-@pytest.fixture
-def serve(context: rp.Context) -> Iterator[Callable[..., Served]]:
-    """Make servers, which end with the test."""
-    with servers(context) as make:
-        yield make
+serve = servers
 
 
 # ---- what is exposed ----------------------------------------------------------
@@ -144,7 +135,7 @@ def test_a_report_waits_for_the_message(serve: Callable[..., Served]) -> None:
 
         sender = threading.Thread(target=send)
         sender.start()
-        arrival = peer.report(1, PATIENCE)
+        arrival = peer.report(1, LIMIT)
         sender.join()
         assert arrival is not None
         assert arrival.byte_len == 0
@@ -208,7 +199,7 @@ def test_what_goes_wrong_at_the_far_side_is_told_there(serve: Callable[..., Serv
         arrival = served.until(connect.Arrived).arrival
         assert arrival.status is not WCStatus.SUCCESS
         # And so is every later question, at once.
-        again = peer.report(5, PATIENCE)
+        again = peer.report(5, LIMIT)
         assert again is not None
         assert again.status is arrival.status
     served_again = serve()
@@ -296,7 +287,7 @@ def test_it_says_what_others_are_given(
 
 def test_a_host_that_is_not_there(context: rp.Context) -> None:
     with pytest.raises(connect.ConnectError, match=r"host nowhere\.invalid") as error:
-        connect.dial(context, "nowhere.invalid", timeout=PATIENCE)
+        connect.dial(context, "nowhere.invalid", timeout=LIMIT)
     assert error.value.code in ("unreachable", "timeout")
 
 

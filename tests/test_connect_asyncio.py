@@ -9,11 +9,8 @@ import socket
 
 import pytest
 from ports import HOST, free_port, heard, impostor
-from serving import (
-    PATIENCE,
-    STEPS,
-    hello,
-)
+from serving import STEPS, hello
+from support import LIMIT
 
 import rdmapost as rp
 from rdmapost import connect
@@ -29,7 +26,7 @@ def test_asyncio_both_sides(context: rp.Context) -> None:
             address = server.address[:2]
             async with await connect.adial(context, *address, token="secret") as peer:
                 peer.mr.buffer[:5] = b"hello"
-                asked = asyncio.create_task(peer.report(1, PATIENCE))
+                asked = asyncio.create_task(peer.report(1, LIMIT))
                 await asyncio.sleep(0)
                 peer.qp.post_send(rp.Send(peer.mr[:5]))
                 arrival = await asked
@@ -98,7 +95,7 @@ def test_asyncio_server_outlives_its_clients(context: rp.Context, step: str) -> 
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-            await asyncio.wait_for(gone.wait(), PATIENCE)
+            await asyncio.wait_for(gone.wait(), LIMIT)
             assert server.clients == []
             async with await connect.adial(context, *server.address[:2]) as peer:
                 assert (await peer.look(0, 1)).data == b"\0"
@@ -125,7 +122,7 @@ def test_asyncio_dialling_can_be_cancelled(context: rp.Context) -> None:
     async def main(address: tuple[str, int]) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await connect.adial(context, *address, timeout=PATIENCE)
+                await connect.adial(context, *address, timeout=LIMIT)
 
     with impostor(heard) as address:
         asyncio.run(main(address))

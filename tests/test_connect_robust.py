@@ -10,30 +10,16 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from serving import (
-    PATIENCE,
-    STEPS,
-    Served,
-    answers,
-    hello,
-    one_error,
-    servers,
-    stranger,
-)
-from support import run_python
+from serving import STEPS, Served, answers, hello, one_error, servers, stranger
+from support import LIMIT, run_python
 
 import rdmapost as rp
 from rdmapost import connect
 
-
-@pytest.fixture
-def serve(context: rp.Context) -> Iterator[Callable[..., Served]]:
-    """Make servers, which end with the test."""
-    with servers(context) as make:
-        yield make
+serve = servers
 
 
 # ---- many clients ---------------------------------------------------------------
@@ -41,7 +27,7 @@ def serve(context: rp.Context) -> Iterator[Callable[..., Served]]:
 
 def test_several_clients_at_once(serve: Callable[..., Served]) -> None:
     served = serve(max_clients=8)
-    ready = threading.Barrier(8, timeout=PATIENCE)
+    ready = threading.Barrier(8, timeout=LIMIT)
     failed: list[BaseException] = []
 
     def work(name: int) -> None:
@@ -53,9 +39,9 @@ def test_several_clients_at_once(serve: Callable[..., Served]) -> None:
                 for index in range(1, 21):
                     peer.qp.post_send(rp.RdmaWrite(peer.mr[:100], **peer.target(index)))
                     peer.qp.post_send(rp.Send(peer.mr[:100]))
-                    for wc in peer.wait(2, PATIENCE):
+                    for wc in peer.wait(2, LIMIT):
                         wc.check()
-                    arrival = peer.report(index, PATIENCE)
+                    arrival = peer.report(index, LIMIT)
                     assert arrival is not None
                     assert arrival.data == text
                 assert peer.look(20, 100).data == text
@@ -192,14 +178,14 @@ def test_a_callback_may_end_the_server(context: rp.Context) -> None:
 
     def end(event: connect.Event) -> None:
         if isinstance(event, connect.Joined):
-            servers.get(timeout=PATIENCE).close()
+            servers.get(timeout=LIMIT).close()
             ended.set()
 
     server = connect.serve(context, port=0, on_event=end)
     servers.put(server)
     with contextlib.suppress(connect.ConnectError):
         connect.dial(context, *server.address[:2]).close()
-    assert ended.wait(PATIENCE)
+    assert ended.wait(LIMIT)
 
 
 def test_an_owner_whose_callback_fails_serves_on(

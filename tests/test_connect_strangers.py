@@ -11,34 +11,19 @@ import json
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from ports import heard, impostor
-from serving import (
-    PATIENCE,
-    STEPS,
-    Served,
-    answers,
-    hello,
-    one_error,
-    servers,
-    stranger,
-)
-from support import soft_context
+from serving import STEPS, Served, answers, hello, one_error, servers, stranger
+from support import LIMIT, soft_context
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
 
 context = soft_context
-
-
-@pytest.fixture
-def serve(context: rp.Context) -> Iterator[Callable[..., Served]]:
-    """Make servers, which end with the test."""
-    with servers(context) as make:
-        yield make
+serve = servers
 
 
 # ---- clients that misbehave ---------------------------------------------------------
@@ -61,7 +46,7 @@ def serve(context: rp.Context) -> Iterator[Callable[..., Served]]:
 def test_garbage_gets_one_clear_error(serve: Callable[..., Served], sent: bytes, says: str) -> None:
     served = serve()
     # It may be cut off while it is still talking.
-    with socket.create_connection(served.server.address[:2], PATIENCE) as sock:
+    with socket.create_connection(served.server.address[:2], LIMIT) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(sent)
         if len(sent) < 1 << 16:

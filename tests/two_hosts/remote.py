@@ -8,7 +8,7 @@ import time
 
 import agents
 import pytest
-from agents import LIMIT
+from support import LIMIT
 
 AGENT_PORT = 18700
 DEVICE = "rxe0"
