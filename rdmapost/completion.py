@@ -232,27 +232,7 @@ class CQ(Resource):
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
         """
-        found: list[WC] = []
-        # "with" takes twice as long, and an empty poll is mostly this.
-        lock = self._lock
-        lock.acquire()
-        try:
-            if self._handle is None:
-                self._live()
-            backlog = self._backlog
-            if not backlog and 0 < max_entries <= _BATCH:
-                polled = door.poll(
-                    self._address, self._extended, max_entries, 0, self.context._queues, found
-                )
-                if polled < 0:
-                    raise VerbsError("ibv_poll_cq", -polled)
-                return found
-            while backlog and len(found) < max_entries:
-                found.append(backlog.popleft())
-            self._fill(found, max_entries)
-        finally:
-            lock.release()
-        return found
+        return self._take(max_entries)
 
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
@@ -276,18 +256,16 @@ class CQ(Resource):
                 f"{self} announces its completions on a channel that it shares: wait with "
                 "channel.get_cq_event(), or create it without channel="
             )
-        if found := self._at_once(count):
+        if found := self._take(count, count):
             return found
         deadline = None if timeout is None else time.monotonic() + timeout
         backlog, spin_ns = self._backlog, self.context._provider.spin_ns
         with self._lock:
             self._waiting += 1
             try:
+                self._live()
                 while True:
-                    self._live()
-                    # What came stays in the backlog until it is enough: nothing can lose it.
-                    self._fill(backlog, count)
-                    if len(backlog) < count and spin_ns:
+                    if spin_ns:
                         # This gives up the GIL, and what was there already is not worth that.
                         self._fill(backlog, count, spin_ns)
                     if len(backlog) >= count:
@@ -302,28 +280,39 @@ class CQ(Resource):
                         self._awake.wait(left)
                     else:
                         self._sleep(count, left)
+                    # What came stays in the backlog until it is enough: nothing can lose it.
+                    self._fill(backlog, count)
             finally:
                 self._waiting -= 1
 
-    def _at_once(self, count: int) -> list[WC]:
-        """Return that many completions if they are there now, else none; wait takes longer."""
-        backlog, lock = self._backlog, self._lock
+    def _take(self, most: int, least: int = 0) -> list[WC]:
+        """Return up to `most` that are there now; where there are fewer than `least`, none."""
         found: list[WC] = []
+        backlog, lock, enough = self._backlog, self._lock, False
+        # "with" takes twice as long, and an empty poll is mostly this.
         lock.acquire()
         try:
-            if self._handle is None or backlog or not 0 < count <= _BATCH:
-                return []
-            door.poll(self._address, self._extended, count, 0, self.context._queues, found)
-            if len(found) == count:
+            if self._handle is None:
+                self._live()
+            if not backlog and 0 < most <= _BATCH:
+                # As _fill does, whose call would take most of the time.
+                polled = door.poll(
+                    self._address, self._extended, most, 0, self.context._queues, found
+                )
+                if polled < 0:
+                    raise VerbsError("ibv_poll_cq", -polled)
+            else:
+                while backlog and len(found) < most:
+                    found.append(backlog.popleft())
+                self._fill(found, most)
+            if len(found) >= least:
+                enough = True
                 return found
-            backlog.extend(found)
             return []
-        except BaseException:
-            # An interrupt, say: what came stays, unless it does already.
-            if not backlog:
-                backlog.extend(found)
-            raise
         finally:
+            # What was taken stays, also where an interrupt came.
+            if not enough:
+                backlog.extendleft(reversed(found))
             lock.release()
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:

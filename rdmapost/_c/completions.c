@@ -175,40 +175,47 @@ static int settle_all(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 
 /*
  * poll(cq, cq_ex, most, spin_ns, queues, into): the addresses of the CQ's
- * struct and, if it tells tags, of its extended one, else 0; how many at most,
- * and how long to spin until there are so many.  Only spinning gives up the
- * GIL.  Returns how many were polled, or a negative errno.
+ * struct and, if it tells tags, of its extended one, else 0; how many, BATCH or
+ * fewer, and how long to spin until there are so many.  Only spinning gives up
+ * the GIL.  Returns how many were polled, or a negative errno.
  */
-static PyObject *poll(PyObject *self, PyObject *args)
+static PyObject *poll(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
+	static const uint64_t most_of[] = { UINT64_MAX, UINT64_MAX, BATCH,
+					    INT64_MAX };
+	enum { NUMBERS = 4, QUEUES = NUMBERS, INTO, ALL };
 	struct ibv_wc wc[BATCH];
 	struct ibv_wc_tm_info tm[BATCH];
-	unsigned long long cq, cq_ex;
-	PyObject *queues, *into;
-	long long spin_ns;
+	uint64_t n[NUMBERS];
+	struct ibv_cq *cq;
+	struct ibv_cq_ex *cq_ex;
+	int64_t spin_ns;
 	int most, count;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KKiLO!O", &cq, &cq_ex, &most, &spin_ns,
-			      &PyDict_Type, &queues, &into))
+	if (rp_read_numbers(args, nargs - (ALL - NUMBERS), NUMBERS, most_of, n))
 		return NULL;
-	most = most > BATCH ? BATCH : most;
+	if (!PyDict_Check(args[QUEUES])) {
+		PyErr_SetString(PyExc_TypeError, "queues is a dict");
+		return NULL;
+	}
+	cq = (void *)(uintptr_t)n[0];
+	cq_ex = (void *)(uintptr_t)n[1];
+	most = (int)n[2];
+	spin_ns = (int64_t)n[3];
 	if (spin_ns) {
 		Py_BEGIN_ALLOW_THREADS
-		count = cq_ex ? rp_poll_cq_ex((void *)(uintptr_t)cq_ex, wc, tm,
-					      most, most, spin_ns) :
-				rp_poll_cq((void *)(uintptr_t)cq, wc, most,
-					   most, spin_ns);
+		count = cq_ex ? rp_poll_cq_ex(cq_ex, wc, tm, most, most,
+					      spin_ns) :
+				rp_poll_cq(cq, wc, most, most, spin_ns);
 		Py_END_ALLOW_THREADS
 	} else {
-		count = cq_ex ? rp_poll_cq_ex((void *)(uintptr_t)cq_ex, wc, tm,
-					      most, 0, 0) :
-				rp_poll_cq((void *)(uintptr_t)cq, wc, most, 0,
-					   0);
+		count = cq_ex ? rp_poll_cq_ex(cq_ex, wc, tm, most, 0, 0) :
+				rp_poll_cq(cq, wc, most, 0, 0);
 	}
 	if (count < 0)
 		return PyLong_FromLong(errno ? -errno : -EIO);
-	if (settle_all(wc, cq_ex ? tm : NULL, count, queues, into))
+	if (settle_all(wc, cq_ex ? tm : NULL, count, args[QUEUES], args[INTO]))
 		return NULL;
 	return PyLong_FromLong(count);
 }
@@ -238,7 +245,7 @@ static PyObject *make_completions_of(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-	{ "poll", poll, METH_VARARGS, NULL },
+	RP_METHOD(poll),
 	{ "make_completions_of", make_completions_of, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

@@ -12,9 +12,8 @@
  */
 #include "door.h"
 
-/* Read `count` integers, each in 0..most[i]; 0, or -1 with an exception. */
-static int read_numbers(PyObject *const *args, Py_ssize_t nargs,
-			Py_ssize_t count, const uint64_t *most, uint64_t *into)
+int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
+		    const uint64_t *most, uint64_t *into)
 {
 	if (nargs != count) {
 		PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
@@ -38,7 +37,7 @@ static int read_numbers(PyObject *const *args, Py_ssize_t nargs,
 #define READ(types)                                                            \
 	uint64_t n[COUNT(types)];                                              \
 	(void)self;                                                            \
-	if (read_numbers(args, nargs, COUNT(types), types, n))                 \
+	if (rp_read_numbers(args, nargs, COUNT(types), types, n))              \
 		return NULL
 
 #define FUNCTION(name)                                                         \
@@ -86,11 +85,13 @@ FUNCTION(drop_event)
 	return PyLong_FromLong(0);
 }
 
-#define METHOD(name)                                                           \
-	{ #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL }
 static PyMethodDef functions[] = {
-	METHOD(submit_send),	METHOD(submit_recv), METHOD(submit_srq_recv),
-	METHOD(submit_srq_ops), METHOD(req_notify),  METHOD(drop_event),
+	RP_METHOD(submit_send),
+	RP_METHOD(submit_recv),
+	RP_METHOD(submit_srq_recv),
+	RP_METHOD(submit_srq_ops),
+	RP_METHOD(req_notify),
+	RP_METHOD(drop_event),
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -23,6 +23,19 @@ PyObject *rp_cffi_init(void);
 #define RP_END() }
 #endif
 
+/* ---- door.c ------------------------------------------------------------- */
+
+/* What an array of PyMethodDef has for a function of that name, METH_FASTCALL. */
+#define RP_METHOD(name)                                                        \
+	{ #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL }
+
+/*
+ * Read `count` integers, each in 0..most[i], which all `nargs` arguments must
+ * be; 0, or -1 with an exception.
+ */
+int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
+		    const uint64_t *most, uint64_t *into);
+
 /* ---- lock.c: who posts to a queue, or closes it, holds its lock --------- */
 
 struct rp_lock {

@@ -208,8 +208,7 @@ static void poster_dealloc(PyObject *self)
 }
 
 static PyMethodDef poster_methods[] = {
-	{ "post_plain", (PyCFunction)(void (*)(void))post_plain, METH_FASTCALL,
-	  NULL },
+	RP_METHOD(post_plain),
 	{ "put_plain", put_plain, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
