@@ -23,10 +23,9 @@ from .connection import Dialled
 from .conversation import Conversation, Reception, check_token
 from .errors import ConnectError, ProtocolError
 from .events import OnEvent, Refused
-from .exposure import Exposure, ServedClient
 from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
-from .server import MAX_WAITING, make_exposure, open_listener, warning_of
+from .server import MAX_WAITING, Serving, make_exposure, open_listener
 from .sockets import LINGER_BYTES, LINGER_S, prepare
 
 __all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
@@ -94,7 +93,7 @@ async def aserve(
     return server
 
 
-class AsyncServer:
+class AsyncServer(Serving):
     """A server at work; ``aserve`` makes it.
 
     Attributes:
@@ -104,29 +103,9 @@ class AsyncServer:
     _server: asyncio.Server
 
     def __init__(self, reception: Reception, address: tuple[Any, ...]) -> None:
-        self._reception = reception
-        self.address = address
-        self.warning = warning_of(address, reception)
-        if self.warning is not None:
-            _log.warning("%s", self.warning)
+        super().__init__(reception, address)
         self._talks: dict[asyncio.Task[None], Conversation] = {}
         self._stopping = asyncio.Event()
-
-    @property
-    def exposure(self) -> Exposure:
-        """What every client is given: size, access, count, receive_size."""
-        return self._reception.exposure
-
-    @property
-    def clients(self) -> list[ServedClient]:
-        """Those who are there: their queue pairs, memory and offers."""
-        return list(self._reception.clients.values())
-
-    @property
-    def memory(self) -> memoryview | None:
-        """The memory that all clients share, or None if each has its own."""
-        shared = self._reception.exposure.memory
-        return None if shared is None else memoryview(shared)
 
     async def close(self) -> None:
         """Tell every client that the server ends, and take back what they have."""

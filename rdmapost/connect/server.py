@@ -26,7 +26,7 @@ from .exposure import EXPOSABLE, Exposure, ServedClient
 from .messages import MAX_LINE, Error, encode
 from .sockets import LINGER_S, drain, prepare, send_all
 
-__all__ = ["MAX_WAITING", "Server", "make_exposure", "open_listener", "serve", "warning_of"]
+__all__ = ["MAX_WAITING", "Server", "Serving", "make_exposure", "open_listener", "serve"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -175,42 +175,24 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def warning_of(address: tuple[Any, ...], reception: Reception) -> str | None:
-    """Say what is exposed to others than this machine, or None."""
-    if is_loopback(address):
-        return None
-    who = (
-        "everyone who reaches" if reception.token is None else "everyone with the token who reaches"
-    )
-    return f"{who} {show_address(address)} gets {reception.exposure}"
+class Serving:
+    """What both kinds of server have: their heirs say what it is."""
 
-
-class Server:
-    """A server at work; ``serve`` makes it.
-
-    Attributes:
-        address: where it listens, (host, port, ...).
-        warning: what it exposes to others than this machine, in one line, or None.
-    """
-
-    def __init__(self, reception: Reception, listener: socket.socket) -> None:
-        self._reception, self._listener = reception, listener
-        self.address: tuple[Any, ...] = listener.getsockname()
-        self.warning = warning_of(self.address, reception)
+    def __init__(self, reception: Reception, address: tuple[Any, ...]) -> None:
+        self._reception = reception
+        self.address = address
+        self.warning = self._warning()
         if self.warning is not None:
             _log.warning("%s", self.warning)
-        self._threads: dict[threading.Thread, Conversation] = {}
-        self._lock = threading.Lock()
-        self._closing = False
-        # Readable from the moment when the server ends, for everyone who polls it.
-        self._stop_fd, self._stop = os.pipe()
-        self._acceptor = threading.Thread(target=self._accept, name=f"serve {self}", daemon=True)
-        # The queue pairs go before the devices, however the process ends.
-        atexit.register(self.close)
-        self._acceptor.start()
 
     def __str__(self) -> str:
         return show_address(self.address)
+
+    def _warning(self) -> str | None:
+        if is_loopback(self.address):
+            return None
+        token = "" if self._reception.token is None else " with the token"
+        return f"everyone{token} who reaches {self} gets {self.exposure}"
 
     @property
     def exposure(self) -> Exposure:
@@ -227,6 +209,28 @@ class Server:
         """The memory that all clients share, or None if each has its own."""
         shared = self._reception.exposure.memory
         return None if shared is None else memoryview(shared)
+
+
+class Server(Serving):
+    """A server at work; ``serve`` makes it.
+
+    Attributes:
+        address: where it listens, (host, port, ...).
+        warning: what it exposes to others than this machine, in one line, or None.
+    """
+
+    def __init__(self, reception: Reception, listener: socket.socket) -> None:
+        super().__init__(reception, listener.getsockname())
+        self._listener = listener
+        self._threads: dict[threading.Thread, Conversation] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        # Readable from the moment when the server ends, for everyone who polls it.
+        self._stop_fd, self._stop = os.pipe()
+        self._acceptor = threading.Thread(target=self._accept, name=f"serve {self}", daemon=True)
+        # The queue pairs go before the devices, however the process ends.
+        atexit.register(self.close)
+        self._acceptor.start()
 
     def close(self) -> None:
         """Tell every client that the server ends, and take back what they have.
