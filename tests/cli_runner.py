@@ -1,10 +1,13 @@
-"""Runs the command line in this process and keeps what it printed."""
+"""Runs the command line, in this process or in another, and keeps what it printed."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +15,7 @@ import pytest
 import rdmapost as rp
 from rdmapost.cli.app import app
 
-__all__ = ["Ran", "done", "on", "run"]
+__all__ = ["Ran", "done", "on", "process", "run"]
 
 
 class Ran(NamedTuple):
@@ -58,3 +61,15 @@ def done(context: rp.Context, *args: str) -> dict[str, Any]:
     assert ran.err == ""
     assert ran.code == 0
     return ran.doc
+
+
+def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "rdmapost.cli", *args],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import pytest
-from cli_runner import run
+from cli_runner import process, run
 
 import rdmapost as rp
 from rdmapost.cli.failure import report
@@ -39,18 +39,6 @@ COMMANDS = [
 GROUPS = [["atomic"], ["tag"]]
 ONE_SHOTS = COMMANDS[1:-2]
 EVERYWHERE = ["-d, --device", "-p, --port", "-g, --gid-index", "--json", "-v, --verbose"]
-
-
-def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "rdmapost.cli", *args],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def test_runs_as_a_module() -> None:

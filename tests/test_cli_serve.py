@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cli_runner import Ran, on
+from cli_runner import Ran, on, process
 from support import LIMIT
 
 import rdmapost as rp
@@ -227,15 +227,6 @@ def start() -> Iterator[Callable[..., Process]]:
         yield make
 
 
-def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "rdmapost.cli", *args],
-        env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signals) -> None:
     served = start("-d", "soft0")
@@ -274,7 +265,7 @@ def test_the_software_device_is_not_reached_from_another_process(
     start: Callable[..., Process],
 ) -> None:
     served = start("-d", "soft0")
-    ran = command("send", "-d", "soft0", served.where)
+    ran = process("send", "-d", "soft0", served.where)
     assert ran.returncode == 1
     assert "the server uses soft0 and the client uses soft0" in ran.stderr
     assert "use a real device, such as rxe0, on both sides" in ran.stderr
