@@ -16,7 +16,7 @@ import click
 from rdmapost import __version__
 
 from .failure import report
-from .output import Output
+from .output import Output, need_command
 
 __all__ = ["app"]
 
@@ -138,9 +138,7 @@ def app(ctx: click.Context) -> None:
 
     'rdmapost COMMAND --help' shows the options of a command.
     """
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help(), err=True)
-        ctx.exit(2)
+    need_command(ctx)
 
 
 for group in _COMMANDS.values():

@@ -19,7 +19,7 @@ from .options import (
     peer_options,
     shot_options,
 )
-from .output import Output
+from .output import Output, need_command
 
 if TYPE_CHECKING:
     from rdmapost import Opcode, SendWR
@@ -31,9 +31,7 @@ __all__ = ["atomic"]
 @click.pass_context
 def atomic(ctx: click.Context) -> None:
     """Change 64 bits of a second queue pair, or of HOST, at once."""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help(), err=True)
-        ctx.exit(2)
+    need_command(ctx)
 
 
 def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ __all__ = [
     "as_text",
     "frame_header",
     "loopback",
+    "mismatch",
     "post",
     "record",
     "send_flags",
@@ -171,11 +172,16 @@ def verify(found: bytes | memoryview, expected: bytes, index: int, count: int) -
         RdmaError: it is not.
     """
     if found != expected:
-        which = f"message {index + 1} of {count}: " if count > 1 else ""
-        raise RdmaError(
-            f"{which}the device reported success, but the data that arrived "
-            "is not the data that was sent"
-        )
+        raise mismatch(index, count)
+
+
+def mismatch(index: int, count: int) -> RdmaError:
+    """Make the error of data that is not what was sent."""
+    which = f"message {index + 1} of {count}: " if count > 1 else ""
+    return RdmaError(
+        f"{which}the device reported success, but the data that arrived is not the data that was "
+        "sent"
+    )
 
 
 def show(out: Output, yields: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-__all__ = ["Output", "columns", "fields"]
+__all__ = ["Output", "columns", "fields", "need_command"]
 
 
 @dataclass(slots=True)
@@ -53,3 +53,10 @@ def fields(pairs: Sequence[tuple[str, object]], width: int = 80) -> str:
     return "\n".join(
         line if len(line) <= width else line[: width - 4] + " ..." for line in lines.splitlines()
     )
+
+
+def need_command(ctx: click.Context) -> None:
+    """End a group that was called without a command, as one that was called wrongly, with help."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)

@@ -30,7 +30,7 @@ from rdmapost.connect import Arrival, Connection, Seen, dial
 from rdmapost.connect.address import show_address
 from rdmapost.connect.messages import access_names
 
-from .oneshot import record, send_flags, show
+from .oneshot import mismatch, record, send_flags, show
 from .options import Peer, Shot, Target
 from .output import Output
 from .session import open_target, usage_error
@@ -151,11 +151,7 @@ def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> byt
     """Return what arrived, which must be what was sent."""
     head = expected[: len(found.data)]
     if found.data != head or found.sha256 != hashlib.sha256(expected).hexdigest():
-        which = f"message {index + 1} of {count}: " if count > 1 else ""
-        raise RdmaError(
-            f"{which}the device reported success, but the data that arrived "
-            "is not the data that was sent"
-        )
+        raise mismatch(index, count)
     # The server shows how it begins, and the digest is that of the rest too.
     return found.data + expected[len(found.data) :]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import U64, Shot, Target, device_options, payload_options, shot_options_for
-from .output import Output
+from .output import Output, need_command
 
 if TYPE_CHECKING:
     from rdmapost import WC, OpsOpcode, OpsWR, TagAdd
@@ -25,9 +25,7 @@ _DEPTH = 4
 @click.pass_context
 def tag(ctx: click.Context) -> None:
     """Match messages to buffers by their tags."""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help(), err=True)
-        ctx.exit(2)
+    need_command(ctx)
 
 
 def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
