@@ -20,9 +20,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ._binding import address_of, lib
+from ._binding import address_of
 from ._resource import Resource
-from .errors import RdmaError, VerbsError, WaitTimeout
+from .errors import RdmaError, WaitTimeout
 from .events import AsyncEvent
 from .events import get_async_event as take_async_event
 
@@ -360,9 +360,8 @@ class _Queue:
         """Ask for the next event, then take what there is, and wake those who have enough."""
         cq = self.cq
         with cq._lock:
-            handle = cq._live()
-            if error := lib.ibv_req_notify_cq(handle, 0):
-                raise VerbsError("ibv_req_notify_cq", abs(error))
+            cq._live()
+            cq._arm()
             cq._fill(cq._backlog, sum(waiter.count for waiter in self.waiters))
             there = len(cq._backlog)
             cq._awake.notify_all()

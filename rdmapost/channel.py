@@ -8,9 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ._binding import ffi
+from ._binding import address_of
 from ._resource import Resource
 from .device import Context
 from .errors import InUseError, RdmaError
@@ -92,7 +92,7 @@ class CompChannel(Resource):
 
     def _announced_by(self, cq: CQ) -> None:
         """Know a CQ by its struct, which is all that an event tells."""
-        self._cqs[_address(cq._handle)] = weakref.ref(cq)
+        self._cqs[address_of(cq._handle)] = weakref.ref(cq)
 
     def fileno(self) -> int:
         """Return the file descriptor; it is readable when there is an event.
@@ -144,7 +144,7 @@ class CompChannel(Resource):
             struct = provider.get_cq_event(self._live())
             if struct is not None:
                 provider.ack_cq_events(struct, 1)
-                if (cq := self._cq_at(_address(struct))) is not None:
+                if (cq := self._cq_at(address_of(struct))) is not None:
                     return cq
                 continue
             left = None if deadline is None else deadline - time.monotonic()
@@ -164,7 +164,3 @@ def wait_readable(fd: int, seconds: float | None) -> bool:
     poller.register(fd, select.POLLIN)
     # Rounded up, so that a short wait does not become a busy one.
     return bool(poller.poll(None if seconds is None else min(seconds, _LONGEST_SLEEP_S) * 1000 + 1))
-
-
-def _address(struct: Any) -> int:
-    return int(ffi.cast("uintptr_t", struct))

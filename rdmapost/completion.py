@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._binding import address_of, door, ffi, lib
+from ._binding import address_of, door, ffi
 from ._resource import Resource
 from .channel import CompChannel, wait_readable
 from .device import Context
@@ -216,10 +216,14 @@ class CQ(Resource):
 
         See ibv_req_notify_cq(3).
         """
-        handle = self._live()
+        self._live()
         if self.channel is None:
             raise RdmaError(f"{self} has no channel to announce completions on: CQ(channel=...)")
-        if error := lib.ibv_req_notify_cq(handle, int(solicited_only)):
+        self._arm(solicited_only)
+
+    def _arm(self, solicited_only: bool = False) -> None:
+        """Ask for one event, of a CQ that is open."""
+        if error := door.req_notify(self._address, bool(solicited_only)):
             raise VerbsError("ibv_req_notify_cq", abs(error))
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
@@ -347,8 +351,7 @@ class CQ(Resource):
         self._sleeping = True
         try:
             # Ask for an event, then look again: what came in between raises none.
-            if error := door.req_notify(self._address, False):
-                raise VerbsError("ibv_req_notify_cq", abs(error))
+            self._arm()
             self._fill(self._backlog, count)
             if len(self._backlog) >= count:
                 return
