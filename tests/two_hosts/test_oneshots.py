@@ -240,7 +240,7 @@ def test_server_killed_at_a_step(peer: str, device: rp.Context, step: str, qp_ty
 
 
 CLIENT = """
-import sys, time, rdmapost as rp
+import signal, sys, rdmapost as rp
 from rdmapost import connect
 port, step = int(sys.argv[1]), sys.argv[2]
 with rp.open_device("rxe0") as context, connect.dial(context, "10.0.1.1", port) as connection:
@@ -251,7 +251,7 @@ with rp.open_device("rxe0") as context, connect.dial(context, "10.0.1.1", port) 
         connection.qp.post_send(rp.Send(connection.mr[:8]))
         connection.wait()[0].check()
     print("here", flush=True)
-    time.sleep(3600)
+    signal.pause()
 """
 
 
