@@ -41,6 +41,12 @@ def kernel() -> str:
     return platform.release()
 
 
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def needs(condition: object, what: str, context: rp.Context) -> None:
     """Skip a test by name where the device lacks what it needs."""
     if not condition:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import gc
-import os
-import pathlib
 import queue
 import textwrap
 import weakref
 
 import pytest
-from support import ALL, LOSES_MEMORY, prints
+from support import ALL, LOSES_MEMORY, prints, resident
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -308,12 +306,6 @@ def test_garbage_during_a_poll_does_not_lock_up(connect, context):
         with pair.cq._lock:
             gc.collect()
     pair.works()
-
-
-def resident() -> int:
-    """Return the bytes of this process that are in memory."""
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def least_growth(work) -> int:

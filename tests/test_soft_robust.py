@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import pathlib
 import threading
 import time
 from collections import Counter
 
 import pytest
-from support import ALL, prints
+from support import ALL, prints, resident
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, WCStatus
@@ -26,12 +25,6 @@ CYCLES = 100_000
 def context():
     with rp.open_device("soft0") as opened:
         yield opened
-
-
-def resident() -> int:
-    """Return the resident memory of this process, in bytes."""
-    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def descriptors() -> int:
