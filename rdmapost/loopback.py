@@ -15,16 +15,14 @@ from .completion import CQ, WC
 from .device import Context
 from .enums import Access, DeviceCap, MWType, QPType, SRQType
 from .errors import RdmaError, UnsupportedError, VerbsError, WaitTimeout
+from .grh import GRH_BYTES
 from .memory import MR, MW, PD
 from .queuepair import DEFAULT_QKEY, QP
 from .srq import SRQ
 from .wr import SGE, RecvWR
 from .xrcd import XRCD
 
-__all__ = ["GRH_BYTES", "Loopback", "Side"]
-
-GRH_BYTES = 40
-"""What a UD receive finds in front of the message (ibv_post_recv(3))."""
+__all__ = ["Loopback", "Side"]
 
 _EVERY_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
 _LOOK_AGAIN_S = 0.0005

@@ -10,7 +10,8 @@ import pytest
 import rdmapost as rp
 from rdmapost import Access, QPType
 from rdmapost.frames import ethernet
-from rdmapost.loopback import GRH_BYTES, Loopback
+from rdmapost.grh import GRH_BYTES
+from rdmapost.loopback import Loopback
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])

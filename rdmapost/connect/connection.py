@@ -13,7 +13,7 @@ from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
-from ..loopback import GRH_BYTES
+from ..grh import GRH_BYTES
 from ..memory import MR, PD
 from ..queuepair import QP
 from .errors import ProtocolError

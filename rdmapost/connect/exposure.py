@@ -16,7 +16,7 @@ from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType, WCOpcode, WCStatus
 from ..errors import RdmaError
-from ..loopback import GRH_BYTES
+from ..grh import GRH_BYTES
 from ..memory import MR, PD
 from ..queuepair import QP
 from ..wr import RecvWR

@@ -17,7 +17,7 @@ from ..completion import CQ, WC
 from ..device import GID, Context
 from ..enums import MTU, Access, LinkLayer, QPState, QPType, SendFlags, WCStatus
 from ..errors import RdmaError, WaitTimeout
-from ..loopback import GRH_BYTES
+from ..grh import GRH_BYTES
 from ..memory import MR, PD
 from ..queuepair import DEFAULT_QKEY, QP
 from ..wr import RecvWR, Send

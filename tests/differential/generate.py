@@ -11,11 +11,10 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from .model import REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sge, Step, W
+from .model import GRH, REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sge, Step, W
 
 __all__ = ["program_of"]
 
-_GRH = 40
 _MOST_UD = 1024
 """Bytes of a datagram; nearly every receive of one has room for so many."""
 
@@ -196,10 +195,10 @@ class _Step:
         """Draw a receive with room for so many bytes, or without."""
         if self._type == "UD":
             if self._wrong():
-                return R((self.sge("inbox", _GRH + size - 1),))
+                return R((self.sge("inbox", GRH + size - 1),))
             size = _MOST_UD
             first = self._one_of(0, 0, 1, 39, 40, 41, 100)
-            room = _GRH + size + self._one_of(0, 60) - first
+            room = GRH + size + self._one_of(0, 60) - first
             return R(tuple(self.sge("inbox", length) for length in (first, room) if length))
         if self._wrong():
             return R(self.sges("inbox", 4096))

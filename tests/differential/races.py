@@ -11,13 +11,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .model import REGIONS, Post, Recv, Sge, Step, W
+from .model import GRH, REGIONS, Post, Recv, Sge, Step, W
 
 if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "GRH",
     "MTU",
     "WRITES_LOCALLY",
     "faulty",
@@ -27,8 +26,6 @@ __all__ = [
     "without_races",
 ]
 
-GRH = 40
-"""Bytes of the header that a datagram begins with in its receive."""
 MTU = 1024
 """No message is one packet on one device and two on the other: none has a smaller path MTU."""
 
