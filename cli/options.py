@@ -45,7 +45,6 @@ else:
 Command = Callable[..., Any]
 
 _MAX_MESSAGE = 1 << 31
-_MAX_TOKEN = 256
 _DEFAULT_DATA = "hello, rdma"
 
 
@@ -245,14 +244,16 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
                         _usage(f"--{name} needs a HOST to post to")
                 return function(peer=None, **options)
             from rdmapost.connect.address import parse_address
+            from rdmapost.connect.conversation import check_token
 
+            # An empty variable is none.
+            token = token or None
             try:
                 host, port = parse_address(server)
+                check_token(token)
             except ValueError as error:
                 _usage(str(error))
-            if token is not None and len(token) > _MAX_TOKEN:
-                _usage(f"a token has at most {_MAX_TOKEN} characters, not {len(token)}")
-            return function(peer=Peer(host, port, token or None, offset or 0), **options)
+            return function(peer=Peer(host, port, token, offset or 0), **options)
 
         if offset:
             command = click.option(

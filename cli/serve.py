@@ -119,13 +119,16 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost import connect as library
+    from rdmapost.connect.conversation import check_token
 
     from .session import open_target, usage_error
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
-    if token is not None and (not token or len(token) > 256):
-        usage_error("a token has 1 to 256 characters")
+    try:
+        check_token(token)
+    except ValueError as error:
+        usage_error(str(error))
     content = payload_of(data or "", data_file, None)
     if size is None:
         size = max(4096, len(content))

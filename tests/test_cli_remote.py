@@ -216,7 +216,7 @@ def test_something_else_listens(context: rp.Context) -> None:
         (["send", "127.0.0.1", "--invalidate"], "without HOST"),
         (["write", "--offset", "5"], "--offset needs a HOST"),
         (["send", "--token", "x"], "--token needs a HOST"),
-        (["send", "127.0.0.1", "--token", "x" * 257], "at most 256 characters"),
+        (["send", "127.0.0.1", "--token", "x" * 257], "a token has 1 to 256 characters, not 257"),
         (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "--qp-type is rc, uc or ud"),
         (["serve", "--tcp-port", "99999"], "at most 65535"),
         (["serve", "--access", "read,everything"], "'everything' is not read, write or atomic"),
