@@ -14,7 +14,7 @@ from ._together import Together
 from .completion import CQ, WC
 from .device import Context
 from .enums import Access, DeviceCap, MWType, QPType, SRQType
-from .errors import RdmaError, UnsupportedError, VerbsError, WaitTimeout
+from .errors import RdmaError, UnsupportedError, WaitTimeout
 from .grh import GRH_BYTES
 from .memory import MR, MW, PD
 from .queuepair import DEFAULT_QKEY, QP
@@ -155,7 +155,7 @@ class Loopback(Together):
             if self.srq is not None:
                 stack.enter_context(self.srq)
             self.local, self.remote = (
-                Side(stack.enter_context(self._queue_pair(kind, side_cq, given)), side_cq, side_mr)
+                Side(stack.enter_context(QP(self._pd, kind, side_cq, **given)), side_cq, side_mr)
                 for kind, side_cq, side_mr, given in (
                     (qp_type, cq, mr, options),
                     (remote_type, remote_cq, remote_mr, remote_options),
@@ -168,14 +168,6 @@ class Loopback(Together):
             self._connect(qp_type)
             self._stack = stack.pop_all()
         self._deadline = time.monotonic() + timeout
-
-    def _queue_pair(self, qp_type: QPType, cq: CQ, options: dict[str, Any]) -> QP:
-        try:
-            return QP(self._pd, qp_type, cq, **options)
-        except VerbsError as error:
-            if qp_type is QPType.RAW_PACKET and error.errno in (errno.EPERM, errno.EACCES):
-                error.hint = "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"
-            raise
 
     def _connect(self, qp_type: QPType) -> None:
         here, there = self.local.qp, self.remote.qp

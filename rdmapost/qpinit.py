@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from ._binding import ffi, lib
@@ -12,7 +13,10 @@ from .rules import QP_TYPES_BY_OPCODE
 from .srq import SRQ
 from .xrcd import XRCD
 
-__all__ = ["XRC", "create", "refuse_misfits"]
+__all__ = ["NOT_PERMITTED", "XRC", "create", "refuse_misfits"]
+
+NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
+"""What a device says to one who has not the right to RAW_PACKET queue pairs."""
 
 XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 """The types whose receives are those of the SRQ that a message names."""
@@ -74,7 +78,7 @@ def create(pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int) -> Any:
     try:
         return _create(pd, xrcd, init, max_tso_header)
     except VerbsError as error:
-        error.hint = error.hint or _why_not(pd, init, max_tso_header)
+        error.hint = error.hint or _why_not(error.errno, pd, init, max_tso_header)
         raise
 
 
@@ -94,8 +98,10 @@ def _create(pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int) -> Any:
     return provider.create_qp(pd_handle, ffi.cast("struct ibv_qp_init_attr *", init))
 
 
-def _why_not(pd: PD, init: Any, max_tso_header: int) -> str:
+def _why_not(code: int | None, pd: PD, init: Any, max_tso_header: int) -> str:
     attr, device = pd.context.attr, pd.context.name
+    if init.qp_type == QPType.RAW_PACKET and code in NOT_PERMITTED:
+        return "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"
     for name, most_name in (
         ("max_send_wr", "max_qp_wr"),
         ("max_recv_wr", "max_qp_wr"),

@@ -144,6 +144,26 @@ def test_queue_pair_that_cannot_be_made_says_what_may_be_too_much(on_null):
     assert kind.endswith("null0 may not have RAW_PACKET queue pairs, or no more of them")
 
 
+def test_raw_packets_without_the_right_to_them_name_it(on_null):
+    """By the queue pair itself, by the loopback pair, and by the checks."""
+    said = on_null(
+        """
+        from rdmapost.check import run_checks
+        from rdmapost.loopback import Loopback
+        context, pd, cq = resources()
+        print(said(lambda: rp.QP(pd, rp.QPType.RAW_PACKET, cq, max_inline_data=64)))
+        print(said(lambda: Loopback(context, rp.QPType.RAW_PACKET)))
+        print(*{r.detail for r in run_checks(context) if r.qp_type == "RAW_PACKET"})
+        """,
+        NULL_REFUSES="ibv_create_qp=1",
+    )
+    why = "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"
+    alone, pair, checks = said.splitlines()
+    assert alone == f"VerbsError: ibv_create_qp: EPERM (1, Operation not permitted): {why}"
+    assert pair == alone
+    assert checks == why
+
+
 def test_resource_that_the_device_does_not_give_back_stays_open(on_null):
     text = on_null(
         """

@@ -11,6 +11,7 @@ from ..device import Context
 from ..enums import DeviceCap, QPType
 from ..errors import RdmaError, VerbsError
 from ..memory import PD
+from ..qpinit import NOT_PERMITTED
 from ..queuepair import QP
 from .keys import ROWS as KEYS
 from .messages import ROWS as MESSAGES
@@ -91,9 +92,9 @@ def _require_type(trial: Trial) -> str:
                port_num=trial.port_num).close()  # fmt: skip
     except VerbsError as error:
         code = error.errno or 0
-        if qp_type is QPType.RAW_PACKET and code in (errno.EPERM, errno.EACCES):
-            raise Unsupported("RAW_PACKET queue pairs need CAP_NET_RAW: run as root") from None
         created = error.call in ("ibv_create_qp", "ibv_create_qp_ex")
+        if created and qp_type is QPType.RAW_PACKET and code in NOT_PERMITTED:
+            raise Unsupported(error.hint) from None
         if created and code in _NOT_CREATED:
             raise Unsupported(
                 f"{name} has no {qp_type.name} queue pairs "
