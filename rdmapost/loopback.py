@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ._together import Together
 from .completion import CQ, WC
 from .device import Context
 from .enums import Access, DeviceCap, MWType, QPType, SRQType
-from .errors import RdmaError, UnsupportedError, WaitTimeout
+from .errors import UnsupportedError, WaitTimeout
 from .grh import GRH_BYTES
 from .memory import MR, MW, PD
 from .queuepair import DEFAULT_QKEY, QP
@@ -164,7 +164,8 @@ class Loopback(Together):
             # Windows and address handles go before the queue pairs: rxe takes 25 s
             # to destroy a queue pair that has a window bound to it.
             self._used = stack.enter_context(ExitStack())
-            stack.callback(self._drop_outstanding)
+            for side in (self.remote, self.local):
+                stack.callback(side.qp._drop_outstanding)
             self._connect(qp_type)
             self._stack = stack.pop_all()
         self._deadline = time.monotonic() + timeout
@@ -188,13 +189,6 @@ class Loopback(Together):
             "remote_qpn": there.qp_num,
             "remote_qkey": DEFAULT_QKEY,
         }
-
-    def _drop_outstanding(self) -> None:
-        # What a work request names cannot be closed while it is outstanding.
-        for side in (self.local, self.remote):
-            if any(side.qp.outstanding):
-                with suppress(RdmaError):
-                    side.qp.to_reset()
 
     def window(self, mw_type: MWType = MWType.TYPE_2) -> MW:
         """Make a memory window that is given back with the loopback.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import weakref
@@ -250,6 +251,12 @@ class QP(Multicast):
     def _forget_posted(self) -> None:
         self._send.in_flight.clear()
         self._recv.in_flight.clear()
+
+    def _drop_outstanding(self) -> None:
+        """Reset, if need be: what an outstanding work request names cannot be closed."""
+        if any(self.outstanding):
+            with contextlib.suppress(RdmaError):
+                self.to_reset()
 
     # ---- posting ------------------------------------------------------------
 
