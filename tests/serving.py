@@ -74,10 +74,10 @@ def hello(context: rp.Context, token: str | None = None) -> Hello:
 
 @contextlib.contextmanager
 def stranger(served: Served, *messages: Message | bytes) -> Iterator[socket.socket]:
-    """A plain connection that says something."""
+    """A plain connection that says something, all of it at once."""
+    said = b"".join(one if isinstance(one, bytes) else encode(one) for one in messages)
     with socket.create_connection(served.server.address[:2], LIMIT) as sock:
-        for message in messages:
-            sock.sendall(message if isinstance(message, bytes) else encode(message))
+        sock.sendall(said)
         yield sock
 
 
