@@ -167,6 +167,11 @@ def test_drained_queue_is_told_where_that_is_asked_for():
         qp.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
         told = event(context)
         assert (told.event_type, told.element) == (EventType.SQ_DRAINED, qp)
+        # The wish was for that step alone.
+        qp.modify(qp_state=QPState.SQD, timeout=9)
+        qp.to_rts()
+        qp.to_sqd()
+        assert rp.get_async_event(context, 0) is None
 
 
 def test_cq_that_overruns_breaks_its_queue_pair():

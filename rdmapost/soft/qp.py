@@ -130,6 +130,9 @@ class QueuePair:
                 return errno.EINVAL
         self.attr.update(attrs)
         self._enter(new)
+        if attrs.get("en_sqd_async_notify"):
+            # Requests are carried out at the post, so the queue has drained already.
+            self.context.events.push(EventType.SQ_DRAINED, self.handle)
         return 0
 
     def _enter(self, state: QPState) -> None:
@@ -139,9 +142,6 @@ class QueuePair:
             self._forget()
         elif state is _ERR:
             self.flush()
-        elif state is QPState.SQD and self.attr.get("en_sqd_async_notify"):
-            # Requests are carried out at the post, so the queue has drained already.
-            self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
     def drop_queues(self) -> None:
         """Forget what is posted and what has completed, without a completion."""
