@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from ..enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ..rules import MAX_MSG_SIZE
-from ..timers import rnr_timer
+from ..timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
 from .memory import Fault, copy
 from .qp import QueuePair
@@ -23,9 +24,6 @@ from .queue import SendWQE
 from .wire import Ack, AckKind, Request, Segments, size_of
 
 __all__ = ["run"]
-
-_FOR_EVER = 7
-"""rnr_retry: never give up."""
 
 _NAK_STATUS = {
     AckKind.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
@@ -228,36 +226,30 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
         Fault: the responder refused, or the attempts are used up.
         _Parked: it did not answer, or was not ready; attempts are left.
     """
+    if qp.reliable and qp.retries > qp.attr["retry_cnt"]:
+        # The last attempt has had its time too.
+        raise Fault(WCStatus.RETRY_EXC_ERR)
     ack = qp.device.transmit(request, qp.attr["dgid"])
     if not qp.reliable:
         return _NOTHING
     if ack is None:
-        _again(qp, _timeout(qp), qp.retries, qp.attr["retry_cnt"], WCStatus.RETRY_EXC_ERR)
+        timeout = qp.attr["timeout"]
+        if not timeout:
+            # For ever: look again now and then, for the peer may come up.
+            _try_again(qp, 0.1)
         qp.retries += 1
-        raise _Parked
+        _try_again(qp, ack_timeout(timeout))
     if ack.kind is _ACK:
         return ack
     if ack.kind is AckKind.RNR_NAK:
-        tries = qp.attr["rnr_retry"]
-        wait = rnr_timer(ack.rnr_timer)
-        if tries == _FOR_EVER:
-            qp.due = time.monotonic() + wait
-            raise _Parked
-        _again(qp, wait, qp.rnr_retries, tries, WCStatus.RNR_RETRY_EXC_ERR)
+        if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
+            raise Fault(WCStatus.RNR_RETRY_EXC_ERR)
         qp.rnr_retries += 1
-        raise _Parked
+        _try_again(qp, rnr_timer(ack.rnr_timer))
     raise Fault(_NAK_STATUS[ack.kind])
 
 
-def _again(qp: QueuePair, wait: float, made: int, allowed: int, otherwise: WCStatus) -> None:
-    """Set the time of the next attempt, or fail when all are used up."""
-    if made > allowed or (made == allowed and otherwise is WCStatus.RNR_RETRY_EXC_ERR):
-        raise Fault(otherwise)
-    qp.due = time.monotonic() + wait
-
-
-def _timeout(qp: QueuePair) -> float:
-    """Return how long an acknowledgement is waited for, in seconds."""
-    encoded = qp.attr["timeout"]
-    # 0 is for ever: look again now and then, for the peer may come up.
-    return 4.096e-6 * (1 << encoded) if encoded else 1.0
+def _try_again(qp: QueuePair, seconds: float) -> NoReturn:
+    """Leave the request at the head of the queue for later."""
+    qp.due = time.monotonic() + seconds
+    raise _Parked

@@ -1,0 +1,101 @@
+"""How often the software device tries a request, and when it gives up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from support import Pair
+
+import rdmapost as rp
+from rdmapost import QPState, WCStatus
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[rp.Context]:
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+@pytest.fixture
+def deaf(connect) -> Pair:
+    """A pair whose b has a receive and does not answer, for it is not in RTR yet."""
+    pair = connect(to=QPState.RESET)
+    pair.b.to_init()
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:64], wr_id=2))
+    return pair
+
+
+def post(pair: Pair, timeout: int, retry_cnt: int) -> None:
+    pair.a.connect(pair.b.endpoint(), timeout=timeout, retry_cnt=retry_cnt)
+    pair.a.post_send(rp.Send(pair.mine[:8], wr_id=1))
+
+
+def test_request_is_tried_again_until_it_is_answered(deaf):
+    post(deaf, timeout=12, retry_cnt=7)
+    deaf.b.to_rtr(deaf.a.endpoint())
+    assert sorted(wc.wr_id for wc in deaf.wait(2)) == [1, 2]
+
+
+def test_each_attempt_has_its_time(deaf):
+    """The first and retry_cnt more, of 4.096 us * 2^14 each."""
+    begun = time.monotonic()
+    post(deaf, timeout=14, retry_cnt=2)
+    assert [wc.status for wc in deaf.cq.wait()] == [WCStatus.RETRY_EXC_ERR]
+    assert time.monotonic() - begun >= 3 * 4.096e-6 * 2**14
+
+
+def test_request_is_not_tried_once_more_to_find_that_time_is_up(deaf):
+    """retry_cnt 0 is one attempt: a peer that comes up after it hears nothing."""
+    post(deaf, timeout=16, retry_cnt=0)
+    deaf.b.to_rtr(deaf.a.endpoint())
+    assert [wc.status for wc in deaf.cq.wait()] == [WCStatus.RETRY_EXC_ERR]
+    assert deaf.b.outstanding.recv == 1
+
+
+def test_timeout_of_0_is_for_ever(deaf):
+    """The peer may come up at any time."""
+    post(deaf, timeout=0, retry_cnt=0)
+    with pytest.raises(rp.WaitTimeout):
+        deaf.cq.wait(timeout=0.5)
+    deaf.b.to_rtr(deaf.a.endpoint())
+    assert sorted(wc.wr_id for wc in deaf.wait(2)) == [1, 2]
+
+
+@pytest.mark.parametrize("tries", [0, 1, 3])
+def test_receiver_that_is_not_ready_is_tried_so_often(rc, context, tries):
+    """The first attempt and rnr_retry more; the next request has all of them again."""
+    rc.a.to_reset()
+    rc.b.to_reset()
+    rc.a.connect(rc.b.endpoint(), rnr_retry=tries)
+    rc.b.connect(rc.a.endpoint(), min_rnr_timer=1)
+    for _ in range(2):
+        context.faults.not_ready(rc.b.qp_num, tries)
+        rc.works()
+    context.faults.not_ready(rc.b.qp_num, tries + 1)
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:64]))
+    rc.a.post_send(rp.Send(rc.mine[:8]))
+    assert [wc.status for wc in rc.cq.wait()] == [WCStatus.RNR_RETRY_EXC_ERR]
+    context.faults.clear()
+
+
+def test_rnr_retry_of_7_is_for_ever(rc, context):
+    rc.a.to_reset()
+    rc.b.to_reset()
+    rc.a.connect(rc.b.endpoint(), rnr_retry=7)
+    rc.b.connect(rc.a.endpoint(), min_rnr_timer=1)
+    context.faults.not_ready(rc.b.qp_num, 50)
+    rc.works()
+
+
+def test_receiver_says_how_long_it_will_not_be_ready(rc, context):
+    """min_rnr_timer 24 is 40.96 ms (IBA, table 45)."""
+    rc.b.to_reset()
+    rc.a.to_reset()
+    rc.a.connect(rc.b.endpoint(), rnr_retry=6)
+    rc.b.connect(rc.a.endpoint(), min_rnr_timer=24)
+    context.faults.not_ready(rc.b.qp_num, 3)
+    begun = time.monotonic()
+    rc.works()
+    assert time.monotonic() - begun >= 3 * 0.04096
