@@ -246,11 +246,10 @@ class Queues:
                 raise VerbsError("ibv_modify_qp", errno.EINVAL, "ah_attr has no dgid")
             attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
             attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
-            attrs["sl"] = attr.ah_attr.sl
         with verb():
             made: QueuePair = objects[qp.handle]
-            if code := made.modify(QPAttrMask(mask), attrs):
-                raise VerbsError("ibv_modify_qp", code)
+            if not made.modify(QPAttrMask(mask), attrs):
+                raise VerbsError("ibv_modify_qp", errno.EINVAL)
             qp.state = made.state
             requester.run(made)
 
@@ -261,9 +260,8 @@ class Queues:
                 if name in made.attr and name != "ah_attr":
                     setattr(attr, name, made.attr[name])
             attr.qp_state = attr.cur_qp_state = made.state
-            if made.attr["ah_attr"]:
-                ffi.memmove(ffi.addressof(attr, "ah_attr"), made.attr["ah_attr"],
-                            len(made.attr["ah_attr"]))  # fmt: skip
+            if address := made.attr.get("ah_attr"):
+                ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
             for cap in (attr.cap, init.cap):
                 cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
                 cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge

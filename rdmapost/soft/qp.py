@@ -50,8 +50,6 @@ ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
     **RANGES,
     "port_num": (1, 1),
     "pkey_index": (0, 0),
-    "rq_psn": (0, 0xFFFFFFFF),
-    "sq_psn": (0, 0xFFFFFFFF),
     "max_rd_atomic": (0, 16),
     "max_dest_rd_atomic": (0, 16),
     "qp_access_flags": (0, 0xF),
@@ -100,40 +98,38 @@ class QueuePair:
         """A plain SEND names nobody."""
         self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
         self.state = QPState.RESET
-        self.attr: dict[str, Any] = {}
         self._forget()
 
     def _forget(self) -> None:
-        self.attr = dict.fromkeys(ATTRIBUTE_RANGES, 0) | {
-            "qkey": 0, "port_num": 1, "dgid": None, "ah_attr": b"", "sl": 0,
-        }  # fmt: skip
+        self.attr: dict[str, Any] = {}
+        """What has been set; a step asks for all that the next state needs."""
         self.begin_attempts()
         self.established = False
 
     # ---- the state machine --------------------------------------------------
 
-    def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> int:
-        """Change attributes and the state; return 0 or EINVAL and change nothing."""
+    def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> bool:
+        """Change attributes and the state; return False, and change nothing, if that cannot be."""
         old = self.state
         new = QPState(attrs.get("qp_state", old))
         if "cur_qp_state" in attrs and attrs["cur_qp_state"] != old:
-            return errno.EINVAL
+            return False
         required = REQUIRED[self.type].get((old, new))
         if required is None or required & ~mask:
-            return errno.EINVAL
+            return False
         allowed = required | OPTIONAL[self.type].get((old, new), QPAttrMask(0))
         if mask & ~(allowed | QPAttrMask.STATE | QPAttrMask.CUR_STATE):
-            return errno.EINVAL
+            return False
         for name, value in attrs.items():
             low, high = ATTRIBUTE_RANGES.get(name, (value, value))
             if not low <= value <= high:
-                return errno.EINVAL
+                return False
         self.attr.update(attrs)
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
             # Requests are carried out at the post, so the queue has drained already.
             self.context.events.push(EventType.SQ_DRAINED, self.handle)
-        return 0
+        return True
 
     def _enter(self, state: QPState) -> None:
         self.state = state
@@ -160,7 +156,7 @@ class QueuePair:
         if self.state < _RTS:
             return errno.EINVAL
         code = self.sq.add(wqe)
-        if not code and self.state >= _SQE:
+        if self.state >= _SQE:
             self.flush_sends()
         return code
 
