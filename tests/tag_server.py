@@ -30,11 +30,16 @@ class Server:
     """A tag-matching SRQ with a CQ of its own, and clients that are connected to it."""
 
     def __init__(
-        self, stack: contextlib.ExitStack, pd: rp.PD, clients: int = 1, **options: Any
+        self,
+        stack: contextlib.ExitStack,
+        pd: rp.PD,
+        clients: int = 1,
+        channel: rp.CompChannel | None = None,
+        **options: Any,
     ) -> None:
         self.pd = pd
         context = pd.context
-        self.cq = stack.enter_context(rp.CQ(context, 256, tm_info=True))
+        self.cq = stack.enter_context(rp.CQ(context, 256, channel=channel, tm_info=True))
         self.mr = stack.enter_context(rp.MR(pd, 65536, ALL))
         self.srq = rp.SRQ(pd, 16, 2, srq_type=SRQType.TM, cq=self.cq, **options)
         stack.callback(self.srq.close)

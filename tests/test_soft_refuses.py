@@ -192,6 +192,9 @@ def test_cq_that_overruns_breaks_its_queue_pair():
         kinds = [event(context).event_type for _ in range(2)]
         assert kinds == [EventType.CQ_ERR, EventType.QP_FATAL]
         assert qp.state is QPState.ERR
+        # It is broken once, whatever else is lost.
+        qp.post_send(send)
+        assert rp.get_async_event(context, 0) is None
         assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
         qp.close()
         ah.close()

@@ -31,6 +31,8 @@ def test_rendezvous_fetches_the_data_and_says_so(server):
     match, done = server.cq.wait(2)
     for wc in (match, done):
         assert (wc.wr_id, wc.opcode, wc.qp_num) == (6, WCOpcode.TM_RECV, client.peer.qp_num)
+        assert (wc.imm_data, wc.invalidated_rkey, wc.src_qp, wc.vendor_err) == (None, None, 0, 0)
+        assert (wc.pkey_index, wc.slid, wc.sl, wc.dlid_path_bits) == (0, 0, 0, 0)
     assert (match.wc_flags, done.wc_flags) == (WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID)
     assert (match.tm_tag, match.tm_priv) == (1, 0xABCD)
     assert (done.byte_len, done.tm_tag) == (8192, None)
@@ -51,6 +53,20 @@ def test_waiting_is_enough_for_a_rendezvous_to_go_on(server):
     waiter.join(10)
     assert [wc.wr_id for wc in found] == [6, 6]
     assert server.bytes(4) == b"data"
+
+
+def test_data_of_a_rendezvous_is_not_solicited(context, stack, pd):
+    """Who asks to be woken for solicited messages alone is not woken by the device's own work."""
+    channel = stack.enter_context(rp.CompChannel(context))
+    server = Server(stack, pd, channel=channel)
+    client = server.client
+    client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
+    server.add(1, size=8192, flags=0)
+    server.cq.req_notify(solicited_only=True)
+    client.post(client.rndv(1, b"data"))
+    client.cq.wait(2)
+    assert channel.get_cq_event(0) is None
+    assert [wc.wc_flags for wc in server.cq.poll()] == [WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID]
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])

@@ -239,7 +239,6 @@ class QueuePair:
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""
         self.device.parked.discard(self)
-        self.begin_attempts()
         pending = self.sq.pending
         while pending:
             self.complete_send(pending.popleft(), WCStatus.WR_FLUSH_ERR)
