@@ -9,7 +9,7 @@ import pytest
 from support import Pair
 
 import rdmapost as rp
-from rdmapost import QPState, WCStatus
+from rdmapost import QPState, QPType, WCStatus
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +99,15 @@ def test_receiver_says_how_long_it_will_not_be_ready(rc, context):
     begun = time.monotonic()
     rc.works()
     assert time.monotonic() - begun >= 3 * 0.04096
+
+
+def test_queue_pair_of_another_service_does_not_answer(pd, cq, stack):
+    mr = stack.enter_context(rp.MR(pd, 64))
+    near = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    far = stack.enter_context(rp.QP(pd, QPType.UC, cq))
+    far.connect(near.endpoint())
+    near.connect(far.endpoint(), timeout=10, retry_cnt=1)
+    far.post_recv(rp.RecvWR(mr[:8]))
+    near.post_send(rp.Send(mr[8:16]))
+    assert [wc.status for wc in cq.wait()] == [WCStatus.RETRY_EXC_ERR]
+    assert far.outstanding.recv == 1
