@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -324,3 +325,22 @@ def test_error_says_that_no_more_comes_from_a_shared_queue(connect, stack, pd, c
     assert srq.outstanding == 1
     pair.a.to_err()
     assert events(context) == []
+
+
+def test_queue_pair_that_breaks_itself(pd, cq, context, stack):
+    """It is its own peer: what it asks for flushes its queue, and the request with it."""
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    with rp.QP(pd, QPType.RC, cq) as qp:
+        for _ in range(2):
+            qp.connect(qp.endpoint())
+            events(context)
+            write = rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey ^ 0xA5)
+            qp.post_send([replace(write, wr_id=i) for i in (1, 2)])
+            found = [(wc.wr_id, wc.status) for wc in cq.wait(2)]
+            assert found == [(i, WCStatus.WR_FLUSH_ERR) for i in (1, 2)]
+            assert cq.poll() == []
+            assert events(context) == [(EventType.QP_ACCESS_ERR, qp)]
+            qp.to_reset()
+        qp.connect(qp.endpoint())
+        qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey))
+        cq.wait()[0].check()

@@ -65,7 +65,7 @@ def run(qp: QueuePair) -> None:
             status = WCStatus.FATAL_ERR
         if qp.due:
             qp.begin_attempts()
-        if not pending or pending[0] is not wqe:
+        if not pending:
             # Its own consequences flushed it: a queue pair that sends to itself.
             return
         pending.popleft()
@@ -116,8 +116,7 @@ def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
         request.imm = wqe.imm
     elif opcode is _SEND_WITH_INV:
         request.invalidate_rkey = wqe.imm
-    if wqe.rkey or wqe.remote_addr:
-        request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
+    request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
     if wqe.remote_srqn:
         request.srqn = wqe.remote_srqn
     return request
@@ -141,7 +140,8 @@ def _room(wqe: SendWQE) -> int:
     the responder has done by then stays done.
     """
     if wqe.inline is not None:
-        return len(wqe.inline)
+        # A copy that was made at the post is nothing to write into.
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
     size: int = sum(length or 1 << 31 for _, length, _ in wqe.sges)
     if size > MAX_MSG_SIZE:
         raise Fault(WCStatus.LOC_LEN_ERR)

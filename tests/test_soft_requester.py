@@ -1,0 +1,94 @@
+"""What the software device asks of a send work request's own memory, and of its queue pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import Access, QPState, SendFlags, WCStatus
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[rp.Context]:
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+def test_what_is_sent_may_lie_in_memory_that_the_device_does_not_write(connect, stack):
+    """And what is fetched may not; the peer has done its part by then."""
+    pair = connect(checked=False)
+    mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
+    mr.buffer[:8] = b"12345678"
+    pair.a.post_send(pair.wr(rp.RdmaWrite, mr[:8]))
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:8]) == b"12345678"
+    pair.theirs.buffer[:8] = (10).to_bytes(8, "little")
+    pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, mr[:8], compare_add=5))
+    assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_PROT_ERR]
+    assert pair.theirs.buffer[0] == 15
+    assert bytes(mr.buffer[:8]) == b"12345678"
+
+
+def test_read_into_memory_that_the_device_may_not_write(connect, stack):
+    pair = connect(checked=False)
+    mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
+    pair.theirs.buffer[:8] = b"12345678"
+    pair.a.post_send(pair.wr(rp.RdmaRead, mr[:8]))
+    assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_PROT_ERR]
+    assert not any(mr.buffer)
+
+
+@pytest.mark.parametrize("kind", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
+def test_reads_and_atomics_need_room_for_what_is_outstanding(connect, kind):
+    """With max_rd_atomic 0 none can start."""
+    pair = connect(to=QPState.RESET)
+    pair.a.connect(pair.b.endpoint(), max_rd_atomic=0)
+    pair.b.connect(pair.a.endpoint())
+    pair.theirs.buffer[:8] = b"12345678"
+    pair.a.post_send(pair.wr(kind, pair.mine[:8]))
+    assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_QP_OP_ERR]
+    assert bytes(pair.theirs.buffer[:8]) == b"12345678"
+    assert not any(pair.mine.buffer)
+
+
+@pytest.mark.parametrize("size", [7, 8, 16])
+def test_atomic_needs_8_bytes_of_its_own(connect, size):
+    pair = connect(checked=False)
+    pair.theirs.buffer[:8] = b"12345678"
+    pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, pair.mine[:size], compare_add=1))
+    status = WCStatus.LOC_LEN_ERR if size < 8 else WCStatus.SUCCESS
+    assert [wc.status for wc in pair.cq.wait()] == [status]
+    assert bytes(pair.mine.buffer[:16]) == (b"" if size < 8 else b"12345678").ljust(16, b"\0")
+    assert bytes(pair.theirs.buffer[:8]) == (b"12345678" if size < 8 else b"22345678")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "status"),
+    [([0], WCStatus.REM_ACCESS_ERR), ([0, 1], WCStatus.LOC_LEN_ERR)],
+)
+def test_read_of_length_0_is_of_2_to_the_31_bytes(connect, lengths, status):
+    """As much as a message may have: it goes out, and the peer has not so much there."""
+    pair = connect(checked=False)
+    sges = [rp.SGE(pair.mine.addr, length, pair.mine.lkey) for length in lengths]
+    pair.a.post_send(pair.wr(rp.RdmaRead, sges))
+    assert [wc.status for wc in pair.cq.wait()] == [status]
+
+
+@pytest.mark.parametrize("kind", [rp.RdmaRead, rp.AtomicFetchAndAdd])
+def test_nothing_can_be_fetched_inline(connect, kind):
+    pair = connect(checked=False, max_inline_data=64)
+    pair.theirs.buffer[:8] = b"12345678"
+    wr = pair.wr(kind, pair.mine[:8], send_flags=SendFlags.SIGNALED | SendFlags.INLINE)
+    pair.a.post_send(wr)
+    assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_QP_OP_ERR]
+    assert not any(pair.mine.buffer)
+    assert bytes(pair.theirs.buffer[:8]) == b"12345678"
+
+
+def test_key_that_is_none_cannot_be_invalidated(connect):
+    pair = connect(checked=False)
+    pair.a.post_send(rp.LocalInv(invalidate_rkey=pair.mine.rkey ^ 0xA5))
+    assert [wc.status for wc in pair.cq.wait()] == [WCStatus.MW_BIND_ERR]
+    assert pair.a.query().qp_state is QPState.ERR
