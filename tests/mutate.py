@@ -50,19 +50,29 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_windows.py", "test_zero_based.py", "test_xrc.py",
     ),
     "rdmapost.soft.qp": (
-        "test_states.py", "test_queuepair.py", "test_posting_lists.py", "test_completions.py",
-        "test_events.py", "test_soft_robust.py",
+        "test_soft_queuepair.py", "test_states.py", "test_queuepair.py", "test_posting.py",
+        "test_soft_refuses.py", "test_posting_refused.py", "test_posting_lists.py",
+        "test_srq.py", "test_xrc.py", "test_datagrams.py", "test_memory.py", "test_events.py",
+        "test_windows.py", "test_soft_rendezvous.py", "test_soft_tags.py",
+        "test_soft_offload.py", "test_soft_attempts.py",
     ),
     "rdmapost.soft.responder": (
-        "test_posting.py", "test_posting_refused.py", "test_memory.py", "test_xrc.py",
-        "test_events.py", "test_datagrams.py", "test_queuepair.py",
+        "test_soft_queuepair.py", "test_soft_responder.py", "test_posting.py",
+        "test_posting_refused.py", "test_memory.py", "test_xrc.py", "test_events.py",
+        "test_datagrams.py", "test_queuepair.py", "test_states.py", "test_srq.py",
+        "test_soft_rendezvous.py", "test_soft_tags.py", "test_windows.py",
+        "test_soft_offload.py", "test_soft_attempts.py",
     ),
     "rdmapost.soft.requester": (
-        "test_posting.py", "test_posting_refused.py", "test_posting_lists.py", "test_memory.py",
-        "test_queuepair.py", "test_datagrams.py", "test_xrc.py", "test_states.py",
+        "test_soft_queuepair.py", "test_soft_requester.py", "test_soft_responder.py",
+        "test_posting.py", "test_posting_refused.py", "test_posting_lists.py",
+        "test_memory.py", "test_queuepair.py", "test_datagrams.py", "test_xrc.py", "test_states.py",
+        "test_events.py", "test_windows.py", "test_soft_rendezvous.py",
+        "test_soft_offload.py", "test_soft_attempts.py", "test_sizes.py",
+        "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
 }  # fmt: skip
-"""The modules, and the test files that are to notice; the quickest first."""
+"""The modules, and the test files, or single tests, that are to notice; the quickest first."""
 
 
 # ---- mutants --------------------------------------------------------------------
@@ -252,16 +262,35 @@ class Loader(importlib.machinery.SourceFileLoader):
         return compile(self.mutant.tree, self.path, "exec", dont_inherit=True)
 
 
-def start(mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> int:
+@dataclass(frozen=True)
+class Stage:
+    """Some of the tests of a module, which run in one process.
+
+    Attributes:
+        tests: their files.
+        limits: what they may take, in seconds: of the processor, and altogether.
+    """
+
+    tests: tuple[str, ...]
+    limits: tuple[float, float] = (300, 600)
+
+
+_OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM)
+
+
+def start(mutant: Mutant | None, stage: Stage) -> int:
     """Run the tests on a mutant, or on what is there, in a child; return its process ID."""
     pid = os.fork()
     if pid:
         return pid
     # The trees of all mutants, which the child's collector would walk again and again.
     gc.freeze()
-    # By a signal, which ends also what hangs in C.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    # By a signal, which ends also what hangs in C.  What runs in circles uses the processor and
+    # is found soon, also on a machine that is busy with other things.
+    timers = (signal.ITIMER_PROF, signal.ITIMER_REAL)
+    for timer, signum, limit in zip(timers, _OUT_OF_TIME, stage.limits, strict=True):
+        signal.signal(signum, signal.SIG_DFL)
+        signal.setitimer(timer, limit)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -276,11 +305,26 @@ def start(mutant: Mutant | None, tests: tuple[str, ...], limit: float) -> int:
             ["-x", "-q", "--tb=no", "--assert=plain",
              *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest", "junitxml")),
              "--hypothesis-seed=0", f"--hypothesis-profile={PROFILE}",
-             "-m", "not rdma and not two_hosts", *(str(TESTS / name) for name in tests)]
+             "-m", "not rdma and not two_hosts", *(str(TESTS / name) for name in stage.tests)]
         )  # fmt: skip
     finally:
         # Nothing of a mutant that is half closed is to say anything.
         os._exit(int(code))
+
+
+def stages_of(module: str) -> tuple[Stage, ...]:
+    """Run the tests of a module as it is, and see what they take."""
+    tests = TARGETS[module]
+    found: list[Stage] = []
+    # Most are noticed by the first file, so that the others need not be loaded.
+    for names in filter(None, (tests[:1], tests[1:])):
+        begun = time.monotonic()
+        _, status, used = os.wait4(start(None, Stage(names)), 0)
+        if status:
+            raise SystemExit(f"the tests of {module} fail as it is: {', '.join(names)}")
+        limits = 3 * (used.ru_utime + used.ru_stime) + 2, 10 * (time.monotonic() - begun) + 60
+        found.append(Stage(names, limits))
+    return tuple(found)
 
 
 def survivors_of(module: str, options: argparse.Namespace) -> tuple[list[Mutant], int, int]:
@@ -289,17 +333,11 @@ def survivors_of(module: str, options: argparse.Namespace) -> tuple[list[Mutant]
     Returns:
         those that no test noticed, how many were tried, and how many ended in a timeout.
     """
-    tests = TARGETS[module]
-    begun = time.monotonic()
-    if os.waitpid(start(None, tests, 300), 0)[1]:
-        raise SystemExit(f"the tests of {module} fail as it is: {', '.join(tests)}")
-    limit = 3 * (time.monotonic() - begun) + 5
+    stages = stages_of(module)
     waiting = [mutant for mutant in mutants_of(module) if options.only in mutant.name]
     part, parts = map(int, options.part.split("/"))
     waiting = waiting[part - 1 :: parts]
     count = len(waiting)
-    # Most are noticed by the first file, so that the others need not be loaded.
-    stages = (tests[:1], tests[1:])
     jobs = [(mutant, 0) for mutant in waiting]
     running: dict[int, tuple[Mutant, int]] = {}
     survivors, late = [], 0
@@ -307,19 +345,19 @@ def survivors_of(module: str, options: argparse.Namespace) -> tuple[list[Mutant]
         try:
             while jobs and len(running) < options.jobs:
                 mutant, stage = jobs.pop()
-                running[start(mutant, stages[stage], limit)] = mutant, stage
+                running[start(mutant, stages[stage])] = mutant, stage
             pid, status = os.wait()
         except KeyboardInterrupt:
             count -= len(jobs) + len(running)
             break
         mutant, stage = running.pop(pid)
-        if status == 0 and stage == 0 and stages[1]:
-            jobs.append((mutant, 1))
+        if status == 0 and stage + 1 < len(stages):
+            jobs.append((mutant, stage + 1))
         elif status == 0:
             survivors.append(mutant)
             # At once, for who ends it before its time.
             print(f"  not noticed: line {mutant.line}: {mutant.name}", file=sys.stderr, flush=True)
-        late += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+        late += os.WIFSIGNALED(status) and os.WTERMSIG(status) in _OUT_OF_TIME
     return sorted(survivors, key=lambda mutant: mutant.line), count, late
 
 
