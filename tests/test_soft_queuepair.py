@@ -51,6 +51,29 @@ def to_state(qp: rp.QP, state: QPState, mask: QPAttrMask = QPAttrMask.STATE) -> 
     qp.pd.context._provider.modify_qp(qp._handle, attr, QPAttrMask.STATE | mask)
 
 
+@pytest.mark.parametrize("attr", ["port_num", "pkey_index"])
+def test_port_or_key_that_is_not_there_is_refused(rc, attr):
+    rc.a.to_reset()
+    attrs = {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0}
+    with pytest.raises(rp.VerbsError, match="EINVAL.*stays in RESET"):
+        rc.a.modify(qp_state=QPState.INIT, **attrs | {attr: attrs[attr] + 1})
+    if attr == "port_num":
+        with pytest.raises(rp.VerbsError, match="EINVAL.*stays in RESET"):
+            rc.a.modify(qp_state=QPState.INIT, **attrs | {"port_num": 0})
+    rc.a.modify(qp_state=QPState.INIT, **attrs)
+
+
+def test_an_initiator_of_xrc_answers_nobody(pd, stack, rc):
+    """Only the other side of XRC, its target, takes requests."""
+    a, b = (stack.enter_context(rp.QP(pd, QPType.XRC_SEND, rc.cq)) for _ in range(2))
+    b.connect(a.endpoint())
+    a.connect(b.endpoint(), timeout=1, retry_cnt=0)
+    rc.mine.buffer[:8] = b"12345678"
+    a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey))
+    assert [wc.status for wc in rc.cq.wait()] == [WCStatus.RETRY_EXC_ERR]
+    assert not any(rc.theirs.buffer)
+
+
 # ---- completions ------------------------------------------------------------------
 
 

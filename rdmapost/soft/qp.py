@@ -29,9 +29,6 @@ __all__ = ["ATTRIBUTE_RANGES", "QueuePair"]
 _COMPLETES_AS = {
     Opcode.RDMA_WRITE: WCOpcode.RDMA_WRITE,
     Opcode.RDMA_WRITE_WITH_IMM: WCOpcode.RDMA_WRITE,
-    Opcode.SEND: WCOpcode.SEND,
-    Opcode.SEND_WITH_IMM: WCOpcode.SEND,
-    Opcode.SEND_WITH_INV: WCOpcode.SEND,
     Opcode.RDMA_READ: WCOpcode.RDMA_READ,
     Opcode.ATOMIC_CMP_AND_SWP: WCOpcode.COMP_SWAP,
     Opcode.ATOMIC_FETCH_AND_ADD: WCOpcode.FETCH_ADD,
@@ -39,6 +36,7 @@ _COMPLETES_AS = {
     Opcode.BIND_MW: WCOpcode.BIND_MW,
     Opcode.TSO: WCOpcode.TSO,
 }
+"""All others as SEND: an unknown opcode can only have failed, and then this means nothing."""
 
 _SIGNALED = int(SendFlags.SIGNALED)
 _PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
@@ -181,7 +179,6 @@ class QueuePair:
             queue.silent += 1
             return
         frees, queue.silent = queue.silent + 1, 0
-        # An unknown opcode can only have failed; opcode means nothing then.
         opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
         self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
