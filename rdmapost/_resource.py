@@ -75,12 +75,10 @@ class Resource:
         """
         if getattr(self, "_handle", None) is None:
             return
-        # Another thread that is closing it goes on with that; nothing is destroyed twice.
-        if self._closing.acquire(blocking=False):
-            try:
+        # Whoever is closing it goes on with that; nothing is destroyed twice.
+        if not self._closing.locked():
+            with self._closing:
                 self._close()
-            finally:
-                self._closing.release()
 
     def _close(self) -> None:
         if self._handle is None:

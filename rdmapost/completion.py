@@ -292,32 +292,31 @@ class CQ(Resource):
     def _take(self, most: int, least: int = 0) -> list[WC]:
         """Return up to `most` that are there now; where there are fewer than `least`, none."""
         found: list[WC] = []
-        backlog, lock, enough = self._backlog, self._lock, False
-        # "with" takes twice as long, and an empty poll is mostly this.
-        lock.acquire()
-        try:
+        backlog = self._backlog
+        # acquire() and try would take less time, but an interrupt between the two keep the lock.
+        with self._lock:
             if self._handle is None:
                 self._live()
-            if not backlog and 0 < most <= _BATCH:
-                # As _fill does, whose call would take most of the time.
-                polled = door.poll(
-                    self._address, self._extended, most, 0, self.context._queues, found
-                )
-                if polled < 0:
-                    raise VerbsError("ibv_poll_cq", -polled)
-            else:
-                while backlog and len(found) < most:
-                    found.append(backlog.popleft())
-                self._fill(found, most)
-            if len(found) >= least:
-                enough = True
-                return found
-            return []
-        finally:
-            # What was taken stays, also where an interrupt came.
-            if not enough:
+            try:
+                if not backlog and 0 < most <= _BATCH:
+                    # As _fill does, whose call would take most of the time.
+                    polled = door.poll(
+                        self._address, self._extended, most, 0, self.context._queues, found
+                    )
+                    if polled < 0:
+                        raise VerbsError("ibv_poll_cq", -polled)
+                else:
+                    while backlog and len(found) < most:
+                        found.append(backlog.popleft())
+                    self._fill(found, most)
+                if len(found) >= least:
+                    return found
+            except BaseException:
+                # What was taken stays, also where an interrupt came.
                 backlog.extendleft(reversed(found))
-            lock.release()
+                raise
+            backlog.extendleft(reversed(found))
+        return []
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
@@ -355,8 +354,8 @@ class CQ(Resource):
             self._fill(self._backlog, count)
             if len(self._backlog) >= count:
                 return
-            self._lock.release()
             try:
+                self._lock.release()
                 ready = wait_readable(self._channel.fd, seconds)
             finally:
                 self._lock.acquire()
@@ -385,12 +384,10 @@ class CQ(Resource):
         here, they are delivered on all of them.
 
         Args:
-            wait: wait for another thread that is polling; else leave them to it.
+            wait: wait for whoever is polling, another thread; else leave them to it.
         """
-        if self._handle is None or not self._lock.acquire(blocking=wait):
+        if self._handle is None or (not wait and self._lock.locked()):
             return
-        try:
+        with self._lock:
             # Not more than it holds: another QP may keep filling it.
             self._fill(self._backlog, len(self._backlog) + self.cqe)
-        finally:
-            self._lock.release()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
 import threading
 import time
 
 import pytest
-from support import Pair, needs
+from support import LIMIT, Pair, needs
 
 import rdmapost as rp
 from rdmapost import WCStatus
@@ -108,6 +109,37 @@ def test_waiter_for_few_is_not_starved_by_one_for_many(rc):
     rc.a.post_send([write(rc, i) for i in range(1, 51)])
     greedy.join(20)
     assert [wc.wr_id for wc in many] == list(range(1, 51))
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 0.001], ids=["poll", "look", "wait"])
+def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
+    """It comes between any two steps of a poll or a wait, as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def again_and_again(cq: rp.CQ) -> None:
+        while True:
+            if timeout is None:
+                cq.poll()
+            else:
+                with contextlib.suppress(rp.WaitTimeout):
+                    cq.wait(1, timeout)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with rp.CQ(context) as cq:
+            for index in range(300):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 2e-4 + index * 1e-6)
+                    again_and_again(cq)
+                # Another thread would wait for ever.
+                other = threading.Thread(target=cq.poll, daemon=True)
+                other.start()
+                other.join(LIMIT)
+                assert not other.is_alive()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_interrupted_wait_loses_nothing(rc):
