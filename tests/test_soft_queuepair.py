@@ -55,10 +55,10 @@ def to_state(qp: rp.QP, state: QPState, mask: QPAttrMask = QPAttrMask.STATE) -> 
 def test_port_or_key_that_is_not_there_is_refused(rc, attr):
     rc.a.to_reset()
     attrs = {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0}
-    with pytest.raises(rp.VerbsError, match="EINVAL.*stays in RESET"):
+    with pytest.raises(rp.VerbsError, match=r"EINVAL.*stays in RESET"):
         rc.a.modify(qp_state=QPState.INIT, **attrs | {attr: attrs[attr] + 1})
     if attr == "port_num":
-        with pytest.raises(rp.VerbsError, match="EINVAL.*stays in RESET"):
+        with pytest.raises(rp.VerbsError, match=r"EINVAL.*stays in RESET"):
             rc.a.modify(qp_state=QPState.INIT, **attrs | {"port_num": 0})
     rc.a.modify(qp_state=QPState.INIT, **attrs)
 
