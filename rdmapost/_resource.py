@@ -74,6 +74,9 @@ class Resource:
             VerbsError: the device refused; it stays open too.
         """
         if getattr(self, "_handle", None) is None:
+            if getattr(self, "_parents", ()):
+                # Closing it was interrupted at the very end.
+                leave(self)
             return
         # Whoever is closing it goes on with that; nothing is destroyed twice.
         if not self._closing.locked():
@@ -173,9 +176,11 @@ def join(child: Child, parent: Resource) -> None:
 
 def leave(child: Child) -> None:
     """Let a child, closed now, depend on nothing any more."""
+    # It has its parents until none knows it: an interrupt may come at any moment.
+    for parent in child._parents:
+        parent._children.pop(id(child), None)
     parents, child._parents = child._parents, ()
     for parent in parents:
-        parent._children.pop(id(child), None)
         if parent._abandoned and not parent._children:
             parent._close_quietly()
 

@@ -212,6 +212,31 @@ def test_exception_in_the_middle_of_set_up_closes_what_was_opened(context):
     assert all(resource.closed for resource in opened)
 
 
+def test_interrupt_while_something_is_closed_destroys_it_once(verbs_context):
+    """A Ctrl-C during the device's call is raised after it; what it freed is not freed again."""
+    said = prints(
+        "import contextlib, signal, sys, rdmapost as rp\n"
+        "def interrupt(*_): raise KeyboardInterrupt\n"
+        "signal.signal(signal.SIGALRM, interrupt)\n"
+        "def closed(resource, after):\n"
+        "    with contextlib.suppress(KeyboardInterrupt):\n"
+        "        signal.setitimer(signal.ITIMER_REAL, after)\n"
+        "        resource.close()\n"
+        "        while True: pass\n"
+        "    resource.close()\n"
+        "    return resource.closed\n"
+        "with rp.open_device(sys.argv[1]) as context:\n"
+        "    for index in range(40):\n"
+        "        after = (1 + index) * 25e-6\n"
+        "        pd, cq = rp.PD(context), rp.CQ(context)\n"
+        "        mr, qp = rp.MR(pd, 64), rp.QP(pd, rp.QPType.RC, cq)\n"
+        "        assert all(closed(resource, after) for resource in (qp, mr, cq, pd))\n"
+        "print('ends')\n",
+        verbs_context.name,
+    )
+    assert said == "ends"
+
+
 def test_interrupt_anywhere_in_set_up_leaves_nothing(context):
     """An exception out of every function that set-up calls, as of a Ctrl-C: nothing stays open."""
     said = prints(

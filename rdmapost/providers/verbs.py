@@ -53,6 +53,7 @@ def _pointer(call: str, made: Any) -> Any:
     """Return what a call made, or raise for NULL with errno."""
     if made == ffi.NULL:
         raise _failed(call, ffi.errno)
+    _destroyed.pop(address_of(made), None)
     return made
 
 
@@ -60,6 +61,28 @@ def _zero(call: str, result: int) -> None:
     """Raise for a call that returns 0, an errno, its negative, or -1 with errno."""
     if result:
         raise _failed(call, ffi.errno if result == -1 else abs(result))
+
+
+_destroyed: dict[int, None] = {}
+"""Where the structs were that libibverbs has freed, until it puts another one there."""
+
+
+def _destroy(call: str, struct: Any) -> None:
+    """Destroy what a struct stands for; do nothing a second time.
+
+    An interrupt that comes during the call is raised after it, before anyone can note that the
+    struct is gone; whoever closes it again would have it freed twice.
+    """
+    destroy, address = getattr(lib, call), address_of(struct)
+    if address in _destroyed:
+        return
+    # No interrupt can come between this and the call.
+    _destroyed[address] = None
+    result = destroy(struct)
+    if result:
+        code = ffi.errno if result == -1 else abs(result)
+        _destroyed.pop(address, None)
+        raise _failed(call, code)
 
 
 def _group(gid: bytes) -> Any:
@@ -113,11 +136,11 @@ class VerbsProvider:
                     context = lib.ibv_open_device(device)
                     if context == ffi.NULL:
                         raise _cannot_open(device, name, ffi.errno)
-                    return context
+                    return _pointer("ibv_open_device", context)
         raise NoDeviceError(f"the RDMA device {name} has gone")
 
     def close_device(self, context: Any) -> None:
-        _zero("ibv_close_device", lib.ibv_close_device(context))
+        _destroy("ibv_close_device", context)
 
     def query_device(self, context: Any, attr: Any) -> None:
         _zero("ibv_query_device", lib.ibv_query_device(context, attr))
@@ -186,19 +209,19 @@ class VerbsProvider:
         return _pointer("ibv_alloc_pd", lib.ibv_alloc_pd(context))
 
     def dealloc_pd(self, pd: Any) -> None:
-        _zero("ibv_dealloc_pd", lib.ibv_dealloc_pd(pd))
+        _destroy("ibv_dealloc_pd", pd)
 
     def reg_mr(self, pd: Any, addr: Any, length: int, access: int) -> Any:
         return _pointer("ibv_reg_mr", lib.rp_reg_mr(pd, addr, length, access))
 
     def dereg_mr(self, mr: Any) -> None:
-        _zero("ibv_dereg_mr", lib.ibv_dereg_mr(mr))
+        _destroy("ibv_dereg_mr", mr)
 
     def alloc_mw(self, pd: Any, mw_type: int) -> Any:
         return _pointer("ibv_alloc_mw", lib.ibv_alloc_mw(pd, mw_type))
 
     def dealloc_mw(self, mw: Any) -> None:
-        _zero("ibv_dealloc_mw", lib.ibv_dealloc_mw(mw))
+        _destroy("ibv_dealloc_mw", mw)
 
     def bind_mw(self, qp: Any, mw: Any, bind: Any) -> None:
         _zero("ibv_bind_mw", lib.rp_bind_mw(qp, mw, bind))
@@ -209,7 +232,7 @@ class VerbsProvider:
         return _pointer("ibv_create_comp_channel", lib.ibv_create_comp_channel(context))
 
     def destroy_comp_channel(self, channel: Any) -> None:
-        _zero("ibv_destroy_comp_channel", lib.ibv_destroy_comp_channel(channel))
+        _destroy("ibv_destroy_comp_channel", channel)
 
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
         made = lib.ibv_create_cq(context, cqe, ffi.NULL, channel, comp_vector)
@@ -222,7 +245,7 @@ class VerbsProvider:
         return _pointer("ibv_create_cq_ex", lib.ibv_create_cq_ex(context, init))
 
     def destroy_cq(self, cq: Any) -> None:
-        _zero("ibv_destroy_cq", lib.ibv_destroy_cq(cq))
+        _destroy("ibv_destroy_cq", cq)
 
     def get_cq_event(self, channel: Any) -> Any:
         cq, cq_context = ffi.new("struct ibv_cq **"), ffi.new("void **")
@@ -261,13 +284,13 @@ class VerbsProvider:
         _zero("ibv_query_srq", lib.ibv_query_srq(srq, attr))
 
     def destroy_srq(self, srq: Any) -> None:
-        _zero("ibv_destroy_srq", lib.ibv_destroy_srq(srq))
+        _destroy("ibv_destroy_srq", srq)
 
     def open_xrcd(self, context: Any, init_attr: Any) -> Any:
         return _pointer("ibv_open_xrcd", lib.ibv_open_xrcd(context, init_attr))
 
     def close_xrcd(self, xrcd: Any) -> None:
-        _zero("ibv_close_xrcd", lib.ibv_close_xrcd(xrcd))
+        _destroy("ibv_close_xrcd", xrcd)
 
     def create_qp(self, pd: Any, init_attr: Any) -> Any:
         return _pointer("ibv_create_qp", lib.ibv_create_qp(pd, init_attr))
@@ -282,7 +305,7 @@ class VerbsProvider:
         _zero("ibv_query_qp", lib.ibv_query_qp(qp, attr, mask, init_attr))
 
     def destroy_qp(self, qp: Any) -> None:
-        _zero("ibv_destroy_qp", lib.ibv_destroy_qp(qp))
+        _destroy("ibv_destroy_qp", qp)
 
     def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
         _zero("ibv_attach_mcast", lib.ibv_attach_mcast(qp, _group(gid), lid))
@@ -294,7 +317,7 @@ class VerbsProvider:
         return _pointer("ibv_create_ah", lib.ibv_create_ah(pd, attr))
 
     def destroy_ah(self, ah: Any) -> None:
-        _zero("ibv_destroy_ah", lib.ibv_destroy_ah(ah))
+        _destroy("ibv_destroy_ah", ah)
 
 
 class _DeviceList:
