@@ -15,7 +15,7 @@ from .errors import NoDeviceError, NoRdmaError, RdmaError
 from .providers import DeviceInfo, Provider, soft_provider, verbs_provider
 
 if TYPE_CHECKING:
-    from .inflight import InFlight
+    from ._binding import door
 
 __all__ = [
     "GID",
@@ -243,7 +243,7 @@ class Context(Resource):
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
-        self._queues: dict[int, InFlight] = {}
+        self._queues: dict[int, door.InFlight] = {}
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid

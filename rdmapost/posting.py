@@ -1,273 +1,194 @@
-"""Posting a list of work requests to one queue, whichever queue it is.
+"""The queues that work requests are posted to, and what is said where one is refused.
 
-The steps are the same for sends, receives, shared receives and tag-matching
-operations: check each work request, record it as in flight, pack it, and hand
-the whole chain to the device in one call.  The list stops at the first work
-request that cannot be posted; those before it go in, and stand.
+Posting is in C (``_c/post.h`` says how): reading the work requests, checking them, recording
+them as in flight, and the call.  A list stops at the first work request that cannot be posted;
+those before it go in, and stand.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ._binding import address_of, door, ffi
-from .enums import SendFlags
+from ._binding import address_of, door
+from .enums import QPType, SendFlags
 from .errors import PostError
-from .inflight import InFlight
-from .packing import Refused, check_numbers, gather, record_size
-from .plain import Ways
-from .wr import SGE, BindMW, RecvWR
+from .fields import KINDS, Verb
+from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal
+from .wr import OpsWR, RecvWR, SendWR
 
-__all__ = ["Check", "Hint", "PostQueue"]
+__all__ = ["PostQueue", "ops_queue", "recv_queue", "send_queue"]
 
-Check = Callable[[Any, Sequence[SGE]], "str | None"]
-"""Says why a work request cannot be posted, or None."""
-Hint = Callable[[int, Any], str]
-"""Says what the device may have meant by an error number, of a work request or None."""
-
-_WR_ID_END = 1 << 64
-_INLINE = int(SendFlags.INLINE)
 _COUNT_MASK = 0xFFFF_FFFF
-_VERBS = ("ibv_post_send", "ibv_post_recv", "ibv_post_srq_recv", "ibv_post_srq_ops")
-"""As ``_c/plain.h`` numbers them."""
+_ALL_FLAGS = sum(int(flag) for flag in SendFlags)
+_UNLIMITED = (1 << 64) - 1
+_MOST_SGES = 0x7FFF_FFFF
+_WR_TYPES: dict[Verb, type] = {
+    Verb.ibv_post_send: SendWR,
+    Verb.ibv_post_recv: RecvWR,
+    Verb.ibv_post_srq_recv: RecvWR,
+    Verb.ibv_post_srq_ops: OpsWR,
+}
 
 
-class PostQueue(door.Poster):
+class PostQueue(door.Queue):
     """One queue that work requests are posted to.
 
+    ``post(owner, wrs)`` posts a work request or a sequence of them to the queue of ``owner``,
+    its queue pair or SRQ.
+
     Args:
-        call: the verb, by its man page's name.
-        submit: the shim's call that links packed records and posts them.
-        wr_type: the class of work request that the queue takes.
-        pack: writes one work request as a record.
-        depth: how many work requests the queue holds.
+        verb: the verb that posts to it.
+        limits: what the queue was created with.
+        depth: how many work requests it holds.
         depth_name: the attribute that said so.
-        bounded: refuse a work request when that many are outstanding.
-        in_flight: where they are recorded.
-        ways: what goes the short way.
+        sge_name: the attribute that said how many SGEs each may have.
+        checked: check work requests; refuse one when ``depth`` are outstanding.
+        bounded: as far as ``checked``, whether it may be full at all.
+        flags: of each class of work requests that it takes, the flags that may be set.
+        tagged: the receives on its matching list.
 
     Attributes:
-        call, wr_type, pack, depth, in_flight: as given.
-        lock: whoever posts holds it, and whoever closes the queue.
-        room: how many work requests may be outstanding.
+        verb, depth, depth_name, sge_name, max_sge, max_num_tags, limits: as given.
+        in_flight: what is posted and not known to be done.
+        tagged: as given.
+        lock: held by whoever posts.
     """
 
     def __init__(
         self,
-        call: str,
-        submit: Any,
-        wr_type: type,
-        pack: Callable[[bytearray, int, Any, int, Sequence[SGE]], tuple[int, tuple[Any, ...]]],
+        verb: Verb,
+        limits: Limits,
         depth: int,
         depth_name: str,
-        bounded: bool,
-        in_flight: InFlight,
-        ways: Ways,
+        sge_name: str,
+        flags: dict[type, int],
+        *,
+        checked: bool,
+        bounded: bool = True,
+        tagged: door.InFlight | None = None,
     ) -> None:
-        self.call = call
-        self.in_flight = in_flight
-        self.depth = depth
-        self._bounded = bounded
-        self.room = depth if bounded else _COUNT_MASK
+        self.verb = verb.name
+        self.wr_type = _WR_TYPES[verb]
+        self.limits = limits
+        self.depth, self.depth_name, self.sge_name = depth, depth_name, sge_name
+        sends = verb is Verb.ibv_post_send
+        self.max_sge = limits.max_send_sge if sends else limits.max_recv_sge
+        self.max_num_tags = limits.max_num_tags
+        self.tagged = tagged
+        self.in_flight = door.InFlight(tagged=tagged, in_order=verb is not Verb.ibv_post_srq_recv)
         self.lock = door.Lock()
-        self._handle = 0
-        self._submit = submit
-        self.wr_type = wr_type
-        self.pack = pack
-        self._depth_name = depth_name
-        self._binds: list[tuple[int, Any]] = []
-        self._grow(16 * record_size(1))
-        verb = _VERBS.index(call)
-        super().__init__(self.lock, in_flight, verb, self.room, *ways)
-
-    def post(
-        self,
-        live: Callable[[], Any],
-        wrs: Any,
-        check: Check | None,
-        hint: Hint,
-    ) -> None:
-        """Post a work request, or a sequence of them.
-
-        Args:
-            live: returns the queue's struct, or raises ClosedError.
-            wrs: one work request or an iterable of them.
-            check: says why one cannot be posted, or None.
-            hint: says what the device may have meant by an error number.
-
-        Raises:
-            PostError: a work request was refused, here or by the device.
-        """
-        items: Iterable[Any] = (wrs,) if isinstance(wrs, self.wr_type) else wrs
-        try:
-            wr_list = tuple(items)
-        except TypeError:
-            raise TypeError(
-                f"{self.call} takes a {self.wr_type.__name__} or a sequence of them, "
-                f"not a {type(wrs).__name__}"
-            ) from None
-        with self.lock:
-            # Whoever closes the queue takes the lock too.
-            handle = live()
-            if not wr_list:
-                return
-            refused = self._pack_all(wr_list, check)
-            count = len(wr_list) if refused is None else refused[0]
-            if count:
-                self._post_packed(handle, wr_list, count, hint)
-        if refused is not None:
-            index, code, reason = refused
-            raise PostError(
-                self.call, code, reason,
-                index=index, posted=index, count=len(wr_list), wr=wr_list[index],
-            )  # fmt: skip
-
-    def _refused(self, result: int, wrs: Any, owner: Any) -> NoReturn:
-        """Say why the device has refused what went the short way; the lock is held."""
-        wr_list = (wrs,) if isinstance(wrs, self.wr_type) else wrs
-        self.fail(result, wr_list, len(wr_list), owner._hint)
+        super().__init__(
+            verb=int(verb),
+            in_flight=self.in_flight,
+            lock=self.lock,
+            checked=checked,
+            pd=address_of(limits.pd._live()),
+            room=depth if checked and bounded else _COUNT_MASK,
+            datagram=sends and limits.qp_type is QPType.UD,
+            binds=_can_bind(limits.qp_type),
+            max_sge=self.max_sge if checked else _MOST_SGES,
+            max_msg_size=limits.max_msg_size if sends else _UNLIMITED,
+            max_inline_data=limits.max_inline_data,
+            max_tso_header=limits.max_tso_header,
+            max_num_tags=limits.max_num_tags,
+            kinds=tuple((KINDS[wr_type], allowed) for wr_type, allowed in flags.items()),
+        )
 
     @property
-    def receives(self) -> bool:
-        """Whether it takes receives."""
-        return self.wr_type is RecvWR
+    def outstanding(self) -> int:
+        """How many work requests are posted and not known to be done."""
+        return self.in_flight.outstanding
 
-    def open(self, handle: Any) -> None:
-        """Say which struct work requests are posted to; none is before that."""
-        self._handle = address_of(handle)
-
-    def shut(self) -> None:
-        """Let nothing be posted any more; whoever calls this holds the lock."""
-        self._handle = self.in_flight.handle = 0
-
-    def set_ready(self, ready: bool) -> None:
-        """Say whether the state of the queue lets work requests go the short way."""
-        self.in_flight.handle = self._handle if ready else 0
-
-    def _pack_all(
-        self,
-        wrs: Sequence[Any],
-        check: Check | None,
-    ) -> tuple[int, int, str] | None:
-        """Pack work requests up to the first that is refused; return which, errno and why."""
-        self._binds.clear()
-        self._end = 0
-        for index, wr in enumerate(wrs):
-            sges: Sequence[SGE] = ()
-            try:
-                sges = gather(getattr(wr, "sg_list", ()))
-                reason = self._refuse(wr, sges, check)
-                if reason is None:
-                    if self._pack_one(wr, sges):
-                        self._binds.append((index, wr))
-                    continue
-            except Refused as error:
-                reason = str(error)
-            except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-                # A field of the wrong type, met by a check before the packing.
-                reason = check_numbers(wr, sges) or str(error)
-            except BaseException:
-                self.in_flight.forget_last(index)
-                raise
-            full = self._bounded and self.in_flight.outstanding >= self.depth
-            return index, errno.ENOMEM if full else errno.EINVAL, reason
-        return None
-
-    def _refuse(
-        self,
-        wr: Any,
-        sges: Sequence[SGE],
-        check: Check | None,
-    ) -> str | None:
-        wr_type: Any = self.wr_type
-        if not isinstance(wr, wr_type):
-            return f"{self.call} takes a {wr_type.__name__}, not a {type(wr).__name__}"
-        if not 0 <= wr.wr_id < _WR_ID_END:
-            return f"wr_id={wr.wr_id} is not in 0..2^64-1"
-        if self._bounded and self.in_flight.outstanding >= self.depth:
-            return self._full()
-        return None if check is None else check(wr, sges)
-
-    def _full(self) -> str:
-        return (
-            f"the queue is full: {self._depth_name}={self.depth} and "
-            f"{self.in_flight.outstanding} work requests are outstanding; poll the CQ, or create "
-            "the queue deeper"
-        )
-
-    def refuse_whole(self, wrs: Sequence[Any], reason: str | None) -> NoReturn:
-        """Refuse a list that goes in as a whole or not at all.
+    def bind(
+        self, owner: Any, wr: Any, call: Callable[[int, int], int], *, sure: bool
+    ) -> None:
+        """Bind a window of type 1 (ibv_bind_mw(3)).
 
         Args:
-            wrs: the list.
-            reason: why nothing can be posted now; None where there is no room for all of it.
+            owner: the queue pair.
+            wr: what is to be bound; its rkey is not looked at, the device chooses it.
+            call: given the addresses of the window's struct and of a ``struct ibv_mw_bind``,
+                carries it out and returns 0 or an errno.
+            sure: a failed call leaves nothing in the queue.
 
         Raises:
-            PostError: always.
+            PostError: it was refused, here or by the device.
         """
-        code, index = errno.EINVAL, 0
-        if reason is None:
-            left = max(0, self.depth - self.in_flight.outstanding)
-            code, index, reason = errno.ENOMEM, min(left, len(wrs) - 1), self._full()
+        try:
+            self.bind_mw(owner, wr, call, sure)
+        except PostError as error:
+            error.call = "ibv_bind_mw"
+            raise
+
+    # ---- called by C ------------------------------------------------------------
+
+    def _refused(
+        self,
+        owner: Any,
+        wrs: tuple[Any, ...],
+        index: int,
+        posted: int,
+        rule: str,
+        name: str | None,
+        value: Any,
+        a: int,
+        b: int,
+        sge: tuple[int, int, int],
+    ) -> NoReturn:
+        """Say why a work request was refused; ``posted`` is -1 where a field was to be changed."""
+        code = errno.ENOMEM if rule == "full" else errno.EINVAL
+        if rule == "not_ready":
+            reason = owner._why_not_ready(self)
+        else:
+            reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
+        if posted < 0:
+            raise ValueError(reason)
         raise PostError(
-            self.call, code, reason, index=index, posted=0, count=len(wrs), wr=wrs[index]
+            self.verb, code, reason, index=index, posted=posted, count=len(wrs), wr=wrs[index]
         )
 
-    def _pack_one(self, wr: Any, sges: Sequence[SGE]) -> bool:
-        """Record and pack a work request; return whether it binds a window."""
-        at = self._make_room(sges)
-        ticket = self.in_flight.next_ticket()
-        self._end, others = self.pack(self._records, at, wr, ticket, sges)
-        # Inline data has been copied when the call returns; the rest must stay.
-        inline = int(getattr(wr, "send_flags", 0)) & _INLINE
-        self.in_flight.add(wr.wr_id, others if inline else (*sges, *others))
-        return bool(others) and isinstance(wr, BindMW)
-
-    def _post_packed(self, handle: Any, wrs: Sequence[Any], count: int, hint: Hint) -> None:
-        result = self._submit(address_of(handle), self._at, self._end, count)
-        if result:
-            self.fail(result, wrs, count, hint)
-        self._bound(count)
-
-    def fail(self, result: int, wrs: Sequence[Any], count: int, hint: Hint) -> NoReturn:
-        """Take back what the device did not take, and say so."""
-        if result < 0:
-            raise AssertionError("packed records do not add up")
-        code = int(result & 0xFFFF_FFFF)
-        index: int | None = (result >> 32) - 1
-        if index is not None and index < 0:
-            # Nothing of an unsupported call goes in; of another, who knows:
-            # then everything counts as posted, so that its memory stays alive.
-            index = 0 if code in (errno.EOPNOTSUPP, errno.ENOSYS) else None
-        if index is not None:
-            self.in_flight.forget_last(count - index)
-        self._bound(count if index is None else index)
+    def _failed(self, owner: Any, wrs: tuple[Any, ...], code: int, posted: int) -> NoReturn:
+        """Say that the device has refused; ``posted`` is -1 where it did not say which."""
+        index = None if posted < 0 else posted
         wr = None if index is None else wrs[index]
         raise PostError(
-            self.call, code, hint(code, wr),
-            index=index, posted=index, count=len(wrs), wr=wr,
-        )  # fmt: skip
+            self.verb, code, owner._hint(code, wr), index=index, posted=index, count=len(wrs), wr=wr
+        )
 
-    def _bound(self, posted: int) -> None:
-        for index, wr in self._binds:
-            if index < posted:
-                wr.mw._bound(wr.rkey)
-        self._binds.clear()
 
-    def _make_room(self, sges: Sequence[SGE]) -> int:
-        """Return where the next record goes, with room for its SGEs."""
-        end = self._end + record_size(len(sges))
-        if end > len(self._records):
-            self._grow(2 * end)
-        return self._end
+def _can_bind(qp_type: QPType) -> bool:
+    return any(opcode.name == "BIND_MW" for opcode in OPCODES_BY_QP_TYPE[qp_type])
 
-    def _grow(self, size: int) -> None:
-        records = bytearray(size)
-        if old := getattr(self, "_records", None):
-            records[: len(old)] = old
-        self._records = records
-        # Held: the buffer stays where it is.
-        self._held = ffi.from_buffer("char[]", records)
-        self._at = address_of(self._held)
+
+def _flags(wr_type: type, value: dict[Any, int], checked: bool) -> dict[type, int]:
+    kinds = [kind for kind in KINDS if issubclass(kind, wr_type)]
+    if not checked or wr_type is not SendWR:
+        return {kind: _ALL_FLAGS for kind in kinds}
+    return {kind: value[kind.opcode] for kind in kinds if kind.opcode in value}  # type: ignore[attr-defined]
+
+
+def send_queue(limits: Limits, depth: int, *, checked: bool, bounded: bool = True) -> PostQueue:
+    """Return the send queue of a queue pair."""
+    return PostQueue(
+        Verb.ibv_post_send, limits, depth, "max_send_wr", "max_send_sge",
+        _flags(SendWR, dict(limits.flags), checked), checked=checked, bounded=bounded,
+    )  # fmt: skip
+
+
+def recv_queue(limits: Limits, depth: int, *, checked: bool, shared: bool = False) -> PostQueue:
+    """Return the receive queue of a queue pair, or of an SRQ."""
+    verb = Verb.ibv_post_srq_recv if shared else Verb.ibv_post_recv
+    return PostQueue(
+        verb, limits, depth, "max_wr" if shared else "max_recv_wr", "max_recv_sge",
+        _flags(RecvWR, {}, checked), checked=checked,
+    )  # fmt: skip
+
+
+def ops_queue(limits: Limits, depth: int, *, checked: bool) -> PostQueue:
+    """Return the queue of an SRQ's tag-matching operations."""
+    return PostQueue(
+        Verb.ibv_post_srq_ops, limits, depth, "max_ops", "max_recv_sge",
+        _flags(OpsWR, {}, checked), checked=checked, tagged=door.InFlight(in_order=False),
+    )  # fmt: skip

@@ -6,38 +6,29 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._binding import door, ffi, fill
+from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
 from .enums import Access, QPState, QPType, SendFlags
-from .errors import RdmaError, describe_errno, where_explained
-from .inflight import InFlight
+from .errors import PostError, RdmaError, VerbsError, describe_errno, where_explained
 from .memory import MR, MW, PD
 from .multicast import Multicast
-from .packing import pack_recv, pack_send
-from .plain import NONE, plain_receives, plain_sends
-from .posting import Check, PostQueue
+from .posting import PostQueue, recv_queue, send_queue
 from .prepared import Batch
 from .qpinit import XRC, create, refuse_misfits
 from .rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
     Limits,
-    check_bind_mw,
-    check_recv,
-    check_send,
     check_send_state,
-    check_unsafe,
-    check_unsafe_bind_mw,
     flags_allowed,
 )
 from .srq import SRQ
 from .steps import DEFAULT_QKEY
-from .windows import post_bind
-from .wr import SGE, BindMW, RecvWR, SendWR
+from .wr import BindMW, RecvWR, SendWR
 from .xrcd import XRCD
 
 if TYPE_CHECKING:
@@ -196,21 +187,12 @@ class QP(Multicast):
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
             self.max_tso_header,
         )  # fmt: skip
-        self._send = PostQueue(
-            "ibv_post_send", door.submit_send, SendWR, pack_send,
-            # Of a queue that is not there, the check says more than that it is full.
-            self.max_send_wr, "max_send_wr", self.checked and self.xrcd is None, InFlight(),
-            plain_sends(self._limits, self.checked),
-        )  # fmt: skip
-        self._recv = PostQueue(
-            "ibv_post_recv", door.submit_recv, RecvWR, pack_recv,
-            self.max_recv_wr, "max_recv_wr", self.checked, InFlight(),
-            NONE if self.srq is not None or self.qp_type in XRC
-            else plain_receives(self._limits, self.checked),
-        )  # fmt: skip
+        # Of a queue that is not there, the check says more than that it is full.
+        self._send = send_queue(
+            self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
+        )
+        self._recv = recv_queue(self._limits, self.max_recv_wr, checked=self.checked)
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        for queue in (self._send, self._recv):
-            queue.open(handle)
         given = (pd, self.send_cq, self.recv_cq, self.srq, self.xrcd)
         parents = {id(p): p for p in given if p is not None}
         super().__init__(handle, *parents.values())
@@ -229,8 +211,6 @@ class QP(Multicast):
             self._keep_completions()
             self.pd.context._provider.destroy_qp(self._handle)
             self._keep_completions()
-            self._send.shut()
-            self._recv.shut()
             self._handle = None
         for queue in (self._send.in_flight, self._recv.in_flight):
             self.pd.context._queues.pop(queue.number, None)
@@ -246,7 +226,8 @@ class QP(Multicast):
     def _note_state(self, state: QPState) -> None:
         self._state = state
         self._send.set_ready(state >= QPState.RTS or not self.checked)
-        self._recv.set_ready(state is not QPState.RESET or not self.checked)
+        receives = self.srq is None and self.qp_type not in XRC
+        self._recv.set_ready(receives and (state is not QPState.RESET or not self.checked))
 
     def _forget_posted(self) -> None:
         self._send.in_flight.clear()
@@ -282,9 +263,7 @@ class QP(Multicast):
 
         See ibv_post_send(3).
         """
-        if not self._send.post_plain(wrs, self):
-            check = self._check_all if self.checked else self._check_harmful
-            self._send.post(self._live, wrs, check, self._hint)
+        self._send.post(self, wrs)
 
     def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -300,11 +279,7 @@ class QP(Multicast):
 
         See ibv_post_recv(3).
         """
-        if self._recv.post_plain(wrs, self):
-            return
-        self._refuse_without_receives()
-        check = self._check_recv if self.checked else None
-        self._recv.post(self._live, wrs, check, self._hint)
+        self._recv.post(self, wrs)
 
     def _refuse_without_receives(self) -> None:
         self._live()
@@ -339,9 +314,7 @@ class QP(Multicast):
 
         See ibv_post_send(3).
         """
-        check = self._check_send if self.checked else self._check_harmful
-        why = self._why_no_send if self.checked else _nothing
-        return self._prepared(self._send, wrs, check, why)
+        return self._prepared(self._send, wrs)
 
     def prepare_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> Batch:
         """Check and pack receives once, for posting them many times; as prepare does.
@@ -361,17 +334,10 @@ class QP(Multicast):
         See ibv_post_recv(3).
         """
         self._refuse_without_receives()
-        if not self.checked:
-            return self._prepared(self._recv, wrs, None, _nothing)
-        return self._prepared(
-            self._recv, wrs, lambda wr, sges: check_recv(wr, sges, self._limits), self._why_no_recv
-        )
+        return self._prepared(self._recv, wrs)
 
-    def _prepared(
-        self, queue: PostQueue, wrs: Any, check: Check | None, why_not: Callable[[], str | None]
-    ) -> Batch:
-        wr_list = (wrs,) if isinstance(wrs, queue.wr_type) else tuple(wrs)
-        batch = Batch(queue, self._live, wr_list, check, why_not, self._hint)
+    def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
+        batch = Batch(queue, self, wrs)
         self._batches.add(batch)
         return batch
 
@@ -414,37 +380,38 @@ class QP(Multicast):
             wr_id=wr_id, send_flags=send_flags, mw=mw, mr=mr, addr=addr, length=length,
             mw_access_flags=mw_access_flags,
         )  # fmt: skip
-        check = self._check_bind_mw if self.checked else self._check_harmful_bind_mw
-        # rxe keeps what it was given before RTS, and carries it out there.
-        sure = self._state >= QPState.RTS
-        bind = self.pd.context._provider.bind_mw
-        post_bind(self._send, self._live, wr, check, self._hint, bind, sure=sure)
+        provider, hints = self.pd.context._provider, []
 
-    def _check_all(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
-        return self._why_no_send() or check_send(wr, sges, self._limits)
+        def bind(window: int, raw: int) -> int:
+            try:
+                provider.bind_mw(
+                    self._handle,
+                    ffi.cast("struct ibv_mw *", window),
+                    ffi.cast("struct ibv_mw_bind *", raw),
+                )
+            except VerbsError as error:
+                hints.append(error.hint)
+                return error.errno or errno.EIO
+            return 0
 
-    def _check_send(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
-        return check_send(wr, sges, self._limits)
+        try:
+            # rxe keeps what it was given before RTS, and carries it out there.
+            self._send.bind(self, wr, bind, sure=self._state >= QPState.RTS)
+        except PostError as error:
+            if any(hints):
+                error.reason = error.hint = hints[0]
+            raise
 
-    def _why_no_send(self) -> str | None:
-        return check_send_state(self._state)
+    def _why_not_ready(self, queue: PostQueue) -> str:
+        """Say why nothing can be posted to a queue now.
 
-    def _check_harmful(self, wr: SendWR, sges: Sequence[SGE]) -> str | None:
-        return check_unsafe(wr, sges, self._limits)
-
-    def _check_bind_mw(self, wr: BindMW, _: Sequence[SGE]) -> str | None:
-        return check_send_state(self._state) or check_bind_mw(wr, self._limits)
-
-    def _check_harmful_bind_mw(self, wr: BindMW, _: Sequence[SGE]) -> str | None:
-        return check_unsafe_bind_mw(wr, self._limits)
-
-    def _check_recv(self, wr: RecvWR, sges: Sequence[SGE]) -> str | None:
-        return self._why_no_recv() or check_recv(wr, sges, self._limits)
-
-    def _why_no_recv(self) -> str | None:
-        if self._state is QPState.RESET:
-            return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
-        return None
+        Raises:
+            RdmaError: nothing ever can.
+        """
+        if queue is self._send:
+            return check_send_state(self._state) or f"the QP is in {self._state.name}"
+        self._refuse_without_receives()
+        return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
 
     def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
         """Say what is wrong, or may become so: the checklist of why sends do not complete.
@@ -481,6 +448,3 @@ class QP(Multicast):
             return f"{name} refused it: the QP is in {self._state.name}"
         return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
 
-
-def _nothing() -> str | None:
-    return None

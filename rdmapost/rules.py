@@ -1,18 +1,16 @@
-"""What may be posted where: the table of ibv_post_send(3) as data, and the checks.
+"""What may be posted where: the table of ibv_post_send(3) as data, and why something is refused.
 
-A check returns None, or the reason why a work request cannot be posted.  It
-knows the queue pair only as ``Limits``: what the queue was created with and
-the state it is in.
+C checks what is posted (``_c/rules.c``); each of its rules has its text here, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from .enums import Access, DeviceCap, MWType, Opcode, OpsFlags, QPState, QPType, SendFlags
-from .wr import SGE, TSO, BindMW, OpsWR, RecvWR, SendWR, TagAdd, TagSync
+from .enums import DeviceCap, Opcode, QPState, QPType, SendFlags
+from .wr import SGE, SendWR
 
 __all__ = [
     "FLAGS_BY_OPCODE",
@@ -21,13 +19,9 @@ __all__ = [
     "OPCODES_BY_QP_TYPE",
     "QP_TYPES_BY_OPCODE",
     "Limits",
-    "check_bind_mw",
-    "check_op",
-    "check_recv",
-    "check_send",
+    "QueueLimits",
+    "Refusal",
     "check_send_state",
-    "check_unsafe",
-    "check_unsafe_bind_mw",
     "flags_allowed",
 ]
 
@@ -64,8 +58,6 @@ OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
 _SENDS = frozenset(
     {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.SEND_WITH_INV, Opcode.RDMA_WRITE_WITH_IMM}
 )
-_ATOMICS = frozenset({Opcode.ATOMIC_CMP_AND_SWP, Opcode.ATOMIC_FETCH_AND_ADD})
-_WRITE_LOCALLY = _ATOMICS | {Opcode.RDMA_READ}
 
 
 def _flags_of(opcode: Opcode) -> SendFlags:
@@ -83,24 +75,11 @@ def _flags_of(opcode: Opcode) -> SendFlags:
 FLAGS_BY_OPCODE = {opcode: _flags_of(opcode) for opcode in QP_TYPES_BY_OPCODE}
 """Which flags mean something on an opcode, before the QP type is looked at."""
 
-_POINTERS = ("ah", "mw", "mr")
-"""Fields that a driver follows into the resource's own struct."""
-
 _IP_CSUM_CAP = {
     QPType.RC: DeviceCap.RC_IP_CSUM,
     QPType.UD: DeviceCap.UD_IP_CSUM,
     QPType.RAW_PACKET: DeviceCap.RAW_IP_CSUM,
 }
-
-# A number: the complement of a Flag has only the bits that are flags.
-_ALL_FLAGS = 0x1F
-_MASK64 = (1 << 64) - 1
-_OPS_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
-# Arithmetic on a Flag costs a microsecond, on a number next to nothing.
-_INLINE = int(SendFlags.INLINE)
-_ZERO_BASED = int(Access.ZERO_BASED)
-_MW_BIND = int(Access.MW_BIND)
-
 
 def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags:
     """Return the flags that a work request may carry on a queue pair.
@@ -131,8 +110,10 @@ class Limits:
     """For each opcode of the QP type, the flags that are allowed."""
     max_msg_size: int = MAX_MSG_SIZE
     """Bytes in one message: the path MTU on UD."""
-    max_tso_header: int = 0xFFFF
+    max_tso_header: int = 0
     """Bytes of a TSO's header."""
+    max_num_tags: int = 0
+    """Entries of the matching list (SRQ)."""
 
 
 _STATE_REASON = {
@@ -151,253 +132,369 @@ def check_send_state(state: QPState) -> str | None:
     return _STATE_REASON.get(state)
 
 
-def check_send(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
-    """Say why a send work request cannot be posted to a queue pair, or None."""
-    opcode = wr.opcode
-    allowed = limits.flags.get(opcode)
-    if allowed is None:
-        return _wrong_type(opcode, limits.qp_type)
-    flags = int(wr.send_flags)
-    if flags & ~allowed:
-        return _wrong_flags(wr, flags & ~allowed, limits)
-    if len(sges) > limits.max_send_sge:
-        return _too_many(len(sges), "max_send_sge", limits.max_send_sge)
-    inline = flags & _INLINE
-    total = 0
-    for sge in sges:
-        total += sge.length
-        reason = _check_inline(sge) if inline else _check_sge(sge, limits.pd)
-        if reason:
-            return reason
-    if inline and total > limits.max_inline_data:
-        return (
-            f"{total} bytes inline, but this QP was created with "
-            f"max_inline_data={limits.max_inline_data}"
-        )
-    if total > limits.max_msg_size and opcode is not Opcode.TSO:
-        return (
-            f"{total} bytes, but a message on this {limits.qp_type.name} QP "
-            f"holds at most {limits.max_msg_size}"
-        )
-    if opcode in _WRITE_LOCALLY and (reason := _check_writable(sges, "the result")):
-        return reason
-    if opcode in _ATOMICS:
-        return _check_atomic(wr, sges)
-    if limits.qp_type is QPType.UD and (reason := _check_datagram(wr, limits.pd)):
-        return reason
-    if isinstance(wr, BindMW):
-        return _check_bind(wr, limits.pd, MWType.TYPE_2)
-    if isinstance(wr, TSO):
-        return _check_tso(wr, limits)
-    return None
+
+# ---- why a work request is refused --------------------------------------------------
 
 
-def check_bind_mw(wr: BindMW, limits: Limits) -> str | None:
-    """Say why a window of type 1 cannot be bound through a queue pair (ibv_bind_mw(3)), or None."""
-    allowed = limits.flags.get(wr.opcode)
-    if allowed is None:
-        return _wrong_type(wr.opcode, limits.qp_type)
-    if wrong := int(wr.send_flags) & ~allowed:
-        return _wrong_flags(wr, wrong, limits)
-    return _check_bind(wr, limits.pd, MWType.TYPE_1)
+class Refusal(NamedTuple):
+    """A work request that was refused (``_c/read.c``, ``_c/rules.c``).
 
-
-def check_unsafe_bind_mw(wr: BindMW, limits: Limits) -> str | None:
-    """Say why a bind of type 1 would harm this process or the driver, or None."""
-    if wr.opcode not in OPCODES_BY_QP_TYPE[limits.qp_type]:
-        # Drivers read its work request as one of the queue pair's type.
-        return _wrong_type(wr.opcode, limits.qp_type)
-    if wr.mw is None or wr.mr is None:
-        return _BIND_NEEDS
-    return check_unsafe(wr, (), limits)
-
-
-def check_unsafe(wr: SendWR, sges: Sequence[SGE], limits: Limits) -> str | None:
-    """Say why a work request would harm this process or the driver, or None.
-
-    This is all that is looked at where the caller asked for no checks.
+    Attributes:
+        rule: the rule that it breaks: the name of a function below.
+        wr: the work request.
+        name: of the field, or "".
+        value: what the field has, or the resource that it is about.
+        a, b: the numbers that it is about.
+        sge: addr, length and lkey of the SGE that it is about.
+        queue: what it was to be posted to.
     """
-    if limits.qp_type is QPType.UD and getattr(wr, "ah", None) is None:
-        # Drivers follow the pointer without looking, whatever the opcode.
-        return "a UD work request needs an address handle (ah=...)"
-    for name in _POINTERS:
-        pointer = getattr(wr, name, None)
-        if pointer is not None and pointer.pd.context is not limits.pd.context:
-            # Of another driver, perhaps: its structs have another shape.
-            return f"{pointer} belongs to another open device than the queue pair"
-    if int(wr.send_flags) & _INLINE:
-        total = 0
-        for sge in sges:
-            total += sge.length
-            if sge.owner is not None and (reason := _check_place(sge)):
-                return reason
-        if total > 0xFFFF_FFFF:
-            # Drivers add up in 32 bits, and copy everything if the sum seems to fit.
-            return f"{total} bytes inline; drivers count only up to 2^32-1"
-    return None
+
+    rule: str
+    wr: Any
+    name: str
+    value: Any
+    a: int
+    b: int
+    sge: tuple[int, int, int]
+    queue: QueueLimits
+
+    def __str__(self) -> str:
+        return _RULES[self.rule](self)
 
 
-def check_recv(wr: RecvWR | TagAdd, sges: Sequence[SGE], limits: Limits) -> str | None:
-    """Say why a receive work request cannot be posted, or None."""
-    if len(sges) > limits.max_recv_sge:
-        return _too_many(len(sges), "max_recv_sge", limits.max_recv_sge)
-    for sge in sges:
-        reason = _check_sge(sge, limits.pd)
-        if reason:
-            return reason
-    return _check_writable(sges, "the message")
+class QueueLimits(Protocol):
+    """What the texts say of a queue."""
+
+    verb: str
+    wr_type: type
+    depth: int
+    depth_name: str
+    sge_name: str
+    max_sge: int
+    max_num_tags: int
+    limits: Limits
+
+    @property
+    def outstanding(self) -> int: ...
 
 
-def check_op(wr: OpsWR, sges: Sequence[SGE], limits: Limits) -> str | None:
-    """Say why a tag-matching operation cannot be posted, or None.
-
-    Which entries there are is for the queue to say.
-    """
-    flags = wr.flags
-    if flags & ~(_OPS_SIGNALED | _TM_SYNC):
-        return f"flags={flags:#x} has bits that are no flag of a tag-matching operation"
-    if not flags & _TM_SYNC:
-        if wr.unexpected_cnt:
-            return f"unexpected_cnt={wr.unexpected_cnt} is not looked at without OpsFlags.TM_SYNC"
-        if isinstance(wr, TagSync):
-            return "a TAG_SYNC without OpsFlags.TM_SYNC tells the device nothing"
-    if not isinstance(wr, TagAdd):
-        return None
-    if wr.tag >= 0 and wr.tag & ~wr.mask & _MASK64:
-        return (
-            f"tag={wr.tag:#x} has bits outside of mask={wr.mask:#x}, so no message can match: "
-            "a message matches if its tag & mask == tag"
-        )
-    return check_recv(wr, sges, limits)
+_RULES: dict[str, Callable[[Refusal], str]] = {}
 
 
-def _wrong_type(opcode: Opcode, qp_type: QPType) -> str:
-    has = QP_TYPES_BY_OPCODE.get(opcode)
-    if not has:
-        return f"{opcode.name} cannot be posted with ibv_post_send"
-    types = ", ".join(sorted(t.name for t in has))
-    return f"{opcode.name} is not an opcode of {qp_type.name} QPs; {types} have it"
+def _rule(function: Callable[[Refusal], str]) -> Callable[[Refusal], str]:
+    _RULES[function.__name__] = function
+    return function
 
 
-def _wrong_flags(wr: SendWR, wrong: int, limits: Limits) -> str:
-    opcode = wr.opcode
+# ---- what cannot be read -----------------------------------------------------------
+
+
+@_rule
+def not_a_work_request(r: Refusal) -> str:
+    kind, wanted = type(r.wr), r.queue.wr_type
+    if kind is wanted:
+        return f"{kind.__name__} is only a base class; post one of its subclasses"
+    return f"{r.queue.verb} takes a {wanted.__name__}, not a {kind.__name__}"
+
+
+@_rule
+def unreadable(r: Refusal) -> str:
+    return str(r.value)
+
+
+@_rule
+def not_an_integer(r: Refusal) -> str:
+    return f"{r.name} is a {type(r.value).__name__}, not an integer"
+
+
+@_rule
+def out_of_range(r: Refusal) -> str:
+    if r.name == "mss":
+        return f"mss={r.value} is not in 1..65535"
+    return f"{r.name}={r.value} is not in 0..2^{r.a}-1"
+
+
+@_rule
+def not_sges(r: Refusal) -> str:
+    return f"sg_list is a {type(r.value).__name__}, not SGEs; mr[a:b] makes one"
+
+
+@_rule
+def not_an_sge(r: Refusal) -> str:
+    return f"sg_list holds a {type(r.value).__name__}; mr[a:b] makes an SGE"
+
+
+@_rule
+def not_an_owner(r: Refusal) -> str:
+    return f"an SGE's owner is a {type(r.value).__name__}, not a region or a buffer"
+
+
+_RESOURCES = {
+    ord("a"): "an address handle",
+    ord("w"): "a memory window",
+    ord("r"): "a memory region",
+}
+
+
+@_rule
+def not_a_resource(r: Refusal) -> str:
+    return f"{r.name} is a {type(r.value).__name__}, not {_RESOURCES[r.a]}"
+
+
+@_rule
+def not_bytes(r: Refusal) -> str:
+    return f"{r.name} is not bytes"
+
+
+@_rule
+def header_too_long(r: Refusal) -> str:
+    return f"hdr has {r.a} bytes; at most 65535 fit"
+
+
+# ---- the queue -------------------------------------------------------------------------
+
+
+@_rule
+def closed(r: Refusal) -> str:
+    return f"{r.value} is closed"
+
+
+@_rule
+def full(r: Refusal) -> str:
+    queue = r.queue
+    return (
+        f"the queue is full: {queue.depth_name}={queue.depth} and "
+        f"{queue.outstanding} work requests are outstanding; poll the CQ, or create "
+        "the queue deeper"
+    )
+
+
+@_rule
+def list_full(r: Refusal) -> str:
+    return (
+        f"the matching list is full: max_num_tags={r.queue.max_num_tags} and as many "
+        "tagged receives are outstanding; poll the CQ, remove some, or create the "
+        "SRQ with more"
+    )
+
+
+@_rule
+def bind_prepared(r: Refusal) -> str:
+    return "a BIND_MW changes the window's key, so it cannot be posted again"
+
+
+@_rule
+def other_num_sge(r: Refusal) -> str:
+    return f"{r.a} SGEs, but it was prepared with {r.b}"
+
+
+# ---- opcode and flags -------------------------------------------------------------------
+
+
+@_rule
+def wrong_opcode(r: Refusal) -> str:
+    opcode: Opcode = r.wr.opcode
+    types = ", ".join(sorted(t.name for t in QP_TYPES_BY_OPCODE[opcode]))
+    return f"{opcode.name} is not an opcode of {r.queue.limits.qp_type.name} QPs; {types} have it"
+
+
+@_rule
+def wrong_flags(r: Refusal) -> str:
+    opcode: Opcode = r.wr.opcode
+    wrong, qp_type = r.a, r.queue.limits.qp_type
     if wrong & ~_ALL_FLAGS:
-        return f"send_flags={wr.send_flags:#x} has bits that are no send flag"
+        return f"send_flags={r.b:#x} has bits that are no send flag"
     names = "|".join(flag.name or "" for flag in SendFlags if flag & wrong)
     if wrong & FLAGS_BY_OPCODE[opcode]:
         if wrong & SendFlags.IP_CSUM:
-            return f"{names}: the device has no such offload on {limits.qp_type.name} QPs"
-        return f"{names} has no meaning on a {limits.qp_type.name} QP"
+            return f"{names}: the device has no such offload on {qp_type.name} QPs"
+        return f"{names} has no meaning on a {qp_type.name} QP"
     return f"{names} has no meaning on {opcode.name}"
 
 
-def _too_many(count: int, name: str, most: int) -> str:
-    return f"{count} SGEs, but this queue was created with {name}={most}"
+_ALL_FLAGS = sum(int(flag) for flag in SendFlags)
 
 
-def _check_length(sge: SGE) -> str | None:
-    if sge.length == 0:
-        return (
-            "an SGE of length 0 means 2^31 bytes to some devices; "
-            "give an empty sg_list for a message of 0 bytes"
-        )
-    return None
+# ---- memory ------------------------------------------------------------------------------
 
 
-def _check_inline(sge: SGE) -> str | None:
-    if sge.owner is None:
-        return (
-            "INLINE reads the buffer in this process, and this SGE is only numbers; "
-            "use mr[a:b] or SGE.from_buffer(data), or a QP with checked=False"
-        )
-    return _check_place(sge) or _check_length(sge)
+@_rule
+def too_many_sges(r: Refusal) -> str:
+    queue = r.queue
+    return f"{r.a} SGEs, but this queue was created with {queue.sge_name}={queue.max_sge}"
 
 
-def _check_place(sge: SGE) -> str | None:
-    """Say why an SGE cannot be read in this process, or None."""
-    if int(getattr(sge.owner, "access", 0)) & _ZERO_BASED:
-        return (
-            "INLINE reads the buffer in this process, and addresses of a ZERO_BASED region count "
-            "from its start; use SGE.from_buffer(mr.buffer[a:b])"
-        )
-    return _check_bounds(sge)
+@_rule
+def length_0(r: Refusal) -> str:
+    return (
+        "an SGE of length 0 means 2^31 bytes to some devices; "
+        "give an empty sg_list for a message of 0 bytes"
+    )
 
 
-def _check_sge(sge: SGE, pd: Any) -> str | None:
-    owner = sge.owner
-    if owner is None:
-        return _check_length(sge)
-    if getattr(owner, "lkey", None) is None:
-        return "a buffer that is not registered can only be sent with SendFlags.INLINE"
-    if owner.pd is not pd:
-        return f"{owner} belongs to another PD than the queue"
-    return _check_bounds(sge) or _check_length(sge)
+@_rule
+def inline_numbers(r: Refusal) -> str:
+    return (
+        "INLINE reads the buffer in this process, and this SGE is only numbers; "
+        "use mr[a:b] or SGE.from_buffer(data), or a QP with checked=False"
+    )
 
 
-def _check_writable(sges: Sequence[SGE], what: str) -> str | None:
-    for sge in sges:
-        owner = sge.owner
-        if owner is not None and not owner.writable:
-            return f"{what} goes to {owner}, which was registered without LOCAL_WRITE"
-    return None
+@_rule
+def inline_zero_based(r: Refusal) -> str:
+    return (
+        "INLINE reads the buffer in this process, and addresses of a ZERO_BASED region count "
+        "from its start; use SGE.from_buffer(mr.buffer[a:b])"
+    )
 
 
-def _check_bounds(sge: SGE) -> str | None:
-    owner = sge.owner
-    start = sge.addr - owner.addr
-    if start < 0 or start + sge.length > owner.length:
-        return f"{sge} lies outside {owner}"
-    return None
+@_rule
+def inline_too_long(r: Refusal) -> str:
+    return (
+        f"{r.a} bytes inline, but this QP was created with "
+        f"max_inline_data={r.queue.limits.max_inline_data}"
+    )
 
 
-def _check_atomic(wr: Any, sges: Sequence[SGE]) -> str | None:
-    if len(sges) != 1 or sges[0].length != 8:
-        return f"{wr.opcode.name} returns the old value into one SGE of 8 bytes"
-    if wr.remote_addr % 8:
-        return f"remote_addr={wr.remote_addr:#x} is not a multiple of 8"
-    return None
+@_rule
+def inline_32_bits(r: Refusal) -> str:
+    # Drivers add up in 32 bits, and copy everything if the sum seems to fit.
+    return f"{r.a} bytes inline; drivers count only up to 2^32-1"
 
 
-def _check_datagram(wr: Any, pd: Any) -> str | None:
-    if wr.ah is None:
-        return "a UD work request needs an address handle (ah=...)"
-    if wr.ah.pd is not pd:
-        return f"{wr.ah} belongs to another PD than the queue pair"
-    return None
+@_rule
+def not_registered(r: Refusal) -> str:
+    return "a buffer that is not registered can only be sent with SendFlags.INLINE"
 
 
-_BIND_NEEDS = "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
+@_rule
+def foreign_region(r: Refusal) -> str:
+    return f"{r.value} belongs to another PD than the queue"
 
 
-def _check_bind(wr: BindMW, pd: Any, mw_type: MWType) -> str | None:
-    mw, mr = wr.mw, wr.mr
-    if mw is None or mr is None:
-        return _BIND_NEEDS
-    if mw.type is not mw_type:
-        if mw_type is MWType.TYPE_2:
-            return (
-                f"{mw} is of type 1, and a BIND_MW work request binds windows of type 2; "
-                "qp.bind_mw() binds this one"
-            )
-        return f"{mw} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
-    if mw.pd is not pd or mr.pd is not pd:
-        return f"{mw if mw.pd is not pd else mr} belongs to another PD than the queue pair"
-    if mw_type is MWType.TYPE_1 and not wr.length:
-        # It is unbound; the region only has to be there.
-        return None
-    if not int(mr.access) & _MW_BIND:
-        return f"{mr} was registered without MW_BIND"
-    if wr.addr < mr.addr or wr.addr + wr.length > mr.addr + mr.length:
-        return f"addr={wr.addr:#x} length={wr.length} lies outside {mr}"
-    return None
+@_rule
+def outside(r: Refusal) -> str:
+    return f"{SGE(*r.sge)} lies outside {r.value}"
 
 
-def _check_tso(wr: TSO, limits: Limits) -> str | None:
-    if not 0 < wr.mss < 1 << 16:
-        return f"mss={wr.mss} is not in 1..65535"
-    if len(wr.hdr) > limits.max_tso_header:
-        return (
-            f"hdr has {len(wr.hdr)} bytes, but this QP was created with "
-            f"max_tso_header={limits.max_tso_header}"
-        )
-    return None
+@_rule
+def too_long(r: Refusal) -> str:
+    limits = r.queue.limits
+    return (
+        f"{r.a} bytes, but a message on this {limits.qp_type.name} QP "
+        f"holds at most {limits.max_msg_size}"
+    )
+
+
+@_rule
+def not_writable(r: Refusal) -> str:
+    what = "the result" if isinstance(r.wr, SendWR) else "the message"
+    return f"{what} goes to {r.value}, which was registered without LOCAL_WRITE"
+
+
+@_rule
+def atomic_sge(r: Refusal) -> str:
+    return f"{r.wr.opcode.name} returns the old value into one SGE of 8 bytes"
+
+
+@_rule
+def misaligned(r: Refusal) -> str:
+    return f"remote_addr={r.a:#x} is not a multiple of 8"
+
+
+# ---- datagrams, windows, segmentation ----------------------------------------------------
+
+
+@_rule
+def no_address_handle(r: Refusal) -> str:
+    return "a UD work request needs an address handle (ah=...)"
+
+
+@_rule
+def foreign_resource(r: Refusal) -> str:
+    return f"{r.value} belongs to another PD than the queue pair"
+
+
+@_rule
+def foreign_device(r: Refusal) -> str:
+    return f"{r.value} belongs to another open device than the queue pair"
+
+
+@_rule
+def bind_needs(r: Refusal) -> str:
+    return "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
+
+
+@_rule
+def window_of_type_1(r: Refusal) -> str:
+    return (
+        f"{r.value} is of type 1, and a BIND_MW work request binds windows of type 2; "
+        "qp.bind_mw() binds this one"
+    )
+
+
+@_rule
+def window_of_type_2(r: Refusal) -> str:
+    return f"{r.value} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
+
+
+@_rule
+def not_bindable(r: Refusal) -> str:
+    return f"{r.value} was registered without MW_BIND"
+
+
+@_rule
+def bind_outside(r: Refusal) -> str:
+    return f"addr={r.a:#x} length={r.b} lies outside {r.value}"
+
+
+@_rule
+def mss(r: Refusal) -> str:
+    return f"mss={r.a} is not in 1..65535"
+
+
+@_rule
+def longer_than_max_tso_header(r: Refusal) -> str:
+    return (
+        f"hdr has {r.a} bytes, but this QP was created with "
+        f"max_tso_header={r.queue.limits.max_tso_header}"
+    )
+
+
+# ---- tag matching ------------------------------------------------------------------------
+
+
+@_rule
+def no_tag_handle(r: Refusal) -> str:
+    return "TAG_DEL needs the handle that a TagAdd of this SRQ was given"
+
+
+not_a_tag_handle = _RULES["not_a_tag_handle"] = no_tag_handle
+
+
+@_rule
+def tag_not_listed(r: Refusal) -> str:
+    return f"{r.value} is not on the list any more: its completion has been polled"
+
+
+@_rule
+def wrong_ops_flags(r: Refusal) -> str:
+    return f"flags={r.a:#x} has bits that are no flag of a tag-matching operation"
+
+
+@_rule
+def count_without_sync(r: Refusal) -> str:
+    return f"unexpected_cnt={r.a} is not looked at without OpsFlags.TM_SYNC"
+
+
+@_rule
+def sync_of_nothing(r: Refusal) -> str:
+    return "a TAG_SYNC without OpsFlags.TM_SYNC tells the device nothing"
+
+
+@_rule
+def tag_outside_mask(r: Refusal) -> str:
+    return (
+        f"tag={r.a:#x} has bits outside of mask={r.b:#x}, so no message can match: "
+        "a message matches if its tag & mask == tag"
+    )

@@ -7,19 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._binding import door, ffi, fill, lib
+from ._binding import ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
 from .enums import QPType, SRQAttrMask, SRQType
 from .errors import RdmaError, UnsupportedError, describe_errno, where_explained
-from .inflight import InFlightAny
 from .memory import PD
-from .packing import pack_recv
-from .plain import plain_receives
-from .posting import PostQueue
-from .rules import Limits, check_op, check_recv
-from .tagging import TagQueue
-from .wr import SGE, OpsWR, RecvWR, TagDel
+from .posting import ops_queue, recv_queue
+from .rules import Limits
+from .wr import OpsWR, RecvWR
 from .xrcd import XRCD
 
 __all__ = ["SRQ", "SRQAttr"]
@@ -68,7 +64,7 @@ class SRQ(Resource):
     """
 
     __slots__ = (
-        "_checked", "_limits", "_ops", "_recv", "cq", "max_num_tags", "max_ops", "max_sge",
+        "_ops", "_recv", "cq", "max_num_tags", "max_ops", "max_sge",
         "max_wr", "pd", "srq_type", "xrcd",
     )  # fmt: skip
 
@@ -114,21 +110,16 @@ class SRQ(Resource):
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
-        self._limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {})
-        self._checked = (lambda wr, sges: check_recv(wr, sges, limits)) if checked else None
-        self._recv = PostQueue(
-            "ibv_post_srq_recv", door.submit_srq_recv, RecvWR, pack_recv,
-            self.max_wr, "max_wr", checked, InFlightAny(),
-            plain_receives(limits, checked),
-        )  # fmt: skip
+        self._recv = recv_queue(limits, self.max_wr, checked=checked, shared=True)
         tagged = self.srq_type is SRQType.TM
-        self._ops = TagQueue(self.max_ops, self.max_num_tags, checked and tagged)
-        self._recv.open(handle)
+        limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
+        self._ops = ops_queue(limits, self.max_ops, checked=checked and tagged)
         given = (pd, self.xrcd, self.cq)
         super().__init__(handle, *[parent for parent in given if parent is not None])
         for queue in self._queues():
             pd.context._queues[queue.number] = queue
         self._recv.set_ready(True)
+        self._ops.set_ready(True)
 
     def __str__(self) -> str:
         if not hasattr(self, "max_wr"):
@@ -201,7 +192,6 @@ class SRQ(Resource):
         self._keep_completions()
         with self._recv.lock, self._ops.lock:
             self.pd.context._provider.destroy_srq(self._handle)
-            self._recv.shut()
             self._handle = None
         self._keep_completions()
         for queue in self._queues():
@@ -280,8 +270,7 @@ class SRQ(Resource):
 
         See ibv_post_srq_recv(3).
         """
-        if not self._recv.post_plain(wrs, self):
-            self._recv.post(self._live, wrs, self._checked, self._hint)
+        self._recv.post(self, wrs)
 
     def post_srq_ops(self, wrs: OpsWR | Sequence[OpsWR]) -> None:
         """Post tag-matching operations.
@@ -300,16 +289,7 @@ class SRQ(Resource):
 
         See ibv_post_srq_ops(3).
         """
-        check = self._check_op if self._checked and self.srq_type is SRQType.TM else None
-        self._ops.post(self._live, wrs, check, self._hint)
-
-    def _check_op(self, wr: OpsWR, sges: Sequence[SGE]) -> str | None:
-        if isinstance(wr, TagDel):
-            if not self._ops.holds(wr.handle):
-                return "TAG_DEL needs the handle that a TagAdd of this SRQ was given"
-            if not self._ops.is_listed(wr.handle):
-                return f"{wr.handle} is not on the list any more: its completion has been polled"
-        return check_op(wr, sges, self._limits)
+        self._ops.post(self, wrs)
 
     def _hint(self, code: int, wr: Any) -> str:
         name = self.pd.context.name

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ._binding import door, start_of
+from ._binding import door
 from .enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
 
 if TYPE_CHECKING:
@@ -44,20 +44,6 @@ __all__ = [
     "TagHandle",
     "TagSync",
 ]
-
-
-class _Buffer:
-    """Memory that is not registered, held for inline data."""
-
-    __slots__ = ("_view", "addr", "length")
-
-    def __init__(self, data: Any) -> None:
-        self._view = memoryview(data)
-        self.addr = start_of(self._view)
-        self.length = self._view.nbytes
-
-    def __str__(self) -> str:
-        return f"buffer of {self.length} bytes"
 
 
 class SGE(NamedTuple):
@@ -89,7 +75,10 @@ class SGE(NamedTuple):
             TypeError: it has no buffer.
             ValueError: its buffer is not contiguous.
         """
-        owner = _Buffer(data)
+        try:
+            owner = door.Buffer(data)
+        except BufferError as error:
+            raise ValueError(str(error)) from None
         return cls(owner.addr, owner.length, 0, owner)
 
     def __repr__(self) -> str:
@@ -331,18 +320,8 @@ class RecvWR(door.WR):
     wr_id: int = 0
 
 
-class TagHandle:
-    """Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
-
-    __slots__ = ("_queue", "_ticket", "_value")
-
-    def __init__(self, queue: object, value: int, ticket: int) -> None:
-        self._queue = queue
-        self._value = value
-        self._ticket = ticket
-
-    def __repr__(self) -> str:
-        return f"<rdmapost.TagHandle {self._value}>"
+TagHandle = door.TagHandle
+"""Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,7 +5,7 @@
  * The queue that a completion belongs to is known by its ticket; see
  * rdmapost/inflight.py.
  */
-#include "door.h"
+#include "inflight.h"
 
 #include <endian.h>
 
@@ -121,13 +121,8 @@ static int settle(struct rp_in_flight *queue, const struct ibv_wc *wc,
 	PyObject *wr_id, *completion, *done;
 	int failed;
 
-	if (tm && matched && !whole) {
-		done = PyObject_CallMethod((PyObject *)queue, "match", "K",
-					   (unsigned long long)wc->wr_id);
-		if (!done)
-			return -1;
-		Py_DECREF(done);
-	}
+	if (tm && matched && !whole)
+		rp_match(queue, wc->wr_id);
 	wr_id = rp_complete(queue, wc->wr_id);
 	if (!wr_id)
 		return PyErr_Occurred() ? -1 : 0;

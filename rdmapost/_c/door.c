@@ -32,7 +32,6 @@ int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 }
 
 #define U64 UINT64_MAX
-#define U32 UINT32_MAX
 #define COUNT(array) (sizeof(array) / sizeof(array[0]))
 #define READ(types)                                                            \
 	uint64_t n[COUNT(types)];                                              \
@@ -43,23 +42,6 @@ int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 #define FUNCTION(name)                                                         \
 	static PyObject *name(PyObject *self, PyObject *const *args,           \
 			      Py_ssize_t nargs)
-
-static const uint64_t submit_most[] = { U64, U64, U64, U32 };
-
-/* The queue's struct, the records, their size and their number. */
-#define SUBMIT(name)                                                           \
-	FUNCTION(submit_##name)                                                \
-	{                                                                      \
-		READ(submit_most);                                             \
-		return PyLong_FromLongLong(                                    \
-			rp_submit_##name((void *)(uintptr_t)n[0],              \
-					 (void *)(uintptr_t)n[1], n[2],        \
-					 (uint32_t)n[3]));                     \
-	}
-SUBMIT(send)
-SUBMIT(recv)
-SUBMIT(srq_recv)
-SUBMIT(srq_ops)
 
 /* The CQ's struct, and whether only solicited completions count. */
 FUNCTION(req_notify)
@@ -86,10 +68,6 @@ FUNCTION(drop_event)
 }
 
 static PyMethodDef functions[] = {
-	RP_METHOD(submit_send),
-	RP_METHOD(submit_recv),
-	RP_METHOD(submit_srq_recv),
-	RP_METHOD(submit_srq_ops),
 	RP_METHOD(req_notify),
 	RP_METHOD(drop_event),
 	{ NULL, NULL, 0, NULL },
@@ -101,10 +79,11 @@ PyMODINIT_FUNC PyInit__verbs(void)
 
 	if (module &&
 	    (PyModule_AddFunctions(module, functions) || rp_add_lock(module) ||
-	     rp_add_in_flight(module) || rp_add_completions(module) ||
-	     rp_add_wr(module) || rp_add_region(module) ||
-	     rp_add_kinds(module) || rp_add_poster(module) ||
-	     rp_add_prepared(module) || rp_add_field(module))) {
+	     rp_add_handle(module) || rp_add_in_flight(module) ||
+	     rp_add_completions(module) || rp_add_wr(module) ||
+	     rp_add_region(module) || rp_add_buffer(module) ||
+	     rp_add_tag_handle(module) || rp_add_read(module) ||
+	     rp_add_queue(module) || rp_add_prepared(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

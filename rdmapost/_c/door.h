@@ -27,7 +27,9 @@ PyObject *rp_cffi_init(void);
 
 /* What an array of PyMethodDef has for a function of that name, METH_FASTCALL. */
 #define RP_METHOD(name)                                                        \
-	{ #name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL }
+	RP_METHOD_NAMED(#name, name)
+#define RP_METHOD_NAMED(name, function)                                        \
+	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
 /*
  * Read `count` integers, each in 0..most[i], which all `nargs` arguments must
@@ -55,42 +57,6 @@ extern PyObject *rp_lock_type;
 /* Waits without the GIL if it must; 0, or -1 with an exception where this thread has it. */
 int rp_take(struct rp_lock *lock);
 void rp_give(struct rp_lock *lock);
-
-/* ---- inflight.c: what is posted and not known to be done ---------------- */
-
-struct ring;
-
-struct rp_in_flight {
-	PyObject_HEAD
-	uint64_t posted; /* work requests so far */
-	uint64_t done; /* of these */
-	uint64_t base; /* the queue's part of a ticket; the other is the count */
-	uint64_t handle; /* the queue's struct, or 0 while it takes none */
-	uint64_t begun; /* work requests of the first entry that are done */
-	struct ring *ring;
-	char overridden; /* a subclass has its own methods */
-};
-
-extern PyObject *rp_in_flight_type;
-
-static inline uint64_t rp_ticket(const struct rp_in_flight *q, uint64_t ahead)
-{
-	return q->base | ((q->posted + ahead) & UINT32_MAX);
-}
-
-/* Record what is about to be posted; 0, or -1 with an exception. */
-int rp_add(struct rp_in_flight *q, PyObject *wr_id, PyObject *refers_to,
-	   uint64_t count);
-
-/* Take the latest back; 0, or -1 with an exception. */
-int rp_forget_last(struct rp_in_flight *q, uint64_t count);
-
-/*
- * Retire a work request and, in order, all before it.  Returns the caller's
- * wr_id, or NULL where the ticket is not outstanding; without an exception,
- * unless a subclass raised it.
- */
-PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket);
 
 /* ---- slots.c: attributes that a class keeps in __slots__ ---------------- */
 
@@ -149,9 +115,11 @@ int rp_add_in_flight(PyObject *module);
 int rp_add_completions(PyObject *module);
 int rp_add_wr(PyObject *module);
 int rp_add_region(PyObject *module);
-int rp_add_kinds(PyObject *module);
-int rp_add_poster(PyObject *module);
+int rp_add_handle(PyObject *module);
+int rp_add_buffer(PyObject *module);
+int rp_add_tag_handle(PyObject *module);
+int rp_add_read(PyObject *module);
+int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
-int rp_add_field(PyObject *module);
 
 #endif

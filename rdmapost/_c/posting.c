@@ -1,92 +1,19 @@
-/*
- * Posting packed records, and polling.  See shim.h for what a record is.
- *
- * The three record kinds differ only in their struct, so the walk over a
- * buffer is written once, as a macro over the field names.
- */
+/* Posting, and polling. */
 #include "shim.h"
 
-#include <endian.h>
 #include <string.h>
 #include <time.h>
 
-/* rdmapost/packing.py writes the structs by these offsets. */
-_Static_assert(sizeof(void *) == 8 && sizeof(struct ibv_sge) == 16,
-	       "rdmapost packs work requests for 64-bit machines");
-_Static_assert(sizeof(struct ibv_send_wr) == 128 &&
-	       offsetof(struct ibv_send_wr, imm_data) == 36 &&
-	       offsetof(struct ibv_send_wr, wr.rdma.rkey) == 48 &&
-	       offsetof(struct ibv_send_wr, wr.atomic.rkey) == 64 &&
-	       offsetof(struct ibv_send_wr, wr.ud.remote_qkey) == 52 &&
-	       offsetof(struct ibv_send_wr, qp_type.xrc.remote_srqn) == 72 &&
-	       offsetof(struct ibv_send_wr, bind_mw.bind_info.mr) == 96 &&
-	       offsetof(struct ibv_send_wr, tso.mss) == 90,
-	       "struct ibv_send_wr is not laid out as expected");
-_Static_assert(sizeof(struct ibv_recv_wr) == 32 &&
-	       offsetof(struct ibv_recv_wr, num_sge) == 24,
-	       "struct ibv_recv_wr is not laid out as expected");
-_Static_assert(sizeof(struct ibv_ops_wr) == 72 &&
-	       offsetof(struct ibv_ops_wr, tm.add.tag) == 56,
-	       "struct ibv_ops_wr is not laid out as expected");
+_Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
+	       "rdmapost is for 64-bit machines");
+/* Every work request begins with its wr_id and the next. */
+_Static_assert(offsetof(struct ibv_send_wr, wr_id) == 0 &&
+		       offsetof(struct ibv_recv_wr, wr_id) == 0 &&
+		       offsetof(struct ibv_ops_wr, wr_id) == 0,
+	       "work requests begin with something else");
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
 _Static_assert(sizeof(struct ibv_wc_tm_info) == 16,
 	       "struct ibv_wc_tm_info has changed");
-
-static int has_imm(enum ibv_wr_opcode opcode)
-{
-	return opcode == IBV_WR_SEND_WITH_IMM ||
-	       opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
-}
-
-/*
- * Walk `count` records of `type`, pointing each at its SGEs and at the next.
- * `each` runs once for every record `wr`.
- */
-#define LINK_RECORDS(type, sges, n_sges, each)                                \
-	do {                                                                  \
-		char *at = records;                                           \
-		type *last = NULL;                                            \
-		if (!records || !count)                                       \
-			return EINVAL;                                        \
-		for (uint32_t i = 0; i < count; i++) {                        \
-			type *wr = (type *)(void *)at;                        \
-			if (size < sizeof(*wr))                               \
-				return EINVAL;                                \
-			size -= sizeof(*wr);                                  \
-			if (wr->n_sges < 0 ||                                 \
-			    (size_t)wr->n_sges > size / sizeof(struct ibv_sge)) \
-				return EINVAL;                                \
-			wr->sges = wr->n_sges ? (struct ibv_sge *)(void *)    \
-						(at + sizeof(*wr)) : NULL;    \
-			size -= (size_t)wr->n_sges * sizeof(struct ibv_sge);  \
-			at += sizeof(*wr) +                                   \
-			      (size_t)wr->n_sges * sizeof(struct ibv_sge);    \
-			each;                                                 \
-			wr->next = NULL;                                      \
-			if (last)                                             \
-				last->next = wr;                              \
-			last = wr;                                            \
-		}                                                             \
-		return size ? EINVAL : 0;                                     \
-	} while (0)
-
-int rp_link_send(void *records, size_t size, uint32_t count)
-{
-	LINK_RECORDS(struct ibv_send_wr, sg_list, num_sge,
-		     if (has_imm(wr->opcode))
-			     wr->imm_data = htobe32(wr->imm_data));
-}
-
-int rp_link_recv(void *records, size_t size, uint32_t count)
-{
-	LINK_RECORDS(struct ibv_recv_wr, sg_list, num_sge, (void)0);
-}
-
-int rp_link_ops(void *records, size_t size, uint32_t count)
-{
-	LINK_RECORDS(struct ibv_ops_wr, tm.add.sg_list, tm.add.num_sge,
-		     (void)0);
-}
 
 /*
  * Providers return a positive errno, a negative one (siw), or 0 with *bad set
@@ -131,34 +58,6 @@ int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records)
 int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records)
 {
 	POST_RECORDS(struct ibv_ops_wr, ibv_post_srq_ops, srq);
-}
-
-int64_t rp_submit_send(struct ibv_qp *qp, void *records, size_t size,
-		       uint32_t count)
-{
-	return rp_link_send(records, size, count) ? -1 :
-						    rp_post_send(qp, records);
-}
-
-int64_t rp_submit_recv(struct ibv_qp *qp, void *records, size_t size,
-		       uint32_t count)
-{
-	return rp_link_recv(records, size, count) ? -1 :
-						    rp_post_recv(qp, records);
-}
-
-int64_t rp_submit_srq_recv(struct ibv_srq *srq, void *records, size_t size,
-			   uint32_t count)
-{
-	return rp_link_recv(records, size, count) ?
-		       -1 : rp_post_srq_recv(srq, records);
-}
-
-int64_t rp_submit_srq_ops(struct ibv_srq *srq, void *records, size_t size,
-			  uint32_t count)
-{
-	return rp_link_ops(records, size, count) ?
-		       -1 : rp_post_srq_ops(srq, records);
 }
 
 static int64_t now_ns(void)

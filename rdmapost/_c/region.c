@@ -5,7 +5,7 @@
  * Whatever is not two numbers within the region is left to MR._slice, which
  * says what is wrong.
  */
-#include "door.h"
+#include "post.h"
 
 static struct {
 	PyObject *sge; /* the class, a tuple */
@@ -27,6 +27,20 @@ static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey,
 		sge = made_of.new_tuple((PyTypeObject *)made_of.sge, args, NULL);
 	Py_XDECREF(args);
 	Py_XDECREF(tuple);
+	return sge;
+}
+
+PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey,
+		      PyObject *owner)
+{
+	PyObject *first = PyLong_FromUnsignedLongLong(addr);
+	PyObject *bytes = PyLong_FromUnsignedLongLong(length);
+	PyObject *key = PyLong_FromUnsignedLong(lkey);
+	PyObject *sge = make(first, bytes, key, owner);
+
+	Py_XDECREF(first);
+	Py_XDECREF(bytes);
+	Py_XDECREF(key);
 	return sge;
 }
 

@@ -8,14 +8,6 @@ int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr);
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
-int rp_link_send(void *records, size_t size, uint32_t count);
-int rp_link_recv(void *records, size_t size, uint32_t count);
-int rp_link_ops(void *records, size_t size, uint32_t count);
-
-int64_t rp_post_send(struct ibv_qp *qp, void *records);
-int64_t rp_post_recv(struct ibv_qp *qp, void *records);
-int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
-int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,

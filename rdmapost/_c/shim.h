@@ -71,22 +71,10 @@ int rp_query_port(struct ibv_context *context, uint8_t port_num,
 /* ibv_bind_mw, which the header has only as an inline; no pointer may be NULL. */
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
-/* ---- posting.c: work requests as packed records ------------------------- */
+/* ---- posting.c: posting and polling -------------------------------------- */
 
 /*
- * A record is a work request struct (ibv_send_wr, ibv_recv_wr or ibv_ops_wr)
- * followed by its SGEs; records stand one after another in one buffer.  The
- * link calls set `next` and `sg_list` in every record and put immediate data
- * into network order; they read nothing outside the buffer.  Returns 0, or
- * EINVAL when the `count` records do not fill the buffer exactly.  Link a
- * buffer once after packing it.
- */
-int rp_link_send(void *records, size_t size, uint32_t count);
-int rp_link_recv(void *records, size_t size, uint32_t count);
-int rp_link_ops(void *records, size_t size, uint32_t count);
-
-/*
- * Post linked records.  Returns 0 when all went in; else a positive errno in
+ * Post a chain of work requests.  Returns 0 when all went in; else a positive errno in
  * the low 32 bits, and in the high 32 bits 1 + the index of the work request
  * that the provider named as failing, or 0 where it named none of the list.
  */
@@ -94,16 +82,6 @@ int64_t rp_post_send(struct ibv_qp *qp, void *records);
 int64_t rp_post_recv(struct ibv_qp *qp, void *records);
 int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
 int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
-
-/* Link and post in one call; -1 when the records do not fill the buffer. */
-int64_t rp_submit_send(struct ibv_qp *qp, void *records, size_t size,
-		       uint32_t count);
-int64_t rp_submit_recv(struct ibv_qp *qp, void *records, size_t size,
-		       uint32_t count);
-int64_t rp_submit_srq_recv(struct ibv_srq *srq, void *records, size_t size,
-			   uint32_t count);
-int64_t rp_submit_srq_ops(struct ibv_srq *srq, void *records, size_t size,
-			  uint32_t count);
 
 /*
  * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`

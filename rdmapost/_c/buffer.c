@@ -1,0 +1,108 @@
+/* Memory that is not registered, held for inline data and for a TSO's header. */
+#include "post.h"
+
+struct buffer {
+	PyObject_HEAD
+	Py_buffer view;
+	int held;
+};
+
+PyObject *rp_make_buffer(PyObject *of)
+{
+	struct buffer *b = (struct buffer *)PyType_GenericAlloc(
+		(PyTypeObject *)rp_known.buffer, 0);
+
+	if (!b)
+		return NULL;
+	if (PyObject_GetBuffer(of, &b->view, PyBUF_ANY_CONTIGUOUS)) {
+		Py_DECREF(b);
+		return NULL;
+	}
+	b->held = 1;
+	return (PyObject *)b;
+}
+
+uint64_t rp_buffer_start(PyObject *buffer)
+{
+	return (uintptr_t)((struct buffer *)buffer)->view.buf;
+}
+
+uint64_t rp_buffer_length(PyObject *buffer)
+{
+	return (uint64_t)((struct buffer *)buffer)->view.len;
+}
+
+static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	PyObject *of;
+
+	(void)type;
+	(void)kwargs;
+	return PyArg_ParseTuple(args, "O", &of) ? rp_make_buffer(of) : NULL;
+}
+
+static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
+{
+	Py_VISIT(Py_TYPE(self));
+	Py_VISIT(((struct buffer *)self)->view.obj);
+	return 0;
+}
+
+static void buffer_dealloc(PyObject *self)
+{
+	PyTypeObject *type = Py_TYPE(self);
+	struct buffer *b = (struct buffer *)self;
+
+	PyObject_GC_UnTrack(self);
+	if (b->held)
+		PyBuffer_Release(&b->view);
+	PyObject_GC_Del(self);
+	Py_DECREF(type);
+}
+
+static PyObject *buffer_str(PyObject *self)
+{
+	return PyUnicode_FromFormat("buffer of %zd bytes",
+				    ((struct buffer *)self)->view.len);
+}
+
+static PyObject *buffer_addr(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(rp_buffer_start(self));
+}
+
+static PyObject *buffer_length(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(rp_buffer_length(self));
+}
+
+static PyGetSetDef buffer_getset[] = {
+	{ "addr", buffer_addr, NULL, NULL, NULL },
+	{ "length", buffer_length, NULL, NULL, NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyType_Slot buffer_slots[] = {
+	{ Py_tp_new, buffer_new },
+	{ Py_tp_str, buffer_str },
+	{ Py_tp_dealloc, buffer_dealloc },
+	{ Py_tp_traverse, buffer_traverse },
+	{ Py_tp_getset, buffer_getset },
+	{ 0, NULL },
+};
+
+static PyType_Spec buffer_spec = {
+	.name = "rdmapost._verbs.Buffer",
+	.basicsize = sizeof(struct buffer),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+	.slots = buffer_slots,
+};
+
+int rp_add_buffer(PyObject *module)
+{
+	rp_known.buffer = PyType_FromSpec(&buffer_spec); /* held for ever */
+	return rp_known.buffer ? PyModule_AddObjectRef(module, "Buffer",
+						       rp_known.buffer) : -1;
+}

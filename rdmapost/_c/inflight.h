@@ -1,0 +1,107 @@
+/*
+ * What is posted to a queue and not known to be done.
+ *
+ * A device gives back only the wr_id of a work request, and in an error
+ * completion not even which queue it was on.  So it gets a ticket of ours as
+ * wr_id, the queue's number and a count, and the caller's wr_id comes back
+ * from the queue's records.  These also hold the memory, windows and address
+ * handles that a work request names, until it is known to be done.
+ */
+#ifndef RDMAPOST_INFLIGHT_H
+#define RDMAPOST_INFLIGHT_H
+
+#include "handle.h"
+
+/* A work request, or a prepared list of them. */
+struct rp_entry {
+	PyObject *wr_id; /* an int, or a struct rp_sent */
+	PyObject *held; /* one resource, a tuple of them, or NULL */
+	uint64_t count; /* of work requests; in a free or done slot the next */
+	uint64_t removes; /* the tagged receive that a TAG_DEL removes, or 0 */
+	unsigned char generation, state;
+};
+
+struct rp_in_flight {
+	PyObject_HEAD
+	uint64_t posted; /* work requests so far */
+	uint64_t done; /* of these */
+	uint64_t base; /* the queue's part of a ticket */
+	uint64_t begun; /* work requests of the first entry that are done */
+	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
+	struct rp_entry *entries;
+	size_t size; /* a power of two, or 0 */
+	/*
+	 * In order: a ring; from `dropped` to `first` the entries are done but
+	 * still there.  In any order: slots; `first` is the first free one, and
+	 * `dropped` the first that is done, each 1 + its index or 0.
+	 */
+	size_t dropped, first, end;
+	int in_order;
+};
+
+extern PyObject *rp_in_flight_type;
+
+/*
+ * Return a new reference to the queue that a ticket belongs to, or NULL, without an
+ * exception.  `queues` is a dict of them by number (Context._queues).
+ */
+struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket);
+
+/* Make room for so many more entries; 0, or -1 with an exception. */
+int rp_reserve(struct rp_in_flight *q, size_t count);
+
+/*
+ * Record what is about to be posted, where there is room, and return its ticket;
+ * those of a list follow it.  Takes over the references and the naming (rp_name)
+ * of what is held.
+ */
+uint64_t rp_record(struct rp_in_flight *q, PyObject *wr_id, PyObject *held,
+		   uint64_t count, uint64_t removes);
+
+/*
+ * Take back what was recorded with this ticket and not posted: a work request, or the
+ * last `count` of a prepared list.  Hands over what the entry has, where nothing of it
+ * is left.  In a queue in order it is the latest; where it is not (a signal handler
+ * has posted meanwhile), it stays until the queue is reset.
+ */
+void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count,
+		 struct rp_entry *taken);
+
+/*
+ * Retire a work request and, where the queue completes in order, all before it.
+ * Returns a new reference to the caller's wr_id, or NULL without an exception
+ * where the ticket is not outstanding.  Runs no code of Python's: what is
+ * retired is let go of by rp_drop_done(), which may run any.
+ */
+PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket);
+void rp_drop_done(struct rp_in_flight *q);
+
+/* Let go of what an entry has that was taken out; may run any code of Python's. */
+void rp_let_go(struct rp_entry *entry);
+
+/* A message has matched this tagged receive, and its data will follow. */
+void rp_match(struct rp_in_flight *q, uint64_t ticket);
+
+/* Whether a ticket is outstanding. */
+int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket);
+
+/* Let what is held (see rp_entry) be named by a work request in flight, or no longer. */
+void rp_name_all(PyObject *held);
+void rp_unname_all(PyObject *held);
+
+/* ---- a prepared list in flight ------------------------------------------ */
+
+/* What a post of a prepared list takes along; it does not change while it is in flight. */
+struct rp_sent {
+	PyObject_HEAD
+	uint64_t count;
+	PyObject *wr_ids; /* a tuple */
+	PyObject *held; /* a tuple with what each holds, or None */
+};
+
+extern PyObject *rp_sent_type;
+
+/* Takes over the references; names what is held. */
+PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held);
+
+#endif

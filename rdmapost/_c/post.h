@@ -1,0 +1,208 @@
+/*
+ * The one way through a post.
+ *
+ * 1. read     the caller's objects once, into numbers and references that we own;
+ * 2. check    those, by the rules of rules.c;
+ * 3. record   them as in flight, with everything that they name;
+ * 4. submit   the device's record, made of those same numbers;
+ * 5. take back what did not go in, and have Python say why.
+ *
+ * Code of the caller's (__index__, an iterator, a property, a finalizer) can run
+ * in step 1 and after step 5 only.
+ */
+#ifndef RDMAPOST_POST_H
+#define RDMAPOST_POST_H
+
+#include "inflight.h"
+
+enum { KINDS = 24, FIELDS = 8 };
+
+/* The verbs, as rdmapost/posting.py numbers them. */
+enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
+
+/* What a field of a work request is; rdmapost/fields.py says it of each. */
+enum {
+	NUMBER = 'n', /* as it is, in host order */
+	NETWORK = 'i', /* 32 bits in network order */
+	ADDRESS_HANDLE = 'a',
+	WINDOW = 'w',
+	REGION = 'r',
+	HEADER = 'h', /* a buffer, and behind the pointer its length of 16 bits */
+	TAG = 't', /* the handle of an entry of a matching list */
+	TAGGED_WR_ID = 'm', /* of a tagged receive */
+};
+
+struct field {
+	struct rp_slot slot;
+	size_t at, size; /* in the struct */
+	int what;
+};
+
+/* A class of work requests: a row of rdmapost/fields.py. */
+struct kind {
+	PyObject *type;
+	int verb; /* SEND, RECV (also to an SRQ) or SRQ_OPS */
+	uint32_t opcode;
+	int writes; /* the device writes to its buffers */
+	int atomic;
+	int has_sges;
+	struct rp_slot wr_id, sg_list, flags;
+	int fields;
+	struct field field[FIELDS];
+};
+
+/* A work request as it was read. */
+struct request {
+	PyObject *wr;
+	const struct kind *kind;
+	PyObject *wr_id;
+	PyObject *held; /* as in struct rp_entry */
+	size_t record; /* its offset among the records */
+	size_t owners; /* of its SGEs, the index of the first */
+	uint64_t ticket, tagged; /* as recorded; of a tagged receive */
+	uint64_t flags;
+	uint64_t hdr_len;
+	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
+	PyObject *tag; /* the handle of a TAG_DEL */
+	struct rp_handle *ah, *mw, *mr; /* held */
+	PyObject *hdr; /* likewise */
+	int num_sge, named;
+};
+
+/* Why a work request is refused: a rule, and what its text needs. */
+struct refusal {
+	const char *rule; /* a name in rdmapost/rules.py, or NULL */
+	PyObject *name, *value; /* owned, or NULL */
+	uint64_t a, b;
+	struct ibv_sge sge;
+};
+
+/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
+struct rp_outcome {
+	int code;
+	int64_t posted;
+};
+
+/* A list of work requests on its way. */
+struct post {
+	PyObject *wrs; /* a tuple */
+	struct request *requests;
+	size_t count, capacity;
+	char *records;
+	size_t used, size;
+	PyObject **owners; /* of every SGE: borrowed from what the requests hold */
+	size_t owned, owner_room;
+	struct refusal refusal; /* of the request at `count` */
+	/* Enough for most; not initialised. */
+	struct request few[2];
+	PyObject *few_owners[8];
+	_Alignas(8) char small[512];
+};
+
+struct queue {
+	PyObject_HEAD
+	struct rp_lock *lock;
+	struct rp_in_flight *in_flight;
+	int verb, checked, datagram;
+	int binds; /* the type of the queue pair has BIND_MW */
+	int ready; /* the state takes work requests */
+	uint64_t room; /* work requests that may be outstanding */
+	uint64_t max_msg_size;
+	int max_sge;
+	uint64_t max_inline_data, max_tso_header;
+	uint64_t max_num_tags;
+	struct ibv_pd *pd;
+	char takes[KINDS];
+	uint32_t flags[KINDS]; /* those that are allowed */
+};
+
+extern struct kind rp_kinds[KINDS];
+extern int rp_kinds_known;
+
+/* What work requests refer to; see region.c, tag.c and read.c. */
+extern struct rp_known {
+	PyObject *sge, *mr, *mw, *ah, *buffer, *tag_handle;
+} rp_known;
+
+/* ---- region.c, buffer.c: SGEs, and memory that is not registered ---------- */
+
+/* Make an SGE; `owner` is an MR, a buffer or None. */
+PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey,
+		      PyObject *owner);
+
+PyObject *rp_make_buffer(PyObject *of);
+uint64_t rp_buffer_start(PyObject *buffer);
+uint64_t rp_buffer_length(PyObject *buffer);
+
+/* ---- tag.c: an entry of a matching list ---------------------------------- */
+
+struct rp_tag_handle {
+	PyObject_HEAD
+	struct rp_in_flight *list; /* the tagged receives */
+	uint64_t ticket;
+	uint32_t value; /* the device's name for it */
+};
+
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
+			     uint32_t value);
+
+/* ---- read.c ------------------------------------------------------------- */
+
+/* The class of a work request, a subclass's too, or NULL. */
+const struct kind *rp_kind_of(int verb, PyObject *type);
+
+/* Read all, up to the first that cannot be; 0, or -1 with an exception. */
+int rp_read(struct queue *q, PyObject *wrs, struct post *post);
+
+/* Let go of all that was read; may run any code of Python's. */
+void rp_free_post(struct post *post);
+
+/* Read an sg_list into SGEs behind what was read: 1, or 0 where it is refused, or -1. */
+int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list);
+
+/* Read an integer of so many bits: likewise. */
+int rp_read_number(struct post *post, PyObject *name, PyObject *value,
+		   unsigned int bits, uint64_t *number);
+
+/* Read another sg_list for one work request of a post into a post of its own; as rp_read. */
+int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list,
+		   struct post *post);
+
+/* Its SGEs: in the record, and as a tuple of Python's. */
+struct ibv_sge *rp_sges(const struct post *post, const struct request *r);
+PyObject *rp_make_sges(const struct post *post, const struct request *r);
+
+/* Write a number as its field has it. */
+void rp_put_number(const struct field *field, void *at, uint64_t number);
+
+/* Point the records of the first so many at their SGEs and at each other. */
+void rp_link(const struct queue *q, struct post *post, size_t count);
+
+/* ---- post.c ------------------------------------------------------------- */
+
+extern PyObject *rp_queue_type;
+
+/* Have Python raise a PostError: always NULL. */
+PyObject *rp_raise_refusal(PyObject *queue, struct rp_handle *owner,
+			   struct post *post, size_t index, Py_ssize_t posted);
+PyObject *rp_raise_failure(struct queue *q, struct rp_handle *owner,
+			   PyObject *wrs, struct rp_outcome outcome);
+
+/* Write the addresses of the structs that a work request names into its record. */
+void rp_put_pointers(struct post *post, const struct request *r);
+
+/* Hand linked records to the device. */
+struct rp_outcome rp_submit(const struct queue *q, void *object, void *records,
+			    size_t count);
+
+/* Use what owns the queue, and take the lock; 0, or -1 with an exception. */
+int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_use *use);
+void rp_end_post(struct queue *q, struct rp_use *use);
+
+/* ---- rules.c ------------------------------------------------------------ */
+
+/* Check one against its queue, whose lock is held; whether it may be posted. */
+int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post,
+	     struct request *r, int type_1);
+
+#endif

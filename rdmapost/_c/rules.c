@@ -1,0 +1,364 @@
+/*
+ * The rules of a post: what ibv_post_send(3), ibv_post_recv(3), ibv_bind_mw(3) and
+ * ibv_post_srq_ops(3) ask of a work request and its queue.
+ *
+ * Each refuses by a name; rdmapost/rules.py has the text for it.  Everything here
+ * is about numbers that were read and structs that are held open, and runs no code
+ * of Python's.  Where the caller wants no checks, only what could harm the process
+ * is refused.
+ */
+#include "post.h"
+
+static const struct ibv_send_wr *send_wr(const struct post *post,
+					 const struct request *r)
+{
+	return (const void *)(post->records + r->record);
+}
+
+/* ---- refusing: always 0 -------------------------------------------------- */
+
+static int no(struct post *post, const char *rule, uint64_t a)
+{
+	post->refusal.rule = rule;
+	post->refusal.a = a;
+	return 0;
+}
+
+static int no_because_of(struct post *post, const char *rule, void *object)
+{
+	post->refusal.value = Py_XNewRef((PyObject *)object);
+	return no(post, rule, 0);
+}
+
+static int no_for_sge(struct post *post, const char *rule, PyObject *owner,
+		      const struct ibv_sge *sge)
+{
+	post->refusal.sge = *sge;
+	return no_because_of(post, rule, owner);
+}
+
+/* ---- SGEs ---------------------------------------------------------------- */
+
+static int is_region(PyObject *owner)
+{
+	return (PyObject *)Py_TYPE(owner) != rp_known.buffer;
+}
+
+static struct ibv_mr *mr_of(PyObject *owner)
+{
+	return ((struct rp_handle *)owner)->address;
+}
+
+/* Whether a range is within what owns it; 2^64 is no address, so sums do not wrap. */
+static int is_within(PyObject *owner, uint64_t addr, uint64_t length)
+{
+	uint64_t start, size;
+
+	if (is_region(owner)) {
+		int zero_based = ((struct rp_handle *)owner)->access &
+				 IBV_ACCESS_ZERO_BASED;
+
+		start = zero_based ? 0 : (uintptr_t)mr_of(owner)->addr;
+		size = mr_of(owner)->length;
+	} else {
+		start = rp_buffer_start(owner);
+		size = rp_buffer_length(owner);
+	}
+	return addr >= start && addr - start <= size &&
+	       length <= size - (addr - start);
+}
+
+/* Whether data can be read in this process: INLINE does. */
+static int check_place(struct post *post, PyObject *owner,
+		       const struct ibv_sge *sge)
+{
+	if (is_region(owner) &&
+	    ((struct rp_handle *)owner)->access & IBV_ACCESS_ZERO_BASED)
+		return no(post, "inline_zero_based", 0);
+	if (!is_within(owner, sge->addr, sge->length))
+		return no_for_sge(post, "outside", owner, sge);
+	return 1;
+}
+
+static int check_sge(const struct queue *q, struct post *post, PyObject *owner,
+		     const struct ibv_sge *sge, int is_inline)
+{
+	if (is_inline) {
+		if (owner == Py_None)
+			return no(post, "inline_numbers", 0);
+		if (!check_place(post, owner, sge))
+			return 0;
+	} else if (owner != Py_None) {
+		if (!is_region(owner))
+			return no(post, "not_registered", 0);
+		if (mr_of(owner)->pd != q->pd)
+			return no_because_of(post, "foreign_region", owner);
+		if (!is_within(owner, sge->addr, sge->length))
+			return no_for_sge(post, "outside", owner, sge);
+	}
+	return sge->length ? 1 : no(post, "length_0", 0);
+}
+
+/* Check all; their bytes go to `total`. */
+static int check_sges(const struct queue *q, struct post *post,
+		      const struct request *r, int is_inline, uint64_t *total)
+{
+	const struct ibv_sge *sge = rp_sges(post, r);
+
+	*total = 0;
+	if (r->num_sge > q->max_sge)
+		return no(post, "too_many_sges", (uint64_t)r->num_sge);
+	for (int i = 0; i < r->num_sge; i++) {
+		*total += sge[i].length;
+		if (!check_sge(q, post, post->owners[r->owners + (size_t)i],
+			       sge + i, is_inline))
+			return 0;
+	}
+	return 1;
+}
+
+/* The device writes there. */
+static int check_writable(struct post *post, const struct request *r)
+{
+	for (int i = 0; i < r->num_sge; i++) {
+		PyObject *owner = post->owners[r->owners + (size_t)i];
+
+		if (owner != Py_None && is_region(owner) &&
+		    !(((struct rp_handle *)owner)->access &
+		      IBV_ACCESS_LOCAL_WRITE))
+			return no_because_of(post, "not_writable", owner);
+	}
+	return 1;
+}
+
+/* ---- sends --------------------------------------------------------------- */
+
+static int check_atomic(struct post *post, const struct request *r)
+{
+	if (r->num_sge != 1 || rp_sges(post, r)->length != 8)
+		return no(post, "atomic_sge", 0);
+	if (send_wr(post, r)->wr.atomic.remote_addr % 8)
+		return no(post, "misaligned",
+			  send_wr(post, r)->wr.atomic.remote_addr);
+	return 1;
+}
+
+static int check_ah(const struct queue *q, struct post *post,
+		    const struct request *r)
+{
+	if (!r->ah)
+		return no(post, "no_address_handle", 0);
+	if (((struct ibv_ah *)r->ah->address)->pd != q->pd)
+		return no_because_of(post, "foreign_resource", r->ah);
+	return 1;
+}
+
+static int check_bind(const struct queue *q, struct post *post,
+		      const struct request *r, int type_1)
+{
+	const struct ibv_mw_bind_info *info =
+		&send_wr(post, r)->bind_mw.bind_info;
+	struct ibv_mw *mw;
+	struct ibv_mr *mr;
+
+	if (!r->mw || !r->mr)
+		return no(post, "bind_needs", 0);
+	mw = r->mw->address;
+	mr = r->mr->address;
+	if (mw->type != (type_1 ? IBV_MW_TYPE_1 : IBV_MW_TYPE_2))
+		return no_because_of(post, type_1 ? "window_of_type_2" :
+						    "window_of_type_1", r->mw);
+	if (mw->pd != q->pd)
+		return no_because_of(post, "foreign_resource", r->mw);
+	if (mr->pd != q->pd)
+		return no_because_of(post, "foreign_resource", r->mr);
+	/* A window of type 1 is unbound; the region only has to be there. */
+	if (type_1 && !info->length)
+		return 1;
+	if (!(r->mr->access & IBV_ACCESS_MW_BIND))
+		return no_because_of(post, "not_bindable", r->mr);
+	if (!is_within((PyObject *)r->mr, info->addr, info->length)) {
+		post->refusal.b = info->length;
+		no_because_of(post, "bind_outside", r->mr);
+		return no(post, "bind_outside", info->addr);
+	}
+	return 1;
+}
+
+static int check_tso(const struct queue *q, struct post *post,
+		     const struct request *r)
+{
+	if (!send_wr(post, r)->tso.mss)
+		return no(post, "mss", 0);
+	if (r->hdr_len > q->max_tso_header)
+		return no(post, "longer_than_max_tso_header", r->hdr_len);
+	return 1;
+}
+
+static int check_flags(const struct queue *q, struct post *post,
+		       const struct request *r)
+{
+	size_t index = (size_t)(r->kind - rp_kinds);
+
+	if (!q->takes[index])
+		return no(post, "wrong_opcode", 0);
+	post->refusal.b = r->flags;
+	if (r->flags & ~(uint64_t)q->flags[index])
+		return no(post, "wrong_flags",
+			  r->flags & ~(uint64_t)q->flags[index]);
+	return 1;
+}
+
+static int check_send(const struct queue *q, struct post *post,
+		      const struct request *r, int type_1)
+{
+	int is_inline = (r->flags & IBV_SEND_INLINE) != 0;
+	uint64_t total;
+
+	if (!check_flags(q, post, r))
+		return 0;
+	if (r->kind->opcode == IBV_WR_BIND_MW)
+		return check_bind(q, post, r, type_1);
+	if (!check_sges(q, post, r, is_inline, &total))
+		return 0;
+	if (is_inline && total > q->max_inline_data)
+		return no(post, "inline_too_long", total);
+	if (total > q->max_msg_size && r->kind->opcode != IBV_WR_TSO)
+		return no(post, "too_long", total);
+	if (r->kind->writes && !check_writable(post, r))
+		return 0;
+	if (r->kind->atomic && !check_atomic(post, r))
+		return 0;
+	if (q->datagram && !check_ah(q, post, r))
+		return 0;
+	return r->kind->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
+}
+
+/* A driver reads the struct of a resource as its own. */
+static int check_context(struct post *post, struct rp_handle *h,
+			 const struct ibv_context *of,
+			 const struct ibv_context *context)
+{
+	return of == context ? 1 : no_because_of(post, "foreign_device", h);
+}
+
+/* What would harm this process or the driver; all that is checked where none are wanted. */
+static int check_unsafe(const struct queue *q, struct rp_handle *owner,
+			struct post *post, const struct request *r, int type_1)
+{
+	const struct ibv_context *context =
+		((struct ibv_qp *)owner->address)->context;
+	const struct ibv_sge *sge = rp_sges(post, r);
+	uint64_t total = 0;
+
+	if (type_1 && !q->binds)
+		return no(post, "wrong_opcode", 0);
+	/* Drivers follow the pointer without looking, whatever the opcode. */
+	if (q->datagram && !r->ah)
+		return no(post, "no_address_handle", 0);
+	if (r->kind->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))
+		return no(post, "bind_needs", 0);
+	if ((r->ah &&
+	     !check_context(post, r->ah,
+			    ((struct ibv_ah *)r->ah->address)->context,
+			    context)) ||
+	    (r->mw &&
+	     !check_context(post, r->mw,
+			    ((struct ibv_mw *)r->mw->address)->context,
+			    context)) ||
+	    (r->mr &&
+	     !check_context(post, r->mr,
+			    ((struct ibv_mr *)r->mr->address)->context,
+			    context)))
+		return 0;
+	if (!(r->flags & IBV_SEND_INLINE))
+		return 1;
+	for (int i = 0; i < r->num_sge; i++) {
+		PyObject *in = post->owners[r->owners + (size_t)i];
+
+		total += sge[i].length;
+		if (in != Py_None && !check_place(post, in, sge + i))
+			return 0;
+	}
+	/* Drivers add up in 32 bits, and copy everything if the sum seems to fit. */
+	return total <= UINT32_MAX ? 1 : no(post, "inline_32_bits", total);
+}
+
+/* ---- receives and tag-matching operations -------------------------------- */
+
+static int check_receive(const struct queue *q, struct post *post,
+			 const struct request *r)
+{
+	uint64_t total;
+
+	return check_sges(q, post, r, 0, &total) && check_writable(post, r);
+}
+
+/* Drivers index an array with the handle's number. */
+static int check_tag_handle(const struct queue *q, struct post *post,
+			    const struct request *r)
+{
+	const struct rp_tag_handle *tag = (void *)r->tag;
+
+	if (!tag || tag->list != q->in_flight->tagged)
+		return no(post, "no_tag_handle", 0);
+	if (q->checked && !rp_is_outstanding(tag->list, tag->ticket))
+		return no_because_of(post, "tag_not_listed", r->tag);
+	return 1;
+}
+
+static int check_op(const struct queue *q, struct post *post,
+		    const struct request *r)
+{
+	const struct ibv_ops_wr *wr = (void *)(post->records + r->record);
+	uint64_t sync = r->flags & IBV_OPS_TM_SYNC;
+
+	if (r->kind->opcode == IBV_WR_TAG_DEL && q->max_num_tags &&
+	    !check_tag_handle(q, post, r))
+		return 0;
+	if (!q->checked)
+		return 1;
+	if (r->flags & ~(uint64_t)(IBV_OPS_SIGNALED | IBV_OPS_TM_SYNC))
+		return no(post, "wrong_ops_flags", r->flags);
+	if (!sync && wr->tm.unexpected_cnt)
+		return no(post, "count_without_sync", wr->tm.unexpected_cnt);
+	if (!sync && r->kind->opcode == IBV_WR_TAG_SYNC)
+		return no(post, "sync_of_nothing", 0);
+	if (r->kind->opcode != IBV_WR_TAG_ADD)
+		return 1;
+	if (wr->tm.add.tag & ~wr->tm.add.mask) {
+		post->refusal.b = wr->tm.add.mask;
+		return no(post, "tag_outside_mask", wr->tm.add.tag);
+	}
+	return check_receive(q, post, r);
+}
+
+/* ---- all of them --------------------------------------------------------- */
+
+static int check_open(struct post *post, PyObject *held)
+{
+	Py_ssize_t count = PyTuple_CheckExact(held) ? PyTuple_Size(held) : 1;
+
+	for (Py_ssize_t i = 0; i < count; i++) {
+		PyObject *one = PyTuple_CheckExact(held) ?
+					PyTuple_GetItem(held, i) : held;
+
+		if (PyObject_TypeCheck(one, (PyTypeObject *)rp_handle_type) &&
+		    !rp_is_open((struct rp_handle *)one))
+			return no_because_of(post, "closed", one);
+	}
+	return 1;
+}
+
+int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post,
+	     struct request *r, int type_1)
+{
+	if (r->held && !check_open(post, r->held))
+		return 0;
+	if (q->verb == SRQ_OPS)
+		return check_op(q, post, r);
+	if (q->verb == SEND)
+		return q->checked ? check_send(q, post, r, type_1) :
+				    check_unsafe(q, owner, post, r, type_1);
+	return !q->checked || check_receive(q, post, r);
+}

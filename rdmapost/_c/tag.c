@@ -1,0 +1,64 @@
+/* The handle of an entry of a matching list; a TAG_ADD's post makes it, a TAG_DEL names it. */
+#include "post.h"
+
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
+			     uint32_t value)
+{
+	struct rp_tag_handle *tag = (struct rp_tag_handle *)PyType_GenericAlloc(
+		(PyTypeObject *)rp_known.tag_handle, 0);
+
+	if (!tag)
+		return NULL;
+	tag->list = (struct rp_in_flight *)Py_NewRef((PyObject *)list);
+	tag->ticket = ticket;
+	tag->value = value;
+	return (PyObject *)tag;
+}
+
+static int tag_traverse(PyObject *self, visitproc visit, void *arg)
+{
+	Py_VISIT(Py_TYPE(self));
+	Py_VISIT((PyObject *)((struct rp_tag_handle *)self)->list);
+	return 0;
+}
+
+static void tag_dealloc(PyObject *self)
+{
+	PyTypeObject *type = Py_TYPE(self);
+
+	PyObject_GC_UnTrack(self);
+	Py_XDECREF((PyObject *)((struct rp_tag_handle *)self)->list);
+	PyObject_GC_Del(self);
+	Py_DECREF(type);
+}
+
+static PyObject *tag_repr(PyObject *self)
+{
+	return PyUnicode_FromFormat("<rdmapost.TagHandle %lu>",
+				    (unsigned long)((struct rp_tag_handle *)
+							    self)->value);
+}
+
+static PyType_Slot tag_slots[] = {
+	{ Py_tp_doc, "Names an entry of one SRQ's matching list; a TagAdd's post makes it." },
+	{ Py_tp_repr, tag_repr },
+	{ Py_tp_dealloc, tag_dealloc },
+	{ Py_tp_traverse, tag_traverse },
+	{ 0, NULL },
+};
+
+static PyType_Spec tag_spec = {
+	.name = "rdmapost.TagHandle",
+	.basicsize = sizeof(struct rp_tag_handle),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+		 Py_TPFLAGS_DISALLOW_INSTANTIATION,
+	.slots = tag_slots,
+};
+
+int rp_add_tag_handle(PyObject *module)
+{
+	rp_known.tag_handle = PyType_FromSpec(&tag_spec); /* held for ever */
+	return rp_known.tag_handle ?
+		       PyModule_AddObjectRef(module, "TagHandle",
+					     rp_known.tag_handle) : -1;
+}
