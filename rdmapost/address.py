@@ -156,12 +156,14 @@ class AH(Resource):
     __slots__ = ("address", "attr", "pd")
 
     _kind = "AH"
+    _rank = 2
 
     def __init__(self, pd: PD, attr: AHAttr) -> None:
         self.pd = pd
         self.attr = attr
         context = pd.context
         pd._live()
+        provider = context._provider
         port = context.query_port(attr.port_num)
         if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
             raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
@@ -170,8 +172,7 @@ class AH(Resource):
             attr._fill(raw)
         except OverflowError as error:
             raise ValueError(f"the address does not fit: {error}") from None
-        handle = context._provider.create_ah(pd._live(), raw)
-        super().__init__(handle, pd)
+        handle = self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
         # Of the struct, for the work requests that name it.
         self.address = address_of(handle)
 
@@ -179,6 +180,7 @@ class AH(Resource):
         attr = getattr(self, "attr", None)
         return f"AH to {attr.dgid or attr.dlid}" if attr else self._kind
 
-    def _destroy(self) -> None:
+    def _release(self) -> None:
         _refuse_in_flight(self, self.pd.context)
-        self.pd.context._provider.destroy_ah(self._handle)
+
+    _refuse_posted = _release

@@ -153,5 +153,6 @@ int rp_add_kinds(PyObject *module);
 int rp_add_poster(PyObject *module);
 int rp_add_prepared(PyObject *module);
 int rp_add_field(PyObject *module);
+int rp_add_handle(PyObject *module);
 
 #endif

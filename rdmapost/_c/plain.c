@@ -8,14 +8,16 @@
  */
 #include "plain.h"
 
+#include "handle.h"
+
 struct kind rp_kinds[KINDS];
 int rp_kinds_known;
 
 /* What work requests refer to: the classes, and where their objects have what. */
 static struct {
 	PyObject *sge, *mr, *ah;
-	struct rp_slot mr_handle, mr_pd, mr_addr, mr_end, mr_writable;
-	struct rp_slot ah_handle, ah_pd, ah_address;
+	struct rp_slot mr_pd, mr_addr, mr_end, mr_writable;
+	struct rp_slot ah_pd, ah_address;
 } known;
 
 /* ---- reading ------------------------------------------------------------ */
@@ -30,12 +32,9 @@ static int slot_is(PyObject *object, const struct rp_slot *slot,
 }
 
 /* Whether a resource has been made and not been closed. */
-static int is_open(PyObject *resource, const struct rp_slot *handle)
+static int is_open(PyObject *resource)
 {
-	PyObject *value = rp_get_slot(resource, handle);
-
-	Py_XDECREF(value);
-	return value && value != Py_None;
+	return rp_is_open((struct rp_handle *)resource);
 }
 
 /* Whether a region is open, and, if that is checked, right for an SGE. */
@@ -44,7 +43,7 @@ static int region_is_right(const struct poster *p, const struct kind *kind,
 {
 	uint64_t start, end;
 
-	if (!rp_has_type(mr, known.mr) || !is_open(mr, &known.mr_handle))
+	if (!rp_has_type(mr, known.mr) || !is_open(mr))
 		return 0;
 	if (!p->checked)
 		return 1;
@@ -82,7 +81,7 @@ static int put_ah(const struct poster *p, PyObject *ah, struct ibv_send_wr *wr)
 
 	if (!p->datagram)
 		return ah == Py_None;
-	if (!rp_has_type(ah, known.ah) || !is_open(ah, &known.ah_handle) ||
+	if (!rp_has_type(ah, known.ah) || !is_open(ah) ||
 	    !slot_is(ah, &known.ah_pd, p->pd) ||
 	    !rp_get_number(ah, &known.ah_address, UINT64_MAX, &address))
 		return 0;
@@ -251,12 +250,10 @@ static PyObject *describe_resources(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "O!O!O!", &PyType_Type, &sge, &PyType_Type,
 			      &mr, &PyType_Type, &ah))
 		return NULL;
-	if (rp_find_slot(mr, "_handle", &known.mr_handle) ||
-	    rp_find_slot(mr, "pd", &known.mr_pd) ||
+	if (rp_find_slot(mr, "pd", &known.mr_pd) ||
 	    rp_find_slot(mr, "addr", &known.mr_addr) ||
 	    rp_find_slot(mr, "end", &known.mr_end) ||
 	    rp_find_slot(mr, "writable", &known.mr_writable) ||
-	    rp_find_slot(ah, "_handle", &known.ah_handle) ||
 	    rp_find_slot(ah, "pd", &known.ah_pd) ||
 	    rp_find_slot(ah, "address", &known.ah_address))
 		return NULL;
