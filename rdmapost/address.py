@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ._binding import address_of, ffi
+from ._binding import ffi
 from ._resource import Resource
 from .device import GID, Context, GIDTableEntry
 from .enums import GIDType, LinkLayer
 from .errors import RdmaError
-from .memory import PD, _refuse_in_flight
+from .memory import PD, refuse_posted
 
 __all__ = ["AH", "AHAttr", "GIDChoice", "choose_gid"]
 
@@ -153,15 +153,17 @@ class AH(Resource):
         VerbsError: the device refused; the text says what to look at.
     """
 
-    __slots__ = ("address", "attr", "pd")
+    __slots__ = ("attr", "pd")
 
     _kind = "AH"
+    _rank = 2
 
     def __init__(self, pd: PD, attr: AHAttr) -> None:
         self.pd = pd
         self.attr = attr
         context = pd.context
         pd._live()
+        provider = context._provider
         port = context.query_port(attr.port_num)
         if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
             raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
@@ -170,15 +172,11 @@ class AH(Resource):
             attr._fill(raw)
         except OverflowError as error:
             raise ValueError(f"the address does not fit: {error}") from None
-        handle = context._provider.create_ah(pd._live(), raw)
-        super().__init__(handle, pd)
-        # Of the struct, for the work requests that name it.
-        self.address = address_of(handle)
+        self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
 
     def __str__(self) -> str:
         attr = getattr(self, "attr", None)
         return f"AH to {attr.dgid or attr.dlid}" if attr else self._kind
 
-    def _destroy(self) -> None:
-        _refuse_in_flight(self, self.pd.context)
-        self.pd.context._provider.destroy_ah(self._handle)
+    def _refuse_posted(self) -> None:
+        refuse_posted(self, self.pd.context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import select
 import threading
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CompChannel"]
 
+_FD = operator.attrgetter("fd")
 _LONGEST_SLEEP_S = 3600
 """poll(2) counts milliseconds in an int."""
 
@@ -41,6 +43,7 @@ class CompChannel(Resource):
     __slots__ = ("_cqs", "_kept", "_lock", "_tasks_wait", "_threads", "context")
 
     _kind = "completion channel"
+    _rank = 6
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -50,17 +53,17 @@ class CompChannel(Resource):
         self._lock = threading.Lock()
         self._threads = 0
         self._tasks_wait = False
-        handle = context._provider.create_comp_channel(context._live())
+        provider = context._provider
+        self._make(
+            provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)
+        )
         # An event that another thread took must not block this one.
-        os.set_blocking(handle.fd, False)
-        super().__init__(handle, context)
+        os.set_blocking(self.fileno(), False)
 
-    def _destroy(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             if self._threads or self._tasks_wait:
                 raise InUseError(f"{self} cannot be closed: a thread or task waits for its events")
-            self.context._provider.destroy_comp_channel(self._handle)
-            self._handle = None
 
     def _leave_to_tasks(self) -> None:
         """Let an event loop take all events, for the tasks that wait for them."""
@@ -100,7 +103,7 @@ class CompChannel(Resource):
         Raises:
             ClosedError: the channel is closed.
         """
-        fd: int = self._live().fd
+        fd: int = self._verb(_FD)
         return fd
 
     def get_cq_event(self, timeout: float | None = 0.0) -> CQ | None:
@@ -151,6 +154,14 @@ class CompChannel(Resource):
             if left is not None and left <= 0:
                 return None
             wait_readable(self.fileno(), left)
+
+
+class OwnChannel(CompChannel):
+    """The completion channel of one CQ that was given none."""
+
+    __slots__ = ()
+
+    _inner = True
 
 
 def wait_readable(fd: int, seconds: float | None) -> bool:

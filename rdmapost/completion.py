@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._binding import address_of, door, ffi
+from ._binding import address_of, door
 from ._resource import Resource
-from .channel import CompChannel, wait_readable
+from .channel import CompChannel, OwnChannel, wait_readable
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
 from .errors import CompletionError, InUseError, RdmaError, VerbsError, WaitTimeout
@@ -133,11 +132,12 @@ class CQ(Resource):
     """
 
     __slots__ = (
-        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_sleeping", "_waiting",
-        "channel", "context", "cqe",
+        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_own", "_sleeping",
+        "_waiting", "channel", "context", "cqe",
     )  # fmt: skip
 
     _kind = "CQ"
+    _rank = 5
 
     def __init__(
         self,
@@ -162,45 +162,34 @@ class CQ(Resource):
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
-        if channel is None:
-            self._channel = provider.create_comp_channel(context._live())
-        else:
-            self._channel = channel._live()
-        try:
-            # An event that another thread took must not block this one.
-            os.set_blocking(self._channel.fd, False)
-            create = provider.create_cq_ex if tm_info else provider.create_cq
-            handle = create(context._live(), cqe, self._channel, comp_vector)
-        except BaseException:
-            self._drop_channel()
-            raise
-        self.cqe: int = handle.cqe
-        self._extended = 0
-        if tm_info:
-            # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
-            self._extended = address_of(handle)
-            handle = ffi.cast("struct ibv_cq *", handle)
-        super().__init__(handle, *((context,) if channel is None else (context, channel)))
+        self._own = announces = OwnChannel(context) if channel is None else channel
+        self._channel = announces._live()
+        create = provider.create_cq_ex if tm_info else provider.create_cq
+        handle = self._make(
+            create, (context, cqe, announces, comp_vector), provider.destroy_cq,
+            (context, announces),
+        )  # fmt: skip
         self._address = address_of(handle)
+        # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
+        self._extended = self._address if tm_info else 0
+        self.cqe: int = handle.cqe
         if channel is not None:
             channel._announced_by(self)
-
-    def _drop_channel(self) -> None:
-        if self.channel is None:
-            self.context._provider.destroy_comp_channel(self._channel)
 
     def __str__(self) -> str:
         return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
 
-    def _destroy(self) -> None:
+    def _release(self) -> None:
+        # Whoever polls holds the lock.
         with self._lock:
             if self._waiting:
                 raise InUseError(
                     f"{self} cannot be closed: a thread or task waits for its completions"
                 )
-            self.context._provider.destroy_cq(self._handle)
-            self._handle = None
-        self._drop_channel()
+
+    def _forget(self) -> None:
+        if self.channel is None:
+            self._own.close()
 
     def req_notify(self, solicited_only: bool = False) -> None:
         """Ask for one event on the channel, at the next completion.
@@ -223,7 +212,7 @@ class CQ(Resource):
 
     def _arm(self, solicited_only: bool = False) -> None:
         """Ask for one event, of a CQ that is open."""
-        if error := door.req_notify(self._address, bool(solicited_only)):
+        if error := door.req_notify(self, bool(solicited_only)):
             raise VerbsError("ibv_req_notify_cq", abs(error))
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 from dataclasses import dataclass
@@ -241,6 +243,8 @@ class Context(Resource):
 
     __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
 
+    _rank = 9
+
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
         self._queues: dict[int, door.InFlight] = {}
@@ -248,27 +252,22 @@ class Context(Resource):
         self.kind = provider.kind
         self.guid = info.guid
         self.node_type = _enum(NodeType, info.node_type, NodeType.UNKNOWN)
-        super().__init__(provider.open_device(info.name))
-        # An event that another thread took must not block this one.
-        os.set_blocking(self.async_fd, False)
+        with provider.found_device(info.name) as device:
+            self._make(provider.open_device, (device,), provider.close_device, ())
         try:
+            # An event that another thread took must not block this one.
+            os.set_blocking(self.async_fd, False)
             self.attr = self._query_attr()
-        except RdmaError:
+        except BaseException:
             self._close_quietly()
             raise
 
     def __str__(self) -> str:
         return f"device {self.name}"
 
-    def _destroy(self) -> None:
-        self._provider.close_device(self._handle)
-
-    def _inside_verb(self) -> bool:
-        return self._provider.inside_verb()
-
     def _query_attr(self) -> DeviceAttr:
         raw = ffi.new("struct ibv_device_attr *")
-        self._provider.query_device(self._live(), raw)
+        self._verb(self._provider.query_device, raw)
         values: dict[str, Any] = {
             name: getattr(raw, name) for name in DeviceAttr.__dataclass_fields__
         }
@@ -294,7 +293,7 @@ class Context(Resource):
         """
         self._check_port(port_num)
         raw = ffi.new("struct ibv_port_attr *")
-        self._provider.query_port(self._live(), port_num, raw)
+        self._verb(self._provider.query_port, port_num, raw)
         return PortAttr(
             port_num=port_num,
             state=_enum(PortState, raw.state, PortState.NOP),
@@ -332,7 +331,7 @@ class Context(Resource):
                 None if entry.gid_type is None else GIDType(entry.gid_type),
                 entry.ndev,
             )
-            for entry in self._provider.query_gid_table(self._live(), port_num, length)
+            for entry in self._verb(self._provider.query_gid_table, port_num, length)
         ]
 
     def query_pkey(self, port_num: int = 1, index: int = 0) -> int:
@@ -350,7 +349,8 @@ class Context(Resource):
         See ibv_query_pkey(3).
         """
         self._check_port(port_num)
-        return self._provider.query_pkey(self._live(), port_num, index)
+        pkey: int = self._verb(self._provider.query_pkey, port_num, index)
+        return pkey
 
     @property
     def async_fd(self) -> int:
@@ -359,7 +359,7 @@ class Context(Resource):
         Raises:
             ClosedError: the device is closed.
         """
-        fd: int = self._live().async_fd
+        fd: int = self._verb(_ASYNC_FD)
         return fd
 
     @property
@@ -370,11 +370,8 @@ class Context(Resource):
             UnsupportedError: it is a real device.
             ClosedError: the device is closed.
         """
-        return self._provider.faults(self._live(), self._wr_id_of)
-
-    def _wr_id_of(self, ticket: int) -> int | None:
-        queue = self._queues.get(ticket >> 32)
-        return None if queue is None else queue.peek(ticket)
+        # The plan lives as long as the device: it must not keep the context open.
+        return self._verb(self._provider.faults, functools.partial(_wr_id_of, self._queues))
 
     def _check_port(self, port_num: int) -> None:
         count = self.attr.phys_port_cnt
@@ -384,6 +381,14 @@ class Context(Resource):
                 if count > 1
                 else f"{self.name} has no port {port_num}; its only port is 1"
             )
+
+
+_ASYNC_FD = operator.attrgetter("async_fd")
+
+
+def _wr_id_of(queues: dict[int, InFlight], ticket: int) -> int | None:
+    queue = queues.get(ticket >> 32)
+    return None if queue is None else queue.peek(ticket)
 
 
 def _enum(kind: Any, value: int, otherwise: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from ._resource import Resource
+from ._binding import address_of
+from ._resource import Resource, resource_at
 from .channel import wait_readable
 from .device import Context
 from .enums import EventType
@@ -46,23 +47,12 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        handle = context._live()
-        if (found := context._provider.get_async_event(handle)) is not None:
+        if (found := context._verb(context._provider.get_async_event)) is not None:
             event_type, element = found
             if not isinstance(element, int):
-                element = _resource_of(context, element)
+                element = resource_at(address_of(element))
             return AsyncEvent(EventType(event_type), element)
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return None
         wait_readable(context.async_fd, left)
-
-
-def _resource_of(root: Resource, struct: object) -> Resource | None:
-    """Find the open resource whose struct this is, among those that depend on another."""
-    for child in root._open_resources():
-        if child._handle == struct:
-            return child
-        if (found := _resource_of(child, struct)) is not None:
-            return found
-    return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import operator
 import resource
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._binding import door, ffi, start_of
 from ._resource import Resource
@@ -18,6 +20,7 @@ from .wr import SGE
 
 __all__ = ["MR", "MW", "PD"]
 
+_RKEY = operator.attrgetter("rkey")
 _PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 
 
@@ -35,13 +38,12 @@ class PD(Resource):
     __slots__ = ("context",)
 
     _kind = "PD"
+    _rank = 8
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        super().__init__(context._provider.alloc_pd(context._live()), context)
-
-    def _destroy(self) -> None:
-        self.context._provider.dealloc_pd(self._handle)
+        provider = context._provider
+        self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
 
 
 class MR(Resource):
@@ -96,11 +98,12 @@ class MR(Resource):
         self._memory = memoryview(self.buffer)
         self.length = len(self._memory)
         start = start_of(self._memory)
-        context = pd.context
+        provider = pd.context._provider
         try:
-            handle = context._provider.reg_mr(
-                pd._live(), ffi.cast("char *", start), self.length, self.access
-            )
+            handle = self._make(
+                provider.reg_mr, (pd, ffi.cast("char *", start), self.length, self.access),
+                provider.dereg_mr, (pd,), self._memory, self.access,
+            )  # fmt: skip
         except VerbsError as error:
             error.hint = error.hint or _why_not_registered(error.errno, self.length)
             raise
@@ -109,12 +112,14 @@ class MR(Resource):
         self.end = self.addr + self.length
         self.lkey: int = handle.lkey
         self.rkey: int = handle.rkey
-        super().__init__(handle, pd)
 
     def __str__(self) -> str:
         return f"MR of {self.length} bytes (lkey {self.lkey:#x})" if self._made() else self._kind
 
     _kind = "MR"
+    _undone = "deregistered"
+    _left = "its memory stays allocated until the process ends"
+    _rank = 4
 
     def _made(self) -> bool:
         return hasattr(self, "lkey")
@@ -143,9 +148,10 @@ class MR(Resource):
             )
         return SGE(self.addr + start, stop - start, self.lkey, self)
 
-    def _destroy(self) -> None:
-        _refuse_in_flight(self, self.pd.context)
-        self.pd.context._provider.dereg_mr(self._handle)
+    def _refuse_posted(self) -> None:
+        refuse_posted(self, self.pd.context)
+
+    def _forget(self) -> None:
         self._memory.release()
         if self._given:
             # The owner has it back, and may resize it.
@@ -178,14 +184,17 @@ class MW(Resource):
     __slots__ = ("pd", "type")
 
     _kind = "MW"
+    _rank = 0
 
     def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
         self.pd = pd
         self.type = MWType(mw_type)
-        super().__init__(pd.context._provider.alloc_mw(pd._live(), self.type), pd)
+        provider = pd.context._provider
+        self._make(provider.alloc_mw, (pd, self.type), provider.dealloc_mw, (pd,))
 
     def __str__(self) -> str:
-        return f"MW (rkey {self._handle.rkey:#x})" if not self.closed else self._kind
+        handle = self._handle
+        return self._kind if handle is None else f"MW (rkey {handle.rkey:#x})"
 
     @property
     def rkey(self) -> int:
@@ -199,28 +208,23 @@ class MW(Resource):
             ValueError: the key that is set is not in 0..2^32-1.
             ClosedError: the window is closed.
         """
-        rkey: int = self._live().rkey
+        rkey: int = self._verb(_RKEY)
         return rkey
 
     @rkey.setter
     def rkey(self, rkey: int) -> None:
         try:
-            self._live().rkey = rkey
+            self._verb(setattr, "rkey", rkey)
         except OverflowError:
             raise ValueError(f"rkey={rkey} is not in 0..2^32-1") from None
-
-    def _bound(self, rkey: int) -> None:
-        # A driver takes the key that it replaces from here, and nothing else sets it.
-        self._handle.rkey = rkey
 
     def next_rkey(self) -> int:
         """Return the rkey for the next bind: the low byte is one more (ibv_inc_rkey(3))."""
         rkey = self.rkey
         return rkey & ~0xFF | (rkey + 1) & 0xFF
 
-    def _destroy(self) -> None:
-        _refuse_in_flight(self, self.pd.context)
-        self.pd.context._provider.dealloc_mw(self._handle)
+    def _refuse_posted(self) -> None:
+        refuse_posted(self, self.pd.context)
 
 
 def _bytes_of(memory: Any) -> memoryview:
@@ -245,16 +249,17 @@ def _bytes_of(memory: Any) -> memoryview:
     return PickleBuffer(memory).raw()
 
 
-def _refuse_in_flight(resource_: Resource, context: Context) -> None:
-    """Refuse to close what outstanding work requests name."""
-    if resource_._abandoned:
-        # Their queue holds it: so the queue is garbage too, and goes in the same moment.
-        return
+def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
+    """Refuse to close what work requests name that are outstanding, or prepared.
+
+    Raises:
+        InUseError: always.
+    """
     wr_ids = [
         wr_id
         for queue in list(context._queues.values())
-        for wr_id, refers_to in queue.references()
-        if any(r is resource_ or getattr(r, "owner", None) is resource_ for r in refers_to)
+        for wr_id, held in outstanding_of(queue)
+        if held is resource_ or (isinstance(held, tuple) and resource_ in held)
     ]
     if wr_ids:
         shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
@@ -262,6 +267,25 @@ def _refuse_in_flight(resource_: Resource, context: Context) -> None:
             f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "
             f"(wr_id {shown}); poll their completions, or close the QP first"
         )
+    batches = [
+        batch
+        for handle in door.open_handles()
+        for batch in list(getattr(handle, "_batches", ()))
+        if batch._names(resource_)
+    ]
+    names = ", ".join(map(str, batches)) or "a work request"
+    raise InUseError(
+        f"{resource_} cannot be closed: {names} still open on it; "
+        f"close {'it' if len(batches) < 2 else 'them'} first"
+    )
+
+
+def outstanding_of(queue: door.InFlight) -> Iterator[tuple[int, Any]]:
+    """Go through what is outstanding on a queue: the wr_id, and what it holds."""
+    index = 0
+    while (entry := queue.entry(index)) is not None:
+        yield entry
+        index += 1
 
 
 def _why_not_registered(code: int | None, length: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from typing import Any
 
 from .device import GID
 from .enums import QPType
@@ -42,12 +42,17 @@ class Multicast(Steps):
         See ibv_attach_mcast(3).
         """
         group = self._group(gid, lid)
+        self._live()
+        known = group in self._groups
+        # Before the call, which an interrupt may end.
+        self._groups.add(group)
         try:
-            self.pd.context._provider.attach_mcast(self._live(), *group)
+            self._verb(self.pd.context._provider.attach_mcast, *group)
         except VerbsError as error:
+            if not known:
+                self._groups.discard(group)
             error.hint = error.hint or self._why_not_attached(error.errno)
             raise
-        self._groups.add(group)
 
     def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
         """Receive no more of what is sent to a multicast group.
@@ -62,23 +67,25 @@ class Multicast(Steps):
             VerbsError: the device refused.
         """
         group = self._group(gid, lid)
-        handle = self._live()
+        self._live()
         if group not in self._groups:
             attached = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in self._groups))
             raise RdmaError(
                 f"{self} is not attached to {group[0]} (lid {lid}), but to "
                 f"{attached or 'no multicast group'}"
             )
-        self._detach(handle, *group)
+        self._detach(*group)
 
-    def _detach(self, handle: Any, gid: GID, lid: int) -> None:
-        self.pd.context._provider.detach_mcast(handle, gid, lid)
+    def _detach(self, gid: GID, lid: int) -> None:
+        self._verb(self.pd.context._provider.detach_mcast, gid, lid)
         self._groups.discard((gid, lid))
 
     def _leave_groups(self) -> None:
         """Detach from every group: a queue pair that is attached cannot be destroyed."""
         for gid, lid in list(self._groups):
-            self._detach(self._handle, gid, lid)
+            # Where it is not attached, after an interrupt; else the destruction says why not.
+            with contextlib.suppress(VerbsError):
+                self._detach(gid, lid)
 
     def _group(self, gid: GID | bytes | str, lid: int) -> tuple[GID, int]:
         if self.qp_type is not QPType.UD:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Any
 
 from ._binding import ffi, lib
 from .enums import Opcode, QPType, SRQType
-from .errors import VerbsError
 from .memory import PD
 from .rules import QP_TYPES_BY_OPCODE
 from .srq import SRQ
 from .xrcd import XRCD
 
-__all__ = ["NOT_PERMITTED", "XRC", "create", "refuse_misfits"]
+__all__ = ["NOT_PERMITTED", "XRC", "how_to_create", "refuse_misfits", "why_not_created"]
 
 NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
 """What a device says to one who has not the right to RAW_PACKET queue pairs."""
@@ -62,8 +62,10 @@ def _misfit(
     return None
 
 
-def create(pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int) -> Any:
-    """Create a queue pair by the call that knows its type, and return its struct.
+def how_to_create(
+    pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the call that knows a queue pair's type, and its arguments.
 
     Args:
         pd: the protection domain.
@@ -73,32 +75,26 @@ def create(pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int) -> Any:
         max_tso_header: bytes of a TSO's header, 0 for no TSO.
 
     Raises:
-        VerbsError: the device refused; the text says which limit was exceeded.
+        ClosedError: the PD or the XRC domain is closed.
     """
-    try:
-        return _create(pd, xrcd, init, max_tso_header)
-    except VerbsError as error:
-        error.hint = error.hint or _why_not(error.errno, pd, init, max_tso_header)
-        raise
-
-
-def _create(pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int) -> Any:
-    provider, context, pd_handle = pd.context._provider, pd.context._live(), pd._live()
+    provider, context, pd_handle = pd.context._provider, pd.context, pd._live()
     if xrcd is not None:
         init.xrcd, init.comp_mask = xrcd._live(), lib.IBV_QP_INIT_ATTR_XRCD
         init.send_cq = init.recv_cq = ffi.NULL
-        return provider.create_qp_ex(context, init)
+        return provider.create_qp_ex, (context, init)
     if max_tso_header or init.qp_type == QPType.XRC_SEND:
         init.pd, init.comp_mask = pd_handle, lib.IBV_QP_INIT_ATTR_PD
         if max_tso_header:
             init.max_tso_header = max_tso_header
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
-        return provider.create_qp_ex(context, init)
+        return provider.create_qp_ex, (context, init)
     # The plain struct is how the extended one begins.
-    return provider.create_qp(pd_handle, ffi.cast("struct ibv_qp_init_attr *", init))
+    # It does not keep the struct that it points to; the caller does.
+    return provider.create_qp, (pd, ffi.cast("struct ibv_qp_init_attr *", init))
 
 
-def _why_not(code: int | None, pd: PD, init: Any, max_tso_header: int) -> str:
+def why_not_created(code: int | None, pd: PD, init: Any, max_tso_header: int) -> str:
+    """Say what the device may have refused, with which limit was exceeded."""
     attr, device = pd.context.attr, pd.context.name
     if init.qp_type == QPType.RAW_PACKET and code in NOT_PERMITTED:
         return "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"

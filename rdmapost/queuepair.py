@@ -18,7 +18,7 @@ from .memory import MR, MW, PD
 from .multicast import Multicast
 from .posting import PostQueue, recv_queue, send_queue
 from .prepared import Batch
-from .qpinit import XRC, create, refuse_misfits
+from .qpinit import XRC, how_to_create, refuse_misfits, why_not_created
 from .rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
@@ -104,6 +104,7 @@ class QP(Multicast):
     )
 
     _kind = "QP"
+    _rank = 1
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class QP(Multicast):
         self._gid_index = gid_index
         self._gid = None
         self._groups = set()
+        self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
@@ -159,14 +161,17 @@ class QP(Multicast):
         )  # fmt: skip
         init.qp_type = self.qp_type
         init.sq_sig_all = sq_sig_all
-        handle = create(pd, xrcd, init, max_tso_header)
+        given = (pd, send_cq, recv_cq, srq, xrcd)
+        parents = {id(p): p for p in given if p is not None}
+        create, args = how_to_create(pd, xrcd, init, max_tso_header)
         try:
-            self._take(handle, cap, port)
-        except BaseException:
-            # An interrupt, say.  Nobody else knows of the QP yet.
-            if not hasattr(self, "_handle"):
-                context._provider.destroy_qp(handle)
+            handle = self._make(
+                create, args, context._provider.destroy_qp, tuple(parents.values())
+            )
+        except VerbsError as error:
+            error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
             raise
+        self._take(handle, cap, port)
 
     def _take(self, handle: Any, cap: Any, port: PortAttr) -> None:
         pd, context = self.pd, self.pd.context
@@ -193,9 +198,6 @@ class QP(Multicast):
         )
         self._recv = recv_queue(self._limits, self.max_recv_wr, checked=self.checked)
         self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
-        given = (pd, self.send_cq, self.recv_cq, self.srq, self.xrcd)
-        parents = {id(p): p for p in given if p is not None}
-        super().__init__(handle, *parents.values())
         for queue in (self._send, self._recv):
             context._queues[queue.in_flight.number] = queue.in_flight
         self._note_state(QPState.RESET)
@@ -203,15 +205,19 @@ class QP(Multicast):
     def __str__(self) -> str:
         return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
 
-    def _destroy(self) -> None:
+    def _release(self) -> None:
+        if not hasattr(self, "_batches"):
+            # An interrupt has ended the constructor: nothing was posted.
+            return
         for batch in list(self._batches):
             batch.close()
-        with self._send.lock, self._recv.lock:
-            self._leave_groups()
-            self._keep_completions()
-            self.pd.context._provider.destroy_qp(self._handle)
-            self._keep_completions()
-            self._handle = None
+        self._leave_groups()
+        self._keep_completions()
+
+    def _forget(self) -> None:
+        if not hasattr(self, "_batches"):
+            return
+        self._keep_completions()
         for queue in (self._send.in_flight, self._recv.in_flight):
             self.pd.context._queues.pop(queue.number, None)
             queue.clear()

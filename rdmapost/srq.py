@@ -69,6 +69,7 @@ class SRQ(Resource):
     )  # fmt: skip
 
     _kind = "SRQ"
+    _rank = 3
 
     def __init__(
         self,
@@ -97,16 +98,6 @@ class SRQ(Resource):
         fill(init.attr, max_wr=max_wr, max_sge=max_sge)
         fill(init.tm_cap, max_num_tags=self.max_num_tags, max_ops=self.max_ops)
         handle = self._create(init)
-        try:
-            self._take(handle, init, tag_sge, checked)
-        except BaseException:
-            # An interrupt, say.  Nobody else knows of the SRQ yet.
-            if not hasattr(self, "_handle"):
-                context._provider.destroy_srq(handle)
-            raise
-
-    def _take(self, handle: Any, init: Any, tag_sge: int, checked: bool) -> None:
-        pd = self.pd
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
@@ -114,10 +105,8 @@ class SRQ(Resource):
         tagged = self.srq_type is SRQType.TM
         limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
         self._ops = ops_queue(limits, self.max_ops, checked=checked and tagged)
-        given = (pd, self.xrcd, self.cq)
-        super().__init__(handle, *[parent for parent in given if parent is not None])
         for queue in self._queues():
-            pd.context._queues[queue.number] = queue
+            context._queues[queue.number] = queue
         self._recv.set_ready(True)
         self._ops.set_ready(True)
 
@@ -150,7 +139,7 @@ class SRQ(Resource):
         """
         context = self.pd.context
         attr = ffi.new("struct ibv_device_attr_ex *")
-        context._provider.query_device_ex(context._live(), attr)
+        context._verb(context._provider.query_device_ex, attr)
         caps = attr.tm_caps
         if not caps.max_num_tags:
             raise UnsupportedError(
@@ -164,17 +153,21 @@ class SRQ(Resource):
         return most_sge
 
     def _create(self, init: Any) -> Any:
-        provider = self.pd.context._provider
-        pd = self.pd._live()
+        context, pd = self.pd.context, self.pd
+        provider = context._provider
+        given = (pd, self.xrcd, self.cq)
+        parents = tuple(parent for parent in given if parent is not None)
         if self.srq_type is SRQType.BASIC:
             # The older call, which every driver has.
             plain = ffi.new("struct ibv_srq_init_attr *")
             plain.attr = init.attr
-            handle = provider.create_srq(pd, plain)
+            handle = self._make(
+                provider.create_srq, (pd, plain), provider.destroy_srq, parents
+            )
             init.attr = plain.attr
             return handle
         assert self.cq is not None
-        init.srq_type, init.pd, init.cq = self.srq_type, pd, self.cq._live()
+        init.srq_type, init.pd, init.cq = self.srq_type, pd._live(), self.cq._live()
         init.comp_mask = (
             lib.IBV_SRQ_INIT_ATTR_TYPE | lib.IBV_SRQ_INIT_ATTR_PD | lib.IBV_SRQ_INIT_ATTR_CQ
         )
@@ -183,16 +176,20 @@ class SRQ(Resource):
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_XRCD
         else:
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_TM
-        return provider.create_srq_ex(self.pd.context._live(), init)
+        return self._make(provider.create_srq_ex, (context, init), provider.destroy_srq, parents)
 
     def _queues(self) -> tuple[Any, ...]:
         return self._recv.in_flight, self._ops.in_flight, self._ops.tagged
 
-    def _destroy(self) -> None:
+    def _release(self) -> None:
+        if not hasattr(self, "_ops"):
+            # An interrupt has ended the constructor: nothing was posted.
+            return
         self._keep_completions()
-        with self._recv.lock, self._ops.lock:
-            self.pd.context._provider.destroy_srq(self._handle)
-            self._handle = None
+
+    def _forget(self) -> None:
+        if not hasattr(self, "_ops"):
+            return
         self._keep_completions()
         for queue in self._queues():
             self.pd.context._queues.pop(queue.number, None)
@@ -215,7 +212,8 @@ class SRQ(Resource):
         """
         if self.srq_type is not SRQType.XRC:
             raise RdmaError(f"{self} has no number that a message could name; XRC has")
-        return self.pd.context._provider.get_srq_num(self._live())
+        number: int = self._verb(self.pd.context._provider.get_srq_num)
+        return number
 
     @property
     def outstanding(self) -> int:
@@ -238,7 +236,7 @@ class SRQ(Resource):
     def query(self) -> SRQAttr:
         """Return its attributes as they are now (ibv_query_srq(3))."""
         raw = ffi.new("struct ibv_srq_attr *")
-        self.pd.context._provider.query_srq(self._live(), raw)
+        self._verb(self.pd.context._provider.query_srq, raw)
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
     def arm_limit(self, srq_limit: int) -> None:
@@ -255,7 +253,7 @@ class SRQ(Resource):
         """
         raw = ffi.new("struct ibv_srq_attr *")
         raw.srq_limit = srq_limit
-        self.pd.context._provider.modify_srq(self._live(), raw, SRQAttrMask.LIMIT)
+        self._verb(self.pd.context._provider.modify_srq, raw, SRQAttrMask.LIMIT)
 
     def post_srq_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
         """Post receives that any queue pair of this SRQ may use.

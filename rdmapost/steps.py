@@ -121,7 +121,7 @@ class Steps(Resource):
         """
         raw = ffi.new("struct ibv_qp_attr *")
         init = ffi.new("struct ibv_qp_init_attr *")
-        self.pd.context._provider.query_qp(self._live(), raw, QUERY_MASK, init)
+        self._verb(self.pd.context._provider.query_qp, raw, QUERY_MASK, init)
         return QPAttr._read(raw)
 
     def modify(self, **attrs: Any) -> None:
@@ -143,7 +143,7 @@ class Steps(Resource):
 
         See ibv_modify_qp(3).
         """
-        handle = self._live()
+        self._live()
         raw = ffi.new("struct ibv_qp_attr *")
         mask = QPAttrMask(0)
         for name, value in attrs.items():
@@ -165,7 +165,7 @@ class Steps(Resource):
         if to is QPState.RESET:
             self._keep_completions()
         try:
-            self.pd.context._provider.modify_qp(handle, raw, mask)
+            self._verb(self.pd.context._provider.modify_qp, raw, mask)
         except VerbsError as error:
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise

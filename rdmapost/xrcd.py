@@ -33,6 +33,7 @@ class XRCD(Resource):
     __slots__ = ("context",)
 
     _kind = "XRCD"
+    _rank = 7
 
     def __init__(self, context: Context, fd: int = -1, oflags: int = os.O_CREAT) -> None:
         self.context = context
@@ -42,7 +43,5 @@ class XRCD(Resource):
             init.fd, init.oflags = fd, oflags
         except OverflowError:
             raise ValueError(f"fd={fd} or oflags={oflags} does not fit into 32 bits") from None
-        super().__init__(context._provider.open_xrcd(context._live(), init), context)
-
-    def _destroy(self) -> None:
-        self.context._provider.close_xrcd(self._handle)
+        provider = context._provider
+        self._make(provider.open_xrcd, (context, init), provider.close_xrcd, (context,))

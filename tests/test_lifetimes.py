@@ -271,7 +271,7 @@ def test_interrupt_anywhere_in_set_up_leaves_nothing(context):
         # Some of the places are enough where each try takes the kernel's time.
         "        after += 1 if context.kind == 'soft' else 11\n"
         "        gc.collect()\n"
-        "        assert not context._children, after\n"
+        "        assert not context._open_children(), after\n"
         "        assert len(os.listdir('/proc/self/fd')) == files, after\n"
         "print(after > 100)\n",
         context.name,
@@ -282,7 +282,7 @@ def test_interrupt_anywhere_in_set_up_leaves_nothing(context):
 def test_what_one_thread_makes_another_drops(context):
     """Resources change hands with work outstanding; whichever thread is last gives them back."""
     rounds, threads = 12, 4
-    before = len(context._children)
+    before = len(context._open_children())
     handed: queue.Queue[list[object] | None] = queue.Queue(2)
     dropped: list[int] = []
 
@@ -315,7 +315,7 @@ def test_what_one_thread_makes_another_drops(context):
             dropper.result()
     assert len(dropped) == rounds * threads
     gc.collect()
-    assert len(context._children) == before
+    assert len(context._open_children()) == before
 
 
 def test_garbage_during_a_poll_does_not_lock_up(connect, context):

@@ -6,36 +6,48 @@ import gc
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support import prints
 
 import rdmapost as rp
+from rdmapost._binding import ffi
 from rdmapost._resource import Resource
 
 closed: list[str] = []
 
 
+class Device:
+    """What the device of a thing does when it is destroyed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.broken = False
+        self.inside: Callable[[], object] = lambda: None
+
+    def destroy(self, _: object) -> None:
+        self.inside()
+        if self.broken:
+            raise rp.VerbsError("ibv_destroy_thing", 16)
+        closed.append(self.name)
+
+
 class Thing(Resource):
     """A resource of no device."""
 
-    __slots__ = ("above", "broken", "name", "others")
+    __slots__ = ("above", "device", "name", "others")
 
     def __init__(self, name: str, *parents: Thing) -> None:
         self.name = name
         self.above = parents
         self.others: list[Any] = []
-        self.broken = False
-        super().__init__(object(), *parents)
+        self.device = Device(name)
+        self._make(ffi.new, ("char *",), self.device.destroy, parents)
 
     def __str__(self) -> str:
         return self.name
-
-    def _destroy(self) -> None:
-        if self.broken:
-            raise rp.VerbsError("ibv_destroy_thing", 16)
-        closed.append(self.name)
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +106,11 @@ def test_many_children_are_counted():
 
 def test_resource_that_the_device_keeps_stays_open():
     thing = Thing("pd")
-    thing.broken = True
+    thing.device.broken = True
     with pytest.raises(rp.VerbsError):
         thing.close()
     assert not thing.closed
-    thing.broken = False
+    thing.device.broken = False
     thing.close()
     assert closed == ["pd"]
 
@@ -159,8 +171,9 @@ def test_garbage_in_a_cycle_is_closed_children_first():
 
 def test_garbage_that_the_device_keeps_is_nobodys_error():
     thing = Thing("pd")
-    thing.broken = True
-    del thing
+    thing.device.broken = True
+    with pytest.warns(ResourceWarning, match="pd could not be closed: ibv_destroy_thing: EBUSY"):
+        del thing
     gc.collect()
     assert closed == []
 
@@ -174,7 +187,7 @@ def test_half_made_resource_is_garbage_without_a_word():
 
     with pytest.raises(rp.VerbsError):
         Half()
-    half = object.__new__(Thing)
+    half = Thing.__new__(Thing)
     half.close()
     del half
     gc.collect()
@@ -184,13 +197,12 @@ def test_closing_from_two_threads_destroys_once():
     """The second one finds it closed, or being closed; it never frees twice."""
     inside, go = threading.Event(), threading.Event()
 
-    class Slow(Thing):
-        def _destroy(self) -> None:
-            inside.set()
-            assert go.wait(10)
-            super()._destroy()
+    def slow() -> None:
+        inside.set()
+        assert go.wait(10)
 
-    thing = Slow("pd")
+    thing = Thing("pd")
+    thing.device.inside = slow
     first = threading.Thread(target=thing.close)
     first.start()
     assert inside.wait(10)
@@ -229,11 +241,11 @@ def test_interpreter_ends_quietly_with_everything_open():
     """At exit the whole tree is closed, children first."""
     said = prints(
         "from rdmapost._resource import Resource\n"
+        "from rdmapost._binding import ffi\n"
         "class Thing(Resource):\n"
         "    def __init__(self, name, *above):\n"
-        "        self.name, self.above = name, above\n"
-        "        super().__init__(object(), *above)\n"
-        "    def _destroy(self): print(self.name, flush=True)\n"
+        "        destroy = lambda _: print(name, flush=True)\n"
+        "        self._make(ffi.new, ('char *',), destroy, above)\n"
         "context = Thing('context'); pd = Thing('pd', context)\n"
         "mr = Thing('mr', pd); qp = Thing('qp', pd)\n"
         "cycle = [mr]; cycle.append(cycle)\n"
@@ -249,13 +261,13 @@ def test_what_another_keeps_busy_is_closed_at_exit_too():
         "atexit.register(print, 'end')\n"
         "import rdmapost as rp\n"
         "from rdmapost._resource import Resource\n"
+        "from rdmapost._binding import ffi\n"
         "class Thing(Resource):\n"
         "    def __init__(self, name, *above):\n"
-        "        self.name, self.above = name, above\n"
-        "        super().__init__(object(), *above)\n"
-        "    def _destroy(self):\n"
-        "        if self.name == 'mr' and not qp.closed: raise rp.InUseError('mr')\n"
-        "        print(self.name, flush=True)\n"
+        "        def destroy(_):\n"
+        "            if name == 'mr' and not qp.closed: raise rp.InUseError('mr')\n"
+        "            print(name, flush=True)\n"
+        "        self._make(ffi.new, ('char *',), destroy, above)\n"
         "context = Thing('context'); pd = Thing('pd', context)\n"
         "mr = Thing('mr', pd); qp = Thing('qp', pd)\n"
     )

@@ -153,6 +153,8 @@ static int settle_all(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 		uint64_t ticket = wc[i].wr_id;
 
 		if (!queue || queue->base != (ticket >> 32) << 32) {
+			if (queue)
+				rp_drop_done(queue);
 			Py_XDECREF((PyObject *)queue);
 			queue = (struct rp_in_flight *)member(
 				queues, (unsigned long)(ticket >> 32), NULL);
@@ -164,6 +166,8 @@ static int settle_all(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 		else
 			failed = PyErr_Occurred() != NULL;
 	}
+	if (queue)
+		rp_drop_done(queue);
 	Py_XDECREF((PyObject *)queue);
 	return failed ? -1 : 0;
 }

@@ -10,7 +10,7 @@
  * The functions are in the module that cffi makes: its own init function is
  * renamed (build_ffi.py), and the one below calls it.
  */
-#include "door.h"
+#include "handle.h"
 
 int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 		    const uint64_t *most, uint64_t *into)
@@ -43,14 +43,24 @@ int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 	static PyObject *name(PyObject *self, PyObject *const *args,           \
 			      Py_ssize_t nargs)
 
-/* The CQ's struct, and whether only solicited completions count. */
+/* The CQ, and whether only solicited completions count. */
 FUNCTION(req_notify)
 {
-	static const uint64_t most[] = { U64, 1 };
+	struct rp_use use;
+	int failed;
 
-	READ(most);
-	return PyLong_FromLong(
-		ibv_req_notify_cq((void *)(uintptr_t)n[0], (int)n[1]));
+	(void)self;
+	if (nargs != 2 || !rp_is_handle(args[0])) {
+		PyErr_SetString(PyExc_TypeError, "wrong arguments");
+		return NULL;
+	}
+	if (rp_begin_use((struct rp_handle *)args[0], &use)) {
+		rp_raise_closed((struct rp_handle *)args[0]);
+		return NULL;
+	}
+	failed = ibv_req_notify_cq(use.handle->address, args[1] == Py_True);
+	rp_end_use(&use);
+	return PyLong_FromLong(failed);
 }
 
 /* A completion channel that does not block: 0, or an errno. */

@@ -194,6 +194,56 @@ struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 	return ibv_reg_mr_iova2(pd, addr, length, (uintptr_t)addr, access);
 }
 
+struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
+			    struct ibv_comp_channel *channel, int comp_vector)
+{
+	if (!context) {
+		errno = EINVAL;
+		return NULL;
+	}
+	return ibv_create_cq(context, cqe, NULL, channel, comp_vector);
+}
+
+struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
+			       struct ibv_comp_channel *channel,
+			       int comp_vector)
+{
+	struct ibv_cq_init_attr_ex attr = {
+		.cqe = (uint32_t)cqe,
+		.channel = channel,
+		.comp_vector = (uint32_t)comp_vector,
+		.wc_flags = IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM |
+			    IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP |
+			    IBV_WC_EX_WITH_SLID | IBV_WC_EX_WITH_SL |
+			    IBV_WC_EX_WITH_DLID_PATH_BITS |
+			    IBV_WC_EX_WITH_TM_INFO,
+	};
+	struct ibv_cq_ex *cq;
+
+	if (!context) {
+		errno = EINVAL;
+		return NULL;
+	}
+	cq = ibv_create_cq_ex(context, &attr);
+	return cq ? ibv_cq_ex_to_cq(cq) : NULL;
+}
+
+int rp_get_async_event(struct ibv_context *context,
+		       struct ibv_async_event *event)
+{
+	int failed;
+
+	if (!context || !event) {
+		errno = EINVAL;
+		return -1;
+	}
+	failed = ibv_get_async_event(context, event);
+	/* At once: what an unacknowledged event is about cannot be destroyed. */
+	if (!failed)
+		ibv_ack_async_event(event);
+	return failed;
+}
+
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr)
 {

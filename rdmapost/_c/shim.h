@@ -64,6 +64,19 @@ int rp_has_symbol(const char *name);
 struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);
 
+/* ibv_create_cq without its context's pointer. */
+struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
+			    struct ibv_comp_channel *channel, int comp_vector);
+
+/* ibv_create_cq_ex for completions that tell tags, too (tag matching). */
+struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
+			       struct ibv_comp_channel *channel,
+			       int comp_vector);
+
+/* ibv_get_async_event and ibv_ack_async_event in one: no interrupt between them. */
+int rp_get_async_event(struct ibv_context *context,
+		       struct ibv_async_event *event);
+
 /* ibv_query_port with the full struct (a macro in the header). */
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr);

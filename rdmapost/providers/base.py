@@ -7,11 +7,17 @@ provider they run on.
 
 Every method takes and returns the C structs as cffi pointers, and raises
 VerbsError (UnsupportedError where the device has no such call).
+
+What makes a struct or destroys it may be a function of C's instead, which is
+called by C (Resource._make) and tells of a failure as libibverbs does: by NULL
+or what is not 0, and errno.  No interrupt can come between such a call and the
+note of what it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 __all__ = ["DeviceInfo", "GIDEntry", "Provider"]
@@ -59,7 +65,11 @@ class Provider(Protocol):
     """How long it pays to look for a completion again and again before sleeping."""
 
     def list_devices(self) -> list[DeviceInfo]: ...
-    def open_device(self, name: str) -> Any: ...
+    def found_device(self, name: str) -> AbstractContextManager[Any]:
+        """Find a device for open_device(); as it ends, say why that failed."""
+        ...
+
+    def open_device(self, device: Any) -> Any: ...
     def close_device(self, context: Any) -> None: ...
     def query_device(self, context: Any, attr: Any) -> None: ...
     def query_device_ex(self, context: Any, attr: Any) -> None: ...
@@ -69,10 +79,6 @@ class Provider(Protocol):
 
     def get_async_event(self, context: Any) -> tuple[int, Any] | None:
         """Return an event's type, and its struct or port; None when there is none."""
-        ...
-
-    def inside_verb(self) -> bool:
-        """Whether this thread is inside a verb of the provider's, written in Python."""
         ...
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
@@ -91,7 +97,7 @@ class Provider(Protocol):
     def destroy_comp_channel(self, channel: Any) -> None: ...
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any: ...
     def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        """Create a CQ that also tells the tag of a tag-matching message."""
+        """Create a CQ that also tells the tag of a tag-matching message; return its ibv_cq."""
         ...
 
     def destroy_cq(self, cq: Any) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,9 @@ class SoftProvider(Queues):
 
     def list_devices(self) -> list[DeviceInfo]:
         return [DeviceInfo(device.name, self.kind, device.guid, NodeType.CA, "")]
+
+    def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext(name)
 
     def open_device(self, name: str) -> Any:
         ops = ffi.new("struct rp_soft_ops *")
@@ -235,7 +239,7 @@ class SoftProvider(Queues):
         extended = ffi.addressof(whole, "cq")
         cq = self._create_cq(ffi.cast("struct ibv_cq *", extended), context, cqe, channel)
         _extended_cqs[cq.handle] = whole
-        return extended
+        return cq
 
     def _create_cq(self, cq: Any, context: Any, cqe: int, channel: Any) -> Any:
         cq.context, cq.cqe = context, cqe

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._binding import address_of, door, ffi, lib
@@ -19,11 +20,6 @@ __all__ = ["VerbsProvider"]
 _LIBRARY = "libibverbs.so.1"
 _LIBRARY_VARIABLE = "RDMAPOST_LIBIBVERBS"
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-_WC_FIELDS = (
-    lib.IBV_WC_EX_WITH_BYTE_LEN | lib.IBV_WC_EX_WITH_IMM | lib.IBV_WC_EX_WITH_QP_NUM
-    | lib.IBV_WC_EX_WITH_SRC_QP | lib.IBV_WC_EX_WITH_SLID | lib.IBV_WC_EX_WITH_SL
-    | lib.IBV_WC_EX_WITH_DLID_PATH_BITS | lib.IBV_WC_EX_WITH_TM_INFO
-)  # fmt: skip
 
 
 _ELEMENTS = {
@@ -49,40 +45,10 @@ def _failed(call: str, code: int) -> VerbsError:
     return VerbsError(call, code or errno.EIO)
 
 
-def _pointer(call: str, made: Any) -> Any:
-    """Return what a call made, or raise for NULL with errno."""
-    if made == ffi.NULL:
-        raise _failed(call, ffi.errno)
-    _destroyed.pop(address_of(made), None)
-    return made
-
-
 def _zero(call: str, result: int) -> None:
     """Raise for a call that returns 0, an errno, its negative, or -1 with errno."""
     if result:
         raise _failed(call, ffi.errno if result == -1 else abs(result))
-
-
-_destroyed: dict[int, None] = {}
-"""Where the structs were that libibverbs has freed, until it puts another one there."""
-
-
-def _destroy(call: str, struct: Any) -> None:
-    """Destroy what a struct stands for; do nothing a second time.
-
-    An interrupt that comes during the call is raised after it, before anyone can note that the
-    struct is gone; whoever closes it again would have it freed twice.
-    """
-    destroy, address = getattr(lib, call), address_of(struct)
-    if address in _destroyed:
-        return
-    # No interrupt can come between this and the call.
-    _destroyed[address] = None
-    result = destroy(struct)
-    if result:
-        code = ffi.errno if result == -1 else abs(result)
-        _destroyed.pop(address, None)
-        raise _failed(call, code)
 
 
 def _group(gid: bytes) -> Any:
@@ -129,18 +95,20 @@ class VerbsProvider:
                 for device in devices
             ]
 
-    def open_device(self, name: str) -> Any:
+    @contextlib.contextmanager
+    def found_device(self, name: str) -> Iterator[Any]:
         with _DeviceList() as devices:
             for device in devices:
                 if ffi.string(device.name).decode() == name:
-                    context = lib.ibv_open_device(device)
-                    if context == ffi.NULL:
-                        raise _cannot_open(device, name, ffi.errno)
-                    return _pointer("ibv_open_device", context)
+                    try:
+                        yield device
+                    except VerbsError as error:
+                        raise _cannot_open(device, name, error.errno or 0) from None
+                    return
         raise NoDeviceError(f"the RDMA device {name} has gone")
 
-    def close_device(self, context: Any) -> None:
-        _destroy("ibv_close_device", context)
+    open_device = lib.ibv_open_device
+    close_device = lib.ibv_close_device
 
     def query_device(self, context: Any, attr: Any) -> None:
         _zero("ibv_query_device", lib.ibv_query_device(context, attr))
@@ -185,18 +153,12 @@ class VerbsProvider:
 
     def get_async_event(self, context: Any) -> tuple[int, Any] | None:
         event = ffi.new("struct ibv_async_event *")
-        if lib.ibv_get_async_event(context, event):
+        if lib.rp_get_async_event(context, event):
             if ffi.errno == errno.EAGAIN:
                 return None
             raise _failed("ibv_get_async_event", ffi.errno)
         kind = event.event_type
-        element = getattr(event.element, _ELEMENTS.get(kind, "port_num"))
-        # At once: what an unacknowledged event is about cannot be destroyed.
-        lib.ibv_ack_async_event(event)
-        return kind, element
-
-    def inside_verb(self) -> bool:
-        return False
+        return kind, getattr(event.element, _ELEMENTS.get(kind, "port_num"))
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         raise UnsupportedError(
@@ -205,47 +167,23 @@ class VerbsProvider:
 
     # ---- memory -------------------------------------------------------------
 
-    def alloc_pd(self, context: Any) -> Any:
-        return _pointer("ibv_alloc_pd", lib.ibv_alloc_pd(context))
-
-    def dealloc_pd(self, pd: Any) -> None:
-        _destroy("ibv_dealloc_pd", pd)
-
-    def reg_mr(self, pd: Any, addr: Any, length: int, access: int) -> Any:
-        return _pointer("ibv_reg_mr", lib.rp_reg_mr(pd, addr, length, access))
-
-    def dereg_mr(self, mr: Any) -> None:
-        _destroy("ibv_dereg_mr", mr)
-
-    def alloc_mw(self, pd: Any, mw_type: int) -> Any:
-        return _pointer("ibv_alloc_mw", lib.ibv_alloc_mw(pd, mw_type))
-
-    def dealloc_mw(self, mw: Any) -> None:
-        _destroy("ibv_dealloc_mw", mw)
+    alloc_pd = lib.ibv_alloc_pd
+    dealloc_pd = lib.ibv_dealloc_pd
+    reg_mr = lib.rp_reg_mr
+    dereg_mr = lib.ibv_dereg_mr
+    alloc_mw = lib.ibv_alloc_mw
+    dealloc_mw = lib.ibv_dealloc_mw
 
     def bind_mw(self, qp: Any, mw: Any, bind: Any) -> None:
         _zero("ibv_bind_mw", lib.rp_bind_mw(qp, mw, bind))
 
     # ---- completions --------------------------------------------------------
 
-    def create_comp_channel(self, context: Any) -> Any:
-        return _pointer("ibv_create_comp_channel", lib.ibv_create_comp_channel(context))
-
-    def destroy_comp_channel(self, channel: Any) -> None:
-        _destroy("ibv_destroy_comp_channel", channel)
-
-    def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        made = lib.ibv_create_cq(context, cqe, ffi.NULL, channel, comp_vector)
-        return _pointer("ibv_create_cq", made)
-
-    def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        init = ffi.new("struct ibv_cq_init_attr_ex *")
-        init.cqe, init.channel, init.comp_vector = cqe, channel, comp_vector
-        init.wc_flags = _WC_FIELDS
-        return _pointer("ibv_create_cq_ex", lib.ibv_create_cq_ex(context, init))
-
-    def destroy_cq(self, cq: Any) -> None:
-        _destroy("ibv_destroy_cq", cq)
+    create_comp_channel = lib.ibv_create_comp_channel
+    destroy_comp_channel = lib.ibv_destroy_comp_channel
+    create_cq = lib.rp_create_cq
+    create_cq_ex = lib.rp_create_cq_ex
+    destroy_cq = lib.ibv_destroy_cq
 
     def get_cq_event(self, channel: Any) -> Any:
         cq, cq_context = ffi.new("struct ibv_cq **"), ffi.new("void **")
@@ -265,11 +203,16 @@ class VerbsProvider:
 
     # ---- queues -------------------------------------------------------------
 
-    def create_srq(self, pd: Any, init_attr: Any) -> Any:
-        return _pointer("ibv_create_srq", lib.ibv_create_srq(pd, init_attr))
-
-    def create_srq_ex(self, context: Any, init_attr: Any) -> Any:
-        return _pointer("ibv_create_srq_ex", lib.ibv_create_srq_ex(context, init_attr))
+    create_srq = lib.ibv_create_srq
+    create_srq_ex = lib.ibv_create_srq_ex
+    destroy_srq = lib.ibv_destroy_srq
+    open_xrcd = lib.ibv_open_xrcd
+    close_xrcd = lib.ibv_close_xrcd
+    create_qp = lib.ibv_create_qp
+    create_qp_ex = lib.ibv_create_qp_ex
+    destroy_qp = lib.ibv_destroy_qp
+    create_ah = lib.ibv_create_ah
+    destroy_ah = lib.ibv_destroy_ah
 
     def get_srq_num(self, srq: Any) -> int:
         number = ffi.new("uint32_t *")
@@ -283,20 +226,6 @@ class VerbsProvider:
     def query_srq(self, srq: Any, attr: Any) -> None:
         _zero("ibv_query_srq", lib.ibv_query_srq(srq, attr))
 
-    def destroy_srq(self, srq: Any) -> None:
-        _destroy("ibv_destroy_srq", srq)
-
-    def open_xrcd(self, context: Any, init_attr: Any) -> Any:
-        return _pointer("ibv_open_xrcd", lib.ibv_open_xrcd(context, init_attr))
-
-    def close_xrcd(self, xrcd: Any) -> None:
-        _destroy("ibv_close_xrcd", xrcd)
-
-    def create_qp(self, pd: Any, init_attr: Any) -> Any:
-        return _pointer("ibv_create_qp", lib.ibv_create_qp(pd, init_attr))
-
-    def create_qp_ex(self, context: Any, init_attr: Any) -> Any:
-        return _pointer("ibv_create_qp_ex", lib.ibv_create_qp_ex(context, init_attr))
 
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
         _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))
@@ -304,20 +233,11 @@ class VerbsProvider:
     def query_qp(self, qp: Any, attr: Any, mask: int, init_attr: Any) -> None:
         _zero("ibv_query_qp", lib.ibv_query_qp(qp, attr, mask, init_attr))
 
-    def destroy_qp(self, qp: Any) -> None:
-        _destroy("ibv_destroy_qp", qp)
-
     def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
         _zero("ibv_attach_mcast", lib.ibv_attach_mcast(qp, _group(gid), lid))
 
     def detach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
         _zero("ibv_detach_mcast", lib.ibv_detach_mcast(qp, _group(gid), lid))
-
-    def create_ah(self, pd: Any, attr: Any) -> Any:
-        return _pointer("ibv_create_ah", lib.ibv_create_ah(pd, attr))
-
-    def destroy_ah(self, ah: Any) -> None:
-        _destroy("ibv_destroy_ah", ah)
 
 
 class _DeviceList:
