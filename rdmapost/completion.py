@@ -132,8 +132,8 @@ class CQ(Resource):
     """
 
     __slots__ = (
-        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_own", "_sleeping",
-        "_waiting", "channel", "context", "cqe",
+        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_sleeping", "_waiting",
+        "channel", "context", "cqe",
     )  # fmt: skip
 
     _kind = "CQ"
@@ -162,13 +162,15 @@ class CQ(Resource):
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
-        self._own = announces = OwnChannel(context) if channel is None else channel
+        announces = OwnChannel(context) if channel is None else channel
         self._channel = announces._live()
         create = provider.create_cq_ex if tm_info else provider.create_cq
         handle = self._make(
             create, (context, cqe, announces, comp_vector), provider.destroy_cq,
             (context, announces),
         )  # fmt: skip
+        if channel is None:
+            announces._abandon()
         self._address = address_of(handle)
         # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
         self._extended = self._address if tm_info else 0
@@ -187,9 +189,6 @@ class CQ(Resource):
                     f"{self} cannot be closed: a thread or task waits for its completions"
                 )
 
-    def _forget(self) -> None:
-        if self.channel is None:
-            self._own.close()
 
     def req_notify(self, solicited_only: bool = False) -> None:
         """Ask for one event on the channel, at the next completion.

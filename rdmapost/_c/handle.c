@@ -798,29 +798,21 @@ static void note_destroyed(struct rp_handle *h, struct held *held)
 	__atomic_store_n(&h->cdata, NULL, __ATOMIC_SEQ_CST);
 	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
 	remove_from_list(h);
-	for (Py_ssize_t i = 0; i < PyTuple_Size(held->parents); i++) {
-		struct rp_handle *parent =
-			(struct rp_handle *)PyTuple_GetItem(held->parents, i);
-
-		__atomic_sub_fetch(&parent->word, CHILD, __ATOMIC_SEQ_CST);
-	}
-	if (held->bound) {
-		struct rp_handle *mr = (struct rp_handle *)held->bound;
-
-		__atomic_sub_fetch(&mr->windows, 1, __ATOMIC_SEQ_CST);
-	}
 }
 
+/* Leave the parents, which _forget() may have used, and drop all that was held. */
 static void let_go(struct held *held)
 {
 	PyObject *type, *value, *trace;
 
 	PyErr_Fetch(&type, &value, &trace);
-	for (Py_ssize_t i = 0; i < PyTuple_Size(held->parents); i++)
-		look_after((struct rp_handle *)PyTuple_GetItem(held->parents,
-							       i));
-	if (held->bound)
-		look_after((struct rp_handle *)held->bound);
+	leave_parents(held->parents, PyTuple_Size(held->parents));
+	if (held->bound) {
+		struct rp_handle *mr = (struct rp_handle *)held->bound;
+
+		__atomic_sub_fetch(&mr->windows, 1, __ATOMIC_SEQ_CST);
+		look_after(mr);
+	}
 	Py_XDECREF(held->bound);
 	Py_XDECREF(held->keeps);
 	Py_DECREF(held->cdata);
@@ -1002,6 +994,15 @@ static PyObject *handle_close_at_exit(PyObject *self, PyObject *unused)
 	return close_by(self, AT_EXIT);
 }
 
+/* _abandon(): the last user closes it; the caller has made one. */
+static PyObject *handle_abandon(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	__atomic_store_n(&((struct rp_handle *)self)->abandoned, 1,
+			 __ATOMIC_SEQ_CST);
+	Py_RETURN_NONE;
+}
+
 /* What a hook does where a class has nothing to do. */
 static PyObject *do_nothing(PyObject *self, PyObject *unused)
 {
@@ -1103,6 +1104,7 @@ static PyMethodDef handle_methods[] = {
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done." },
 	{ "_close_at_exit", handle_close_at_exit, METH_NOARGS, NULL },
+	{ "_abandon", handle_abandon, METH_NOARGS, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
 	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },
