@@ -255,28 +255,27 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
     Raises:
         InUseError: always.
     """
+    batches = [
+        str(batch)
+        for handle in door.open_handles()
+        for batch in list(getattr(handle, "_batches", ()))
+        if batch._names(resource_)
+    ]
+    if batches:
+        raise InUseError(
+            f"{resource_} cannot be closed: {', '.join(batches)} still open on it; "
+            f"close {'it' if len(batches) == 1 else 'them'} first"
+        )
     wr_ids = [
         wr_id
         for queue in list(context._queues.values())
         for wr_id, held in outstanding_of(queue)
         if held is resource_ or (isinstance(held, tuple) and resource_ in held)
     ]
-    if wr_ids:
-        shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
-        raise InUseError(
-            f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "
-            f"(wr_id {shown}); poll their completions, or close the QP first"
-        )
-    batches = [
-        batch
-        for handle in door.open_handles()
-        for batch in list(getattr(handle, "_batches", ()))
-        if batch._names(resource_)
-    ]
-    names = ", ".join(map(str, batches)) or "a work request"
+    shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
     raise InUseError(
-        f"{resource_} cannot be closed: {names} still open on it; "
-        f"close {'it' if len(batches) < 2 else 'them'} first"
+        f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "
+        f"(wr_id {shown}); poll their completions, or close the QP first"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ._binding import address_of, door
 from .enums import QPType, SendFlags
-from .errors import PostError
+from .errors import ClosedError, PostError
 from .fields import KINDS, Verb
 from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal
 from .wr import OpsWR, RecvWR, SendWR
@@ -124,6 +124,12 @@ class PostQueue(door.Queue):
 
     # ---- called by C ------------------------------------------------------------
 
+    def _not_a_sequence(self, wrs: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.verb} takes a {self.wr_type.__name__} or a sequence of them, "
+            f"not a {type(wrs).__name__}"
+        )
+
     def _refused(
         self,
         owner: Any,
@@ -141,6 +147,8 @@ class PostQueue(door.Queue):
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
         if rule == "not_ready":
             reason = owner._why_not_ready(self)
+        elif rule == "list_closed":
+            raise ClosedError(f"the prepared list of {len(wrs)} is closed")
         else:
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:

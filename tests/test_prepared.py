@@ -137,10 +137,10 @@ def test_inline_data_is_read_at_each_post(connect: Connect):
     ("field", "value", "text"),
     [
         ("wr_id", -1, "wr_id=-1 is not in"),
-        ("wr_id", 1.5, "wr_id=1.5 is not in"),
+        ("wr_id", 1.5, "wr_id is a float, not an integer"),
         ("rkey", 1 << 32, r"rkey=4294967296 is not in 0\.\.2\^32-1"),
         ("remote_addr", -1, "remote_addr=-1 is not in"),
-        ("remote_addr", "there", "remote_addr='there' is not in"),
+        ("remote_addr", "there", "remote_addr is a str, not an integer"),
         ("sg_list", (), "0 SGEs, but it was prepared with 1"),
         ("sg_list", rp.SGE(1, 0, 2), "length 0"),
         ("sg_list", 5, "sg_list"),

@@ -58,6 +58,9 @@ extern PyObject *rp_lock_type;
 int rp_take(struct rp_lock *lock);
 void rp_give(struct rp_lock *lock);
 
+/* Whether this thread has it. */
+int rp_owns(const struct rp_lock *lock);
+
 /* ---- slots.c: attributes that a class keeps in __slots__ ---------------- */
 
 struct rp_slot {

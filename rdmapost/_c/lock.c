@@ -16,6 +16,11 @@ static unsigned long this_thread(void)
 	return (unsigned long)pthread_self();
 }
 
+int rp_owns(const struct rp_lock *lock)
+{
+	return __atomic_load_n(&lock->owner, __ATOMIC_RELAXED) == this_thread();
+}
+
 /* Waiting for oneself would last for ever; 0, or -1 with an exception. */
 static int is_own(const struct rp_lock *lock)
 {

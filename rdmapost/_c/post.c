@@ -253,20 +253,26 @@ static int settle(struct queue *q, struct post *post, size_t in)
 	return 0;
 }
 
-int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_use *use)
+int rp_begin_post(struct queue *q, struct rp_handle *owner,
+		  struct rp_turn *turn)
 {
-	if (rp_begin_use(owner, use)) {
+	if (rp_begin_use(owner, &turn->use)) {
 		rp_raise_closed(owner);
 		return -1;
 	}
-	return rp_take(q->lock) < 0 ? (rp_end_use(use), -1) : 0;
+	turn->nested = rp_owns(q->lock);
+	if (turn->nested || !rp_take(q->lock))
+		return 0;
+	rp_end_use(&turn->use);
+	return -1;
 }
 
-void rp_end_post(struct queue *q, struct rp_use *use)
+void rp_end_post(struct queue *q, struct rp_turn *turn)
 {
-	rp_give(q->lock);
+	if (!turn->nested)
+		rp_give(q->lock);
 	rp_drop_done(q->in_flight);
-	rp_end_use(use);
+	rp_end_use(&turn->use);
 }
 
 static struct rp_handle *to_handle(PyObject *object)
@@ -286,7 +292,7 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args,
 	struct rp_outcome outcome = { 0, 0 };
 	PyObject *answer = NULL;
 	Py_ssize_t count;
-	struct rp_use use;
+	struct rp_turn turn;
 	struct post post;
 	size_t in;
 
@@ -295,12 +301,12 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args,
 			PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
 		return NULL;
 	}
-	if (rp_read(q, args[1], &post) || rp_begin_post(q, owner, &use)) {
+	if (rp_read(q, args[1], &post) || rp_begin_post(q, owner, &turn)) {
 		rp_free_post(&post);
 		return NULL;
 	}
 	count = post.count ? post_locked(q, owner, &post, &outcome) : 0;
-	rp_end_post(q, &use);
+	rp_end_post(q, &turn);
 	in = count < 1 || outcome.posted < 0 ? 0 : (size_t)outcome.posted;
 	if (count < 0 || settle(q, &post, in))
 		answer = NULL;
@@ -327,7 +333,7 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 	PyObject *object, *wr, *call, *done = NULL, *answer = NULL;
 	struct rp_handle *owner;
 	struct request *r;
-	struct rp_use use;
+	struct rp_turn turn;
 	struct post post;
 	size_t adds = 0;
 	int sure, admitted = 0;
@@ -337,7 +343,7 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 	owner = to_handle(object);
 	if (!owner)
 		return NULL;
-	if (rp_read(q, wr, &post) || rp_begin_post(q, owner, &use)) {
+	if (rp_read(q, wr, &post) || rp_begin_post(q, owner, &turn)) {
 		rp_free_post(&post);
 		return NULL;
 	}
@@ -370,7 +376,7 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 		else
 			outcome.posted = 1;
 	}
-	rp_end_post(q, &use);
+	rp_end_post(q, &turn);
 	if (outcome.posted)
 		Py_XDECREF(rp_bind(r->mw, r->mr));
 	if (PyErr_Occurred())

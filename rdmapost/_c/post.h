@@ -195,9 +195,18 @@ void rp_put_pointers(struct post *post, const struct request *r);
 struct rp_outcome rp_submit(const struct queue *q, void *object, void *records,
 			    size_t count);
 
-/* Use what owns the queue, and take the lock; 0, or -1 with an exception. */
-int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_use *use);
-void rp_end_post(struct queue *q, struct rp_use *use);
+/*
+ * Use what owns the queue, and take the lock, unless this thread has it already: a
+ * signal handler or a finalizer may post in the middle of a post to a device that is
+ * written in Python.  0, or -1 with an exception.
+ */
+struct rp_turn {
+	struct rp_use use;
+	int nested;
+};
+int rp_begin_post(struct queue *q, struct rp_handle *owner,
+		  struct rp_turn *turn);
+void rp_end_post(struct queue *q, struct rp_turn *turn);
 
 /* ---- rules.c ------------------------------------------------------------ */
 

@@ -35,7 +35,7 @@ static int is_open(struct prepared *p)
 {
 	if (p->sent)
 		return 1;
-	PyErr_Format(PyExc_RuntimeError, "the %S is closed", (PyObject *)p);
+	PyErr_Format(PyExc_RuntimeError, "%S is closed", (PyObject *)p);
 	return 0;
 }
 
@@ -104,7 +104,7 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	struct prepared *p = (struct prepared *)self;
 	PyObject *queue, *owner, *wrs;
-	struct rp_use use;
+	struct rp_turn turn;
 	int refused = -1;
 
 	(void)kwargs;
@@ -118,10 +118,10 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	p->queue = (struct queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
 	if (rp_read(p->queue, wrs, &p->post) ||
-	    rp_begin_post(p->queue, p->owner, &use))
+	    rp_begin_post(p->queue, p->owner, &turn))
 		return -1;
 	refused = check_all(p);
-	rp_end_post(p->queue, &use);
+	rp_end_post(p->queue, &turn);
 	if (refused >= 0) {
 		rp_raise_refusal(queue, p->owner, &p->post, (size_t)refused, 0);
 		return -1;
@@ -234,18 +234,18 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 	struct prepared *p = (struct prepared *)self;
 	struct rp_outcome outcome = { 0, 0 };
 	const char *rule;
-	struct rp_use use;
+	struct rp_turn turn;
 	uint64_t left;
 
 	(void)unused;
-	if (!p->queue || rp_begin_post(p->queue, p->owner, &use))
+	if (!p->queue || rp_begin_post(p->queue, p->owner, &turn))
 		return NULL;
 	rule = !p->sent ? "list_closed" :
 	       rp_reserve(p->queue->in_flight, 1) ?
 			  "" : post_locked(p, &outcome);
 	left = p->queue->room - (p->queue->in_flight->posted -
 				 p->queue->in_flight->done);
-	rp_end_post(p->queue, &use);
+	rp_end_post(p->queue, &turn);
 	if (rule && !*rule)
 		return NULL;
 	if (rule) {
@@ -532,7 +532,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
-	struct rp_use use;
+	struct rp_turn turn;
 	struct post post;
 	int failed, right = 0;
 
@@ -548,13 +548,13 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 			(uint64_t)p->post.requests[item->index].num_sge;
 	}
 	if (!failed && !post.refusal.rule) {
-		failed = rp_begin_post(p->queue, p->owner, &use);
+		failed = rp_begin_post(p->queue, p->owner, &turn);
 		if (!failed) {
 			rp_name_all(post.requests->held);
 			post.requests->named = 1;
 			right = rp_check(p->queue, p->owner, &post,
 					 post.requests, 0);
-			rp_end_post(p->queue, &use);
+			rp_end_post(p->queue, &turn);
 		}
 	}
 	if (right)

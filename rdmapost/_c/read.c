@@ -476,8 +476,16 @@ int rp_read(struct queue *q, PyObject *wrs, struct post *post)
 		post->wrs = PyTuple_Pack(1, wrs);
 	else
 		post->wrs = PySequence_Tuple(wrs);
-	if (!post->wrs)
+	if (!post->wrs) {
+		if (PyErr_ExceptionMatches(PyExc_TypeError) &&
+		    !PyObject_HasAttrString(wrs, "__iter__")) {
+			PyErr_Clear();
+			Py_XDECREF(PyObject_CallMethod((PyObject *)q,
+						       "_not_a_sequence", "O",
+						       wrs));
+		}
 		return -1;
+	}
 	for (Py_ssize_t i = 0; i < PyTuple_Size(post->wrs); i++) {
 		struct request *r;
 		int read;

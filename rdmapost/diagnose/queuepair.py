@@ -211,7 +211,7 @@ def check_sends(seen: Seen) -> Iterable[Finding]:
         return
     # Which of them are SIGNALED is not kept.
     unsure = not qp.sq_sig_all
-    oldest = next(qp._send.in_flight.references(), None)
+    oldest = qp._send.in_flight.entry(0)
     evidence = f"sends outstanding: {count} of max_send_wr={qp.max_send_wr}"
     if oldest is not None:
         evidence += f", the oldest with wr_id {oldest[0]}"
