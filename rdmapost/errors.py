@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno as _errno
 import os
-from typing import TYPE_CHECKING, Any
+import pickle
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from .completion import WC
@@ -24,7 +26,40 @@ __all__ = [
 
 
 class RdmaError(Exception):
-    """Base of every exception of this package."""
+    """Base of every exception of this package.
+
+    They can be pickled, also from a process of multiprocessing's to its parent,
+    and copied, with their arguments, attributes and notes.  Pickling never fails:
+    what cannot be pickled itself, such as a work request that names a region,
+    arrives as its repr(), a str.  What cannot be copied is shared by a deep copy.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {
+            name: value if value is self else _picklable(value)
+            for name, value in self._state().items()
+        }
+        return _rebuild, (type(self), tuple(map(_picklable, self.args))), state
+
+    def __copy__(self) -> Self:
+        made: Self = _rebuild(type(self), self.args)
+        made.__setstate__(self._state())
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made: Self = _rebuild(type(self), tuple(_deep_copy(value, memo) for value in self.args))
+        memo[id(self)] = made
+        made.__setstate__({k: _deep_copy(v, memo) for k, v in self._state().items()})
+        return made
+
+    def _state(self) -> dict[str, Any]:
+        """Return all attributes: also those that an OSError does not keep in its __dict__."""
+        state = dict(vars(self))
+        for name in _OF_OSERROR:
+            value = getattr(self, name, None)
+            if value is not None:
+                state[name] = value
+        return state
 
 
 class NoRdmaError(RdmaError):
@@ -79,7 +114,8 @@ class PostError(VerbsError):
         index: which work request of the list failed, from 0; None where the
             device did not say.
         posted: how many went in before it; None where the device did not say.
-        wr: the failing work request; None where the device did not say.
+        wr: the failing work request; None where the device did not say.  Where
+            it names resources it is a str, its repr(), after pickling.
         reason: the cause, from what the library knows.
     """
 
@@ -131,6 +167,41 @@ class WaitTimeout(RdmaError, TimeoutError):
 
     Those that came are not lost: the next poll or wait returns them.
     """
+
+
+_OF_OSERROR = ("errno", "strerror", "filename", "filename2")
+
+
+def _rebuild(kind: Any, args: tuple[Any, ...]) -> Any:
+    """Make an exception from its args: a constructor may take other arguments than these."""
+    made = kind.__new__(kind, *args)
+    (OSError if issubclass(kind, OSError) else BaseException).__init__(made, *args)
+    return made
+
+
+def _picklable(value: Any) -> Any:
+    """Return the value, or its repr where it does not survive pickling."""
+    try:
+        # Loaded, too: a pool waits for ever for an answer that its parent cannot load.
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return _text_of(value)
+    return value
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return object.__repr__(value)
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, or the value itself where there can be none, as of a resource."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
 
 
 def where_explained(what: str | int) -> str:
