@@ -9,6 +9,7 @@ import resource
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 
+from ._arguments import expect
 from ._binding import door, ffi, start_of
 from ._resource import Resource
 from .device import Context
@@ -28,6 +29,7 @@ class PD(Resource):
         context: an open device.
 
     Raises:
+        TypeError: an argument is of another type.
         ClosedError: the device is closed.
         VerbsError: the device has no more.
     """
@@ -37,6 +39,7 @@ class PD(Resource):
     _kind = "PD"
 
     def __init__(self, context: Context) -> None:
+        expect("context", context, Context)
         self.context = context
         super().__init__(context._provider.alloc_pd(context._live()), context)
 
@@ -80,6 +83,7 @@ class MR(Resource):
     )  # fmt: skip
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
+        expect("pd", pd, PD)
         self.pd = pd
         self.access = Access(access)
         needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
@@ -168,6 +172,7 @@ class MW(Resource):
         mw_type: type 1 or type 2; see MWType.
 
     Raises:
+        TypeError: an argument is of another type.
         ClosedError: the PD is closed.
         UnsupportedError: the device has no memory windows.
         VerbsError: the device has no more.
@@ -180,6 +185,7 @@ class MW(Resource):
     _kind = "MW"
 
     def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
+        expect("pd", pd, PD)
         self.pd = pd
         self.type = MWType(mw_type)
         super().__init__(pd.context._provider.alloc_mw(pd._live(), self.type), pd)

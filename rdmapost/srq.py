@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._arguments import expect
 from ._binding import door, ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
@@ -61,6 +62,7 @@ class SRQ(Resource):
         srq_type, xrcd, cq, max_num_tags, max_ops: as given.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: a number does not fit, or what the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device has none of the type.
@@ -87,6 +89,9 @@ class SRQ(Resource):
         max_ops: int = 64,
         checked: bool = True,
     ) -> None:
+        expect("pd", pd, PD)
+        expect("xrcd", xrcd, XRCD, None)
+        expect("cq", cq, CQ, None)
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
         self.srq_type = SRQType(srq_type)
         tagged = self.srq_type is SRQType.TM
