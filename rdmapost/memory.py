@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import re
 import resource
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ from .wr import SGE
 __all__ = ["MR", "MW", "PD"]
 
 _PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
+_FIELD_NAMES = re.compile(":[^:]*:")
+"""The names in the format of a record: ``T{i:count:O:value:}``."""
+_POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
+"""Objects; ctypes' POINTER, function, c_char_p and c_wchar_p (but ``Zd`` is a complex)."""
 
 
 class PD(Resource):
@@ -56,7 +61,7 @@ class MR(Resource):
     Args:
         pd: the protection domain.
         memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
-            array, ...), which stays alive and cannot be resized meanwhile; or
+            array, ...) of numbers or bytes, which stays alive and cannot be resized meanwhile; or
             a number of bytes to allocate, zeroed and aligned to a page.
         access: what may be done with it, an Access.
 
@@ -71,7 +76,8 @@ class MR(Resource):
             until the region is closed.
 
     Raises:
-        TypeError: it is no writable buffer.
+        TypeError: it is no writable buffer, or one of Python objects or of pointers
+            that Python follows.
         ValueError: it is empty, or not contiguous, or the access flags do not go together.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.
@@ -239,6 +245,11 @@ def _bytes_of(memory: Any) -> memoryview:
         raise TypeError(
             f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
         ) from None
+    if what := _followed(view.format):
+        raise TypeError(
+            f"a memory region cannot be {type(memory).__name__} of format {view.format!r}: the "
+            f"device would write over {what}"
+        )
     if not view.nbytes:
         raise ValueError("a region has at least 1 byte, not 0")
     if not view.contiguous:
@@ -248,7 +259,18 @@ def _bytes_of(memory: Any) -> memoryview:
     if view.c_contiguous and view.format in _PLAIN_FORMATS:
         return view.cast("B")
     # It knows every format and order of dimensions, and memoryview.cast does not.
-    return PickleBuffer(memory).raw()
+    return PickleBuffer(view).raw()
+
+
+def _followed(format_: str | None) -> str | None:
+    """Say which pointers a buffer of this format (PEP 3118) has that Python follows, if any.
+
+    Addresses that are mere numbers (``P``) are the caller's business.
+    """
+    found = _POINTERS.search(_FIELD_NAMES.sub("", format_ or "B"))
+    if found is None:
+        return None
+    return "references to Python objects" if found[0] == "O" else "pointers that Python follows"
 
 
 def _refuse_in_flight(resource_: Resource, context: Context) -> None:
