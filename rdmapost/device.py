@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import TYPE_CHECKING, Any
@@ -370,7 +371,14 @@ class Context(Resource):
             UnsupportedError: it is a real device.
             ClosedError: the device is closed.
         """
-        return self._provider.faults(self._live(), self._wr_id_of)
+        # Weakly: the provider keeps it for as long as the device is open.
+        itself = weakref.ref(self)
+
+        def wr_id_of(ticket: int) -> int | None:
+            context = itself()
+            return None if context is None else context._wr_id_of(ticket)
+
+        return self._provider.faults(self._live(), wr_id_of)
 
     def _wr_id_of(self, ticket: int) -> int | None:
         queue = self._queues.get(ticket >> 32)
