@@ -240,11 +240,13 @@ class Context(Resource):
         attr: its attributes.
     """
 
-    __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
+    __slots__ = ("_events", "_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
         self._queues: dict[int, InFlight] = {}
+        self._events: dict[object, Any] = {}
+        """Asynchronous events that are taken, and not returned yet (events.py)."""
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
