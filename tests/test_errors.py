@@ -18,11 +18,13 @@ import pytest
 from support import ALL, LIMIT, Pair, run_python
 
 import rdmapost as rp
-from rdmapost import errors
+from rdmapost import cli, errors
 from rdmapost.connect import ConnectError
 
-for _module in pkgutil.walk_packages(rp.__path__, "rdmapost."):
-    importlib.import_module(_module.name)
+for _package in (rp, cli):
+    for _module in pkgutil.walk_packages(_package.__path__, f"{_package.__name__}."):
+        if not _module.name.endswith(".__main__"):
+            importlib.import_module(_module.name)
 
 
 def _below(kind: type[BaseException]) -> Iterator[type[BaseException]]:

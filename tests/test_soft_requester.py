@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -24,10 +25,10 @@ def test_what_is_sent_may_lie_in_memory_that_the_device_does_not_write(connect, 
     pair.a.post_send(pair.wr(rp.RdmaWrite, mr[:8]))
     pair.wait()
     assert bytes(pair.theirs.buffer[:8]) == b"12345678"
-    pair.theirs.buffer[:8] = (10).to_bytes(8, "little")
+    pair.theirs.buffer[:8] = (10).to_bytes(8, sys.byteorder)
     pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, mr[:8], compare_add=5))
     assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_PROT_ERR]
-    assert pair.theirs.buffer[0] == 15
+    assert int.from_bytes(pair.theirs.buffer[:8], sys.byteorder) == 15
     assert bytes(mr.buffer[:8]) == b"12345678"
 
 
