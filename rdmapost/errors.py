@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno as _errno
+import operator
 import os
 import pickle
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
     from .completion import WC
@@ -28,18 +29,28 @@ __all__ = [
 class RdmaError(Exception):
     """Base of every exception of this package.
 
-    They can be pickled, also from a process of multiprocessing's to its parent,
-    and copied, with their arguments, attributes and notes.  Pickling never fails:
-    what cannot be pickled itself, such as a work request that names a region,
-    arrives as its repr(), a str.  What cannot be copied is shared by a deep copy.
+    Pickling, as on the way out of a multiprocessing pool, and copying keep the
+    arguments, the attributes and the notes.  Pickling does not fail: an argument
+    or attribute that cannot be pickled, such as a work request that names a
+    region, arrives as its repr(), a str.  A deep copy shares what cannot be copied.
     """
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if type(self).__reduce__ is not RdmaError.__reduce__:
+            # A derived class has its own way.
+            return self.__reduce__()
+        return self._reduce(operator.index(protocol))
+
     def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduce(pickle.DEFAULT_PROTOCOL)
+
+    def _reduce(self, protocol: int) -> tuple[Any, ...]:
+        args = tuple(_picklable(value, protocol) for value in self.args)
         state = {
-            name: value if value is self else _picklable(value)
+            name: value if value is self else _picklable(value, protocol)
             for name, value in self._state().items()
         }
-        return _rebuild, (type(self), tuple(map(_picklable, self.args))), state
+        return _rebuild, (type(self), args), state
 
     def __copy__(self) -> Self:
         made: Self = _rebuild(type(self), self.args)
@@ -179,11 +190,11 @@ def _rebuild(kind: Any, args: tuple[Any, ...]) -> Any:
     return made
 
 
-def _picklable(value: Any) -> Any:
+def _picklable(value: Any, protocol: int) -> Any:
     """Return the value, or its repr where it does not survive pickling."""
     try:
         # Loaded, too: a pool waits for ever for an answer that its parent cannot load.
-        pickle.loads(pickle.dumps(value))
+        pickle.loads(pickle.dumps(value, protocol))
     except Exception:
         return _text_of(value)
     return value

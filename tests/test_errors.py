@@ -247,6 +247,24 @@ def test_whatever_an_exception_holds_it_can_be_pickled_and_copied() -> None:
     assert copied.nested is not error.nested  # type: ignore[attr-defined]
 
 
+class _Slotted:
+    """What only protocol 2 and later can pickle."""
+
+    __slots__ = ("value",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_attribute_is_kept_where_the_protocol_can_pickle_it(protocol: int) -> None:
+    error = rp.RdmaError("text")
+    error.slotted = _Slotted()  # type: ignore[attr-defined]
+    error.slotted.value = 5  # type: ignore[attr-defined]
+    came = pickle.loads(pickle.dumps(error, protocol))
+    if protocol < 2:
+        assert "_Slotted object at" in came.slotted
+    else:
+        assert came.slotted.value == 5
+
+
 def test_what_was_set_on_an_oserror_is_kept() -> None:
     error = rp.VerbsError("ibv_open_device", errno.EACCES)
     error.filename, error.errno = "/dev/infiniband/uverbs0", errno.EPERM
@@ -260,6 +278,21 @@ class Mine(rp.VerbsError):
 
     def __init__(self) -> None:
         super().__init__("ibv_mine", errno.EIO, "a hint")
+
+
+class Reduced(rp.RdmaError):
+    """A user's own exception that says itself how it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"number {number}")
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reduced, (self.number + 1,)
+
+
+def test_reduce_of_a_derived_exception_is_used() -> None:
+    assert pickle.loads(pickle.dumps(Reduced(5))).number == 6
 
 
 def test_exception_that_a_user_derives_survives_too() -> None:
