@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ._arguments import expect
 from ._binding import ffi
 from ._resource import Resource
 from .device import GID, Context, GIDTableEntry
@@ -148,6 +149,7 @@ class AH(Resource):
         attr: the way.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the device has no such port, or a number does not fit.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to look at.
@@ -159,6 +161,8 @@ class AH(Resource):
     _rank = 2
 
     def __init__(self, pd: PD, attr: AHAttr) -> None:
+        expect("pd", pd, PD)
+        expect("attr", attr, AHAttr)
         self.pd = pd
         self.attr = attr
         context = pd.context

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
+from ._arguments import expect
 from ._binding import address_of
 from ._resource import Resource
 from .device import Context
@@ -36,6 +37,7 @@ class CompChannel(Resource):
         context: an open device.
 
     Raises:
+        TypeError: an argument is of another type.
         ClosedError: the device is closed.
         VerbsError: the device has no more.
     """
@@ -46,6 +48,7 @@ class CompChannel(Resource):
     _rank = 6
 
     def __init__(self, context: Context) -> None:
+        expect("context", context, Context)
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         self._kept: deque[CQ] = deque()

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._arguments import expect
 from ._binding import address_of, door
 from ._resource import Resource
 from .channel import CompChannel, OwnChannel, wait_readable
@@ -125,6 +126,7 @@ class CQ(Resource):
         cqe: entries it holds.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: cqe is out of range.
         ClosedError: the device is closed.
         UnsupportedError: tm_info is wanted, and the device has no tag matching.
@@ -148,6 +150,8 @@ class CQ(Resource):
         comp_vector: int = 0,
         tm_info: bool = False,
     ) -> None:
+        expect("context", context, Context)
+        expect("channel", channel, CompChannel, None)
         self.context = context
         context._live()
         most = context.attr.max_cqe

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._binding import ffi
 from ._resource import Resource
 from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
-from .errors import NoDeviceError, NoRdmaError, RdmaError
+from .errors import NoDeviceError, NoRdmaError
 from .providers import DeviceInfo, Provider, soft_provider, verbs_provider
 
 if TYPE_CHECKING:
@@ -241,13 +241,15 @@ class Context(Resource):
         attr: its attributes.
     """
 
-    __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
+    __slots__ = ("_events", "_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
 
     _rank = 9
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
         self._queues: dict[int, door.InFlight] = {}
+        self._events: dict[object, Any] = {}
+        """Asynchronous events that are taken, and not returned yet (events.py)."""
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
@@ -386,7 +388,7 @@ class Context(Resource):
 _ASYNC_FD = operator.attrgetter("async_fd")
 
 
-def _wr_id_of(queues: dict[int, InFlight], ticket: int) -> int | None:
+def _wr_id_of(queues: dict[int, door.InFlight], ticket: int) -> int | None:
     queue = queues.get(ticket >> 32)
     return None if queue is None else queue.peek(ticket)
 

@@ -560,3 +560,5 @@ class EventType(IntEnum):
     """A port's GID table changed."""
     WQ_FATAL = 19
     """A work queue failed."""
+    DEVICE_SPEED_CHANGE = 20
+    """The speed of one or more ports of the device changed."""

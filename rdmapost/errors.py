@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno as _errno
+import operator
 import os
-from typing import TYPE_CHECKING, Any
+import pickle
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
     from .completion import WC
@@ -24,7 +27,50 @@ __all__ = [
 
 
 class RdmaError(Exception):
-    """Base of every exception of this package."""
+    """Base of every exception of this package.
+
+    Pickling, as on the way out of a multiprocessing pool, and copying keep the
+    arguments, the attributes and the notes.  Pickling does not fail: an argument
+    or attribute that cannot be pickled, such as a work request that names a
+    region, arrives as its repr(), a str.  A deep copy shares what cannot be copied.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if type(self).__reduce__ is not RdmaError.__reduce__:
+            # A derived class has its own way.
+            return self.__reduce__()
+        return self._reduce(operator.index(protocol))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduce(pickle.DEFAULT_PROTOCOL)
+
+    def _reduce(self, protocol: int) -> tuple[Any, ...]:
+        args = tuple(_picklable(value, protocol) for value in self.args)
+        state = {
+            name: value if value is self else _picklable(value, protocol)
+            for name, value in self._state().items()
+        }
+        return _rebuild, (type(self), args), state
+
+    def __copy__(self) -> Self:
+        made: Self = _rebuild(type(self), self.args)
+        made.__setstate__(self._state())
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made: Self = _rebuild(type(self), tuple(_deep_copy(value, memo) for value in self.args))
+        memo[id(self)] = made
+        made.__setstate__({k: _deep_copy(v, memo) for k, v in self._state().items()})
+        return made
+
+    def _state(self) -> dict[str, Any]:
+        """Return all attributes: also those that an OSError does not keep in its __dict__."""
+        state = dict(vars(self))
+        for name in _OF_OSERROR:
+            value = getattr(self, name, None)
+            if value is not None:
+                state[name] = value
+        return state
 
 
 class NoRdmaError(RdmaError):
@@ -79,7 +125,8 @@ class PostError(VerbsError):
         index: which work request of the list failed, from 0; None where the
             device did not say.
         posted: how many went in before it; None where the device did not say.
-        wr: the failing work request; None where the device did not say.
+        wr: the failing work request; None where the device did not say.  Where
+            it names resources it is a str, its repr(), after pickling.
         reason: the cause, from what the library knows.
     """
 
@@ -131,6 +178,41 @@ class WaitTimeout(RdmaError, TimeoutError):
 
     Those that came are not lost: the next poll or wait returns them.
     """
+
+
+_OF_OSERROR = ("errno", "strerror", "filename", "filename2")
+
+
+def _rebuild(kind: Any, args: tuple[Any, ...]) -> Any:
+    """Make an exception from its args: a constructor may take other arguments than these."""
+    made = kind.__new__(kind, *args)
+    (OSError if issubclass(kind, OSError) else BaseException).__init__(made, *args)
+    return made
+
+
+def _picklable(value: Any, protocol: int) -> Any:
+    """Return the value, or its repr where it does not survive pickling."""
+    try:
+        # Loaded, too: a pool waits for ever for an answer that its parent cannot load.
+        pickle.loads(pickle.dumps(value, protocol))
+    except Exception:
+        return _text_of(value)
+    return value
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return object.__repr__(value)
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, or the value itself where there can be none, as of a resource."""
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
 
 
 def where_explained(what: str | int) -> str:

@@ -18,19 +18,23 @@ class AsyncEvent(NamedTuple):
     """An asynchronous event (``struct ibv_async_event``, ibv_get_async_event(3)).
 
     Attributes:
-        event_type: what happened.
+        event_type: what happened: an EventType, or the number of one that
+            only a newer libibverbs knows.
         element: the QP, CQ or SRQ that it happened to, or the number of the
-            port; None where the resource is closed already, or is the device.
+            port; None where the resource is closed already, or is the device,
+            and for a type that is not known.
     """
 
-    event_type: EventType
+    event_type: EventType | int
     element: Resource | int | None
 
 
 def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent | None:
     """Return the next asynchronous event of a device, and acknowledge it.
 
-    ``context.async_fd`` is readable when there is one.
+    ``context.async_fd`` is readable when there is one.  Where an exception of a
+    signal handler's, such as KeyboardInterrupt, keeps this from returning an
+    event that it has taken, the next call returns it.
 
     Args:
         context: an open device.
@@ -47,12 +51,36 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        if (found := context._verb(context._provider.get_async_event)) is not None:
-            event_type, element = found
-            if not isinstance(element, int):
-                element = resource_at(address_of(element))
-            return AsyncEvent(EventType(event_type), element)
+        if not context._events:
+            context._verb(context._provider.get_async_event, context._events)
+        if (found := _next(context)) is not None:
+            return found
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             return None
         wait_readable(context.async_fd, left)
+
+
+def _next(context: Context) -> AsyncEvent | None:
+    """Return the oldest of the events that are taken, and forget it."""
+    events = context._events
+    for key, taken in events.copy().items():
+        number, element = context._provider.read_async_event(taken)
+        if element is not None and not isinstance(element, int):
+            element = resource_at(address_of(element))
+        found = AsyncEvent(_type_of(number), element)
+        try:
+            # After this there is no call, hence no interrupt, until the caller has it.
+            del events[key]
+        except KeyError:
+            # Another thread returns this one.
+            continue
+        return found
+    return None
+
+
+def _type_of(number: int) -> EventType | int:
+    try:
+        return EventType(number)
+    except ValueError:
+        return number

@@ -6,11 +6,13 @@ import contextlib
 import errno
 import mmap
 import operator
+import re
 import resource
-from pickle import PickleBuffer
 from collections.abc import Iterator
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ._arguments import expect
 from ._binding import door, ffi, start_of
 from ._resource import Resource
 from .device import Context
@@ -22,6 +24,10 @@ __all__ = ["MR", "MW", "PD"]
 
 _RKEY = operator.attrgetter("rkey")
 _PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
+_FIELD_NAMES = re.compile(":[^:]*:")
+"""The names in the format of a record: ``T{i:count:O:value:}``."""
+_POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
+"""Objects; ctypes' POINTER, function, c_char_p and c_wchar_p (but ``Zd`` is a complex)."""
 
 
 class PD(Resource):
@@ -31,6 +37,7 @@ class PD(Resource):
         context: an open device.
 
     Raises:
+        TypeError: an argument is of another type.
         ClosedError: the device is closed.
         VerbsError: the device has no more.
     """
@@ -41,6 +48,7 @@ class PD(Resource):
     _rank = 8
 
     def __init__(self, context: Context) -> None:
+        expect("context", context, Context)
         self.context = context
         provider = context._provider
         self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
@@ -55,7 +63,7 @@ class MR(Resource):
     Args:
         pd: the protection domain.
         memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
-            array, ...), which stays alive and cannot be resized meanwhile; or
+            array, ...) of numbers or bytes, which stays alive and cannot be resized meanwhile; or
             a number of bytes to allocate, zeroed and aligned to a page.
         access: what may be done with it, an Access.
 
@@ -70,7 +78,8 @@ class MR(Resource):
             until the region is closed.
 
     Raises:
-        TypeError: it is no writable buffer.
+        TypeError: it is no writable buffer, or one of Python objects or of pointers
+            that Python follows.
         ValueError: it is empty, or not contiguous, or the access flags do not go together.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.
@@ -82,6 +91,7 @@ class MR(Resource):
     )  # fmt: skip
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
+        expect("pd", pd, PD)
         self.pd = pd
         self.access = Access(access)
         needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
@@ -174,6 +184,7 @@ class MW(Resource):
         mw_type: type 1 or type 2; see MWType.
 
     Raises:
+        TypeError: an argument is of another type.
         ClosedError: the PD is closed.
         UnsupportedError: the device has no memory windows.
         VerbsError: the device has no more.
@@ -187,6 +198,7 @@ class MW(Resource):
     _rank = 0
 
     def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
+        expect("pd", pd, PD)
         self.pd = pd
         self.type = MWType(mw_type)
         provider = pd.context._provider
@@ -237,6 +249,11 @@ def _bytes_of(memory: Any) -> memoryview:
         raise TypeError(
             f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
         ) from None
+    if what := _followed(view.format):
+        raise TypeError(
+            f"a memory region cannot be {type(memory).__name__} of format {view.format!r}: the "
+            f"device would write over {what}"
+        )
     if not view.nbytes:
         raise ValueError("a region has at least 1 byte, not 0")
     if not view.contiguous:
@@ -246,7 +263,18 @@ def _bytes_of(memory: Any) -> memoryview:
     if view.c_contiguous and view.format in _PLAIN_FORMATS:
         return view.cast("B")
     # It knows every format and order of dimensions, and memoryview.cast does not.
-    return PickleBuffer(memory).raw()
+    return PickleBuffer(view).raw()
+
+
+def _followed(format_: str | None) -> str | None:
+    """Say which pointers a buffer of this format (PEP 3118) has that Python follows, if any.
+
+    Addresses that are mere numbers (``P``) are the caller's business.
+    """
+    found = _POINTERS.search(_FIELD_NAMES.sub("", format_ or "B"))
+    if found is None:
+        return None
+    return "references to Python objects" if found[0] == "O" else "pointers that Python follows"
 
 
 def refuse_posted(resource_: Resource, context: Context) -> NoReturn:

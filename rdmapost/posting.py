@@ -173,7 +173,7 @@ def _can_bind(qp_type: QPType) -> bool:
 def _flags(wr_type: type, value: dict[Any, int], checked: bool) -> dict[type, int]:
     kinds = [kind for kind in KINDS if issubclass(kind, wr_type)]
     if not checked or wr_type is not SendWR:
-        return {kind: _ALL_FLAGS for kind in kinds}
+        return dict.fromkeys(kinds, _ALL_FLAGS)
     return {kind: value[kind.opcode] for kind in kinds if kind.opcode in value}  # type: ignore[attr-defined]
 
 

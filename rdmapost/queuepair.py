@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._arguments import expect
 from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
@@ -78,6 +79,7 @@ class QP(Multicast):
             the device granted.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: the device has no such port, a CQ is of another device, or
             something is given or missing that the type does not have or needs.
         ClosedError: the PD or a CQ is closed.
@@ -126,6 +128,11 @@ class QP(Multicast):
         port_num: int = 1,
         gid_index: int | None = None,
     ) -> None:
+        expect("pd", pd, PD)
+        expect("send_cq", send_cq, CQ)
+        expect("recv_cq", recv_cq, CQ, None)
+        expect("srq", srq, SRQ, None)
+        expect("xrcd", xrcd, XRCD, None)
         context = pd.context
         recv_cq = send_cq if recv_cq is None else recv_cq
         if send_cq.context is not context or recv_cq.context is not context:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._arguments import expect
 from ._binding import ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
@@ -57,6 +58,7 @@ class SRQ(Resource):
         srq_type, xrcd, cq, max_num_tags, max_ops: as given.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: a number does not fit, or what the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device has none of the type.
@@ -84,6 +86,9 @@ class SRQ(Resource):
         max_ops: int = 64,
         checked: bool = True,
     ) -> None:
+        expect("pd", pd, PD)
+        expect("xrcd", xrcd, XRCD, None)
+        expect("cq", cq, CQ, None)
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
         self.srq_type = SRQType(srq_type)
         tagged = self.srq_type is SRQType.TM
@@ -97,7 +102,7 @@ class SRQ(Resource):
         init = ffi.new("struct ibv_srq_init_attr_ex *")
         fill(init.attr, max_wr=max_wr, max_sge=max_sge)
         fill(init.tm_cap, max_num_tags=self.max_num_tags, max_ops=self.max_ops)
-        handle = self._create(init)
+        self._create(init)
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})

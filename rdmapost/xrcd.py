@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ._arguments import expect
 from ._binding import ffi, lib
 from ._resource import Resource
 from .device import Context
@@ -22,6 +23,7 @@ class XRCD(Resource):
             it refuses one that is there already.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: a number does not fit.
         ClosedError: the device is closed.
         UnsupportedError: the device has no XRC.
@@ -36,6 +38,7 @@ class XRCD(Resource):
     _rank = 7
 
     def __init__(self, context: Context, fd: int = -1, oflags: int = os.O_CREAT) -> None:
+        expect("context", context, Context)
         self.context = context
         init = ffi.new("struct ibv_xrcd_init_attr *")
         init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS

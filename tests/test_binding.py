@@ -7,6 +7,7 @@ import enum
 import pathlib
 import re
 import struct
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,15 +28,20 @@ EXPORTED = {
 }
 
 
+ORDER = "<" if sys.byteorder == "little" else ">"
+"""The byte order of the ELF files of this machine, for struct."""
+
+
 def sections(data: bytes, wanted: int) -> Iterator[tuple[bytes, int]]:
     """Yield the content of an ELF file's sections of one type, and where their strings start."""
-    assert data[:6] == b"\x7fELF\x02\x01", "a 64-bit little-endian ELF file"
-    start, size, count = (
-        struct.unpack_from("<Q", data, 0x28)[0],
-        *struct.unpack_from("<HH", data, 0x3A),
-    )
+    assert data[:5] == b"\x7fELF\x02", "a 64-bit ELF file"
+    # e_shoff, e_shentsize and e_shnum.
+    start, size, count = struct.unpack_from(f"{ORDER}40xQ10xHH", data)
     # sh_type, sh_offset, sh_size and sh_link of every section.
-    found = [struct.unpack_from("<4xI16xQQI", data, start + index * size) for index in range(count)]
+    found = [
+        struct.unpack_from(f"{ORDER}4xI16xQQI", data, start + index * size)
+        for index in range(count)
+    ]
     for kind, offset, length, link in found:
         if kind == wanted:
             yield data[offset : offset + length], found[link][1]
@@ -51,7 +57,7 @@ def exported_symbols(path: str) -> set[str]:
     return {
         string(data, strings + name)
         for symbols, strings in sections(data, 11)  # SHT_DYNSYM
-        for name, info, _, section in struct.iter_unpack("<IBBH16x", symbols)
+        for name, info, _, section in struct.iter_unpack(f"{ORDER}IBBH16x", symbols)
         if section and info >> 4 in (1, 2)  # defined; global or weak
     }
 
@@ -62,7 +68,7 @@ def needed_libraries(path: str) -> set[str]:
     return {
         string(data, strings + value)
         for entries, strings in sections(data, 6)  # SHT_DYNAMIC
-        for tag, value in struct.iter_unpack("<QQ", entries)
+        for tag, value in struct.iter_unpack(f"{ORDER}QQ", entries)
         if tag == 1  # DT_NEEDED
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 import threading
 
 import pytest
@@ -81,7 +82,7 @@ def test_immediate_data_is_changed_in_place(rc):
 
 
 def test_atomic_is_changed_in_place(rc):
-    rc.theirs.buffer[:16] = (5).to_bytes(8, "little") + (70).to_bytes(8, "little")
+    rc.theirs.buffer[:16] = struct.pack("=QQ", 5, 70)
     swap = rp.AtomicCmpAndSwp(
         rc.mine[:8], remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey, compare_add=5, swap=6
     )
@@ -92,7 +93,7 @@ def test_atomic_is_changed_in_place(rc):
     batch[0].rkey = rc.theirs.rkey
     batch.post()
     rc.wait(2)
-    assert [rc.theirs.buffer[0], rc.theirs.buffer[8]] == [6, 71]
+    assert struct.unpack("=QQ", rc.theirs.buffer[:16]) == (6, 71)
     with pytest.raises(ValueError, match="not a multiple of 8"):
         batch[0].remote_addr = rc.theirs.addr + 4
 

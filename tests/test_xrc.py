@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 
 import pytest
 from support import ALL, needs
@@ -96,13 +97,13 @@ def test_remote_memory_is_of_the_named_queues_domain(xrc, context, stack):
     assert bytes(xrc.theirs.buffer[:8]) == b"12345678"
     assert xrc.post(rp.RdmaRead(xrc.mine[100:108], **remote)) is WCStatus.SUCCESS
     assert bytes(xrc.mine.buffer[100:108]) == b"12345678"
-    xrc.theirs.buffer[:8] = (10).to_bytes(8, "little")
+    xrc.theirs.buffer[:8] = (10).to_bytes(8, sys.byteorder)
     add = rp.AtomicFetchAndAdd(xrc.mine[200:208], compare_add=5, **remote)
     swap = rp.AtomicCmpAndSwp(xrc.mine[208:216], compare_add=15, swap=7, **remote)
     assert (xrc.post(add), xrc.post(swap)) == (WCStatus.SUCCESS, WCStatus.SUCCESS)
-    values = [int.from_bytes(xrc.mine.buffer[i : i + 8], "little") for i in (200, 208)]
+    values = [int.from_bytes(xrc.mine.buffer[i : i + 8], sys.byteorder) for i in (200, 208)]
     assert values == [10, 15]
-    assert xrc.theirs.buffer[0] == 7
+    assert int.from_bytes(xrc.theirs.buffer[:8], sys.byteorder) == 7
 
     other = stack.enter_context(rp.PD(context))
     elsewhere = xrc.queue(stack, other)

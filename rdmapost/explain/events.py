@@ -173,6 +173,16 @@ EVENTS: tuple[Explanation, ...] = (
         "The driver's log.",
         causes=("Its CQ overran, or the device could not read an entry.",),
     ),
+    _event(
+        EventType.DEVICE_SPEED_CHANGE,
+        "The effective speed of one or more ports changed while they stayed up. The event does "
+        "not say which ports.",
+        "context.query_port() of every port: active_speed and active_width.",
+        causes=(
+            "A member of the bond (LAG) behind a virtual function went down or came back.",
+            "The administrator changed the speed or the rate limit of the function.",
+        ),
+    ),
 )
 
 

@@ -77,8 +77,17 @@ class Provider(Protocol):
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]: ...
     def query_pkey(self, context: Any, port_num: int, index: int) -> int: ...
 
-    def get_async_event(self, context: Any) -> tuple[int, Any] | None:
-        """Return an event's type, and its struct or port; None when there is none."""
+    def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
+        """Take the next event, if there is one, and acknowledge it.
+
+        Args:
+            into: where it is put, under a key of its own, in the same step as it
+                is taken: an interrupt cannot lose it.
+        """
+        ...
+
+    def read_async_event(self, event: Any) -> tuple[int, Any]:
+        """Return the type of an event that was taken, and its struct, its port or None."""
         ...
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:

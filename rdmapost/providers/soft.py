@@ -158,9 +158,12 @@ class SoftProvider(Queues):
             raise VerbsError("ibv_query_pkey", errno.EINVAL)
         return PKEY
 
-    def get_async_event(self, context: Any) -> tuple[int, Any] | None:
+    def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
         with lock:
-            return context_of(context).events.take()
+            context_of(context).events.take(into, object())
+
+    def read_async_event(self, event: tuple[int, Any]) -> tuple[int, Any]:
+        return event
 
     # ---- memory -------------------------------------------------------------
 

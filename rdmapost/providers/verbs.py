@@ -35,8 +35,17 @@ _ELEMENTS = {
     EventType.SRQ_ERR: "srq",
     EventType.SRQ_LIMIT_REACHED: "srq",
     EventType.WQ_FATAL: "wq",
+    EventType.PORT_ACTIVE: "port_num",
+    EventType.PORT_ERR: "port_num",
+    EventType.LID_CHANGE: "port_num",
+    EventType.PKEY_CHANGE: "port_num",
+    EventType.SM_CHANGE: "port_num",
+    EventType.CLIENT_REREGISTER: "port_num",
+    EventType.GID_CHANGE: "port_num",
 }
-"""Which member of the event names what it is about; a port for all others."""
+"""Which member of the event says what it is about; none of an event of the whole device, and of
+one that this version does not know."""
+_NO_EVENT = int(ffi.cast("enum ibv_event_type", -1))
 
 
 def _failed(call: str, code: int) -> VerbsError:
@@ -151,14 +160,23 @@ class VerbsProvider:
         _zero("ibv_query_pkey", lib.ibv_query_pkey(context, port_num, index, pkey))
         return _from_network(pkey[0], 2)
 
-    def get_async_event(self, context: Any) -> tuple[int, Any] | None:
-        event = ffi.new("struct ibv_async_event *")
-        if lib.rp_get_async_event(context, event):
-            if ffi.errno == errno.EAGAIN:
-                return None
+    def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
+        event, key = ffi.new("struct ibv_async_event *"), object()
+        event.event_type = _NO_EVENT
+        try:
+            failed = lib.rp_get_async_event(context, event)
+        finally:
+            # An interrupt during the call is raised after it, and the event has been taken and
+            # acknowledged.  Python looks at signals after calls, so none comes in here before the
+            # event is kept.
+            if event.event_type != _NO_EVENT:
+                into[key] = event
+        if failed and ffi.errno != errno.EAGAIN:
             raise _failed("ibv_get_async_event", ffi.errno)
-        kind = event.event_type
-        return kind, getattr(event.element, _ELEMENTS.get(kind, "port_num"))
+
+    def read_async_event(self, event: Any) -> tuple[int, Any]:
+        member = _ELEMENTS.get(event.event_type)
+        return event.event_type, None if member is None else getattr(event.element, member)
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         raise UnsupportedError(

@@ -130,9 +130,11 @@ class EventQueue:
         self.events.append((event, element))
         os.eventfd_write(self.fd, 1)
 
-    def take(self) -> tuple[EventType, Any] | None:
-        """Return the next event, or None."""
-        if not self.events:
-            return None
-        os.eventfd_read(self.fd)
-        return self.events.popleft()
+    def take(self, into: dict[object, Any], key: object) -> None:
+        """Move the next event, if there is one."""
+        if self.events:
+            # Python looks at signals after calls.  Up to the read there is none, so that an
+            # interrupt finds the event in one of the two places.
+            into[key] = self.events[0]
+            del self.events[0]
+            os.eventfd_read(self.fd)

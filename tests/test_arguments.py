@@ -1,0 +1,99 @@
+"""An argument of the wrong type is refused by name, by every resource."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import QPType
+
+Make = Callable[[rp.Context, rp.PD, rp.CQ], Any]
+
+WRONG: dict[str, tuple[Make, str]] = {
+    "PD(None)": (
+        lambda context, pd, cq: rp.PD(None),
+        "context: expected Context, got NoneType",
+    ),
+    "PD of a PD": (lambda context, pd, cq: rp.PD(pd), "context: expected Context, got PD"),
+    "PD of a name": (lambda context, pd, cq: rp.PD("soft0"), "context: expected Context, got str"),
+    "MR": (lambda context, pd, cq: rp.MR(context, 64), "pd: expected PD, got Context"),
+    "MW": (lambda context, pd, cq: rp.MW(cq), "pd: expected PD, got CQ"),
+    "AH without a PD": (lambda context, pd, cq: rp.AH(cq, rp.AHAttr()), "pd: expected PD, got CQ"),
+    "AH of a GID": (
+        lambda context, pd, cq: rp.AH(pd, rp.GID("::1")),
+        "attr: expected AHAttr, got GID",
+    ),
+    "XRCD": (lambda context, pd, cq: rp.XRCD(pd), "context: expected Context, got PD"),
+    "CompChannel": (
+        lambda context, pd, cq: rp.CompChannel(cq),
+        "context: expected Context, got CQ",
+    ),
+    "CQ": (lambda context, pd, cq: rp.CQ(pd), "context: expected Context, got PD"),
+    "CQ with a CQ for a channel": (
+        lambda context, pd, cq: rp.CQ(context, channel=cq),
+        "channel: expected CompChannel or None, got CQ",
+    ),
+    "SRQ": (lambda context, pd, cq: rp.SRQ(context), "pd: expected PD, got Context"),
+    "SRQ with a PD for an XRCD": (
+        lambda context, pd, cq: rp.SRQ(pd, srq_type=rp.SRQType.XRC, xrcd=pd, cq=cq),
+        "xrcd: expected XRCD or None, got PD",
+    ),
+    "SRQ with a number for a CQ": (
+        lambda context, pd, cq: rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=128),
+        "cq: expected CQ or None, got int",
+    ),
+    "QP without a PD": (
+        lambda context, pd, cq: rp.QP(None, QPType.RC, cq),
+        "pd: expected PD, got NoneType",
+    ),
+    "QP without a CQ": (
+        lambda context, pd, cq: rp.QP(pd, QPType.RC, None),
+        "send_cq: expected CQ, got NoneType",
+    ),
+    "QP with a PD for a recv_cq": (
+        lambda context, pd, cq: rp.QP(pd, QPType.RC, cq, pd),
+        "recv_cq: expected CQ or None, got PD",
+    ),
+    "QP with a CQ for an SRQ": (
+        lambda context, pd, cq: rp.QP(pd, QPType.RC, cq, srq=cq),
+        "srq: expected SRQ or None, got CQ",
+    ),
+    "QP with a file for an XRCD": (
+        lambda context, pd, cq: rp.QP(pd, QPType.XRC_RECV, cq, xrcd=3),
+        "xrcd: expected XRCD or None, got int",
+    ),
+}
+
+
+@pytest.mark.parametrize("make", WRONG)
+def test_argument_of_the_wrong_type_is_named(make: str, context, pd, cq) -> None:
+    call, words = WRONG[make]
+    with pytest.raises(TypeError) as caught:
+        call(context, pd, cq)
+    assert str(caught.value) == words
+
+
+def test_class_of_a_resource_is_not_a_resource(context) -> None:
+    with pytest.raises(TypeError, match="context: expected Context, got type"):
+        rp.PD(type(context))
+
+
+def test_object_that_claims_to_be_a_resource_is_none(context) -> None:
+    """It says so by __class__, as proxies and mocks do."""
+
+    class Pretender:
+        __class__ = rp.PD  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match="pd: expected PD, got Pretender"):
+        rp.MR(Pretender(), 64)
+
+
+def test_resource_of_a_derived_class_is_taken(context) -> None:
+    class MyPD(rp.PD):
+        pass
+
+    with MyPD(context) as pd, rp.MR(pd, 64) as mr:
+        assert mr.pd is pd

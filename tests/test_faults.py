@@ -1,0 +1,46 @@
+"""Faults on purpose keep nothing alive, and strike for as long as their device is open."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import weakref
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import QPType, WCStatus
+
+
+def test_device_whose_faults_were_used_is_collected() -> None:
+    context = rp.open_device("soft0")
+    plan = context.faults
+    plan.complete_with(7, WCStatus.RETRY_EXC_ERR)
+    gone, descriptor = weakref.ref(context), context.async_fd
+    del context
+    gc.collect()
+    assert gone() is None
+    # It was closed, too, by the collector.
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        os.fstat(descriptor)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_plan_outlives_the_variable_of_its_device() -> None:
+    """A queue pair holds the device open, and the plan strikes on it."""
+    context = rp.open_device("soft0")
+    context.faults.complete_with(7, WCStatus.RETRY_EXC_ERR)
+    cq, pd = rp.CQ(context), rp.PD(context)
+    gone = weakref.ref(context)
+    del context
+    gc.collect()
+    with cq, pd, rp.MR(pd, 64, rp.Access.LOCAL_WRITE) as mr, rp.QP(pd, QPType.RC, cq) as qp:
+        qp.connect(qp.endpoint())
+        qp.post_recv(rp.RecvWR(mr[8:16]))
+        qp.post_send(rp.Send(mr[:8], wr_id=7))
+        found = {wc.wr_id: wc.status for wc in cq.wait(2)}
+        assert found[7] is WCStatus.RETRY_EXC_ERR
+    del cq, pd, mr, qp
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,98 @@
+"""Memory that Python follows pointers of is no memory region: a peer could write them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import Access
+
+
+def numpy_zeros(shape: Any, dtype: Any, order: str = "C") -> Any:
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    return numpy.zeros(shape, dtype, order=order)
+
+
+class Holder(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int), ("value", ctypes.py_object)]
+
+
+class Outer(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_int), ("inner", Holder * 2)]
+
+
+class Numbers(ctypes.Structure):
+    """Its names are those of formats that are refused."""
+
+    _fields_ = [("O", ctypes.c_int), ("z", ctypes.c_int * 3), ("X{}", ctypes.c_double)]
+
+
+def f(*fields: tuple[str, Any]) -> list[tuple[str, Any]]:
+    return list(fields)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "numpy objects": (lambda: numpy_zeros(8, object), "ndarray of format 'O'"),
+    "numpy objects in two dimensions": (lambda: numpy_zeros((2, 4), object), "ndarray"),
+    "numpy objects by columns": (lambda: numpy_zeros((2, 4), object, "F"), "ndarray"),
+    "view of numpy objects": (lambda: memoryview(numpy_zeros(8, object)), "memoryview"),
+    "numpy records": (lambda: numpy_zeros(4, f(("n", "u8"), ("o", "O"))), "ndarray"),
+    "numpy records in records": (
+        lambda: numpy_zeros(4, f(("n", "u8"), ("r", f(("o", "O"), ("m", "i4"))))),
+        "ndarray",
+    ),
+    "numpy records of arrays": (lambda: numpy_zeros(4, f(("o", "O", (2, 2)))), "ndarray"),
+    "ctypes objects": (lambda: (ctypes.py_object * 4)(), r"py_object_Array_4 of format '[<>]O'"),
+    "ctypes object": (ctypes.py_object, "py_object"),
+    "ctypes structure": (Holder, "Holder"),
+    "ctypes structures in structures": (lambda: (Outer * 2)(), "Outer_Array_2"),
+    "ctypes strings": (lambda: (ctypes.c_char_p * 4)(), "c_char_p_Array_4"),
+    "ctypes wide strings": (lambda: (ctypes.c_wchar_p * 4)(), "c_wchar_p_Array_4"),
+    "ctypes pointers": (lambda: (ctypes.POINTER(ctypes.c_int) * 4)(), "_Array_4"),
+    "ctypes functions": (lambda: (ctypes.CFUNCTYPE(None) * 4)(), "_Array_4"),
+}
+
+TAKEN: dict[str, Callable[[], Any]] = {
+    "numpy complex": lambda: numpy_zeros(4, "c16"),
+    "numpy long double": lambda: numpy_zeros(4, "g"),
+    "numpy strings": lambda: numpy_zeros(4, "S8"),
+    "numpy wide strings": lambda: numpy_zeros(4, "U8"),
+    "numpy raw bytes": lambda: numpy_zeros(4, "V8"),
+    "numpy bools": lambda: numpy_zeros(4, "?"),
+    "numpy records named as formats": lambda: numpy_zeros(
+        4, f(("O", "u8"), ("z&", "f4"), ("X{}", "f8"), ("Z", "i4", (2, 2)))
+    ),
+    "numpy by columns": lambda: numpy_zeros((2, 4), "c8", "F"),
+    "ctypes numbers": lambda: (ctypes.c_longlong * 4)(),
+    "ctypes addresses that are numbers": lambda: (ctypes.c_void_p * 4)(),
+    "ctypes structure named as formats": lambda: (Numbers * 2)(),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_memory_with_pointers_that_python_follows_is_refused_by_name(kind: str, pd: rp.PD) -> None:
+    make, name = REFUSED[kind]
+    with pytest.raises(TypeError, match=f"^a memory region cannot be .*{name}") as caught:
+        rp.MR(pd, make(), Access.LOCAL_WRITE | Access.REMOTE_WRITE)
+    assert "the device would write over" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_memory_of_numbers_is_taken_whatever_their_format(kind: str, pd: rp.PD) -> None:
+    memory = TAKEN[kind]()
+    with rp.MR(pd, memory, Access.LOCAL_WRITE | Access.REMOTE_WRITE) as mr:
+        assert mr.length == memoryview(memory).nbytes
+        mr.buffer[:] = bytes(range(1, mr.length + 1))
+        assert memoryview(memory).tobytes("A")[:4] == bytes(range(1, 5))
+
+
+def test_objects_stay_whole_when_their_array_is_refused(pd: rp.PD) -> None:
+    array = numpy_zeros(2, object)
+    array[:] = ["kept", {"as": "it is"}]
+    with pytest.raises(TypeError, match="references to Python objects"):
+        rp.MR(pd, array)
+    assert list(array) == ["kept", {"as": "it is"}]
