@@ -89,7 +89,8 @@ def _access(value: str) -> str:
 )  # fmt: skip
 @click.option(
     "--idle-timeout", type=seconds, metavar="SECONDS",
-    help="Dismiss a client that only reads, writes or is idle for so long.  [default: never]",
+    help="Dismiss a client that asks and sends nothing for so long, alive or not.  "
+    "[default: never]",
 )  # fmt: skip
 @device_options
 def serve(

@@ -19,6 +19,7 @@ import collections
 import contextlib
 import json
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -27,6 +28,8 @@ import time
 
 def main() -> None:
     host, port, kind, many, sources = sys.argv[1], int(sys.argv[2]), *sys.argv[3:6]
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     hello = json.loads(sys.argv[6]) if kind == "guess" else {}
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -92,6 +94,23 @@ def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> No
             served.dial().close()
         patient.sendall(encode(dataclasses.replace(hello(served.context), token="no")))
         assert one_error(patient)[0] == "token"
+
+
+def test_a_server_that_runs_out_of_descriptors_serves_on(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(token="secret")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd.name) for fd in Path("/proc/self/fd").iterdir()}
+    *_, few = itertools.islice((fd for fd in itertools.count() if fd not in used), 20)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with crowd(served, "idle", 64):
+            assert served.until(connect.Refused).code == "busy"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "cannot accept: [Errno 24] Too many open files" in caplog.messages
+    served.works()
 
 
 # ---- guessing -----------------------------------------------------------------------

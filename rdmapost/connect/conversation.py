@@ -230,10 +230,12 @@ class Conversation:
         """Look at the time, go on with what takes long, and return what is to be sent."""
         if self.over:
             return b""
-        more = self._client is not None and self._client.more
-        if more or self._looking is not None:
-            said = self.completions() if more else b""
-            return said + self._say(self._seen())
+        if self.deadline == 0.0:
+            said = self.completions()
+            if self._looking is not None:
+                with self._reception.turn:
+                    said += self._say(self._seen())
+            return said
         now, limit = time.monotonic(), self._limit()
         if self._report is not None:
             if now < self._report_until:
@@ -301,8 +303,7 @@ class Conversation:
         if self._looking is None or self.over:
             return
         try:
-            with self._reception.turn:
-                next(self._looking)
+            next(self._looking)
         except StopIteration as end:
             self._looking, self._heard = None, time.monotonic()
             yield end.value

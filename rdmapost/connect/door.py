@@ -40,7 +40,6 @@ GUESSES, GUESSES_IN_ALL = 32, 64
 _MAX_STRANGERS = 256
 _MAX_WAITING = 128
 """Hellos of one address that wait; in HELLO_S each has had its turn."""
-_MAX_LINGERING = 64
 _AT_ONCE = 32
 _CROWDED = "too many are at this server's door; try again later"
 _GUESSED = "too many wrong tokens come to this server; try again later"
@@ -310,7 +309,7 @@ class Door:
             stranger.sock.send(answer)
             stranger.sock.shutdown(socket.SHUT_WR)
         stranger.conversation.close()
-        if len(self._lingering) >= _MAX_LINGERING:
+        if len(self._lingering) >= self._most // 4:
             self._hang_up(next(iter(self._lingering)))
         stranger.until = time.monotonic() + LINGER_S
         self._lingering[stranger] = None
