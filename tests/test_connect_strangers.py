@@ -144,12 +144,10 @@ def test_a_client_of_which_nothing_is_heard_goes(serve: Callable[..., Served]) -
 def test_a_crowd_at_the_door(serve: Callable[..., Served]) -> None:
     served = serve(timeout=3.0)
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(stranger(served)) for _ in range(100)]
-        told = [one_error(sock) for sock in crowd]
-    codes = [code for code, _ in told]
-    # Some wait until their time is over, the others are turned away at once.
-    assert set(codes) == {"busy", "timeout"}
-    assert codes.count("timeout") <= 32
+        crowd = [stack.enter_context(stranger(served)) for _ in range(300)]
+        codes = [one_error(sock)[0] for sock in crowd]
+    # The last to come wait until their time is over; the others have made room for them.
+    assert codes == ["busy"] * 44 + ["timeout"] * 256
     served.works()
 
 
