@@ -2,12 +2,14 @@
 
 A C file is changed token by token: another comparison or operator, an operand that decides
 nothing, a check that never applies, a number that is off by one.  What does not compile then
-is no mutant, and what compiles to the same object means the same.  Only the changed file is
-compiled; the other objects are made once.
+is no mutant, and what compiles to the same object means the same.  Only what the changed file
+is part of is compiled; the other objects are made once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import pathlib
@@ -283,7 +285,7 @@ class SameObject(Exception):
 
 
 class Build:
-    """The module's objects, made once, and modules that differ in one of them.
+    """The module's objects, made once, and modules that differ in one file.
 
     Args:
         work: an empty directory, to build in.
@@ -297,57 +299,87 @@ class Build:
         import build_ffi
 
         sys.path.remove(str(ROOT))
-        generated = work / "_verbs.c"
-        build_ffi.ffibuilder.emit_c_code(str(generated))
         macros = [] if build_ffi.FREE_THREADED else extension.get("define-macros", [])
         self.compiler = shlex.split(os.environ.get("CC", "cc"))
+        # A variable that nobody has set is not by chance what it should be.
         self.options = [
-            "-O1", "-fPIC", "-fwrapv", "-w", f"-I{sysconfig.get_path('include')}",
-            *(f"-I{ROOT / name}" for name in extension["include-dirs"]),
+            "-O1", "-fPIC", "-fwrapv", "-ftrivial-auto-var-init=pattern", "-w",
+            f"-I{sysconfig.get_path('include')}", "-I.",
             *(f"-D{name}={value}" for name, value in macros),
             *(option for option in extension["extra-compile-args"] if not option.startswith("-W")),
         ]  # fmt: skip
         self.libraries = [f"-l{name}" for name in extension["libraries"]]
-        self.objects: dict[str, pathlib.Path] = {}
-        for source in [*(ROOT / name for name in extension["sources"]), generated]:
-            made = work / f"{source.stem}.o"
-            self._compile(source.read_text(), made)
-            self.objects[source.name] = made
         # As rdmapost/_verbs.abi3.so is called, where that is of the stable ABI.
         suffix = ".abi3.so" if macros else sysconfig.get_config_var("EXT_SUFFIX")
         self.module = f"_verbs{suffix}"
 
-    def _compile(self, source: str, into: pathlib.Path) -> None:
+        self.sources = {path.name: path for path in (ROOT / "rdmapost" / "_c").iterdir()}
+        self.sources["_verbs.c"] = work / "generated.c"
+        with contextlib.redirect_stdout(io.StringIO()):
+            build_ffi.ffibuilder.emit_c_code(str(self.sources["_verbs.c"]))
+        place = self._lay(work / "_c")
+        self.objects: dict[str, pathlib.Path] = {}
+        self.needed_by: dict[str, list[str]] = {}
+        for source in (*map(os.path.basename, extension["sources"]), "_verbs.c"):
+            self.objects[source] = self._compile(place, source)
+            for part in self._cc("-MM", source, place=place).replace("\\\n", " ").split()[1:]:
+                self.needed_by.setdefault(os.path.normpath(part), []).append(source)
+
+    def _lay(self, place: pathlib.Path) -> pathlib.Path:
+        """Lay the sources into a directory, where one of them may be another."""
+        place.mkdir(parents=True)
+        for name, path in self.sources.items():
+            (place / name).symlink_to(path)
+        return place
+
+    def _cc(self, *options: str, place: pathlib.Path) -> str:
         done = subprocess.run(
-            [*self.compiler, *self.options, "-x", "c", "-", "-c", "-o", into],
-            input=source, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False,
+            [*self.compiler, *self.options, *options], cwd=place,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
             raise DoesNotCompile(done.stderr)
+        return done.stdout
+
+    def _compile(self, place: pathlib.Path, source: str) -> pathlib.Path:
+        made = place / f"{source}.o"
+        self._cc("-c", source, "-o", str(made), place=place)
+        return made
 
     def package(self, place: pathlib.Path) -> pathlib.Path:
         """Make a directory with a package that has no module yet; return where that belongs."""
         package = place / "rdmapost"
         package.mkdir(parents=True)
         for entry in (ROOT / "rdmapost").iterdir():
-            if entry.name != "__pycache__" and entry.suffix != ".so":
+            if entry.name not in ("__pycache__", "_c") and entry.suffix != ".so":
                 (package / entry.name).symlink_to(entry)
         (package / "cli").symlink_to(ROOT / "cli")
+        self._lay(package / "_c")
         return package / self.module
 
     def link(self, name: str, source: str | None, into: pathlib.Path) -> None:
         """Link the module with one file changed, or with none.
 
+        Args:
+            name: the C file, or a header; what needs that is compiled again.
+            source: what it is to be; None leaves it.
+            into: where the module belongs, as ``package`` returned it.
+
         Raises:
             DoesNotCompile, SameObject: there is no such module, or no other.
         """
-        objects = dict(self.objects)
+        objects, place = dict(self.objects), into.parent / "_c"
         if source is not None:
-            made = into.with_name(f"{name}.o")
-            self._compile(source, made)
-            if made.read_bytes() == self.objects[name].read_bytes():
+            (place / name).unlink()
+            (place / name).write_text(source)
+            try:
+                made = {part: self._compile(place, part) for part in self.needed_by[name]}
+            finally:
+                (place / name).unlink()
+                (place / name).symlink_to(self.sources[name])
+            if all(path.read_bytes() == objects[part].read_bytes() for part, path in made.items()):
                 raise SameObject
-            objects[name] = made
+            objects |= made
         into.unlink(missing_ok=True)
         subprocess.run(
             [*self.compiler, "-shared", "-o", into, *objects.values(), *self.libraries], check=True

@@ -25,6 +25,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import pathlib
+import resource
 import signal
 import sys
 import tempfile
@@ -80,6 +81,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_completions.py", "test_posting.py", "test_values.py", "test_soft_tags.py",
     ),
     "rdmapost/_c/ring.c": ("test_inflight.py",),
+    "rdmapost/_c/ring.h": ("test_inflight.py",),
     "rdmapost/_c/inflight.c": ("test_inflight.py", "test_lifetimes.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
     "rdmapost/_c/field.c": ("test_prepared.py", "test_values.py"),
@@ -125,7 +127,7 @@ class Mutant:
 
 def mutants_of(module: str) -> list[Mutant]:
     """Make all mutants of a module."""
-    found = list(_in_c(module) if module.endswith(".c") else _in_python(module))
+    found = list(_in_c(module) if "/" in module else _in_python(module))
     seen: Counter[str] = Counter()
     for index, mutant in enumerate(found):
         seen[mutant.name] += 1
@@ -345,6 +347,9 @@ class Stage:
     limits: tuple[float, float] = (300, 600)
 
 
+MEMORY = 8 << 30
+"""What each process of a child may map, in bytes."""
+
 _OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM)
 
 
@@ -355,6 +360,9 @@ def start(put: Callable[[], None], stage: Stage) -> int:
         return pid
     # What it starts is ended with it.
     os.setpgid(0, 0)
+    # A mutant may ask for memory without end, or crash.
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The trees of all mutants, which the child's collector would walk again and again.
     gc.freeze()
     put()
@@ -481,7 +489,7 @@ def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) 
     """Try the mutants of a module and say what came of it; return whether there is work to do."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
-        kind = InC(pathlib.Path(work), options.jobs) if module.endswith(".c") else Python()
+        kind = InC(pathlib.Path(work), options.jobs) if "/" in module else Python()
         done = survivors_of(module, kind, options)
     survivors = done.survivors
     new = [mutant for mutant in survivors if mutant.name not in equivalent]
