@@ -78,13 +78,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/completions.c": (
-        "test_completions.py", "test_posting.py", "test_values.py", "test_soft_tags.py",
+        "test_completion_fields.py", "test_completions.py", "test_posting.py", "test_soft_tags.py",
     ),
     "rdmapost/_c/ring.c": ("test_inflight.py",),
     "rdmapost/_c/ring.h": ("test_inflight.py",),
     "rdmapost/_c/inflight.c": ("test_inflight.py", "test_lifetimes.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
-    "rdmapost/_c/field.c": ("test_prepared.py", "test_values.py"),
+    "rdmapost/_c/field.c": ("test_fields.py", "test_prepared.py"),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
 

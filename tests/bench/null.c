@@ -39,11 +39,15 @@ struct null_cq {
 };
 
 static int remember;
+static struct ibv_wc like;
+static int alike;
 static uint64_t posted;
 static uint32_t last_number = 0x10;
 
 /* Remember what is posted from now on (1), or only count it (0). */
 void null_remember(int on);
+/* What completions are like from now on, but for wr_id; NULL is as it was. */
+void null_complete_as(const struct ibv_wc *wc);
 /* How many work requests have been posted. */
 uint64_t null_posted(void);
 /* Does nothing; ibv_query_pkey calls it, and a profiler can take notice of it. */
@@ -52,6 +56,13 @@ void null_mark(void);
 void null_remember(int on)
 {
 	remember = on;
+}
+
+void null_complete_as(const struct ibv_wc *wc)
+{
+	alike = wc != NULL;
+	if (wc)
+		like = *wc;
 }
 
 uint64_t null_posted(void)
@@ -94,10 +105,15 @@ static void complete(struct ibv_cq *cq, uint32_t qp_num, uint64_t wr_id,
 	struct null_cq *queue = (struct null_cq *)cq;
 	struct ibv_wc *wc = &queue->ring[queue->head++ % RING];
 
+	if (alike) {
+		*wc = like;
+	} else {
+		memset(wc, 0, sizeof(*wc));
+		wc->opcode = opcode;
+		wc->qp_num = qp_num;
+		wc->byte_len = 8;
+	}
 	wc->wr_id = wr_id;
-	wc->opcode = opcode;
-	wc->qp_num = qp_num;
-	wc->byte_len = 8;
 }
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
