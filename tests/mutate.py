@@ -80,9 +80,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost/_c/completions.c": (
         "test_completion_fields.py", "test_completions.py", "test_posting.py", "test_soft_tags.py",
     ),
-    "rdmapost/_c/ring.c": ("test_inflight.py",),
-    "rdmapost/_c/ring.h": ("test_inflight.py",),
-    "rdmapost/_c/inflight.c": ("test_inflight.py", "test_lifetimes.py"),
+    "rdmapost/_c/ring.c": ("test_ring.py", "test_inflight.py"),
+    "rdmapost/_c/ring.h": ("test_ring.py", "test_inflight.py"),
+    "rdmapost/_c/inflight.c": ("test_ring.py", "test_inflight.py", "test_lifetimes.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
     "rdmapost/_c/field.c": ("test_fields.py", "test_prepared.py"),
 }  # fmt: skip
@@ -360,6 +360,7 @@ def start(put: Callable[[], None], stage: Stage) -> int:
         return pid
     # What it starts is ended with it.
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A mutant may ask for memory without end, or crash.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -526,6 +527,8 @@ def main() -> int:
     for module in options.modules:
         if module not in TARGETS:
             parser.error(f"{module} is not in TARGETS, with the tests that are to notice")
+    # The children end with this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # What each child would import anew.
     import hypothesis
     import pytest  # noqa: F401
