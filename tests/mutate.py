@@ -78,7 +78,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/completions.c": (
-        "test_completion_fields.py", "test_completions.py", "test_posting.py", "test_soft_tags.py",
+        "test_completion_fields.py", "test_polling.py", "test_completions.py", "test_posting.py",
+        "test_soft_tags.py",
     ),
     "rdmapost/_c/ring.c": ("test_ring.py", "test_inflight.py"),
     "rdmapost/_c/ring.h": ("test_ring.py", "test_inflight.py"),

@@ -39,6 +39,7 @@ struct null_cq {
 };
 
 static int remember;
+static int poll_error = -1;
 static struct ibv_wc like;
 static int alike;
 static uint64_t posted;
@@ -48,6 +49,8 @@ static uint32_t last_number = 0x10;
 void null_remember(int on);
 /* What completions are like from now on, but for wr_id; NULL is as it was. */
 void null_complete_as(const struct ibv_wc *wc);
+/* Polling fails with this errno from now on, where it is not negative. */
+void null_fail_poll(int error);
 /* How many work requests have been posted. */
 uint64_t null_posted(void);
 /* Does nothing; ibv_query_pkey calls it, and a profiler can take notice of it. */
@@ -63,6 +66,11 @@ void null_complete_as(const struct ibv_wc *wc)
 	alike = wc != NULL;
 	if (wc)
 		like = *wc;
+}
+
+void null_fail_poll(int error)
+{
+	poll_error = error;
 }
 
 uint64_t null_posted(void)
@@ -165,6 +173,10 @@ static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 	struct null_cq *queue = (struct null_cq *)cq;
 	int n = 0;
 
+	if (poll_error >= 0) {
+		errno = poll_error;
+		return -1;
+	}
 	while (n < num_entries && queue->tail != queue->head)
 		wc[n++] = queue->ring[queue->tail++ % RING];
 	return n;
