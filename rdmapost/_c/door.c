@@ -61,26 +61,6 @@ SUBMIT(recv)
 SUBMIT(srq_recv)
 SUBMIT(srq_ops)
 
-/* The CQ, and whether only solicited completions count. */
-FUNCTION(req_notify)
-{
-	struct rp_use use;
-	int failed;
-
-	(void)self;
-	if (nargs != 2 || !rp_is_handle(args[0])) {
-		PyErr_SetString(PyExc_TypeError, "wrong arguments");
-		return NULL;
-	}
-	if (rp_begin_use((struct rp_handle *)args[0], &use)) {
-		rp_raise_closed((struct rp_handle *)args[0]);
-		return NULL;
-	}
-	failed = ibv_req_notify_cq(use.handle->address, args[1] == Py_True);
-	rp_end_use(&use);
-	return PyLong_FromLong(failed);
-}
-
 /* A completion channel that does not block: 0, or an errno. */
 FUNCTION(drop_event)
 {
@@ -100,7 +80,6 @@ static PyMethodDef functions[] = {
 	RP_METHOD(submit_recv),
 	RP_METHOD(submit_srq_recv),
 	RP_METHOD(submit_srq_ops),
-	RP_METHOD(req_notify),
 	RP_METHOD(drop_event),
 	{ NULL, NULL, 0, NULL },
 };
@@ -112,6 +91,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	if (module &&
 	    (PyModule_AddFunctions(module, functions) || rp_add_lock(module) ||
 	     rp_add_in_flight(module) || rp_add_completions(module) ||
+	     rp_add_poller(module) ||
 	     rp_add_wr(module) || rp_add_region(module) ||
 	     rp_add_kinds(module) || rp_add_poster(module) ||
 	     rp_add_prepared(module) || rp_add_field(module) ||

@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <pthread.h>
 #include <pythread.h>
 
 #include "shim.h"
@@ -41,8 +42,9 @@ int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 struct rp_lock {
 	PyObject_HEAD
 	unsigned long owner; /* the thread that holds it, or 0 */
+	unsigned int forks; /* that there had been when it was last looked at */
 #ifdef Py_GIL_DISABLED
-	PyMutex mutex;
+	pthread_mutex_t mutex;
 #else
 	int waiting; /* threads */
 	int woken; /* one of these is about to look again */
@@ -55,6 +57,27 @@ extern PyObject *rp_lock_type;
 /* Waits without the GIL if it must; 0, or -1 with an exception where this thread has it. */
 int rp_take(struct rp_lock *lock);
 void rp_give(struct rp_lock *lock);
+
+/* Take it if nobody has it; whether that was so. */
+int rp_try(struct rp_lock *lock);
+int rp_owns(const struct rp_lock *lock);
+
+/* ---- completions.c: what a completion is in Python ---------------------- */
+
+/* A completion whose work request is retired; it owns its references. */
+struct rp_settled {
+	struct ibv_wc wc;
+	struct ibv_wc_tm_info tm;
+	int has_tm;
+	PyObject *wr_id; /* the caller's */
+	PyObject *made; /* the WC, where it has been made; else NULL */
+};
+
+/* Return a new WC, or NULL with an exception. */
+PyObject *rp_make_completion(const struct rp_settled *settled);
+
+/* Raise VerbsError; returns NULL. */
+PyObject *rp_raise_verbs(const char *verb, int code);
 
 /* ---- inflight.c: what is posted and not known to be done ---------------- */
 
@@ -84,13 +107,6 @@ int rp_add(struct rp_in_flight *q, PyObject *wr_id, PyObject *refers_to,
 
 /* Take the latest back; 0, or -1 with an exception. */
 int rp_forget_last(struct rp_in_flight *q, uint64_t count);
-
-/*
- * Retire a work request and, in order, all before it.  Returns the caller's
- * wr_id, or NULL where the ticket is not outstanding; without an exception,
- * unless a subclass raised it.
- */
-PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket);
 
 /* ---- slots.c: attributes that a class keeps in __slots__ ---------------- */
 
@@ -147,6 +163,7 @@ static inline int rp_has_type(PyObject *object, PyObject *type)
 int rp_add_lock(PyObject *module);
 int rp_add_in_flight(PyObject *module);
 int rp_add_completions(PyObject *module);
+int rp_add_poller(PyObject *module);
 int rp_add_wr(PyObject *module);
 int rp_add_region(PyObject *module);
 int rp_add_kinds(PyObject *module);

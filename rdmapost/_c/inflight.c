@@ -4,6 +4,7 @@
  * rdmapost/inflight.py says what it is good for, and derives the queues that
  * complete in another order.
  */
+#include "inflight.h"
 #include "ring.h"
 
 #include <structmember.h>
@@ -30,21 +31,57 @@ int rp_add(struct rp_in_flight *q, PyObject *wr_id, PyObject *refers_to,
 	return failed;
 }
 
+struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket)
+{
+	PyObject *key = PyLong_FromUnsignedLong((unsigned long)(ticket >> 32));
+	PyObject *found = key ? PyDict_GetItemWithError(queues, key) : NULL;
+
+	Py_XDECREF(key);
+	PyErr_Clear();
+	return (struct rp_in_flight *)Py_XNewRef(found);
+}
+
+/* Call a method of a subclass; an interrupt comes again afterwards. */
+static PyObject *call(struct rp_in_flight *q, const char *name, uint64_t ticket)
+{
+	PyObject *result = NULL;
+
+	for (int i = 0; i < 9 && !result; i++) {
+		result = PyObject_CallMethod((PyObject *)q, name, "K",
+					     (unsigned long long)ticket);
+		if (!result && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt))
+			PyErr_SetInterrupt();
+		PyErr_Clear();
+	}
+	if (result == Py_None)
+		Py_CLEAR(result);
+	return result;
+}
+
+void rp_match(struct rp_in_flight *q, uint64_t ticket)
+{
+	Py_XDECREF(call(q, "match", ticket));
+}
+
 PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket)
 {
 	PyObject *wr_id;
 
-	if (q->overridden) {
-		wr_id = PyObject_CallMethod((PyObject *)q, "complete", "K",
-					    (unsigned long long)ticket);
-		if (wr_id == Py_None)
-			Py_CLEAR(wr_id);
-		return wr_id;
-	}
+	if (q->overridden)
+		return call(q, "complete", ticket);
 	RP_BEGIN(q);
 	wr_id = rp_ring_complete(q, ticket);
 	RP_END();
 	return wr_id;
+}
+
+void rp_drop_done(struct rp_in_flight *q)
+{
+	if (!q->overridden) {
+		RP_BEGIN(q);
+		rp_ring_drop_done(q);
+		RP_END();
+	}
 }
 
 int rp_forget_last(struct rp_in_flight *q, uint64_t count)
@@ -170,6 +207,7 @@ static PyObject *in_flight_complete(PyObject *self, PyObject *arg)
 		return NULL;
 	RP_BEGIN(self);
 	wr_id = rp_ring_complete((struct rp_in_flight *)self, ticket);
+	rp_ring_drop_done((struct rp_in_flight *)self);
 	RP_END();
 	if (!wr_id && !PyErr_Occurred())
 		Py_RETURN_NONE;

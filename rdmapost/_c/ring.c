@@ -27,7 +27,7 @@ static int grow(struct rp_in_flight *q)
 }
 
 /* Give up what the entries that are done refer to. */
-static void drop_done(struct rp_in_flight *q)
+void rp_ring_drop_done(struct rp_in_flight *q)
 {
 	struct ring *ring = q->ring;
 
@@ -83,7 +83,6 @@ PyObject *rp_ring_complete(struct rp_in_flight *q, uint64_t ticket)
 			ahead -= ahead < left ? ahead : left;
 		}
 	}
-	drop_done(q);
 	return wr_id;
 }
 
@@ -112,5 +111,5 @@ void rp_ring_clear(struct rp_in_flight *q)
 	q->done = q->posted;
 	q->begun = 0;
 	q->ring->first = q->ring->end;
-	drop_done(q);
+	rp_ring_drop_done(q);
 }

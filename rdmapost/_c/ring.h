@@ -34,6 +34,9 @@ int rp_ring_add(struct rp_in_flight *q, PyObject *wr_id, PyObject *refers_to,
 /* Retire a work request and all before it; return its wr_id, or NULL. */
 PyObject *rp_ring_complete(struct rp_in_flight *q, uint64_t ticket);
 
+/* Give up what the entries that are done refer to. */
+void rp_ring_drop_done(struct rp_in_flight *q);
+
 /* Take the latest back. */
 void rp_ring_forget_last(struct rp_in_flight *q, uint64_t count);
 
