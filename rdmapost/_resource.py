@@ -44,6 +44,7 @@ class Resource(door.Handle):
 
     Closing calls, of the methods that a subclass may have:
 
+    - ``_wake``, when no new verb can begin: it ends those that wait;
     - ``_release``, when no new verb can begin and none is in progress: what the
       device wants done first, or InUseError;
     - then ``destroy``;

@@ -1,6 +1,6 @@
 # The compiled module, made by build_ffi.py from rdmapost/_c/.  cffi's own stubs
 # know nothing of C structs, so what comes out of it is Any.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ffi: Any
@@ -13,9 +13,6 @@ def submit_send(qp: int, records: int, size: int, count: int, /) -> int: ...
 def submit_recv(qp: int, records: int, size: int, count: int, /) -> int: ...
 def submit_srq_recv(srq: int, records: int, size: int, count: int, /) -> int: ...
 def submit_srq_ops(srq: int, records: int, size: int, count: int, /) -> int: ...
-
-# ibv_req_notify_cq(3).
-def req_notify(cq: int, solicited_only: bool, /) -> int: ...
 
 # ibv_get_cq_event(3) and ibv_ack_cq_events(3) in one; returns 0 or an errno.
 def drop_event(channel: int, /) -> int: ...
@@ -46,15 +43,38 @@ class InFlight:
 # _c/completions.c.
 def make_completions_of(
     wc: type, statuses: dict[int, Any], other_status: Any, opcodes: dict[int, Any],
-    flags: dict[int, Any], flag_type: Any, /,
+    flags: dict[int, Any], flag_type: Any, verbs_error: type, /,
 ) -> None: ...  # fmt: skip
 
-# ibv_poll_cq(3), or ibv_start_poll(3) on an extended CQ, and what follows from each completion.
-# It spins for so many ns until there are `most`, without the GIL, and appends to `into`.
-# Returns how many there were, or a negative errno.
-def poll(
-    cq: int, cq_ex: int, most: int, spin_ns: int, queues: dict[int, Any], into: Any, /
-) -> int: ...
+# _c/cq.c, which says what each does.  `handle` is the resource's, so that it stays open meanwhile;
+# `into` is an empty list.
+class Waiters:
+    waiting: int
+    def until(
+        self, handle: Any, fd: int, function: Callable[[], Any], timeout: float | None,
+        tasks: bool, /,
+    ) -> Any: ...  # fmt: skip
+    def claim(self, tell: Callable[[], object], /) -> bool: ...
+    def unclaim(self, tell: Callable[[], object], /) -> None: ...
+    def release(self) -> None: ...
+
+class Poller(Waiters):
+    def __init__(
+        self, queues: dict[int, Any], extended: bool, spin_ns: int, channel: int,
+        drop_event: Callable[[], None], /,
+    ) -> None: ...  # fmt: skip
+    def poll(self, handle: Any, most: int, into: list[Any], /) -> None: ...
+    def wait(
+        self, handle: Any, count: int, timeout: float | None, into: list[Any], /
+    ) -> int | None: ...
+    def take(self, handle: Any, count: int, promised: int, into: list[Any], /) -> bool: ...
+    def look(self, handle: Any, count: int, /) -> int: ...
+    def notify(self, handle: Any, solicited_only: bool, /) -> int: ...
+    def keep(self, handle: Any, cqe: int, /) -> None: ...
+    def put_back(self, wcs: list[Any], /) -> None: ...
+
+# Threads that closing wakes from now on end without a word: the interpreter ends.
+def end_waits() -> None: ...
 
 # _c/wr.c: the base of the work requests, whose __init__ is that of a dataclass but quicker.
 class WR: ...

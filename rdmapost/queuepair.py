@@ -231,10 +231,9 @@ class QP(Multicast):
 
     def _keep_completions(self) -> None:
         if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
-            # The collector may have interrupted whoever holds a CQ: it does not wait for it.
-            self.send_cq._keep(wait=not self._abandoned)
+            self.send_cq._keep()
             if self.recv_cq is not self.send_cq:
-                self.recv_cq._keep(wait=not self._abandoned)
+                self.recv_cq._keep()
 
     def _note_state(self, state: QPState) -> None:
         self._state = state

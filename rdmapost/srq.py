@@ -202,8 +202,7 @@ class SRQ(Resource):
 
     def _keep_completions(self) -> None:
         if self.cq is not None and any(queue.outstanding for queue in self._queues()):
-            # The collector may have interrupted whoever holds the CQ: it does not wait for it.
-            self.cq._keep(wait=not self._abandoned)
+            self.cq._keep()
 
     @property
     def srq_num(self) -> int:

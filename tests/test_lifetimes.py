@@ -126,7 +126,7 @@ def test_interpreter_ends_quietly_while_a_thread_waits(context):
         SETUP + "import threading\n"
         "things = make()\n"
         "threading.Thread(target=things['cq'].wait, args=(9, 60), daemon=True).start()\n"
-        "while not things['cq']._waiting: pass\n"
+        "while not things['cq']._poller.waiting: pass\n"
         "print('ends')\n",
         context.name,
         **LOSES_MEMORY,
@@ -328,8 +328,7 @@ def test_garbage_during_a_poll_does_not_lock_up(connect, context):
         cycle = [doomed]
         cycle.append(cycle)
         del doomed, cycle
-        with pair.cq._lock:
-            gc.collect()
+        gc.collect()
     pair.works()
 
 

@@ -742,6 +742,9 @@ static int shut(struct rp_handle *h, struct pause *pause)
 /* All that comes before the destruction; 0, -1 with an exception, or 1 where time is up. */
 static int release(struct rp_handle *h, struct pause *pause)
 {
+	/* Threads that wait are in the middle of a verb. */
+	if (ask(h, "_wake"))
+		return -1;
 	while (VERBS(load(&h->word))) {
 		int stopped = sleep_on(pause);
 
@@ -1105,6 +1108,7 @@ static PyMethodDef handle_methods[] = {
 	  "Give the resource back; do nothing if that has been done." },
 	{ "_close_at_exit", handle_close_at_exit, METH_NOARGS, NULL },
 	{ "_abandon", handle_abandon, METH_NOARGS, NULL },
+	{ "_wake", do_nothing, METH_NOARGS, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
 	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },
