@@ -228,10 +228,9 @@ class QP(Multicast):
             return
         for batch in list(self._batches):
             batch.close()
-        # Whoever posts holds the locks.
-        with self._send.lock, self._recv.lock:
-            self._send.shut()
-            self._recv.shut()
+        for queue in (self._send, self._recv):
+            queue.shut()
+            queue.lock.wait()  # whoever posts has it
         self._leave_groups()
         self._keep_completions()
 

@@ -194,9 +194,9 @@ class SRQ(Resource):
         if not hasattr(self, "_ops"):
             # An interrupt has ended the constructor: nothing was posted.
             return
-        # Whoever posts holds the locks.
-        with self._recv.lock, self._ops.lock:
-            self._recv.shut()
+        self._recv.shut()
+        for queue in (self._recv, self._ops):
+            queue.lock.wait()  # whoever posts has it
         self._keep_completions()
 
     def _restore(self) -> None:
