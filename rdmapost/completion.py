@@ -189,7 +189,6 @@ class CQ(Resource):
                     f"{self} cannot be closed: a thread or task waits for its completions"
                 )
 
-
     def req_notify(self, solicited_only: bool = False) -> None:
         """Ask for one event on the channel, at the next completion.
 

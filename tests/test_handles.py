@@ -62,6 +62,7 @@ def made(context: rp.Context) -> dict[str, Any]:
 Make = Callable[[rp.Context, dict[str, Any]], Any]
 Use = Callable[[Any, dict[str, Any]], Any]
 
+
 def group() -> str:
     """A multicast group of this thread's own."""
     return f"ff02::{threading.get_ident() & 0xFFFF:x}"
@@ -116,7 +117,8 @@ def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
         seen = None
         while True:
             with turn:
-                assert turn.wait_for(lambda: current[0] is not seen, LIMIT)
+                while current[0] is seen:
+                    assert turn.wait(LIMIT)
                 seen = current[0]
             if seen is StopIteration:
                 return
@@ -147,9 +149,8 @@ def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
         while not thing.closed and not wrong:
             try:
                 thing.close()
-            except rp.InUseError as error:
+            except rp.InUseError:
                 # They make children on it without end: it is closed once they let it go.
-                assert "still open on it" in str(error)
                 refused[0] = thing
                 assert time.monotonic() < end, f"not closed in round {number}"
     with turn:
@@ -337,9 +338,8 @@ def test_closed_parent_has_no_children():
 
 
 def test_resource_is_made_once(pd):
-    with rp.MR(pd, 64) as mr:
-        with pytest.raises(RuntimeError, match="has been made"):
-            mr.__init__(pd, 4096)  # type: ignore[misc]
+    with rp.MR(pd, 64) as mr, pytest.raises(RuntimeError, match="has been made"):
+        mr.__init__(pd, 4096)  # type: ignore[misc]
 
 
 # ---- finalizers -------------------------------------------------------------
@@ -422,10 +422,9 @@ def test_window_and_region_that_are_garbage_go_in_that_order():
 
 def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
     """A finalizer says it in a warning, and the parent stays open."""
+    parent = Thing("pd")
     with pytest.warns(ResourceWarning) as told:
-        parent = Thing("pd")
         Thing("mr", parent, destroy=lambda _: 22)
-        gc.collect()
     assert len(told) == 1
     assert str(told[0].message).startswith("mr could not be closed: <lambda>: EINVAL")
     assert str(told[0].message).endswith("; the device keeps it until the process ends")

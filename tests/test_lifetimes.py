@@ -238,10 +238,10 @@ def test_interrupt_while_something_is_closed_destroys_it_once(verbs_context):
 
 
 def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
-    """An exception out of the lines that making and closing run, as of a Ctrl-C: nothing stays open."""
+    """An exception out of any line that making and closing run, as of a Ctrl-C."""
     said = prints(
-        "import gc, os, pathlib, sys, rdmapost as rp\n"
-        "library = pathlib.Path(rp.__file__).parent\n"
+        "import gc, os, sys, rdmapost as rp\n"
+        "library = os.path.dirname(rp.__file__)\n"
         "def set_up(keep):\n"
         "    pd, channel = keep(rp.PD(context)), keep(rp.CompChannel(context))\n"
         "    cq, mr = keep(rp.CQ(context, channel=channel)), keep(rp.MR(pd, 64))\n"
@@ -253,11 +253,10 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
         "    left, kept = after, []\n"
         "    def trace(frame, event, argument):\n"
         "        nonlocal left\n"
-        "        path = pathlib.Path(frame.f_code.co_filename)\n"
         # Not in the device, whose bugs it would be.
-        "        mine = path.parent == library\n"
-        "        left -= mine\n"
-        "        if mine and not left: raise KeyboardInterrupt\n"
+        "        if os.path.dirname(frame.f_code.co_filename) != library: return None\n"
+        "        left -= 1\n"
+        "        if not left: raise KeyboardInterrupt\n"
         "        return trace\n"
         "    sys.settrace(trace)\n"
         "    try:\n"
@@ -275,7 +274,7 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
         "    after = 1\n"
         "    while interrupted(after):\n"
         # Some of the places are enough where each try takes the kernel's time.
-        "        after += 3 if context.kind == 'soft' else 31\n"
+        "        after += 5 if context.kind == 'soft' else 31\n"
         "        gc.collect()\n"
         "        assert not context._open_children(), after\n"
         "        assert len(os.listdir('/proc/self/fd')) == files, after\n"

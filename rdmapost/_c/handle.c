@@ -1151,6 +1151,7 @@ static PyGetSetDef handle_getset[] = {
 static PyMemberDef handle_members[] = {
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned),
 	  READONLY, NULL },
+	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
 	{ "_posted", T_ULONGLONG, offsetof(struct rp_handle, posted),
 	  READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
