@@ -172,9 +172,7 @@ class QP(Multicast):
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)
         try:
-            handle = self._make(
-                create, args, context._provider.destroy_qp, tuple(parents.values())
-            )
+            handle = self._make(create, args, context._provider.destroy_qp, tuple(parents.values()))
         except VerbsError as error:
             error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
             raise

@@ -166,9 +166,7 @@ class SRQ(Resource):
             # The older call, which every driver has.
             plain = ffi.new("struct ibv_srq_init_attr *")
             plain.attr = init.attr
-            handle = self._make(
-                provider.create_srq, (pd, plain), provider.destroy_srq, parents
-            )
+            handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
             init.attr = plain.attr
             return handle
         assert self.cq is not None
