@@ -105,7 +105,7 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	struct prepared *p = (struct prepared *)self;
 	PyObject *queue, *owner, *wrs;
 	struct rp_turn turn;
-	int refused = -1;
+	int refused = -1, failed;
 
 	(void)kwargs;
 	if (p->queue) {
@@ -117,7 +117,16 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		return -1;
 	p->queue = (struct queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
-	if (rp_read(p->queue, wrs, &p->post) ||
+	/* The list lives longer than this call: it has a reference of its own. */
+	if (rp_kind_of(p->queue->verb, (PyObject *)Py_TYPE(wrs)))
+		wrs = PyTuple_Pack(1, wrs);
+	else
+		Py_INCREF(wrs);
+	if (!wrs)
+		return -1;
+	failed = rp_read(p->queue, wrs, &p->post);
+	Py_DECREF(wrs);
+	if (failed ||
 	    rp_begin_post(p->queue, p->owner, &turn))
 		return -1;
 	refused = check_all(p);
@@ -257,7 +266,7 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 		return NULL;
 	}
 	if (outcome.code)
-		return rp_raise_failure(p->queue, p->owner, p->post.wrs,
+		return rp_raise_failure(p->queue, p->owner, &p->post,
 					outcome);
 	Py_RETURN_NONE;
 }
@@ -402,7 +411,7 @@ static void item_dealloc(PyObject *self)
 /* Raise a ValueError for what was refused: always -1. */
 static int refuse_value(struct prepared *p, struct post *post)
 {
-	post->wrs = Py_XNewRef(p->post.wrs);
+	post->one = p->post.requests->wr;
 	rp_raise_refusal((PyObject *)p->queue, p->owner, post, 0, -1);
 	return -1;
 }
