@@ -221,8 +221,7 @@ class Door:
 
     def _make_room(self) -> None:
         source = max(self._places, key=self._places.__getitem__)
-        theirs = [stranger for stranger in self._strangers if stranger.source == source]
-        for stranger in theirs:
+        for stranger in (one for one in self._strangers if one.source == source):
             if not stranger.whole:
                 # Its hello may have come since it was last asked.
                 self._hear(stranger)
@@ -230,7 +229,8 @@ class Door:
                     self._refuse(stranger, "busy", _CROWDED)
                 if stranger not in self._strangers:
                     return
-        self._refuse(theirs[-1], "busy", _GUESSED)
+        # All of them have said theirs, and the last has waited least.
+        self._refuse(stranger, "busy", _GUESSED)
 
     # ---- what they say --------------------------------------------------------
 
