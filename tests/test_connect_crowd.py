@@ -1,4 +1,4 @@
-"""Crowds at a server's door: holders of the token get in, whoever else is there.
+"""Crowds of connections without the token: who has it gets in, whoever else is there.
 
 The strangers are in a process of their own (crowd.py), so that they are as fast as they can be.
 """
@@ -45,7 +45,7 @@ class Crowd:
 
 @contextlib.contextmanager
 def crowd(served: Served, kind: str, many: int, sources: int = 0) -> Iterator[Crowd]:
-    """A crowd is at the door, and stays until the end of the block."""
+    """A crowd connects, and stays until the end of the block."""
     host, port = served.server.address[:2]
     said = encode(hello(served.context)).decode()
     program = Path(__file__).with_name("crowd.py")
@@ -84,7 +84,7 @@ def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> 
     with crowd(served, "idle", MORE_THAN_ARE_HELD) as strangers:
         event = served.until(connect.Refused)
         assert event.code == "busy"
-        assert "too many are at this server's door" in event.text
+        assert "too many connections wait at this server" in event.text
     assert strangers.told["busy"] > 0
 
 

@@ -152,7 +152,9 @@ def test_a_client_of_which_nothing_is_heard_goes(serve: Callable[..., Served]) -
     served.works()
 
 
-def test_a_crowd_at_the_door(serve: Callable[..., Served]) -> None:
+def test_the_oldest_of_a_crowd_make_room_for_those_who_come_later(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(timeout=3.0)
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(stranger(served)) for _ in range(300)]
