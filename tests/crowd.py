@@ -1,4 +1,4 @@
-"""A program that crowds at a server's door, in a process of its own: it has a core of its own.
+"""A program that crowds a server with connections, as fast as a process of its own can.
 
     crowd.py HOST PORT KIND MANY SOURCES [HELLO]
 

@@ -182,14 +182,13 @@ class AsyncConnection(Dialled):
         self._teller = Teller(where)
         try:
             async with asyncio.timeout(self.timeout):
-                self._reader, self._writer = await asyncio.open_connection(
-                    host, port, limit=MAX_LINE
-                )
+                self._reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
         except (OSError, UnicodeError) as error:
             reason = error if isinstance(error, OSError) else OSError(str(error))
             raise why_not_reached(where, reason, self.timeout) from error
-        prepare(self._writer.get_extra_info("socket"))
+        prepare(writer.get_extra_info("socket"))
         self._read_on()
+        self._writer = writer
         greeting = self.greeting(token)
         message = next(greeting)
         with suppress(StopIteration):

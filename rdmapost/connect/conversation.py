@@ -58,8 +58,8 @@ class Reception:
 
     Attributes:
         clients: those who are there, by number.
-        turn: held while a piece of a large memory is gone through, so that all who
-            look together keep one core busy, and not all of them.
+        turn: held while one piece of a large memory is read, so that any number of
+            looks keep one core busy, and not all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -149,7 +149,7 @@ def check_token(token: str | None) -> None:
 
 
 class Conversation:
-    """One client, from its first byte on: ``hear`` and ``greet``, and then ``feed``.
+    """One client, from its first byte on: ``receive`` and ``authenticate``, and then ``feed``.
 
     Args:
         reception: the server's.
@@ -199,12 +199,12 @@ class Conversation:
 
     # ---- what comes -----------------------------------------------------------
 
-    def hear(self, data: bytes) -> bool:
-        """Take bytes of the hello, and return whether ``greet`` can tell what it is."""
+    def receive(self, data: bytes) -> bool:
+        """Take bytes of the hello, and return whether ``authenticate`` can tell what it is."""
         self._session.receive(data)
         return self._session.ready
 
-    def greet(self) -> bytes:
+    def authenticate(self) -> bytes:
         """Check the hello, its token first, and return what is to be sent.
 
         Nothing is made for the client: the next ``feed`` does that.

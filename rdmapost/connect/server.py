@@ -17,9 +17,9 @@ from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
 from ..errors import RdmaError
+from .acceptor import BACKLOG, Acceptor
 from .address import DEFAULT_PORT, is_loopback, resolve, show_address
 from .conversation import Conversation, Reception
-from .door import BACKLOG, Door
 from .errors import ConnectError
 from .events import OnEvent
 from .exposure import EXPOSABLE, Exposure, ServedClient
@@ -86,8 +86,8 @@ def serve(
             as its TCP connection; one whose host is gone is noticed in half a minute.
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
-            thread of the client that it is about, or in the one that meets those who
-            are not clients yet; it must be quick.
+            thread of the client that it is about, or in the one that accepts
+            connections; it must be quick.
 
     Returns:
         The server, at work; a context manager.
@@ -179,7 +179,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 class Serving:
-    """A server at work, behind either face: a thread at the door, and one for each client."""
+    """What Server and AsyncServer have in common: an acceptor, and a thread for each client."""
 
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self._reception = reception
@@ -192,8 +192,8 @@ class Serving:
         self._closing = False
         # Readable from the moment when the server ends, for everyone who polls it.
         self._stop_fd, self._stop = os.pipe()
-        door = Door(reception, listener, self._stop_fd, self._let_in)
-        self._acceptor = threading.Thread(target=door.run, name=f"serve {self}", daemon=True)
+        acceptor = Acceptor(reception, listener, self._stop_fd, self._start_client)
+        self._acceptor = threading.Thread(target=acceptor.run, name=f"serve {self}", daemon=True)
         # The queue pairs go before the devices, however the process ends.
         atexit.register(self._end)
         self._acceptor.start()
@@ -231,7 +231,7 @@ class Serving:
         atexit.unregister(self._end)
         os.close(self._stop)
         deadline = time.monotonic() + self._reception.timeout + _LAST_MOMENT_S
-        # The door first: after it there are no new ones.
+        # The acceptor first: after it there are no new ones.
         ended = self._join([self._acceptor], deadline)
         with self._lock:
             threads = list(self._threads)
@@ -248,7 +248,7 @@ class Serving:
 
     # ---- a client ---------------------------------------------------------------
 
-    def _let_in(self, sock: socket.socket, conversation: Conversation) -> bool:
+    def _start_client(self, sock: socket.socket, conversation: Conversation) -> bool:
         thread = threading.Thread(
             target=self._talk, args=(sock, conversation), name=f"serve {self}: a client",
             daemon=True,
