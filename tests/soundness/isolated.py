@@ -72,9 +72,7 @@ def isolated(
     return wrap
 
 
-def run_python(
-    arguments: list[Any], seconds: float, env: dict[str, str]
-) -> tuple[int, str, str]:
+def run_python(arguments: list[Any], seconds: float, env: dict[str, str]) -> tuple[int, str, str]:
     """Run Python in a session of its own, all of which has ended when this returns.
 
     Returns:

@@ -180,7 +180,9 @@ def interrupt_at_each_moment(
     assert count, "nothing was interrupted"
     if failures:
         shown = "\n  ".join(failures)
-        raise AssertionError(f"after {len(failures)} of {tried} moments ({count} in all)\n  {shown}")
+        raise AssertionError(
+            f"after {len(failures)} of {tried} moments ({count} in all)\n  {shown}"
+        )
     return tried
 
 

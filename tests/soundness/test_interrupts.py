@@ -502,9 +502,7 @@ def test_interrupted_post_of_tag_operations_leaves_what_the_device_has(soft):
         assert [wc.check().wr_id for wc in cq.wait(1, 2)] == [9]
         rig.close()
 
-    interrupt_at_each_moment(
-        make, lambda rig: rig.more[1].post_srq_ops(rig.ops), check, most=100
-    )
+    interrupt_at_each_moment(make, lambda rig: rig.more[1].post_srq_ops(rig.ops), check, most=100)
 
 
 # ---- polling ----------------------------------------------------------------------
@@ -685,7 +683,9 @@ def test_signal_handler_may_poll_and_post_in_the_middle_of_any_verb(verb, nested
         else:
             NESTED[nested](rig)
 
-    interrupt_at_each_moment(lambda: _verb_rig(soft), act, check, handler=handle, most=25, seconds=5)
+    interrupt_at_each_moment(
+        lambda: _verb_rig(soft), act, check, handler=handle, most=25, seconds=5
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)
