@@ -25,10 +25,14 @@ TIMES = 1 if os.environ.get("RDMAPOST_REQUIRE_DEVICE") != "1" else 5
 """How much longer things may take: a guest is emulated."""
 
 _BOOT = """
-import faulthandler, gc, json, sys
+import faulthandler, gc, json, os, sys, time
 path, name, arguments, seconds = sys.argv[1:]
 faulthandler.enable()
-faulthandler.dump_traceback_later(float(seconds), exit=True)
+end = time.monotonic() + float(seconds)
+watch = lambda: faulthandler.dump_traceback_later(max(0.1, end - time.monotonic()), exit=True)
+watch()
+# At its end a child would wait for the thread that watches, which it does not have.
+os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=watch)
 here = path.rpartition("/")[0]
 sys.path[:0] = [here, here.rpartition("/")[0]]
 module = __import__(path.rpartition("/")[2].removesuffix(".py"))

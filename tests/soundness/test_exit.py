@@ -58,7 +58,8 @@ batch.post()
 started = threading.Event()
 def wait():
     started.set()
-    rig.cq.wait(1, None)
+    with contextlib.suppress(rp.ClosedError):
+        rig.cq.wait(1, None)
 threading.Thread(target=wait, daemon=True).start()
 started.wait()
 """,
@@ -69,9 +70,11 @@ def post():
     while True:
         try:
             batch.post()
+            rig.cq.poll()
         except rp.PostError:
             pass
-        rig.cq.poll()
+        except rp.ClosedError:
+            return
         started.set()
 threading.Thread(target=post, daemon=True).start()
 started.wait()
