@@ -34,7 +34,7 @@ watch()
 # At its end a child would wait for the thread that watches, which it does not have.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=watch)
 here = path.rpartition("/")[0]
-sys.path[:0] = [here, here.rpartition("/")[0]]
+sys.path[:0] = [here + "/alone", here, here.rpartition("/")[0]]
 module = __import__(path.rpartition("/")[2].removesuffix(".py"))
 gc.freeze()  # What has been imported is not looked at by the many collections of a test.
 getattr(module, name).__wrapped__(**json.loads(arguments))

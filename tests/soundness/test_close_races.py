@@ -21,7 +21,7 @@ import rdmapost as rp
 from rdmapost import QPType
 
 ROUNDS = 1000
-SECONDS = 0.8 * TIMES
+SECONDS = 0.4 * TIMES
 """How many rounds of a race at most, and how long."""
 
 
