@@ -631,9 +631,9 @@ def _nested_close(rig: Rig) -> None:
 
 NESTED = {"polls": _nested_poll, "posts": _nested_post, "closes": _nested_close}
 VERBS: dict[str, Callable[[Rig], object]] = {
-    "post": lambda rig: rig.a.post_send([rig.write(1), rig.write(2)]),
-    "inline": lambda rig: rig.a.post_send(rig.write(1, send_flags=INLINE)),
-    "recv": lambda rig: rig.a.post_recv([rig.receive(1), rig.receive(2)]),
+    "post": lambda rig: rig.a.post_send(rig.wrs["post"]),  # type: ignore[attr-defined]
+    "inline": lambda rig: rig.a.post_send(rig.wrs["inline"]),  # type: ignore[attr-defined]
+    "recv": lambda rig: rig.a.post_recv(rig.wrs["recv"]),  # type: ignore[attr-defined]
     "prepared": lambda rig: rig.more[0].post(),
     "poll": lambda rig: rig.found.extend(rig.cq.poll()),
     "wait": lambda rig: rig.found.extend(rig.cq.wait(1, 0.02)),
@@ -648,6 +648,11 @@ VERBS: dict[str, Callable[[Rig], object]] = {
 
 def _verb_rig(device: str) -> Rig:
     rig = Rig(device)
+    rig.wrs = {  # type: ignore[attr-defined]
+        "post": [rig.write(1), rig.write(2)],
+        "inline": rig.write(1, send_flags=INLINE),
+        "recv": [rig.receive(1), rig.receive(2)],
+    }
     rig.more += [rig.a.prepare(rig.write(9)), rp.MR(rig.pd, 64)]
     rig.a.post_send([rig.write(3), rig.write(4)])
     return rig
