@@ -13,6 +13,7 @@ from typing import Any
 from isolated import TIMES
 
 import rdmapost as rp
+from rdmapost.providers.soft_state import objects
 
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ
 BINDABLE = ALL | rp.Access.MW_BIND
@@ -25,6 +26,11 @@ def open_files() -> set[str]:
     """Return the open descriptors of this process, and what each is."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return {f"{link} {os.readlink(link)}" for link in links if os.path.lexists(link)}
+
+
+def left_on_soft0() -> int:
+    """Return how many objects the soft device has, which refuses no close for their sake."""
+    return len(objects)
 
 
 class Memory(bytearray):
@@ -44,7 +50,7 @@ class Rig:
     """
 
     def __init__(self, device: str = "soft0", **options: Any) -> None:
-        self.files = open_files()
+        self.files, self.objects = open_files(), left_on_soft0()
         self.context = rp.open_device(device)
         self.pd = rp.PD(self.context)
         self.cq = rp.CQ(self.context)
@@ -137,6 +143,7 @@ class Rig:
         self.context.close()
         left = open_files() - self.files
         assert not left, f"descriptors left: {left}"
+        assert left_on_soft0() <= self.objects, "the soft device still has something"
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def test_program_ends_at_once_and_quietly_with(how, device):
     import pathlib
 
     here = pathlib.Path(__file__).resolve().parent
-    limit = 10.0 * TIMES
+    limit = min(10.0 * TIMES, 30.0)
     program = OPEN + ENDS[how] + "print('the end', flush=True)\n"
     start = time.monotonic()
     status, out, err = run_python(
