@@ -111,9 +111,12 @@ class _Worker:
     Args:
         options: of the command.
         arguments: what else it gets.
+        output: where its standard output goes.
     """
 
-    def __init__(self, options: Any, *arguments: str) -> None:
+    def __init__(
+        self, options: Any, *arguments: str, output: int | None = subprocess.DEVNULL
+    ) -> None:
         self._folder = tempfile.mkdtemp(prefix="fuzz")
         self._status = pathlib.Path(self._folder, "status")
         self._status.write_bytes(bytes(_STATUS.size))
@@ -131,7 +134,7 @@ class _Worker:
                     "--worker", str(self._status), "--seed", str(options.seed), "--threads",
                     str(options.threads), "--limit", str(options.limit), *arguments,
                 ],
-                stdout=subprocess.DEVNULL, stderr=said, env=env,
+                stdout=output, stderr=said, env=env,
             )  # fmt: skip
 
     def end(self) -> tuple[int, int, Finding | None]:
@@ -161,7 +164,7 @@ def _finding(code: int, program: int, said: str) -> Finding | None:
 
 
 def _top_of_stack(said: str) -> str:
-    frames = re.findall(r'File "[^"]*/(rdmapost/[^"]*)", line \d+ in (\S+)', said)
+    frames = re.findall(r'File "[^"]*/((?:rdmapost|fuzz)/[^"]*)", line \d+ in (\S+)', said)
     return f"{frames[0][1]} ({frames[0][0]})" if frames else said.strip()[-200:]
 
 
@@ -209,7 +212,7 @@ def _show(options: Any, finding: Finding) -> None:
     if plan.threads > 1:
         print(f"it has {plan.threads} threads, so it may take several attempts")
     elif kept := _shrink(options, finding, len(plan.steps[0])):
-        print(f"shrunk: {again} {finding['program']} --keep {','.join(map(str, kept))}")
+        print(f"shrunk: {again} {finding['program']} --keep ,{','.join(map(str, kept))}")
 
 
 def _fails(options: Any, finding: Finding, kept: list[int]) -> bool:
@@ -238,9 +241,11 @@ def _shrink(options: Any, finding: Finding, count: int) -> list[int] | None:
 
 
 def replay(options: Any) -> int:
-    """Run one program in this process, and print its calls."""
-    with tempfile.NamedTemporaryFile() as status:
-        status.write(bytes(_STATUS.size))
-        status.flush()
-        options.worker = status.name
-        return work(options)
+    """Run one program, and print its calls and what it finds; return the exit status."""
+    arguments = ["--program", str(options.program)]
+    if options.keep is not None:
+        arguments += ["--keep", options.keep]
+    finding = _Worker(options, *arguments, output=None).end()[2]
+    if finding is not None:
+        print(f"{finding['signature']}\n{finding['text']}")
+    return 1 if finding is not None else 0

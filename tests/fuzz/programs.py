@@ -13,12 +13,11 @@ import asyncio
 import contextlib
 import copy
 import gc
-import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -256,6 +255,7 @@ def make_pair(
     world.keep("QP", b, draw)
     if a is not None and b is not None:
         join(world, draw, a, b)
+        world.keep("pairs", (a, b), draw)
 
 
 def join(world: World, draw: Draw, a: Any, b: Any) -> None:
@@ -1049,27 +1049,70 @@ def reconnect(world: World, draw: Draw) -> None:
     join(world, draw, a, b)
 
 
-def many_posts(world: World, draw: Draw) -> None:
-    """Post as applications do."""
-    qp = world.pick("QP", draw)
-    region, target = world.pick("MR", draw), world.pick("targets", draw)
-    if qp is None or region is None or target is None or region.closed:
+def traffic(world: World, draw: Draw) -> None:
+    """Post as applications do, so that most of it succeeds."""
+    pair, region, target = (world.pick(kind, draw) for kind in ("pairs", "MR", "targets"))
+    if pair is None or region is None or target is None or region.closed:
         return
+    a, b = pair
+    if a.closed or b.closed:
+        return
+    if world.call(getattr, a, "state") is not QPState.RTS or draw.one_in(12):
+        world.call(a.to_reset)
+        world.call(b.to_reset)
+        join(world, draw, a, b)
+    if b.qp_type in (QPType.UD, QPType.RAW_PACKET):
+        region = max(world.pools["MR"], key=len, default=region)
+    open_to_all = [mr for mr in world.pools["MR"] if int(mr.access) & 15 == 15 and not mr.closed]
+    if open_to_all and draw.below(4):
+        far = draw.of(open_to_all)
+        target = far.addr, far.length, far.rkey
+    kinds = _SENDS[a.qp_type]
+    srq = b.srq if b.qp_type is not QPType.XRC_RECV else world.pick("SRQ", draw)
     for place in range(draw.among(2, 5, 20)):
-        sge = world.build(region.__getitem__, slice(0, 8))
-        if sge is None:
+        size = min(region.length, 4096 if b.qp_type is QPType.UD else 64)
+        into = world.build(region.__getitem__, slice(0, size))
+        sge = world.build(region.__getitem__, slice(8, draw.among(16, 16, 64)))
+        if sge is None or into is None:
             return
-        kind = draw.below(3)
-        if kind == 0:
-            wr: Any = rp.RdmaWrite(sge, wr_id=place, remote_addr=target[0], rkey=target[2])
-        elif kind == 1:
-            wr = rp.Send(sge, wr_id=place, send_flags=draw.among(2, 0, 10))
-        else:
-            world.call(qp.post_recv, rp.RecvWR(sge, wr_id=place))
+        kind, recv = draw.of(kinds), rp.RecvWR(into, wr_id=place)
+        if not issubclass(kind, rp.RdmaWrite | rp.RdmaRead | rp.BindMW):
+            if srq is not None:
+                world.call(srq.post_srq_recv, recv)
+            elif b.qp_type is not QPType.XRC_RECV:
+                world.call(b.post_recv, recv)
+        flags = draw.among(2, 2, 2, 0, SendFlags.SIGNALED, 3, 10)
+        if kind is rp.BindMW:
+            bind_right(world, draw)
             continue
-        world.call(qp.post_send, wr)
+        fits = flags & ~1 if a.qp_type in (QPType.UC, QPType.UD, QPType.RAW_PACKET) else flags
+        if kind in (rp.RdmaRead, rp.LocalInv, rp.TSO, *_ATOMICS):
+            fits &= ~_INLINE
+        values: dict[str, Any] = {"wr_id": place, "send_flags": fits}
+        names = {field.name for field in fields(kind)}
+        if "sg_list" in names:
+            values["sg_list"] = sge._replace(length=8) if kind in _ATOMICS else sge
+        if "remote_addr" in names:
+            values |= {"remote_addr": (target[0] + 7) & ~7, "rkey": target[2]}
+        if "ah" in names and a.qp_type is QPType.UD:
+            values |= {
+                "ah": world.pick("AH", draw), "remote_qpn": b.qp_num,
+                "remote_qkey": rp.queuepair.DEFAULT_QKEY,
+            }  # fmt: skip
+        if "remote_srqn" in names and a.qp_type is QPType.XRC_SEND and srq is not None:
+            values["remote_srqn"] = world.build(getattr, srq, "srq_num") or 0
+        if kind is rp.TSO:
+            values |= {"hdr": bytes(54), "mss": 16}
+        if kind in (rp.LocalInv, rp.SendWithInv):
+            window = world.pick("MW", draw)
+            values["invalidate_rkey"] = 0 if window is None else world.build(getattr, window, "rkey") or 0
+            if draw.below(4):
+                continue
+        world.call(a.post_send, kind(**values))
         if place % 4 == 3:
             poll(world, draw)
+            if world.call(getattr, a, "state") is not QPState.RTS:
+                break
     poll(world, draw)
 
 
@@ -1077,13 +1120,13 @@ _STEPS: tuple[tuple[Callable[[World, Draw], None], int], ...] = (
     (post_send, 30), (post_inline, 8), (post_recv, 10), (post_shared, 8), (bind_type_1, 2),
     (bind_right, 4), (poll, 14), (wait, 2), (notify, 3), (async_event, 1), (in_asyncio, 1),
     (prepare, 5), (use_batch, 7), (make, 10), (make_wrong, 2), (close, 8), (drop, 6), (collect, 2),
-    (change_state, 4), (query, 5), (duplicate, 1), (assign, 1), (change_shared, 3), (reconnect, 5),
-    (many_posts, 10),
+    (change_state, 4), (query, 5), (duplicate, 1), (assign, 1), (change_shared, 3), (reconnect, 3),
+    (traffic, 20),
 )  # fmt: skip
 _WEIGHTED = tuple(what for what, weight in _STEPS for _ in range(weight))
 _INNER = (
     close, close, close, drop, post_inline, post_send, poll, collect, change_state, change_shared,
-    use_batch, many_posts,
+    use_batch, traffic,
 )  # fmt: skip
 
 
@@ -1107,11 +1150,3 @@ def act(world: World, seed: int) -> None:
         draw.of(_INNER)(world, draw)
     finally:
         world.local.inside = inside
-
-
-def seeds(plan: Plan) -> Sequence[int]:
-    """Return the places of the operations of a program with one thread."""
-    return range(len(plan.steps[0]))
-
-
-_ = os

@@ -34,6 +34,8 @@ ALPHABET = bytes(range(0xA0, 0xB0)) + b"\0"
 _GUARD, _RETIRED = b"\xc5", b"\xd7"
 _GUARDED = 64
 
+_PACKAGE = os.path.dirname(rp.__file__) + os.sep
+
 POOL = 10
 """Resources of a kind that are kept; another one pushes one of them out."""
 
@@ -82,6 +84,14 @@ def residue() -> dict[str, int]:
     for name in ("_channels", "_extended_cqs"):
         counted[name] = len(getattr(soft, name, ()))
     return counted
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[name] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 class Memory:
@@ -259,7 +269,7 @@ class World:
         self.tell = tell
         self.pools: dict[str, list[Any]] = {
             kind: []
-            for kind in (*ORDER, "wrs", "recvs", "sges", "targets", "tags", "buffers", "lists")
+            for kind in (*ORDER, "wrs", "recvs", "sges", "targets", "pairs", "tags", "buffers", "lists")
         }
         self.memories: list[Memory] = []
         self.made: list[weakref.ref[Any]] = []
@@ -337,7 +347,7 @@ class World:
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
         # Where CPython looks at signals: at the start of a function, and after one of C.
-        if event in ("call", "c_return"):
+        if event in ("call", "c_return") and _PACKAGE in frame.f_code.co_filename:
             self._countdown -= 1
             if self._countdown < 0:
                 sys.setprofile(None)
@@ -446,7 +456,7 @@ class World:
         if self.findings:
             return
         self.closing = True
-        for name in ("wrs", "recvs", "sges", "lists", "buffers", "tags"):
+        for name in ("pairs", "wrs", "recvs", "sges", "lists", "buffers", "tags"):
             self.pools[name].clear()
         gc.collect()
         alive: dict[str, list[Any]] = {kind: [] for kind in ORDER}
@@ -474,7 +484,7 @@ class World:
             if value > before[name]
         }
         if left and not (self.leaks_told and self.interrupts):
-            self.found("residue", None, f"{', '.join(left)} left: {left}")
+            self.found("residue", None, f"{', '.join(left)} left: {left}\n{_descriptors()}")
 
     def _drain(self, alive: dict[str, list[Any]], draw: Draw) -> None:
         for batch in alive["Batch"]:
@@ -487,7 +497,7 @@ class World:
                     qp.to_reset()
                 else:
                     qp.to_err()
-            except rp.RdmaError as error:
+            except Exception as error:
                 self.found("drain", error, f"{qp} cannot be drained: {error}")
                 return
         for context in alive["Context"]:
