@@ -49,6 +49,4 @@ def test_a_seed_replays_a_program_of_one_thread_call_by_call():
 
 def _without_addresses(said: str) -> list[str]:
     # Long lines are cut, where depends on the addresses.
-    return [
-        re.sub(r"0x[0-9a-f]+|\d{5,}|psn=\d+", "N", line)[:100] for line in said.splitlines()
-    ]
+    return [re.sub(r"0x[0-9a-f]+|\d{5,}|psn=\d+", "N", line)[:100] for line in said.splitlines()]

@@ -82,10 +82,10 @@ def work(options: Any) -> int:
             tick(0)
             plan = plan_of(options.seed, program, options.threads)
             if tell is not None:
-                tell(f"{plan.flavour}, {plan.threads} threads, {plan.interrupts or 'no'} interrupts")
-            world = run(
-                plan, tell=tell, keep=keep, tick=tick
-            )
+                tell(
+                    f"{plan.flavour}, {plan.threads} threads, {plan.interrupts or 'no'} interrupts"
+                )
+            world = run(plan, tell=tell, keep=keep, tick=tick)
             total += world.count
             if world.findings:
                 kind, signature, text = world.findings[0]
@@ -158,9 +158,7 @@ def _finding(code: int, program: int, said: str) -> Finding | None:
         kind, signature = "hang", _top_of_stack(said)
     else:
         kind, signature = f"ended with {code}", _top_of_stack(said)
-    return Finding(
-        program=program, kind=kind, signature=f"{kind}: {signature}", text=said[-12000:]
-    )
+    return Finding(program=program, kind=kind, signature=f"{kind}: {signature}", text=said[-12000:])
 
 
 def _top_of_stack(said: str) -> str:

@@ -269,7 +269,17 @@ class World:
         self.tell = tell
         self.pools: dict[str, list[Any]] = {
             kind: []
-            for kind in (*ORDER, "wrs", "recvs", "sges", "targets", "pairs", "tags", "buffers", "lists")
+            for kind in (
+                *ORDER,
+                "wrs",
+                "recvs",
+                "sges",
+                "targets",
+                "pairs",
+                "tags",
+                "buffers",
+                "lists",
+            )
         }
         self.memories: list[Memory] = []
         self.made: list[weakref.ref[Any]] = []
