@@ -8,6 +8,7 @@ wrong, or the worker crashes or hangs, it is replaced.  Under AddressSanitizer:
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from driver import hunt, replay, work
@@ -28,9 +29,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker:
         return work(options)
-    if options.program is not None:
-        return replay(options)
-    return hunt(options)
+    code = hunt(options) if options.program is None else replay(options)
+    sys.stdout.flush()
+    # What this process, which only starts others, has not freed is of no interest.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -209,8 +209,11 @@ def _show(options: Any, finding: Finding) -> None:
     plan = plan_of(options.seed, finding["program"], options.threads)
     if plan.threads > 1:
         print(f"it has {plan.threads} threads, so it may take several attempts")
-    elif kept := _shrink(options, finding, len(plan.steps[0])):
-        print(f"shrunk: {again} {finding['program']} --keep ,{','.join(map(str, kept))}")
+    elif (kept := _shrink(options, finding, len(plan.steps[0]))) is not None:
+        shown = "," + ",".join(map(str, kept))
+        print(f"shrunk: {again} {finding['program']} --keep {shown}", flush=True)
+        # Its calls.
+        _Worker(options, "--program", str(finding["program"]), "--keep", shown, output=None).end()
 
 
 def _fails(options: Any, finding: Finding, kept: list[int]) -> bool:

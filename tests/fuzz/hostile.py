@@ -237,8 +237,13 @@ class Fake:
         self._handle = 0x41414141
 
 
-def posing(kind: type) -> Any:
-    """Return an object that says to be of a class and is not."""
+def posing(kind: type, pd: Any = None) -> Any:
+    """Return an object that says to be of a class and is not.
+
+    Args:
+        kind: the class.
+        pd: what it says that its protection domain is.
+    """
 
     class Posing:
         __slots__ = ("a", "b", "c", "d", "e", "f", "g", "h")
@@ -248,7 +253,7 @@ def posing(kind: type) -> Any:
             return kind
 
         def __getattr__(self, name: str) -> Any:
-            return 0
+            return {"closed": False, "pd": pd, "_handle": 0x41414141, "type": 2}.get(name, 0)
 
     made = Posing()
     for name in "abcdefgh":

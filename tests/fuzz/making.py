@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
 import hostile
 from draw import Draw
-from world import Memory, World
+from world import Memory, World, filled
 
 import rdmapost as rp
 from rdmapost import Access, QPType, SRQType
 
-__all__ = ["ALL", "acting", "join", "make_mr", "make_pair", "make_srq", "num", "wr_id"]
+__all__ = ["ALL", "acting", "closing", "join", "make_mr", "make_pair", "make_srq", "num", "wr_id"]
 
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
 
@@ -23,11 +24,35 @@ def acting(world: World, draw: Draw) -> Callable[[], Any]:
     return lambda: world.act(seed)
 
 
-def num(world: World, draw: Draw, value: int, other: int = 0, often: int = 24) -> Any:
-    """Return a number, or now and then a hostile object in its place."""
+def num(
+    world: World, draw: Draw, value: int, other: int = 0, often: int = 24, near: Any = None
+) -> Any:
+    """Return a number, or now and then a hostile object in its place.
+
+    Args:
+        world, draw: as everywhere.
+        value: the number.
+        other: what the object may tell instead.
+        often: once in how many times.
+        near: what the object may close when it is asked for its value.
+    """
     if not draw.one_in(often):
         return value
-    return hostile.number(draw, value, other, acting(world, draw))
+    act = acting(world, draw)
+    if near is not None and draw.one_in(2):
+        act = closing(world, near)
+    return hostile.number(draw, value, other, act)
+
+
+def closing(world: World, thing: Any) -> Callable[[], Any]:
+    """Return what closes something from the inside of a call, and overwrites its memory."""
+
+    def act() -> None:
+        if hasattr(thing, "close"):
+            world.call(thing.close)
+            world.retire(thing)
+
+    return act
 
 
 def wr_id(world: World, draw: Draw) -> Any:
@@ -45,16 +70,24 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
             ALL | Access.MW_BIND | Access.ZERO_BASED, Access.LOCAL_WRITE, Access(0),
             Access.REMOTE_READ, Access.REMOTE_WRITE, ALL | Access.ON_DEMAND,
         )  # fmt: skip
+    if draw.one_in(4):
+        # Nobody else holds it: it is freed with its region.
+        size = draw.among(64, 256, 4096)
+        loose = draw.among(bytearray(filled(size)), mmap.mmap(-1, size), size, size)
+        region = world.keep("MR", world.call(rp.MR, pd, loose, int(access)), draw)
+        if region is not None:
+            region.buffer[:] = filled(size)
+            world.keep("targets", (region.addr, size, region.rkey), draw)
+        return
     memory = Memory(draw.of(Memory.KINDS), draw.among(64, 256, 256, 4096))
-    size, constant = memory.size, not int(access) & Access.LOCAL_WRITE
     region = world.call(rp.MR, pd, memory.given(), num(world, draw, int(access), int(ALL), 40))
     world.memories.append(memory)
     if region is None:
         memory.abandoned()
         return
-    memory.registered(region, constant)
+    memory.registered(region, not int(region.access) & Access.LOCAL_WRITE)
     # It outlives the region: its key must not.
-    world.keep("targets", (region.addr, size, region.rkey), draw)
+    world.keep("targets", (region.addr, memory.size, region.rkey), draw)
     world.keep("MR", region, draw)
 
 

@@ -7,6 +7,8 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import hostile
 import numpy as np
 from draw import Draw
-from making import ALL, acting, join, make_mr, make_pair, make_srq, num, wr_id
+from making import ALL, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
 from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
 from world import ALPHABET, Hostile, World
 
@@ -46,17 +48,38 @@ def post_send(world: World, draw: Draw) -> None:
 
 
 def post_inline(world: World, draw: Draw) -> None:
-    """Post INLINE, with data that nothing else holds."""
-    qp = world.pick("QP", draw)
-    if qp is None or qp.qp_type not in (QPType.RC, QPType.UC):
+    """Post INLINE, with data that nothing else holds, and from beside a region."""
+    pair = world.pick("pairs", draw)
+    if pair is None or pair[0].qp_type not in (QPType.RC, QPType.UC):
         return
+    qp = pair[0]
+    if qp.closed or pair[1].closed:
+        return
+    if world.call(getattr, qp, "state") is not QPState.RTS:
+        reset(world, draw, *pair)
     maker = Maker(world, draw, qp.checked)
     maker.inline = True
-    addr, _length, rkey = world.pick("targets", draw) or (0, 0, 0)
-    sges = draw.among(maker.sges, maker.sge, maker.buffer, maker.sges)()
+    addr, _length, rkey = live_target(world, draw) or (0, 0, 0)
+    sges = draw.among(maker.sges, maker.sge, maker.buffer, maker.sges, maker.outside)()
     flags = draw.among(10, SendFlags.INLINE | SendFlags.SIGNALED, np.uint64(10))
     wr = world.build(rp.RdmaWrite, sges, remote_addr=addr, rkey=rkey, send_flags=flags)
     world.call(qp.post_send, wr)
+
+
+def reset(world: World, draw: Draw, a: Any, b: Any) -> None:
+    """Connect two queue pairs anew, so that something gets through."""
+    world.call(a.to_reset)
+    world.call(b.to_reset)
+    join(world, draw, a, b)
+
+
+def live_target(world: World, draw: Draw) -> Any:
+    """Return the address, length and key of memory of a peer, mostly one that is there."""
+    open_to_all = [mr for mr in world.pools["MR"] if int(mr.access) & 15 == 15 and not mr.closed]
+    if open_to_all and draw.below(4):
+        far = draw.of(open_to_all)
+        return far.addr, far.length, far.rkey
+    return world.pick("targets", draw)
 
 
 def post_recv(world: World, draw: Draw) -> None:
@@ -357,7 +380,7 @@ def close(world: World, draw: Draw) -> None:
     kind = draw.of(_CLOSED_MOST) if draw.below(8) else draw.among("PD", "XRCD", "Context")
     thing = world.pick(kind, draw)
     if thing is not None:
-        world.call(thing.close)
+        closing(world, thing)()
         if draw.one_in(3):
             with contextlib.suppress(ValueError):
                 world.pools[kind].remove(thing)
@@ -463,7 +486,7 @@ def assign(world: World, draw: Draw) -> None:
     name, value = draw.among(
         ("length", 1 << 40), ("addr", 8), ("end", 1 << 63), ("writable", True), ("access", 0)
     )
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(AttributeError, TypeError):
         setattr(region, name, value)
         world.found("assign", None, f"mr.{name} was assigned")
 
@@ -495,34 +518,28 @@ def change_shared(world: World, draw: Draw) -> None:
 
 
 def reconnect(world: World, draw: Draw) -> None:
-    """Connect a queue pair anew, so that something gets through."""
-    pd = world.pick("PD", draw)
+    """Connect two queue pairs that may be of any types, or one."""
     a, b = world.pick("QP", draw), world.pick("QP", draw)
-    if pd is None or a is None or b is None:
-        return
-    for qp in (a, b):
-        world.call(qp.to_reset)
-    join(world, draw, a, b)
+    if a is not None and b is not None:
+        reset(world, draw, a, b)
 
 
 def traffic(world: World, draw: Draw) -> None:
     """Post as applications do, so that most of it succeeds."""
-    pair, region, target = (world.pick(kind, draw) for kind in ("pairs", "MR", "targets"))
+    pair, region, target = (
+        world.pick("pairs", draw),
+        world.pick("MR", draw),
+        live_target(world, draw),
+    )
     if pair is None or region is None or target is None or region.closed:
         return
     a, b = pair
     if a.closed or b.closed:
         return
     if world.call(getattr, a, "state") is not QPState.RTS or draw.one_in(12):
-        world.call(a.to_reset)
-        world.call(b.to_reset)
-        join(world, draw, a, b)
+        reset(world, draw, a, b)
     if b.qp_type in (QPType.UD, QPType.RAW_PACKET):
         region = max(world.pools["MR"], key=len, default=region)
-    open_to_all = [mr for mr in world.pools["MR"] if int(mr.access) & 15 == 15 and not mr.closed]
-    if open_to_all and draw.below(4):
-        far = draw.of(open_to_all)
-        target = far.addr, far.length, far.rkey
     kinds = SENDS[a.qp_type]
     srq = b.srq if b.qp_type is not QPType.XRC_RECV else world.pick("SRQ", draw)
     for place in range(draw.among(2, 5, 20)):
@@ -574,12 +591,83 @@ def traffic(world: World, draw: Draw) -> None:
     poll(world, draw)
 
 
+def race(world: World, draw: Draw) -> None:
+    """Use something in another thread while it is closed in this one."""
+    context, pd, end = world.pick("Context", draw), world.pick("PD", draw), None
+    cq, qp = world.pick("CQ", draw), world.pick("QP", draw)
+    if world.serial or None in (context, pd, cq, qp) or context.closed or pd.closed:
+        return
+    end = world.call(qp.endpoint)
+    path = None if end is None else world.call(qp.path_to, end)
+    kind = draw.below(8)
+    thing: Any = None
+    if kind < 2:
+        channel = world.keep("CompChannel", world.call(rp.CompChannel, context), draw)
+        thing = world.call(rp.CQ, context, 64, channel=channel)
+        verb = draw.among(lambda: thing.req_notify(), lambda: thing.poll())
+        if kind and channel is not None:
+            if thing is not None:
+                world.call(thing.close)
+            thing = channel
+            verb = draw.among(
+                lambda: channel.get_cq_event(0), lambda: rp.CQ(context, 4, channel=channel)
+            )
+    elif kind < 4:
+        thing = world.call(rp.PD, context)
+        verb = draw.among(
+            lambda: rp.AH(thing, path), lambda: rp.MR(thing, 64), lambda: rp.MW(thing),
+            lambda: rp.SRQ(thing), lambda: rp.QP(thing, QPType.RC, cq),
+        )  # fmt: skip
+    elif kind == 4:
+        thing = world.call(rp.QP, pd, QPType.RC, cq)
+        region = world.pick("MR", draw)
+        verb = draw.among(
+            lambda: thing.query(), lambda: thing.to_err(), lambda: thing.to_init(),
+            lambda: thing.post_recv(rp.RecvWR(region[:8])), lambda: thing.endpoint(),
+            lambda: thing.post_send(rp.RdmaWrite(region[:8])), lambda: thing.connect(end),
+        )  # fmt: skip
+    elif kind == 5:
+        thing = world.call(rp.SRQ, pd)
+        verb = draw.among(
+            lambda: thing.query(),
+            lambda: thing.arm_limit(1),
+            lambda: rp.QP(pd, QPType.RC, cq, srq=thing),
+        )
+    elif kind == 6:
+        thing = world.call(rp.CQ, context, 64)
+        verb = draw.among(
+            lambda: thing.poll(), lambda: thing.wait(1, 0.0001), lambda: rp.QP(pd, QPType.RC, thing)
+        )
+    else:
+        thing = world.call(rp.open_device, "soft0")
+        verb = draw.among(
+            lambda: thing.query_port(), lambda: rp.PD(thing), lambda: rp.CQ(thing, 4),
+            lambda: rp.get_async_event(thing), lambda: rp.CompChannel(thing),
+            lambda: rp.XRCD(thing),
+        )  # fmt: skip
+    if thing is None:
+        return
+    world.made.append(weakref.ref(thing))
+
+    def use() -> None:
+        for _ in range(6):
+            world.call(verb)
+
+    other = threading.Thread(target=use)
+    other.start()
+    for _ in range(draw.below(200)):
+        pass
+    world.call(thing.close)
+    other.join()
+    world.call(thing.close)
+
+
 _STEPS: tuple[tuple[Callable[[World, Draw], None], int], ...] = (
     (post_send, 30), (post_inline, 8), (post_recv, 10), (post_shared, 8), (bind_type_1, 2),
     (bind_right, 4), (poll, 14), (wait, 2), (notify, 3), (async_event, 1), (in_asyncio, 1),
     (prepare, 5), (use_batch, 7), (make, 10), (make_wrong, 2), (close, 8), (drop, 6), (collect, 2),
     (change_state, 4), (query, 5), (duplicate, 1), (assign, 1), (change_shared, 3), (reconnect, 3),
-    (traffic, 20),
+    (traffic, 20), (race, 8),
 )  # fmt: skip
 _WEIGHTED = tuple(what for what, weight in _STEPS for _ in range(weight))
 _INNER = (

@@ -7,7 +7,6 @@ check, where it is at the caller's own risk.  ``Maker.raw`` says where such an S
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -30,7 +29,11 @@ _CONNECTED = (
 )  # fmt: skip
 SENDS = {
     QPType.RC: _CONNECTED,
-    QPType.UC: _CONNECTED,
+    QPType.UC: tuple(
+        kind
+        for kind in _CONNECTED
+        if kind not in (rp.RdmaRead, rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd)
+    ),
     QPType.XRC_SEND: _CONNECTED,
     QPType.XRC_RECV: _CONNECTED,
     QPType.UD: (rp.Send, rp.SendWithImm, rp.TSO),
@@ -90,19 +93,11 @@ class Maker:
                 return rp.SGE(addr, count, region.lkey)
             return rp.SGE(draw.bits() >> draw.below(64), count, draw.bits() >> 32 | 1 << 31)
         if kind < 34:
-            # Outside of the region, by arithmetic that wraps.
-            before = addr - draw.among(0, 8, 32, 64, start + 32)
-            outside = draw.among(before, before & (1 << 64) - 1, region.end, region.end - 4)
-            with contextlib.suppress(OverflowError):
-                return rp.SGE(
-                    draw.among(np.uint64, np.int64, int)(outside),
-                    draw.among(np.uint32, np.uint64, int)(draw.among(32, 64, count + 32)),
-                    region.lkey, region,
-                )  # fmt: skip
+            return self.outside()
         if kind < 36:
             return rp.SGE(
-                num(world, draw, addr, 8, 2), num(world, draw, count, 1 << 20, 2),
-                num(world, draw, region.lkey, 1, 4), region,
+                num(world, draw, addr, 8, 2, region), num(world, draw, count, 1 << 20, 2, region),
+                num(world, draw, region.lkey, 1, 4, region), region,
             )  # fmt: skip
         if kind == 36:
             return hostile.sge_class()(addr, count, region.lkey, region)
@@ -113,11 +108,27 @@ class Maker:
         posing = region
         if self.checked:
             self.plain = False
-            posing = hostile.posing(rp.MR)
+            posing = hostile.posing(rp.MR, region.pd)
         return draw.among(
             (addr, count, region.lkey, region), None, 5, "sge", hostile.posing(rp.SGE),
             rp.SGE(addr, 0, region.lkey, region), rp.SGE(addr, count, region.lkey, posing),
         )  # fmt: skip
+
+    def outside(self) -> Any:
+        """Make an SGE that lies outside of its region, by arithmetic that wraps."""
+        draw, region = self.draw, self.world.pick("MR", self.draw)
+        if region is None:
+            return self.buffer()
+        before = region.addr - draw.among(8, 32, 64)
+        start = draw.among(before, before, before & (1 << 64) - 1, region.end, region.end - 4)
+        length = draw.among(8, 32, 64, region.length + 32)
+        try:
+            return rp.SGE(
+                draw.among(np.uint64, np.uint64, np.int64, int)(start),
+                draw.among(np.uint32, np.uint64, int)(length), region.lkey, region,
+            )  # fmt: skip
+        except OverflowError:
+            return self.buffer()
 
     def buffer(self) -> Any:
         """Make an SGE over a buffer that nothing else may hold."""
@@ -229,7 +240,7 @@ class Maker:
         if "ah" in names and qp.qp_type is QPType.UD:
             peer = world.pick("QP", draw)
             values["ah"] = self.handle("AH", rp.AH)
-            values["remote_qpn"] = num(world, draw, getattr(peer, "qp_num", 0))
+            values["remote_qpn"] = num(world, draw, getattr(peer, "qp_num", 0), 0, 12, values["ah"])
             values["remote_qkey"] = num(world, draw, rp.queuepair.DEFAULT_QKEY)
         if kind is rp.TSO:
             values["hdr"] = hostile.header(draw, draw.among(0, 14, 40, 54, 64, 70000), b"\xa1")
@@ -239,9 +250,9 @@ class Maker:
         return self.build(kind, values)
 
     def handle(self, pool: str, kind: type) -> Any:
-        draw = self.draw
+        draw, pd = self.draw, self.world.pick("PD", self.draw)
         if draw.one_in(24):
-            return draw.among(None, 5, hostile.posing(kind), object(), self.world.pick("CQ", draw))
+            return draw.among(None, 5, hostile.posing(kind, pd), hostile.posing(kind, pd), object())
         return self.world.pick(pool, draw)
 
     def bind(self) -> dict[str, Any]:
@@ -253,8 +264,8 @@ class Maker:
             rkey = world.build(window.next_rkey)
             found |= {
                 "rkey": num(world, draw, rkey or 0),
-                "addr": num(world, draw, region.addr, region.addr - 64),
-                "length": num(world, draw, length, 1 << 40),
+                "addr": num(world, draw, region.addr, region.addr - 64, 12, region),
+                "length": num(world, draw, length, 1 << 40, 12, window),
                 "mw_access_flags": num(world, draw, draw.among(2, 6, 14, 14, 0, 1)),
             }
             if rkey is not None:

@@ -415,6 +415,13 @@ class World:
                 self.found("memory", None, f"{reason} ({memory.kind}, {memory.size} bytes)")
                 return
 
+    def retire(self, thing: Any) -> None:
+        """Overwrite the memory of a region that has just been closed."""
+        for memory in list(self.memories) if self.serial and isinstance(thing, rp.MR) else ():
+            mine = memory.region is not None and memory.region() is thing
+            if mine and (reason := memory.wrong(False)):
+                self.found("memory", None, f"{reason} ({memory.kind})")
+
     # ---- pools --------------------------------------------------------------
 
     def keep(self, kind: str, thing: Any, draw: Draw) -> Any:
