@@ -9,6 +9,7 @@ import mmap
 import os
 import pathlib
 import re
+import resource
 import shutil
 import struct
 import subprocess
@@ -153,7 +154,8 @@ def _finding(code: int, program: int, said: str) -> Finding | None:
         if line.startswith("FOUND "):
             return Finding(program=program, **json.loads(line[6:]))
     if summary := re.search(r"^SUMMARY: .*$|^.*runtime error: .*$", said, re.M):
-        kind, signature = "sanitizer", summary[0].replace("SUMMARY: ", "")
+        kind = "sanitizer"
+        signature = summary[0].replace("SUMMARY: ", "") + f", in {_top_of_stack(said)[:80]}"
     elif "Timeout (" in said:
         kind, signature = "hang", _top_of_stack(said)
     else:
@@ -191,9 +193,12 @@ def hunt(options: Any) -> int:
                 return 1
         program += 1
     seconds = time.monotonic() - started
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = used.ru_utime + used.ru_stime
     print(
         f"{done} operations in {program - options.first} programs, {seconds:.0f} s "
-        f"({done / max(seconds, 1e-9):.0f}/s), seed {options.seed}: {len(seen)} kinds of findings"
+        f"({done / max(seconds, 1e-9):.0f}/s, {done / max(busy, 1e-9):.0f}/s of processor time), "
+        f"seed {options.seed}: {len(seen)} kinds of findings"
     )
     for signature, (count, first, finding) in sorted(seen.items(), key=lambda item: item[1][1]):
         print(f"{count:6} times, first after {first:7} (program {finding['program']}): {signature}")
