@@ -78,3 +78,40 @@ def test_the_latest_are_taken_back_from_a_list_that_has_begun(done, count):
         assert queue.complete(first + at) == 10 + at
     assert queue.complete(first + 5 - count) is None
     assert queue.outstanding == 0
+
+
+@pytest.mark.parametrize("name", ["complete", "forget_last"])
+@pytest.mark.parametrize("wrong", [-1, 1 << 64, "1", 1.0, None])
+def test_what_is_no_number_of_64_bits_changes_nothing(name, wrong):
+    queue = InFlight()
+    ticket = queue.next_ticket()
+    queue.add(7, ())
+    with pytest.raises((TypeError, OverflowError)):
+        getattr(queue, name)(wrong)
+    assert queue.outstanding == 1
+    assert queue.complete(ticket) == 7
+
+
+def test_the_largest_number_is_one_like_any_other():
+    queue = InFlight()
+    queue.add_list([1, 2, 3], [()] * 3)
+    assert queue.complete((1 << 64) - 1) is None
+    assert queue.outstanding == 3
+    queue.forget_last((1 << 64) - 1)
+    assert queue.outstanding == 0
+
+
+@pytest.mark.parametrize(("name", "args"), [("add", (1,)), ("add_list", ([1], ((),)))])
+def test_an_entry_is_taken_whole_or_not_at_all(name, args):
+    queue = InFlight()
+    with pytest.raises(TypeError):
+        getattr(queue, name)(*args)
+    assert queue.outstanding == 0
+
+
+def test_an_empty_list_is_no_entry():
+    queue = InFlight()
+    ticket = queue.next_ticket()
+    queue.add_list([], [])
+    queue.add(5, ())
+    assert queue.complete(ticket) == 5
