@@ -63,10 +63,35 @@ void rp_match(struct rp_in_flight *q, uint64_t ticket)
 	Py_XDECREF(call(q, "match", ticket));
 }
 
+/* As InFlightAny does it. */
+static PyObject *complete_any(struct rp_in_flight *q, PyObject *entries,
+			      uint64_t ticket)
+{
+	PyObject *key = PyLong_FromUnsignedLong((unsigned long)(ticket &
+								UINT32_MAX));
+	PyObject *entry = key ? PyDict_GetItem(entries, key) : NULL;
+	PyObject *wr_id = NULL;
+
+	if (entry) {
+		wr_id = Py_NewRef(PyTuple_GetItem(entry, 0));
+		PyDict_DelItem(entries, key);
+		q->done++;
+	}
+	Py_XDECREF(key);
+	return wr_id;
+}
+
 PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket)
 {
-	PyObject *wr_id;
+	PyObject *wr_id, *entries;
 
+	if (q->overridden && !PyObject_HasAttrString((PyObject *)q, "_matched") &&
+	    (entries = PyObject_GetAttrString((PyObject *)q, "_entries"))) {
+		wr_id = complete_any(q, entries, ticket);
+		Py_DECREF(entries);
+		return wr_id;
+	}
+	PyErr_Clear();
 	if (q->overridden)
 		return call(q, "complete", ticket);
 	RP_BEGIN(q);
