@@ -115,7 +115,7 @@ class Resource(door.Handle):
             f"{self} cannot be closed: {shown}{more} still open on it; close {them} first"
         )
 
-    def _refuse_posted(self) -> NoReturn:
+    def _refuse_posted(self) -> None:
         raise InUseError(
             f"{self} cannot be closed: outstanding work requests name it; poll their "
             "completions, or close the QP first"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._binding import ffi
 from ._resource import Resource
 from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
-from .errors import NoDeviceError, NoRdmaError, RdmaError
+from .errors import NoDeviceError, NoRdmaError
 from .providers import DeviceInfo, Provider, soft_provider, verbs_provider
 
 if TYPE_CHECKING:

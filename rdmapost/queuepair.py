@@ -174,9 +174,7 @@ class QP(Multicast):
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)
         try:
-            handle = self._make(
-                create, args, context._provider.destroy_qp, tuple(parents.values())
-            )
+            handle = self._make(create, args, context._provider.destroy_qp, tuple(parents.values()))
         except VerbsError as error:
             error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
             raise
@@ -228,10 +226,9 @@ class QP(Multicast):
             return
         for batch in list(self._batches):
             batch.close()
-        # Whoever posts holds the locks.
-        with self._send.lock, self._recv.lock:
-            self._send.shut()
-            self._recv.shut()
+        for queue in (self._send, self._recv):
+            queue.shut()
+            queue.lock.wait()  # whoever posts has it
         self._leave_groups()
         self._keep_completions()
 

@@ -170,9 +170,7 @@ class SRQ(Resource):
             # The older call, which every driver has.
             plain = ffi.new("struct ibv_srq_init_attr *")
             plain.attr = init.attr
-            handle = self._make(
-                provider.create_srq, (pd, plain), provider.destroy_srq, parents
-            )
+            handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
             init.attr = plain.attr
             return handle
         assert self.cq is not None
@@ -194,9 +192,9 @@ class SRQ(Resource):
         if not hasattr(self, "_ops"):
             # An interrupt has ended the constructor: nothing was posted.
             return
-        # Whoever posts holds the locks.
-        with self._recv.lock, self._ops.lock:
-            self._recv.shut()
+        self._recv.shut()
+        for queue in (self._recv, self._ops):
+            queue.lock.wait()  # whoever posts has it
         self._keep_completions()
 
     def _restore(self) -> None:

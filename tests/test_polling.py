@@ -1,10 +1,11 @@
-"""Polling and waiting when something comes in between: interrupts, finalizers, other threads, a close.
+"""Polling and waiting when something comes in between: interrupts, finalizers, threads, a close.
 
 Nothing that was completed is lost, no lock is kept, and nobody waits for ever.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import random
@@ -345,13 +346,12 @@ def test_an_interrupt_ends_a_wait_without_end(rc, interrupts):
 
 @pytest.mark.parametrize("call", ["poll", "wait", "completions"])
 def test_a_negative_number_of_completions_is_refused(cq, call):
-    import asyncio
+    def in_a_loop(count: int) -> list[rp.WC]:
+        return asyncio.run(cq.completions(count))
 
+    function = {"poll": cq.poll, "wait": cq.wait, "completions": in_a_loop}[call]
     with pytest.raises(ValueError, match="=-1 is negative"):
-        if call == "completions":
-            asyncio.run(cq.completions(-1))
-        else:
-            getattr(cq, call)(-1)
+        function(-1)
 
 
 # ---- threads ------------------------------------------------------------------

@@ -997,6 +997,35 @@ static PyObject *handle_close_at_exit(PyObject *self, PyObject *unused)
 	return close_by(self, AT_EXIT);
 }
 
+/* _bind(mr): a window is bound to a region, or with None to nothing. */
+static PyObject *handle_bind(PyObject *self, PyObject *mr)
+{
+	struct rp_use uses[2];
+	PyObject *old;
+	int used = 0;
+
+	if (mr != Py_None && !rp_is_handle(mr)) {
+		PyErr_SetString(PyExc_TypeError, "it is not a handle");
+		return NULL;
+	}
+	if (rp_begin_use((struct rp_handle *)self, &uses[used])) {
+		rp_raise_closed((struct rp_handle *)self);
+		return NULL;
+	}
+	used++;
+	if (mr != Py_None &&
+	    rp_begin_use((struct rp_handle *)mr, &uses[used++])) {
+		rp_raise_closed((struct rp_handle *)mr);
+		end_uses(uses, 1);
+		return NULL;
+	}
+	old = rp_bind((struct rp_handle *)self,
+		      mr == Py_None ? NULL : (struct rp_handle *)mr);
+	end_uses(uses, used);
+	Py_XDECREF(old);
+	Py_RETURN_NONE;
+}
+
 /* _abandon(): the last user closes it; the caller has made one. */
 static PyObject *handle_abandon(PyObject *self, PyObject *unused)
 {
@@ -1109,6 +1138,7 @@ static PyMethodDef handle_methods[] = {
 	{ "_close_at_exit", handle_close_at_exit, METH_NOARGS, NULL },
 	{ "_abandon", handle_abandon, METH_NOARGS, NULL },
 	{ "_wake", do_nothing, METH_NOARGS, NULL },
+	{ "_bind", handle_bind, METH_O, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
 	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },
@@ -1125,6 +1155,7 @@ static PyGetSetDef handle_getset[] = {
 static PyMemberDef handle_members[] = {
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned),
 	  READONLY, NULL },
+	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
 	{ "_posted", T_ULONGLONG, offsetof(struct rp_handle, posted),
 	  READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },

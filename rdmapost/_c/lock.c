@@ -193,7 +193,18 @@ static PyObject *lock_exit(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+/* wait(): until whoever has it gives it back. */
+static PyObject *lock_wait(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	if (rp_take((struct rp_lock *)self))
+		return NULL;
+	rp_give((struct rp_lock *)self);
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef lock_methods[] = {
+	{ "wait", lock_wait, METH_NOARGS, NULL },
 	{ "__enter__", lock_acquire, METH_NOARGS, NULL },
 	{ "__exit__", lock_exit, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
