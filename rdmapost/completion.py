@@ -244,6 +244,8 @@ class CQ(Resource):
             ValueError: count is negative.
             RdmaError: the CQ announces its completions on a channel that it shares.
             ClosedError: the CQ is closed, or another thread closes it.
+            RuntimeError: a signal handler calls it in the middle of a poll of the same CQ, and
+                fewer are there: nobody can poll meanwhile.
             VerbsError: the device failed.
         """
         if self.channel is not None:
@@ -253,7 +255,7 @@ class CQ(Resource):
             )
         found: list[WC] = []
         try:
-            there = self._poller.wait(self, count, timeout, found)
+            there = self._poller.wait(self, count, 0, timeout, found)
         except BaseException:
             self._poller.put_back(found)
             raise
@@ -310,12 +312,11 @@ class CQ(Resource):
         """Return exactly `count` if there are `promised` more now, else None."""
         found: list[WC] = []
         try:
-            if not self._poller.take(self, count, promised, found):
-                return None
+            there = self._poller.wait(self, count, promised, 0.0, found)
         except BaseException:
             self._poller.put_back(found)
             raise
-        return found
+        return found if there is None else None
 
     def _drop_event(self) -> None:
         """Take an event off the channel of its own, if one is there."""

@@ -1,93 +1,392 @@
-"""Polling: devices that fail, and completions that come several at once."""
+"""Polling and waiting when something comes in between: interrupts, finalizers, threads, a close.
+
+Nothing that was completed is lost, no lock is kept, and nobody waits for ever.
+"""
 
 from __future__ import annotations
 
-import ast
-import errno
+import asyncio
+import contextlib
+import gc
+import random
+import signal
+import sys
+import threading
+import time
 
 import pytest
-import test_refusals
-from support import prints, soft_context
-from tag_server import MATCHED, small_server
+from support import LIMIT, Pair, needs
 
 import rdmapost as rp
 
-context = soft_context
-server = small_server
-null = test_refusals.null
 
-FAILING = """
-import ctypes, os
-context, pd, cq = resources()
-mr = rp.MR(pd, 64)
-qp = rp.QP(pd, rp.QPType.RC, cq)
-qp.connect(qp.endpoint())
-null = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
-null.null_remember(1)
-qp.post_recv([rp.RecvWR(mr[0:8], wr_id=1), rp.RecvWR(mr[0:8], wr_id=2)])
-found = []
-for code in (5, 0):
-    null.null_fail_poll(code)
-    for call in (cq.poll, lambda: cq.poll(100), lambda: cq.wait(1, timeout=1)):
-        try: found.append(call())
-        except rp.VerbsError as error: found.append((error.errno, str(error)))
-null.null_fail_poll(-1)
-found.append([wc.wr_id for wc in cq.poll()])
-qp.post_recv(rp.RecvWR(mr[0:8], wr_id=3))
-try: cq.wait(2, timeout=0.01)
-except rp.WaitTimeout as error: found.append(str(error))
-found.append([wc.wr_id for wc in cq.poll()])
-print(found)
-"""
+class Interrupt(Exception):
+    """What the handler of a signal raises."""
 
 
-@pytest.fixture(scope="module")
-def failed(null):
-    """What polling said while it failed, what came when it no longer did, and of a wait."""
-    text = prints(
-        test_refusals.SETUP + FAILING, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
-    )
-    return ast.literal_eval(text)
+@pytest.fixture
+def interrupts():
+    """Raise Interrupt in this thread after so many seconds."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
-def test_a_poll_that_fails_says_why_and_loses_nothing(failed):
-    """Some providers set no errno: that is EIO."""
-    assert [code for code, _ in failed[:6]] == [errno.EIO] * 6
-    assert all("ibv_poll_cq" in text for _, text in failed[:6])
-    assert failed[6] == [1, 2]
+@pytest.fixture
+def collects_always():
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
 
 
-def test_a_wait_that_spins_keeps_what_came(failed):
-    """It is on a device that is waited for by polling it again and again at first."""
-    assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
+def write(pair: Pair, wr_id: int = 0) -> rp.RdmaWrite:
+    return pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=wr_id)
 
 
-@pytest.mark.parametrize("count", [2, 7])
-def test_each_message_of_a_batch_has_its_own_tag(server, count):
-    """The tag and the sender's data of one completion are no other's."""
-    for i in range(count):
-        server.add(0xFFFF_FFFF_0000_0000 + i, i * 64, 64, recv_wr_id=i)
-    for i in reversed(range(count)):
-        server.client.eager(0xFFFF_FFFF_0000_0000 + i, bytes([i]), 0xFFFF_0000 + i)
-    batch = server.cq.wait(count)
-    assert [
-        (wc.wr_id, wc.tm_tag, wc.tm_priv, wc.wc_flags) for wc in batch
-    ] == [
-        (i, 0xFFFF_FFFF_0000_0000 + i, 0xFFFF_0000 + i, MATCHED) for i in reversed(range(count))
-    ]  # fmt: skip
+def ended(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
 
 
-def test_queues_of_one_batch_each_have_their_own(rc):
-    """Completions of two queue pairs and four queues, as they come, in one poll."""
-    for at in (0, 10, 20):
-        for wr_id in range(at, at + 4):
-            mine, theirs = (rc.a, rc.b) if wr_id % 2 else (rc.b, rc.a)
-            theirs.post_recv(rp.RecvWR(rc.theirs[:64], wr_id=wr_id))
-            mine.post_send(rp.Send(rc.mine[:8], wr_id=100 + wr_id))
-        found = {wc.check().wr_id: wc.qp_num for wc in rc.wait(8)}
-        for wr_id in range(at, at + 4):
-            mine, theirs = (rc.a, rc.b) if wr_id % 2 else (rc.b, rc.a)
-            assert found.pop(wr_id) == theirs.qp_num
-            assert found.pop(100 + wr_id) == mine.qp_num
-        assert found == {}
-    assert sum(rc.a.outstanding) + sum(rc.b.outstanding) == 0
+# ---- interrupts ---------------------------------------------------------------
+
+
+def take(cq: rp.CQ, how: str) -> list[rp.WC]:
+    # No `with`: what follows in its __exit__ could be interrupted, too.
+    try:
+        return cq.poll(3) if how == "poll" else cq.wait(3, 0.0005)
+    except rp.WaitTimeout:
+        return []
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_interrupts_at_any_moment_lose_no_completion(rc, interrupts, how):
+    rng, got, posted, hits = random.Random(1), [], 0, 0
+    while hits < 300:
+        count = rng.randint(1, 8)
+        rc.a.post_send([write(rc, posted + i) for i in range(count)])
+        posted += count
+        found: list[rp.WC] = []
+        try:
+            interrupts(rng.uniform(1e-6, 1.2e-4))
+            while True:
+                found = take(rc.cq, how)
+                got += found
+        except Interrupt:
+            hits += 1
+            if found and got[-len(found) :] != found:
+                got += found
+        interrupts(0)
+        while rc.a.outstanding.send:
+            got += rc.cq.poll()
+    got += rc.cq.poll(1000)
+    assert [wc.wr_id for wc in got] == list(range(posted))
+
+
+def steps(function) -> int:
+    """Return how many calls and returns of functions a call of this takes."""
+    count = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event != "return"
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def interrupted(function, moment: int) -> None:
+    """Call it, and raise Interrupt at one of the moments that steps() counts."""
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal moment
+        moment -= event != "return"
+        if moment == 0 and event != "return":
+            raise Interrupt
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("queue", ["send queue", "SRQ"])
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_an_exception_in_the_middle_of_a_batch_leaves_the_whole_batch(
+    connect, context, pd, stack, how, queue
+):
+    needs(context.attr.max_srq, "shared receive queues", context)
+    srq = stack.enter_context(rp.SRQ(pd, 64))
+    cq = stack.enter_context(rp.CQ(context, 64))
+    pair = connect(b_options={"srq": srq, "recv_cq": cq})
+    stack.callback(pair.b.close)
+    if queue == "send queue":
+        cq = pair.cq
+
+    def fill() -> None:
+        srq.post_srq_recv([rp.RecvWR(pair.theirs[:8], wr_id=i) for i in range(8)])
+        pair.a.post_send([pair.send(pair.mine[:8], wr_id=i) for i in range(8)])
+        other = pair.cq if queue == "SRQ" else pair.b.recv_cq
+        assert len(other.wait(8, LIMIT)) == 8
+
+    def call() -> list[rp.WC]:
+        return cq.poll(8) if how == "poll" else cq.wait(8)
+
+    fill()
+    moments = steps(call)
+    assert moments > 2
+    for moment in range(1, moments - 1):
+        fill()
+        with pytest.raises(Interrupt):
+            interrupted(call, moment)
+        assert [wc.wr_id for wc in cq.wait(8, LIMIT)] == list(range(8))
+        assert (pair.a.outstanding, srq.outstanding) == ((0, 0), 0)
+
+
+def test_completions_that_cannot_be_made_stay(rc):
+    testing = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    rc.a.post_send([write(rc, i) for i in range(1000, 1008)])
+    failed, got = 0, []
+    # They are polled, and no more than that.
+    while rc.a.outstanding.send:
+        with pytest.raises(rp.WaitTimeout):
+            rc.cq.wait(9, 0.01)
+    for start in range(200):
+        try:
+            testing.set_nomemory(start, start + 1)
+            got = rc.cq.poll(8)
+        except MemoryError:
+            failed += 1
+        finally:
+            testing.remove_mem_hooks()
+        if got:
+            break
+    assert failed
+    assert [wc.wr_id for wc in got] == list(range(1000, 1008))
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_a_signal_handler_may_take_completions_in_the_middle_of_a_poll(rc, how):
+    """What it gets and what the poll gets is everything, once."""
+    rng, got, posted, calls = random.Random(2), [], 0, 0
+
+    def handler(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        with contextlib.suppress(rp.WaitTimeout, RuntimeError):
+            got.extend(rc.cq.poll(2) if how == "poll" else rc.cq.wait(2, 0.001))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        while calls < 300:
+            rc.a.post_send([write(rc, posted + i) for i in range(8)])
+            posted += 8
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 1e-4))
+            while rc.a.outstanding.send:
+                got.extend(rc.cq.poll(4))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    got.extend(rc.cq.poll(1000))
+    assert sorted(wc.wr_id for wc in got) == list(range(posted))
+
+
+def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collects_always):
+    pair, polled, closed = connect(), [], []
+
+    class Last:
+        def __init__(self) -> None:
+            self.myself = self
+            self.qp = rp.QP(pair.pd, rp.QPType.RC, pair.cq)
+
+        def __del__(self) -> None:
+            polled.extend(pair.cq.poll())
+            self.qp.close()
+            closed.append(self.qp)
+
+    got = []
+    for i in range(60):
+        Last()
+        pair.a.post_send(write(pair, i))
+        while pair.a.outstanding.send:
+            got += pair.cq.poll()
+    gc.collect()
+    got += pair.cq.poll()
+    assert sorted(wc.wr_id for wc in got + polled) == list(range(60))
+    assert len(closed) == 60
+    assert all(qp.closed for qp in closed)
+
+
+# ---- closing ------------------------------------------------------------------
+
+
+def test_closing_a_cq_ends_the_threads_that_wait_for_it(context):
+    """However many they wait for, and without a timeout."""
+    for _ in range(10):
+        cq, errors = rp.CQ(context), []
+
+        def wait(count: int, cq: rp.CQ = cq, errors: list[str] = errors) -> None:
+            try:
+                cq.wait(count, None)
+            except rp.ClosedError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=wait, args=(n,)) for n in (1, 2, 1, 50)]
+        for thread in threads:
+            thread.start()
+        while cq._poller.waiting < len(threads):
+            time.sleep(0.001)
+        cq.close()
+        ended(threads)
+        assert cq.closed
+        assert errors == ["CQ of 128 entries is closed"] * len(threads)
+
+
+def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
+    channel, errors = rp.CompChannel(context), []
+
+    def wait() -> None:
+        try:
+            channel.get_cq_event(None)
+        except rp.ClosedError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while channel._waiters.waiting < len(threads):
+        time.sleep(0.001)
+    channel.close()
+    ended(threads)
+    assert errors == ["completion channel is closed"] * 3
+
+
+def test_a_thread_that_looks_for_events_over_and_over_does_not_keep_a_channel_open(context):
+    for _ in range(20):
+        channel, looks, errors = rp.CompChannel(context), [], []
+
+        def look(channel=channel, looks=looks, errors=errors) -> None:
+            try:
+                while True:
+                    assert channel.get_cq_event(0) is None
+                    looks.append(1)
+            except rp.ClosedError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while len(looks) < 10:
+            time.sleep(0.0001)
+        start = time.monotonic()
+        channel.close()
+        assert time.monotonic() - start < 2
+        ended(threads)
+        assert len(errors) == 2
+
+
+CALLS = {
+    "poll": lambda cq: cq.poll(),
+    "wait": lambda cq: cq.wait(1, 0.001),
+    "wait without end": lambda cq: cq.wait(1, None),
+    "req_notify": lambda cq: cq.req_notify(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_closing_against_threads_that_use_the_cq(context, stack, call):
+    """Those who come too late are told; nobody crashes, and the close succeeds."""
+    channel = stack.enter_context(rp.CompChannel(context)) if call == "req_notify" else None
+    for _ in range(50):
+        cq, others = rp.CQ(context, 8, channel=channel), []
+        started = threading.Semaphore(0)
+
+        def use(cq: rp.CQ = cq, started=started, others: list[str] = others) -> None:
+            started.release()
+            try:
+                while True:
+                    with contextlib.suppress(rp.WaitTimeout):
+                        CALLS[call](cq)
+            except rp.ClosedError:
+                pass
+            except BaseException as error:
+                others.append(repr(error))
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            started.acquire()
+        cq.close()
+        ended(threads)
+        assert others == []
+
+
+def test_an_interrupt_ends_a_wait_without_end(rc, interrupts):
+    rc.a.post_send([write(rc, i) for i in range(3)])
+    interrupts(0.05)
+    with pytest.raises(Interrupt):
+        rc.cq.wait(4, None)
+    assert rc.cq._poller.waiting == 0
+    assert [wc.wr_id for wc in rc.cq.wait(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", ["poll", "wait", "completions"])
+def test_a_negative_number_of_completions_is_refused(cq, call):
+    def in_a_loop(count: int) -> list[rp.WC]:
+        return asyncio.run(cq.completions(count))
+
+    function = {"poll": cq.poll, "wait": cq.wait, "completions": in_a_loop}[call]
+    with pytest.raises(ValueError, match="=-1 is negative"):
+        function(-1)
+
+
+# ---- threads ------------------------------------------------------------------
+
+
+def test_threads_that_poll_and_wait_share_what_comes(connect):
+    """Each completion comes to one of them, once."""
+    pairs, total = [connect() for _ in range(2)], 3000
+    cq, got, done = pairs[0].cq, [], threading.Event()
+
+    def post(pair: Pair, number: int) -> None:
+        for i in range(total // 2):
+            while pair.a.outstanding.send > 30:
+                time.sleep(0)
+            pair.a.post_send(write(pair, number * total + i))
+
+    def taker(seed: int) -> None:
+        rng = random.Random(seed)
+        while not done.is_set():
+            with contextlib.suppress(rp.WaitTimeout):
+                if rng.random() < 0.5:
+                    got.extend(cq.poll(rng.randint(0, 5)))
+                else:
+                    got.extend(cq.wait(rng.randint(1, 4), rng.choice([0, 0.001, 0.01])))
+
+    posters = [threading.Thread(target=post, args=(p, n)) for n, p in enumerate(pairs)]
+    takers = [threading.Thread(target=taker, args=(n,)) for n in range(4)]
+    for thread in posters + takers:
+        thread.start()
+    ended(posters)
+    end = time.monotonic() + LIMIT
+    while any(pair.a.outstanding.send for pair in pairs) and time.monotonic() < end:
+        time.sleep(0.001)
+    done.set()
+    ended(takers)
+    got += cq.poll(total)
+    expected = [n * total + i for n in range(2) for i in range(total // 2)]
+    assert sorted(wc.wr_id for wc in got) == expected

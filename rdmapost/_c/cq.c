@@ -383,7 +383,8 @@ static struct rp_settled *at(struct poller *p, size_t index)
 /* Have room for so many more, whatever comes back; 0 or ENOMEM. */
 static int reserve(struct poller *p, size_t more)
 {
-	size_t needed = there(p) + p->out + more, size = p->size;
+	size_t out = __atomic_load_n(&p->out, __ATOMIC_RELAXED);
+	size_t needed = there(p) + out + more, size = p->size;
 	struct rp_settled *backlog;
 
 	while (size < needed)
@@ -528,7 +529,7 @@ static Py_ssize_t take(struct poller *p, uint64_t count, uint64_t promised,
 	if (*into) {
 		for (Py_ssize_t i = 0; i < n; i++)
 			(*into)[i] = *at(p, p->first++);
-		p->out += (size_t)n;
+		__atomic_add_fetch(&p->out, (size_t)n, __ATOMIC_RELAXED);
 	}
 	leave(&p->waiters, held);
 	return *into ? n : -1;
@@ -639,7 +640,7 @@ METHOD(poll)
 
 		code = polled < 0 ? -polled : 0;
 		n = (Py_ssize_t)added;
-		p->out += added;
+		__atomic_add_fetch(&p->out, added, __ATOMIC_RELAXED);
 	}
 	leave(&p->waiters, held);
 	drop_touched(&touched);
@@ -704,8 +705,9 @@ static int nap(const struct waiters *ws)
 }
 
 /*
- * wait(handle, count, timeout, into): append that many to an empty list.  Returns
- * how many there are where they do not come in time, else None.
+ * wait(handle, count, promised, timeout, into): append that many to an empty
+ * list when they, and those promised to others, are there.  Returns how many
+ * there are where they do not come in time, else None.
  */
 METHOD(wait)
 {
@@ -717,21 +719,23 @@ METHOD(wait)
 	int nested = rp_in_verb(), joined = 0, failed = -1, code;
 	PyObject *lacking = NULL;
 	int64_t deadline;
-	Py_ssize_t count, n;
+	Py_ssize_t count, promised, n;
 	struct rp_use use;
 
-	if (begin(args, nargs, 4, &use))
+	if (begin(args, nargs, 5, &use))
 		return NULL;
 	count = read_count(args[1], "count");
-	if (count < 0 || read_deadline(args[2], &deadline))
+	promised = count < 0 ? -1 : read_count(args[2], "promised");
+	if (promised < 0 || read_deadline(args[3], &deadline))
 		goto out;
-	me.count = (uint64_t)count;
+	me.count = (uint64_t)count + (uint64_t)promised;
 	while (is_open(use.handle)) {
 		code = fill(p, use.handle, me.count, joined ? p->spin_ns : 0,
 			    nested);
-		n = take(p, me.count, 0, 0, nested, &settled);
+		n = take(p, (uint64_t)count, (uint64_t)promised, 0, nested,
+			 &settled);
 		if (n || code || !count) {
-			failed = finish(p, settled, here, n, code, args[3]);
+			failed = finish(p, settled, here, n, code, args[4]);
 			break;
 		}
 		if (now_ns() >= deadline) {
@@ -762,33 +766,6 @@ out:
 	if (failed)
 		return NULL;
 	return lacking ? lacking : Py_NewRef(Py_None);
-}
-
-/*
- * take(handle, count, promised, into): append that many to an empty list if
- * they, and those promised to others, are there now; whether that is so.
- */
-METHOD(take)
-{
-	struct rp_settled here[BATCH], *settled = here;
-	int nested = rp_in_verb(), failed = -1, code;
-	struct poller *p = POLLER(self);
-	Py_ssize_t count, promised, n = 0;
-	struct rp_use use;
-
-	if (begin(args, nargs, 4, &use))
-		return NULL;
-	count = read_count(args[1], "count");
-	promised = count < 0 ? -1 : read_count(args[2], "promised");
-	if (promised >= 0) {
-		code = fill(p, use.handle, (uint64_t)(count + promised), 0,
-			    nested);
-		n = take(p, (uint64_t)count, (uint64_t)promised, 0, nested,
-			 &settled);
-		failed = finish(p, settled, here, n, code, args[3]);
-	}
-	rp_end_use(&use);
-	return failed ? NULL : PyBool_FromLong(n == count);
 }
 
 /*
@@ -989,7 +966,6 @@ static PyMethodDef waiters_methods[] = {
 static PyMethodDef poller_methods[] = {
 	POLLER_METHOD(poll),
 	POLLER_METHOD(wait),
-	POLLER_METHOD(take),
 	POLLER_METHOD(look),
 	POLLER_METHOD(notify),
 	POLLER_METHOD(keep),
