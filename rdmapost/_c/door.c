@@ -104,7 +104,9 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_in_flight(module) || rp_add_completions(module) ||
 	     rp_add_wr(module) || rp_add_region(module) ||
 	     rp_add_kinds(module) || rp_add_poster(module) ||
-	     rp_add_prepared(module) || rp_add_field(module))) {
+	     rp_add_prepared(module) || rp_add_field(module) ||
+	     rp_add_soft_journal(module) || rp_add_soft_queue(module) ||
+	     rp_add_soft_verb(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

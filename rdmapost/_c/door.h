@@ -153,5 +153,8 @@ int rp_add_kinds(PyObject *module);
 int rp_add_poster(PyObject *module);
 int rp_add_prepared(PyObject *module);
 int rp_add_field(PyObject *module);
+int rp_add_soft_journal(PyObject *module);
+int rp_add_soft_queue(PyObject *module);
+int rp_add_soft_verb(PyObject *module);
 
 #endif
