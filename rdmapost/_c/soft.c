@@ -190,8 +190,6 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc,
 	struct completion_ring *ring;
 	struct cq_entry entry;
 
-	if (!nested)
-		rp_soft_progress();
 	ring = find_ring(handle);
 	while (ring && count < most && rp_ring_take(ring, &entry)) {
 		wc[count] = entry.wc;

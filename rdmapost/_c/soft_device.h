@@ -104,15 +104,12 @@ PyObject *rp_read_op(struct work_queue *slots, struct ibv_ops_wr *op,
 /* ---- soft_verb.c: the lock, and what runs under it ---------------------- */
 
 /*
- * Begin a verb.  Returns 1 if this thread is in the middle of another one: the
+ * Begin a verb, with what is due by now.  Returns 1 if this thread is in the middle of another one: the
  * verb then neither waits nor changes anything but through the calls below.
  */
 int rp_soft_enter(void);
 /* End it, when what has become possible by it has been carried out. */
 void rp_soft_leave(int nested);
-
-/* Carry out what is due, before anything else. */
-void rp_soft_progress(void);
 
 /* What a handle stands for, as a new reference, or NULL. */
 PyObject *rp_soft_object(uint32_t handle);

@@ -383,32 +383,25 @@ static int is_due(void)
 
 static void carry_on(void)
 {
-	for (;;) {
-		PyObject *object;
+	PyObject *object;
 
-		if (first_parcel)
+	unpack();
+	while (!doomed && (object = rp_fifo_pop(ready))) {
+		while (work(object))
 			unpack();
-		if (doomed)
-			break;
-		object = rp_fifo_pop(ready);
-		if (object) {
-			while (work(object))
-				if (first_parcel)
-					unpack();
-			Py_DECREF(object);
-		} else if (is_due()) {
-			due = -1;
-			work(Py_None);
-		} else {
-			break;
-		}
+		Py_DECREF(object);
+		unpack();
 	}
 }
 
-void rp_soft_progress(void)
+/* Once in a verb: what is tried again may at once be due again. */
+static void progress(void)
 {
-	if (ready->count || first_parcel || is_due())
+	if (is_due()) {
+		due = -1;
+		work(Py_None);
 		carry_on();
+	}
 }
 
 int rp_soft_enter(void)
@@ -427,6 +420,7 @@ int rp_soft_enter(void)
 		forked = done == NULL;
 		Py_XDECREF(done);
 	}
+	progress();
 	return 0;
 }
 
@@ -437,7 +431,8 @@ void rp_soft_leave(int nested)
 
 	if (nested)
 		return;
-	rp_soft_progress();
+	if (ready->count || first_parcel)
+		carry_on();
 	tell = broken;
 	broken = doomed = 0;
 	own(0);
