@@ -59,6 +59,7 @@ class Bench:
     def __init__(self) -> None:
         self.stack = contextlib.ExitStack()
         self.memory = bytearray(DATA)
+        self.unequal = 0  # bytes of a message, at 0, and of its answer, at 768, that have addresses
         self.completions: list[tuple[int, int, int]] = []
         self.context = self.keep(provider.open_device("soft0"), provider.close_device)
         self.pd = self.keep(provider.alloc_pd(self.context), provider.dealloc_pd)
@@ -226,7 +227,7 @@ class Bench:
             sorted((len(channel.events), channel.users) for channel in device.channels),
             [fd in dict(ready.poll(0)) for fd in descriptors],
             len(os.listdir("/proc/self/fd")),
-            bytes(self.memory),
+            bytes(self.memory[self.unequal : 768] + self.memory[768 + self.unequal :]),
         ]  # fmt: skip
 
     def close(self) -> None:
@@ -529,6 +530,7 @@ def tagged(b: Bench, kind: int, behind: bytes) -> Verb:
     b.tag(srq, OpsOpcode.TAG_ADD)
     message = struct.pack("!B3xIQ", kind, 3, 5) + behind
     b.memory[: len(message)] = message
+    b.unequal = len(message)
     return lambda: b.send(near, Opcode.SEND, size=len(message))
 
 
@@ -684,7 +686,11 @@ def test_verb_happens_whole_or_not_at_all(name, act):
         assert result.before == whole.before, at
         if is_control and result.after == whole.before:
             continue
-        assert result.after == whole.after, at
+        if name.startswith("poll"):
+            # Who is interrupted takes nothing; what was due has been carried out.
+            assert settled(result.after) == settled(whole.after), at
+        else:
+            assert result.after == whole.after, at
         assert result.completions == whole.completions, at
 
 
@@ -701,7 +707,7 @@ def test_handler_that_raises_every_time_does_not_stop_a_work_request(name):
     result = run(setup, 1, numbered, every=True)
     assert result.signals >= 1
     assert result.out.args == (0,)
-    assert result.after == whole.after
+    assert settled(result.after) == settled(whole.after)
     assert result.completions == whole.completions
 
 

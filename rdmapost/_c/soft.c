@@ -191,6 +191,9 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc,
 	struct cq_entry entry;
 
 	ring = find_ring(handle);
+	/* Who is interrupted may never see what the poll returns: that stays for the next. */
+	if (rp_soft_raises())
+		most = 0;
 	while (ring && count < most && rp_ring_take(ring, &entry)) {
 		wc[count] = entry.wc;
 		if (tm)

@@ -111,6 +111,9 @@ int rp_soft_enter(void);
 /* End it, when what has become possible by it has been carried out. */
 void rp_soft_leave(int nested);
 
+/* Whether an exception of a signal handler's is about to be raised in this thread. */
+int rp_soft_raises(void);
+
 /* What a handle stands for, as a new reference, or NULL. */
 PyObject *rp_soft_object(uint32_t handle);
 

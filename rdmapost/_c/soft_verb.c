@@ -104,6 +104,11 @@ static void raise_later(PyObject *exception)
 	Py_DECREF(exception);
 }
 
+int rp_soft_raises(void)
+{
+	return raised && PyList_Size(raised) > 0 && gettid() == getpid();
+}
+
 /* ---- steps --------------------------------------------------------------- */
 
 struct errand {
