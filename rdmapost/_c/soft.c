@@ -202,12 +202,13 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc,
 		rp_soft_free_slots(nested, entry.queue, entry.frees);
 		Py_DECREF((PyObject *)entry.queue);
 	}
-	if (!ring)
-		count = -1;
 	Py_XDECREF((PyObject *)ring);
 	rp_soft_leave(nested);
 	PyGILState_Release(gil);
-	return count;
+	if (ring)
+		return count;
+	errno = EINVAL;
+	return -1;
 }
 
 static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)

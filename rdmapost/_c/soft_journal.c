@@ -138,7 +138,7 @@ static void take_back(const struct note *note)
 		close(note->fd);
 		break;
 	default:
-		call(note->a, note->b);
+		break;
 	}
 	/* To delete what a note came before is no failure. */
 	PyErr_Clear();
@@ -476,12 +476,13 @@ static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 	Py_RETURN_NONE;
 }
 
-/* Note a call, of the first argument with the rest, or call where there are no notes. */
-static PyObject *put_off(struct notes *notes, PyObject *args)
+/* on_commit(callable, *args), which is to be in C: no handler may run in it. */
+static PyObject *on_commit(PyObject *self, PyObject *args)
 {
 	PyObject *rest;
 	int failed = 0;
 
+	(void)self;
 	if (PyTuple_Size(args) < 1) {
 		PyErr_SetString(PyExc_TypeError, "what is to be called?");
 		return NULL;
@@ -489,27 +490,13 @@ static PyObject *put_off(struct notes *notes, PyObject *args)
 	rest = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
 	if (!rest)
 		return NULL;
-	if (notes)
-		failed = add_note(notes, CALL, PyTuple_GetItem(args, 0), rest,
+	if (is_journaled())
+		failed = add_note(&later, CALL, PyTuple_GetItem(args, 0), rest,
 				  NULL);
 	else
 		call(PyTuple_GetItem(args, 0), rest);
 	Py_DECREF(rest);
 	return failed ? NULL : Py_NewRef(Py_None);
-}
-
-/* on_commit(callable, *args), which is to be in C: no handler may run in it. */
-static PyObject *on_commit(PyObject *self, PyObject *args)
-{
-	(void)self;
-	return put_off(is_journaled() ? &later : NULL, args);
-}
-
-/* on_rollback(callable, *args): the same, if nothing comes of it. */
-static PyObject *on_rollback(PyObject *self, PyObject *args)
-{
-	(void)self;
-	return is_journaled() ? put_off(&undo, args) : Py_NewRef(Py_None);
 }
 
 /* Return a descriptor that was opened now, and is closed if nothing comes of it. */
@@ -550,7 +537,6 @@ static PyMethodDef functions[] = {
 	RP_METHOD(copy),
 	RP_METHOD(forget),
 	{ "on_commit", on_commit, METH_VARARGS, NULL },
-	{ "on_rollback", on_rollback, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
