@@ -1,7 +1,9 @@
 # The compiled module, made by build_ffi.py from rdmapost/_c/.  cffi's own stubs
 # know nothing of C structs, so what comes out of it is Any.
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 ffi: Any
 lib: Any
@@ -183,3 +185,94 @@ class Field:
     def __init__(self, name: str, at: int, bits: int, network: bool, /) -> None: ...
     def __get__(self, wr: Patched, kind: type | None = None, /) -> int: ...
     def __set__(self, wr: Patched, value: int, /) -> None: ...
+
+# _c/soft_journal.c: the soft device's state, and what is done with it when a verb or step returns;
+# the changes of one that raises are taken back.
+class Record: ...
+class Table(dict[Any, Any]): ...
+
+class Fifo:
+    def append(self, item: Any, /) -> None: ...
+    def popleft(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __contains__(self, item: object, /) -> bool: ...
+
+# Lists of buffers; the target is at least as long.
+def copy(source: list[Any], target: list[Any], /) -> None: ...
+
+# They are called in C, where no signal handler runs, and so must be functions in C.
+def on_commit(function: Callable[..., Any], /, *args: Any) -> None: ...
+
+# They are closed again if nothing comes of it.
+def open_timer() -> int: ...
+def open_semaphore() -> int: ...
+
+# _c/soft_queue.c.
+class WQE:
+    wr_id: int
+    opcode: Any
+    flags: int
+    imm: int
+    sges: Any
+    inline: Any
+    remote_addr: int
+    compare_add: int
+    swap: int
+    rkey: int
+    remote_qpn: int
+    remote_qkey: int
+    remote_srqn: int
+    mss: int
+    ah: Any
+    bind: Any
+    hdr: Any
+    owner: Any
+    recv_wr_id: int
+    tag: int
+    mask: int
+    handle: int
+    unexpected_cnt: int
+    def __init__(self, wr_id: int, opcode: int, flags: int, imm: int, /) -> None: ...
+
+class WorkQueue(Fifo):
+    depth: int
+    max_sge: int
+    max_inline: int
+    max_tso_header: int
+    used: int
+    silent: int
+    refuses: int
+    prompt: bool
+    faults: Any
+
+class CompletionRing:
+    capacity: int
+    armed: int
+    # Returns 0 where there is no room, 2 where an event is due, else 1.
+    def push(
+        self, fields: tuple[int, ...], queue: WorkQueue, frees: int, solicited: bool,
+        tm_info: tuple[int, int], /,
+    ) -> int: ...  # fmt: skip
+
+# Drop the completions of a queue, on commit.
+def forget(cq: CompletionRing, queue: WorkQueue, /) -> None: ...
+def describe_opcodes(by_number: dict[int, Any], /) -> None: ...
+
+# _c/soft_verb.c: make a verb of a function.  An exception that it returns is raised too, but takes
+# nothing back.
+def Verb(function: _F, /) -> _F: ...
+
+# The functions that C calls: carry out a part of what an object has to do and say whether there is
+# more; end it, after an exception, and say the same; log these; begin anew after a fork; make the
+# exception of a verb within a verb.
+def soft_device(
+    objects: dict[int, Any], step: Callable[[Any], bool],
+    give_up: Callable[[Any, BaseException], bool], tell: Callable[[], None],
+    reset: Callable[[], None], refuse: Callable[[str], BaseException], /,
+) -> None: ...  # fmt: skip
+
+# For on_commit: carry out what an object has to do; look for what is due then (-1: nothing).
+def start(worker: Any, /) -> None: ...
+def come_back(seconds: float, /) -> None: ...

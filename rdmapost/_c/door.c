@@ -71,10 +71,11 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	    (PyModule_AddFunctions(module, functions) || rp_add_lock(module) ||
 	     rp_add_handle(module) || rp_add_in_flight(module) ||
 	     rp_add_completions(module) || rp_add_poller(module) ||
-	     rp_add_wr(module) ||
-	     rp_add_region(module) || rp_add_buffer(module) ||
-	     rp_add_tag_handle(module) || rp_add_read(module) ||
-	     rp_add_queue(module) || rp_add_prepared(module))) {
+	     rp_add_wr(module) || rp_add_region(module) ||
+	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
+	     rp_add_read(module) || rp_add_queue(module) ||
+	     rp_add_prepared(module) || rp_add_soft_journal(module) ||
+	     rp_add_soft_queue(module) || rp_add_soft_verb(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

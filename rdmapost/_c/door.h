@@ -145,5 +145,8 @@ int rp_add_tag_handle(PyObject *module);
 int rp_add_read(PyObject *module);
 int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
+int rp_add_soft_journal(PyObject *module);
+int rp_add_soft_queue(PyObject *module);
+int rp_add_soft_verb(PyObject *module);
 
 #endif
