@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
+import types
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +23,11 @@ U64, U32 = (1 << 64) - 1, (1 << 32) - 1
 
 def made(kind: type, ctype: str) -> Any:
     """Make a resource of the library over a struct of ours, as if a device had made it."""
-    resource = object.__new__(kind)
-    resource._handle = ffi.new(f"{ctype} *")
-    resource._children = {}
-    resource._parents = ()
-    resource._abandoned = False
-    resource._pid = 0  # of another process: closing it destroys nothing
-    resource._closing = threading.Lock()
+    resource = kind.__new__(kind)
+    resource.pd = types.SimpleNamespace(context=types.SimpleNamespace(_queues={}))
+    if kind is rp.MR:
+        resource._memory, resource._given = memoryview(b""), False
+    resource._make(ffi.new, (f"{ctype} *",), lambda _: None, ())
     return resource
 
 
@@ -353,7 +351,8 @@ def test_closed_resources_are_no_pointers():
     mr, mw, ah = (
         made(rp.MR, "struct ibv_mr"), made(rp.MW, "struct ibv_mw"), made(rp.AH, "struct ibv_ah"),
     )  # fmt: skip
-    mw._handle = ah._handle = None
+    mw.close()
+    ah.close()
     assert refusal(rp.Send(ah=ah)).endswith("is closed")
     assert refusal(rp.BindMW(mw=mw, mr=mr)).endswith("is closed")
     with pytest.raises(Refused, match="is closed"):
