@@ -125,6 +125,9 @@ class PostQueue(door.Queue):
     # ---- called by C ------------------------------------------------------------
 
     def _not_a_sequence(self, wrs: Any) -> NoReturn:
+        if isinstance(wrs, self.wr_type):
+            kind = type(wrs).__name__
+            raise TypeError(f"{kind} is only a base class; post one of its subclasses")
         raise TypeError(
             f"{self.verb} takes a {self.wr_type.__name__} or a sequence of them, "
             f"not a {type(wrs).__name__}"
