@@ -101,9 +101,7 @@ class PostQueue(door.Queue):
         """How many work requests are posted and not known to be done."""
         return self.in_flight.outstanding
 
-    def bind(
-        self, owner: Any, wr: Any, call: Callable[[int, int], int], *, sure: bool
-    ) -> None:
+    def bind(self, owner: Any, wr: Any, call: Callable[[int, int], int], *, sure: bool) -> None:
         """Bind a window of type 1 (ibv_bind_mw(3)).
 
         Args:

@@ -457,4 +457,3 @@ class QP(Multicast):
         if code == errno.EINVAL and self._state < QPState.RTS:
             return f"{name} refused it: the QP is in {self._state.name}"
         return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
-

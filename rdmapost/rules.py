@@ -81,6 +81,7 @@ _IP_CSUM_CAP = {
     QPType.RAW_PACKET: DeviceCap.RAW_IP_CSUM,
 }
 
+
 def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags:
     """Return the flags that a work request may carry on a queue pair.
 
@@ -130,7 +131,6 @@ def check_send_state(state: QPState) -> str | None:
     complete it with a flush error (ibv_modify_qp(3)).
     """
     return _STATE_REASON.get(state)
-
 
 
 # ---- why a work request is refused --------------------------------------------------

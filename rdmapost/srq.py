@@ -225,7 +225,7 @@ class SRQ(Resource):
     @property
     def outstanding_tags(self) -> int:
         """How many tagged receives are posted, and neither completed nor known to be removed."""
-        return self._ops.tagged.outstanding
+        return 0 if self._ops.tagged is None else self._ops.tagged.outstanding
 
     @property
     def outstanding_ops(self) -> int:

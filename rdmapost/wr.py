@@ -20,6 +20,7 @@ from ._binding import door
 from .enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
 
 if TYPE_CHECKING:
+    from ._verbs import TagHandle
     from .address import AH
     from .memory import MR, MW
 
@@ -320,8 +321,8 @@ class RecvWR(door.WR):
     wr_id: int = 0
 
 
-TagHandle = door.TagHandle
-"""Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
+if not TYPE_CHECKING:
+    TagHandle = door.TagHandle
 
 
 @dataclass(slots=True, kw_only=True)

@@ -36,23 +36,36 @@ static struct {
 static unsigned int process = 1;
 static int exiting;
 
-/* What this thread uses, and what it is to close when it uses nothing. */
-static _Thread_local struct rp_use *top;
-static _Thread_local struct rp_handle *first_put_off, *last_put_off;
-static _Thread_local int draining;
+/* What a thread uses, and what it is to close when it uses nothing. */
+struct rp_thread {
+	struct rp_use *top;
+	struct rp_handle *first_put_off, *last_put_off;
+	int draining;
+};
+
+static _Thread_local struct rp_thread its_own;
+static _Thread_local struct rp_thread *stands_for;
+
+struct rp_thread *rp_thread(void)
+{
+	return stands_for ? stands_for : &its_own;
+}
+
+void rp_stand_for(struct rp_thread *thread)
+{
+	stands_for = thread;
+}
 
 static void after_fork(void)
 {
 	process++;
-	top = NULL;
 	/* The parent's. */
-	first_put_off = last_put_off = NULL;
-	draining = 0;
+	*rp_thread() = (struct rp_thread){ .top = NULL };
 }
 
 static uintptr_t this_thread(void)
 {
-	return (uintptr_t)&top;
+	return (uintptr_t)rp_thread();
 }
 
 static int is_foreign(const struct rp_handle *h)
@@ -191,11 +204,11 @@ static void put_off(struct rp_handle *h, char who)
 		return;
 	Py_INCREF((PyObject *)h);
 	h->next = NULL;
-	if (last_put_off)
-		last_put_off->next = h;
+	if (rp_thread()->last_put_off)
+		rp_thread()->last_put_off->next = h;
 	else
-		first_put_off = h;
-	last_put_off = h;
+		rp_thread()->first_put_off = h;
+	rp_thread()->last_put_off = h;
 }
 
 static void close_quietly(struct rp_handle *h);
@@ -206,7 +219,7 @@ static void look_after(struct rp_handle *h)
 	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || exiting ||
 	    !rp_is_open(h) || is_busy(h))
 		return;
-	if (top)
+	if (rp_thread()->top)
 		put_off(h, BY_FINALIZER);
 	else
 		close_quietly(h);
@@ -227,14 +240,14 @@ int rp_is_open(const struct rp_handle *h)
 
 int rp_in_verb(void)
 {
-	return top != NULL;
+	return rp_thread()->top != NULL;
 }
 
 static void push(struct rp_use *use, struct rp_handle *h)
 {
 	use->handle = h;
-	use->below = top;
-	top = use;
+	use->below = rp_thread()->top;
+	rp_thread()->top = use;
 }
 
 int rp_begin_use(struct rp_handle *h, struct rp_use *use)
@@ -249,8 +262,8 @@ static void close_put_off(void);
 
 static void pop(struct rp_use *use)
 {
-	top = use->below;
-	if (!top && first_put_off && !draining)
+	rp_thread()->top = use->below;
+	if (!rp_thread()->top && rp_thread()->first_put_off && !rp_thread()->draining)
 		close_put_off();
 }
 
@@ -937,14 +950,14 @@ static void close_put_off(void)
 	int interrupted = 0;
 
 	PyErr_Fetch(&type, &value, &trace);
-	draining = 1;
-	while (first_put_off) {
-		struct rp_handle *h = first_put_off;
+	rp_thread()->draining = 1;
+	while (rp_thread()->first_put_off) {
+		struct rp_handle *h = rp_thread()->first_put_off;
 		char who;
 
-		first_put_off = h->next;
-		if (!first_put_off)
-			last_put_off = NULL;
+		rp_thread()->first_put_off = h->next;
+		if (!rp_thread()->first_put_off)
+			rp_thread()->last_put_off = NULL;
 		who = __atomic_exchange_n(&h->put_off, NOBODY,
 					  __ATOMIC_SEQ_CST);
 		if (is_foreign(h) || !(h->cdata || h->unfinished))
@@ -955,7 +968,7 @@ static void close_put_off(void)
 			close_quietly(h);
 		Py_DECREF((PyObject *)h);
 	}
-	draining = 0;
+	rp_thread()->draining = 0;
 	if (interrupted)
 		PyErr_SetInterrupt();
 	PyErr_Restore(type, value, trace);
@@ -975,7 +988,7 @@ static PyObject *close_by(PyObject *self, char who)
 	Py_INCREF((PyObject *)h);
 	if (is_done(h))
 		;
-	else if (top)
+	else if (rp_thread()->top)
 		put_off(h, who);
 	else
 		failed = close_now(h, who);
@@ -1089,7 +1102,7 @@ static void handle_finalize(PyObject *self)
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	if (h->cdata && is_busy(h))
 		return;
-	if (top)
+	if (rp_thread()->top)
 		put_off(h, BY_FINALIZER);
 	else
 		close_quietly(h);

@@ -99,6 +99,14 @@ void rp_unname(struct rp_handle *handle);
  */
 PyObject *rp_bind(struct rp_handle *mw, struct rp_handle *mr);
 
+/*
+ * What tells threads apart.  A thread may stand for another one that waits for it: it
+ * holds the locks, and is in the middle of the verbs, of that one.  NULL ends that.
+ */
+struct rp_thread;
+struct rp_thread *rp_thread(void);
+void rp_stand_for(struct rp_thread *thread);
+
 /* Generation of this process: one more in each child of a fork. */
 unsigned int rp_process(void);
 

@@ -5,7 +5,7 @@
  * Where there is a GIL, whoever takes the lock or gives it holds that, so a
  * flag is enough, and for those who wait something to sleep on.
  */
-#include "door.h"
+#include "handle.h"
 
 #include <pthread.h>
 
@@ -20,7 +20,7 @@ static void after_fork(void)
 
 static unsigned long this_thread(void)
 {
-	return (unsigned long)pthread_self();
+	return (unsigned long)(uintptr_t)rp_thread();
 }
 
 int rp_owns(const struct rp_lock *lock)

@@ -33,7 +33,7 @@ static int admit(struct queue *q, struct rp_handle *owner, struct post *post,
 {
 	struct request *r = &post->requests[index];
 	struct rp_in_flight *list = q->in_flight->tagged;
-	int add = q->verb == SRQ_OPS && r->kind->opcode == IBV_WR_TAG_ADD;
+	int add = list && r->kind->opcode == IBV_WR_TAG_ADD;
 
 	if (is_full(q, index)) {
 		post->refusal.rule = "full";

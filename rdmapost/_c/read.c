@@ -416,7 +416,7 @@ static int read_wr_id(struct post *post, struct request *r)
 	int read = value ? rp_read_number(post, r->kind->wr_id.name, value, 64,
 				       &number) : refuse_for_exception(post);
 
-	if (read > 0 && PyLong_CheckExact(value)) {
+	if (value && read > 0 && PyLong_CheckExact(value)) {
 		r->wr_id = value;
 		return 1;
 	}

@@ -9,7 +9,7 @@
  */
 #include "soft_device.h"
 
-#include "door.h"
+#include "handle.h"
 
 #include <pthread.h>
 #include <time.h>
@@ -125,6 +125,7 @@ struct errand {
 	PyObject *callable, *args;
 	PyObject *result, *exception;
 	PyThread_type_lock done;
+	struct rp_thread *sender;
 };
 
 static void run(struct errand *errand)
@@ -142,9 +143,13 @@ static void run(struct errand *errand)
 
 static void run_elsewhere(void *errand)
 {
+	struct rp_thread *sender = ((struct errand *)errand)->sender;
 	PyGILState_STATE gil = PyGILState_Ensure();
 
+	/* Finalizers run here, too: they must not wait for what the sender holds. */
+	rp_stand_for(sender);
 	run(errand);
+	rp_stand_for(NULL);
 	PyGILState_Release(gil);
 	PyThread_release_lock(((struct errand *)errand)->done);
 }
@@ -191,7 +196,8 @@ static int send(struct errand *errand)
 /* Returns a new reference, or NULL with the device's fault in *fault, which may be NULL. */
 static PyObject *step(PyObject *callable, PyObject *args, PyObject **fault)
 {
-	struct errand errand = { callable, args, NULL, NULL, NULL };
+	struct errand errand = { callable, args, NULL, NULL, NULL,
+				 rp_thread() };
 	PyObject *first;
 
 	run(&errand);
