@@ -133,6 +133,9 @@ class PostQueue(door.Queue):
             f"not a {type(wrs).__name__}"
         )
 
+    def _list_closed(self, count: int) -> NoReturn:
+        raise ClosedError(f"the prepared list of {count} is closed")
+
     def _refused(
         self,
         owner: Any,
@@ -150,8 +153,6 @@ class PostQueue(door.Queue):
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
         if rule == "not_ready":
             reason = owner._why_not_ready(self)
-        elif rule == "list_closed":
-            raise ClosedError(f"the prepared list of {len(wrs)} is closed")
         else:
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
