@@ -88,8 +88,9 @@ def _access(value: str) -> str:
     help="Time for each step of the exchange with a client.",
 )  # fmt: skip
 @click.option(
-    "--idle-timeout", type=seconds, metavar="SECONDS", default=300.0, show_default=True,
-    help="Dismiss a client of which nothing is heard for so long.",
+    "--idle-timeout", type=seconds, metavar="SECONDS",
+    help="Dismiss a client that asks and sends nothing for so long, alive or not.  "
+    "[default: never]",
 )  # fmt: skip
 @device_options
 def serve(
@@ -107,7 +108,7 @@ def serve(
     token: str | None,
     max_clients: int,
     timeout: float,
-    idle_timeout: float,
+    idle_timeout: float | None,
 ) -> None:
     """Let the one-shots of other processes post to this device.
 

@@ -44,6 +44,7 @@ class Resource(door.Handle):
 
     Closing calls, of the methods that a subclass may have:
 
+    - ``_wake``, when no new verb can begin: it ends those that wait;
     - ``_release``, when no new verb can begin and none is in progress: what the
       device wants done first, or InUseError;
     - then ``destroy``;
@@ -114,7 +115,7 @@ class Resource(door.Handle):
             f"{self} cannot be closed: {shown}{more} still open on it; close {them} first"
         )
 
-    def _refuse_posted(self) -> NoReturn:
+    def _refuse_posted(self) -> None:
         raise InUseError(
             f"{self} cannot be closed: outstanding work requests name it; poll their "
             "completions, or close the QP first"

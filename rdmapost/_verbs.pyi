@@ -1,7 +1,9 @@
 # The compiled module, made by build_ffi.py from rdmapost/_c/.  cffi's own stubs
 # know nothing of C structs, so what comes out of it is Any.
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 ffi: Any
 lib: Any
@@ -14,14 +16,60 @@ def submit_recv(qp: int, records: int, size: int, count: int, /) -> int: ...
 def submit_srq_recv(srq: int, records: int, size: int, count: int, /) -> int: ...
 def submit_srq_ops(srq: int, records: int, size: int, count: int, /) -> int: ...
 
-# ibv_req_notify_cq(3).
-def req_notify(cq: int, solicited_only: bool, /) -> int: ...
-
 # ibv_get_cq_event(3) and ibv_ack_cq_events(3) in one; returns 0 or an errno.
 def drop_event(channel: int, /) -> int: ...
 
+# _c/handle.c: the base of the resources; rdmapost/_resource.py says what its methods are for.
+class Handle:
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def _handle(self) -> Any: ...
+    @property
+    def _parents(self) -> tuple[Any, ...]: ...
+    @property
+    def _abandoned(self) -> bool: ...
+    @property
+    def _pid(self) -> int: ...
+    @property
+    def _posted(self) -> int: ...
+    def close(self) -> None: ...
+
+    # Be what create(*args) returns, a child of each parent; return its struct.  `keeps` stays as
+    # long, and `access` is for C.
+    def _make(
+        self, create: Callable[..., Any], args: tuple[Any, ...], destroy: Callable[..., Any],
+        parents: tuple[Any, ...], keeps: Any = None, access: int = 0,
+    ) -> Any: ...  # fmt: skip
+
+    # Call a function with the struct and more; handles among `args` stand for theirs.
+    def _verb(self, function: Callable[..., Any], /, *args: Any) -> Any: ...
+    def _live(self) -> Any: ...
+    def _join(self, child: Any, /) -> None: ...
+    def _leave(self, child: Any, /) -> None: ...
+    def _others(self) -> list[Any]: ...
+    def _abandon(self) -> None: ...
+    def _bind(self, mr: Any, /) -> None: ...
+    def _close_at_exit(self) -> None: ...
+    def _release(self) -> None: ...
+    def _restore(self) -> None: ...
+    def _forget(self) -> None: ...
+
+# ClosedError, RdmaError, what raises for a failed function and its errno, ffi, and its uintptr_t.
+def describe_handles(
+    closed: type, error: type, failed: Callable[..., Any], ffi: Any, number: Any, /
+) -> None: ...  # fmt: skip
+
+# Those that this process has opened, the newest first; the one whose struct is at an address.
+def open_handles() -> list[Any]: ...
+def handle_at(address: int, /) -> Any: ...
+
+# Let finalizers do nothing any more.
+def end_handles() -> None: ...
+
 # _c/lock.c.
 class Lock:
+    def wait(self) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
@@ -46,15 +94,37 @@ class InFlight:
 # _c/completions.c.
 def make_completions_of(
     wc: type, statuses: dict[int, Any], other_status: Any, opcodes: dict[int, Any],
-    flags: dict[int, Any], flag_type: Any, /,
+    flags: dict[int, Any], flag_type: Any, verbs_error: type, /,
 ) -> None: ...  # fmt: skip
 
-# ibv_poll_cq(3), or ibv_start_poll(3) on an extended CQ, and what follows from each completion.
-# It spins for so many ns until there are `most`, without the GIL, and appends to `into`.
-# Returns how many there were, or a negative errno.
-def poll(
-    cq: int, cq_ex: int, most: int, spin_ns: int, queues: dict[int, Any], into: Any, /
-) -> int: ...
+# _c/cq.c, which says what each does.  `handle` is the resource's, so that it stays open meanwhile;
+# `into` is an empty list.
+class Waiters:
+    waiting: int
+    def until(
+        self, handle: Any, fd: int, function: Callable[[], Any], timeout: float | None,
+        tasks: bool, /,
+    ) -> Any: ...  # fmt: skip
+    def claim(self, tell: Callable[[], object], /) -> bool: ...
+    def unclaim(self, tell: Callable[[], object], /) -> None: ...
+    def release(self) -> None: ...
+
+class Poller(Waiters):
+    def __init__(
+        self, queues: dict[int, Any], extended: bool, spin_ns: int, channel: int,
+        drop_event: Callable[[], None], /,
+    ) -> None: ...  # fmt: skip
+    def poll(self, handle: Any, most: int, into: list[Any], /) -> None: ...
+    def wait(
+        self, handle: Any, count: int, promised: int, timeout: float | None, into: list[Any], /
+    ) -> int | None: ...
+    def look(self, handle: Any, count: int, /) -> int: ...
+    def notify(self, handle: Any, solicited_only: bool, /) -> int: ...
+    def keep(self, handle: Any, cqe: int, /) -> None: ...
+    def put_back(self, wcs: list[Any], /) -> None: ...
+
+# Threads that closing wakes from now on end without a word: the interpreter ends.
+def end_waits() -> None: ...
 
 # _c/wr.c: the base of the work requests, whose __init__ is that of a dataclass but quicker.
 class WR: ...
@@ -115,3 +185,94 @@ class Field:
     def __init__(self, name: str, at: int, bits: int, network: bool, /) -> None: ...
     def __get__(self, wr: Patched, kind: type | None = None, /) -> int: ...
     def __set__(self, wr: Patched, value: int, /) -> None: ...
+
+# _c/soft_journal.c: the soft device's state, and what is done with it when a verb or step returns;
+# the changes of one that raises are taken back.
+class Record: ...
+class Table(dict[Any, Any]): ...
+
+class Fifo:
+    def append(self, item: Any, /) -> None: ...
+    def popleft(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __contains__(self, item: object, /) -> bool: ...
+
+# Lists of buffers; the target is at least as long.
+def copy(source: list[Any], target: list[Any], /) -> None: ...
+
+# They are called in C, where no signal handler runs, and so must be functions in C.
+def on_commit(function: Callable[..., Any], /, *args: Any) -> None: ...
+
+# They are closed again if nothing comes of it.
+def open_timer() -> int: ...
+def open_semaphore() -> int: ...
+
+# _c/soft_queue.c.
+class WQE:
+    wr_id: int
+    opcode: Any
+    flags: int
+    imm: int
+    sges: Any
+    inline: Any
+    remote_addr: int
+    compare_add: int
+    swap: int
+    rkey: int
+    remote_qpn: int
+    remote_qkey: int
+    remote_srqn: int
+    mss: int
+    ah: Any
+    bind: Any
+    hdr: Any
+    owner: Any
+    recv_wr_id: int
+    tag: int
+    mask: int
+    handle: int
+    unexpected_cnt: int
+    def __init__(self, wr_id: int, opcode: int, flags: int, imm: int, /) -> None: ...
+
+class WorkQueue(Fifo):
+    depth: int
+    max_sge: int
+    max_inline: int
+    max_tso_header: int
+    used: int
+    silent: int
+    refuses: int
+    prompt: bool
+    faults: Any
+
+class CompletionRing:
+    capacity: int
+    armed: int
+    # Returns 0 where there is no room, 2 where an event is due, else 1.
+    def push(
+        self, fields: tuple[int, ...], queue: WorkQueue, frees: int, solicited: bool,
+        tm_info: tuple[int, int], /,
+    ) -> int: ...  # fmt: skip
+
+# Drop the completions of a queue, on commit.
+def forget(cq: CompletionRing, queue: WorkQueue, /) -> None: ...
+def describe_opcodes(by_number: dict[int, Any], /) -> None: ...
+
+# _c/soft_verb.c: make a verb of a function.  An exception that it returns is raised too, but takes
+# nothing back.
+def Verb(function: _F, /) -> _F: ...
+
+# The functions that C calls: carry out a part of what an object has to do and say whether there is
+# more; end it, after an exception, and say the same; log these; begin anew after a fork; make the
+# exception of a verb within a verb.
+def soft_device(
+    objects: dict[int, Any], step: Callable[[Any], bool],
+    give_up: Callable[[Any, BaseException], bool], tell: Callable[[], None],
+    reset: Callable[[], None], refuse: Callable[[str], BaseException], /,
+) -> None: ...  # fmt: skip
+
+# For on_commit: carry out what an object has to do; look for what is due then (-1: nothing).
+def start(worker: Any, /) -> None: ...
+def come_back(seconds: float, /) -> None: ...

@@ -10,19 +10,22 @@ next one and looks again before anybody sleeps on.  So none is missed.
 
 What completes stays in the CQ until a task takes all that it asked for in one
 step, in which it cannot be cancelled.  So cancelling loses nothing.
+
+Closing a CQ or a channel, in any thread, raises ClosedError in the tasks that
+wait for it.  The event loop watches a duplicate of the descriptor, which it
+closes itself, so the number of one that is closed is never watched.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from ._binding import address_of
 from ._resource import Resource
-from .errors import RdmaError, WaitTimeout
+from .errors import ClosedError, RdmaError, WaitTimeout
 from .events import AsyncEvent
 from .events import get_async_event as take_async_event
 
@@ -63,38 +66,26 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
 
     Raises:
         WaitTimeout: fewer came; those stay for the next poll or wait.
+        ValueError: count is negative.
         RdmaError: a thread sleeps on the same CQ or channel, or tasks of another event loop do.
-        ClosedError: the CQ is closed.
+        ClosedError: the CQ is closed, now or while it waits.
         VerbsError: the device failed.
     """
-    with cq._lock:
-        cq._live()
-        if count <= 0:
-            return []
-        # What has been promised to tasks that are about to run is theirs.
-        claimed = _claimed(cq)
-        cq._fill(cq._backlog, claimed + count)
-        if len(cq._backlog) >= claimed + count:
-            return _take(cq, count)
-        # From here on it cannot be closed.
-        cq._waiting += 1
-    try:
-        waiter, queue = _Waiter(count), _queue_of(cq)
-        with _sleeping(queue, waiter, timeout):
-            while True:
-                queue.look()
-                await waiter.woken
-                with cq._lock:
-                    if len(cq._backlog) >= count:
-                        return _take(cq, count)
-                    there = len(cq._backlog)
-                if waiter.expired:
-                    raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
-                # Another thread's poll() has taken them.
-                waiter.sleep()
-    finally:
-        with cq._lock:
-            cq._waiting -= 1
+    # What has been promised to tasks that are about to run is theirs.
+    if (found := cq._take(count, _promised(cq))) is not None:
+        return found
+    waiter, queue = _Waiter(count), _queue_of(cq)
+    with _sleeping(queue, waiter, timeout):
+        while True:
+            queue.look()
+            await waiter.woken
+            if (found := cq._take(count)) is not None:
+                return found
+            if waiter.expired:
+                there = cq._look(count)
+                raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
+            # Another thread's poll() has taken them.
+            waiter.sleep()
 
 
 async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ | None:
@@ -111,17 +102,15 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
 
     Raises:
         RdmaError: a thread sleeps on the channel, or tasks of another event loop do.
-        ClosedError: the channel is closed.
+        ClosedError: the channel is closed, now or while it waits.
         VerbsError: the device failed.
 
     See ibv_get_cq_event(3).
     """
-    handle, waiter = channel._live(), _Waiter(1)
-    fd = handle.fd
-    source = _source(fd, lambda loop: _Channel(loop, fd, channel.context, channel, handle))
+    waiter, source = _Waiter(1), _source(channel, lambda loop: _Shared(loop, channel))
     with _sleeping(source, waiter, timeout):
         while True:
-            source.ready()
+            source.look()
             if (cq := channel._kept_event()) is not None:
                 return cq
             if waiter.expired:
@@ -147,9 +136,8 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
 
     See ibv_get_async_event(3).
     """
-    fd = context.async_fd
-    waiter = _Waiter(1)
-    with _sleeping(_source(fd, lambda loop: _Device(loop, fd, context)), waiter, timeout):
+    waiter, source = _Waiter(1), _source(context, lambda loop: _Device(loop, context))
+    with _sleeping(source, waiter, timeout):
         while True:
             if (event := take_async_event(context)) is not None:
                 return event
@@ -199,11 +187,18 @@ class _Waiter:
 
 
 class _Source:
-    """A file descriptor that tasks of one event loop sleep on, and those tasks."""
+    """What tasks of one event loop sleep on, and those tasks.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    Args:
+        loop: the event loop.
+        owner: whose descriptor it is.
+        fd: the descriptor.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, owner: Resource, fd: int) -> None:
         self.loop = loop
-        self.fd = fd
+        self.owner = owner
+        self.fd = os.dup(fd)
         self.waiters: list[_Waiter] = []
 
     def idle(self) -> bool:
@@ -220,8 +215,10 @@ class _Source:
         self.loop.add_reader(self.fd, self.ready)
 
     def close(self) -> None:
-        """Cease to watch it."""
-        self.loop.remove_reader(self.fd)
+        """Cease to watch it; the loop may be closed."""
+        if not self.loop.is_closed():
+            self.loop.remove_reader(self.fd)
+        os.close(self.fd)
 
     def join(self, waiter: _Waiter) -> None:
         """Let a task sleep on it."""
@@ -230,80 +227,113 @@ class _Source:
     def leave(self, waiter: _Waiter) -> None:
         """Forget a task that sleeps no longer."""
         self.waiters.remove(waiter)
-        _drop_if_idle(self)
+        if self.idle():
+            _drop(self)
+
+    def in_loop(self, function: Callable[[], object]) -> None:
+        """Let the event loop call a function soon; in any thread.
+
+        A loop that is closed leaves its place to others: its tasks wait for nothing any more.
+        """
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            _drop(self)
 
 
-class _Channel(_Source):
-    """The events of a completion channel: of a CQ's own, or of one that CQs share.
+class _Events(_Source):
+    """The events of CQs that tasks wait for."""
 
-    Args:
-        loop, fd: as in _Source.
-        context: the device.
-        channel: the channel that CQs share, or None.
-        handle: its struct.
-    """
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        fd: int,
-        context: Context,
-        channel: CompChannel | None,
-        handle: Any,
-    ) -> None:
-        super().__init__(loop, fd)
-        self.channel = channel
-        self._provider = context._provider
-        self._handle = handle
-        self.queues: dict[int, _Queue] = {}
-        """Those that tasks wait for, by their struct's address."""
+    queues: dict[CQ, _Queue]
 
     def idle(self) -> bool:
         return not self.waiters and not self.queues
 
-    def open(self) -> None:
-        if self.channel is not None:
-            self.channel._leave_to_tasks()
-        super().open()
+    def heard(self) -> list[CQ]:
+        """Take the events that are there; return whose they are."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        super().close()
-        if self.channel is not None:
-            self.channel._take_from_tasks()
+    def look(self) -> None:
+        """Take the events; look into the CQs that they are of, if tasks wait for those."""
+        # soft0 tries again here what it had to put off.
+        for cq in dict.fromkeys(self.heard()):
+            if (queue := self.queues.get(cq)) is not None:
+                queue.look_again()
 
     def ready(self) -> None:
-        """Take the events; look into the CQs that they are of, if tasks wait for those."""
-        provider = self._provider
-        heard: list[int] = []
         try:
-            # soft0 tries again here what it had to put off.
-            while (struct := provider.get_cq_event(self._handle)) is not None:
-                provider.ack_cq_events(struct, 1)
-                heard.append(address_of(struct))
+            self.look()
+        except ClosedError:
+            self.wake()
         except RdmaError as error:
             for waiters in (self.waiters, *(queue.waiters for queue in self.queues.values())):
                 for waiter in waiters:
                     waiter.fail(error)
-            return
-        for address in dict.fromkeys(heard):
-            if (queue := self.queues.get(address)) is not None:
-                try:
-                    queue.look()
-                except Exception as error:
-                    for waiter in queue.waiters:
-                        waiter.fail(error)
-            elif self.channel is not None and (cq := self.channel._cq_at(address)) is not None:
-                self.channel._kept.append(cq)
-        if self.channel is not None and self.channel._kept:
-            super().ready()
+
+    def wake(self) -> None:
+        """Let all look at what there is."""
+        for waiters in (self.waiters, *(queue.waiters for queue in self.queues.values())):
+            for waiter in waiters:
+                waiter.wake()
+
+    def close(self) -> None:
+        for queue in list(self.queues.values()):
+            queue.unclaim()
+        super().close()
+
+
+class _Own(_Events):
+    """The channel that a CQ has for itself."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ) -> None:
+        super().__init__(loop, cq, cq._event_fd)
+        self._cq = cq
+        self.queues = {}
+
+    def heard(self) -> list[CQ]:
+        self._cq._drop_event()
+        return [self._cq]
+
+
+class _Shared(_Events):
+    """A completion channel that CQs share."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, channel: CompChannel) -> None:
+        super().__init__(loop, channel, channel.fileno())
+        self._channel = channel
+        self._tell = self.tell
+        self.queues = {}
+
+    def tell(self) -> None:
+        """Let the tasks look, in any thread: the channel is being closed."""
+        self.in_loop(self.wake)
+
+    def open(self) -> None:
+        self._channel._claim(self._tell)
+        super().open()
+
+    def close(self) -> None:
+        super().close()
+        self._channel._unclaim(self._tell)
+
+    def heard(self) -> list[CQ]:
+        heard = []
+        while (cq := self._channel._event_for_tasks()) is not None:
+            heard.append(cq)
+        unasked = [cq for cq in heard if cq not in self.queues]
+        self._channel._keep_events(unasked)
+        if unasked:
+            for waiter in self.waiters:
+                waiter.wake()
+        return heard
 
 
 class _Device(_Source):
     """The asynchronous events of a device."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, context: Context) -> None:
-        super().__init__(loop, fd)
-        self._watch = _Watch(fd, context)
+    def __init__(self, loop: asyncio.AbstractEventLoop, context: Context) -> None:
+        super().__init__(loop, context, context.async_fd)
+        self._watch = _Watch(self.fd, context)
 
     def close(self) -> None:
         super().close()
@@ -313,71 +343,74 @@ class _Device(_Source):
 class _Queue:
     """A CQ, and the tasks that wait for its completions, in the order in which they came."""
 
-    def __init__(self, cq: CQ, source: _Channel) -> None:
+    def __init__(self, cq: CQ, source: _Events) -> None:
         self.cq = cq
         self.source = source
         self.waiters: list[_Waiter] = []
-        self.address = cq._address
+        self._tell = self.tell
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of its tasks."""
         return self.source.loop
 
+    def tell(self) -> None:
+        """Let the tasks look, in any thread: another waits too, or the CQ is being closed."""
+        self.source.in_loop(self.look_again)
+
+    def unclaim(self) -> None:
+        """Leave the CQ's events to others."""
+        self.cq._unclaim(self._tell)
+
     def join(self, waiter: _Waiter) -> None:
-        """Let a task wait; the CQ cannot be closed from now on."""
+        """Let a task wait."""
         if not self.waiters:
-            cq = self.cq
-            with cq._lock:
-                asleep = cq._sleeping
-                # Threads that come now let the tasks' event loop take the events.
-                cq._sleeping = asleep or cq.channel is None
-            if asleep:
-                _drop_if_idle(self.source)
+            # Threads that come now let the tasks' event loop take the events.
+            if not self.cq._claim(self._tell):
+                if self.source.idle():
+                    _drop(self.source)
                 raise RdmaError(
-                    f"a thread sleeps in wait() on this {cq}, and takes the events that tasks "
-                    "would wait for: let either threads or tasks wait"
+                    f"a thread sleeps in wait() on this {self.cq}, and takes the events that "
+                    "tasks would wait for: let either threads or tasks wait"
                 )
-            self.source.queues[self.address] = self
+            self.source.queues[self.cq] = self
         self.waiters.append(waiter)
 
     def leave(self, waiter: _Waiter) -> None:
         """Forget a task that waits no longer; what it leaves is for the others."""
         self.waiters.remove(waiter)
-        cq = self.cq
         if self.waiters:
-            with cq._lock:
-                there = len(cq._backlog)
-            self._wake(there)
+            self.look_again()
             return
-        del self.source.queues[self.address]
-        with cq._lock:
-            cq._sleeping = False
-            cq._awake.notify_all()
-        _drop_if_idle(self.source)
+        del self.source.queues[self.cq]
+        self.unclaim()
+        if self.source.idle():
+            _drop(self.source)
 
     def look(self) -> None:
         """Ask for the next event, then take what there is, and wake those who have enough."""
-        cq = self.cq
-        with cq._lock:
-            cq._live()
-            cq._arm()
-            cq._fill(cq._backlog, sum(waiter.count for waiter in self.waiters))
-            there = len(cq._backlog)
-            cq._awake.notify_all()
-        self._wake(there)
-
-    def claimed(self) -> int:
-        """Return how many completions are promised to tasks that are about to run."""
-        return sum(waiter.count for waiter in self.waiters if waiter.woken.done())
-
-    def _wake(self, there: int) -> None:
+        there = self.cq._look(sum(waiter.count for waiter in self.waiters))
         # One who wants few need not wait for one who wants many.
-        there -= self.claimed()
+        there -= self.promised()
         for waiter in self.waiters:
             if not waiter.woken.done() and waiter.count <= there:
                 there -= waiter.count
                 waiter.wake()
+
+    def look_again(self) -> None:
+        """Look for those who sleep already, and let them know what is raised."""
+        try:
+            self.look()
+        except ClosedError:
+            for waiter in self.waiters:
+                waiter.wake()
+        except Exception as error:
+            for waiter in self.waiters:
+                waiter.fail(error)
+
+    def promised(self) -> int:
+        """Return how many completions are promised to tasks that are about to run."""
+        return sum(waiter.count for waiter in self.waiters if waiter.woken.done())
 
 
 class _Watch(Resource):
@@ -391,49 +424,56 @@ class _Watch(Resource):
         pass
 
 
-_sources: dict[int, _Source] = {}
-"""What tasks sleep on, by file descriptor."""
-
-_lock = threading.Lock()
-
+_sources: dict[Resource, _Source] = {}
+"""What tasks sleep on, by whose descriptor it is."""
 
 _AnySource = TypeVar("_AnySource", bound=_Source)
 
 
-def _source(fd: int, make: Callable[[asyncio.AbstractEventLoop], _AnySource]) -> _AnySource:
-    """Return what tasks of this event loop sleep on for a descriptor."""
+def _source(owner: Resource, make: Callable[[asyncio.AbstractEventLoop], _AnySource]) -> _AnySource:
+    """Return what tasks of this event loop sleep on for a resource."""
     loop = asyncio.get_running_loop()
-    with _lock:
-        source = _sources.get(fd)
-        if source is None:
-            source = make(loop)
-            source.open()
-            _sources[fd] = source
-        elif source.loop is not loop:
-            raise RdmaError("tasks of another event loop wait for the same events")
+    source = _sources.get(owner)
+    if source is not None and source.loop.is_closed():
+        _drop(source)
+        source = None
+    if source is None:
+        made = make(loop)
+        source = _sources.setdefault(owner, made)
+        if source is made:
+            try:
+                made.open()
+            except BaseException:
+                _drop(made)
+                raise
+        else:
+            os.close(made.fd)
+    if source.loop is not loop:
+        raise RdmaError("tasks of another event loop wait for the same events")
     return cast(_AnySource, source)
 
 
-def _drop_if_idle(source: _Source) -> None:
-    with _lock:
-        if source.idle() and _sources.get(source.fd) is source:
-            del _sources[source.fd]
-            source.close()
+def _drop(source: _Source) -> None:
+    # Whoever takes it out closes it; where the loop was closed, that may have been another thread.
+    if _sources.get(source.owner) is source and _sources.pop(source.owner, None) is source:
+        source.close()
 
 
 def _queue_of(cq: CQ) -> _Queue:
     """Return the tasks that wait for a CQ, and let them be found by its events."""
-    channel = cq._channel
-    fd = channel.fd
-    source = _source(fd, lambda loop: _Channel(loop, fd, cq.context, cq.channel, channel))
-    return source.queues.get(cq._address) or _Queue(cq, source)
+    source: _Events
+    if (channel := cq.channel) is None:
+        source = _source(cq, lambda loop: _Own(loop, cq))
+    else:
+        source = _source(channel, lambda loop: _Shared(loop, channel))
+    return source.queues.get(cq) or _Queue(cq, source)
 
 
-def _claimed(cq: CQ) -> int:
-    """Return how many completions tasks have been promised; the CQ's lock is held."""
-    source = _sources.get(cq._channel.fd) if _sources else None
-    queue = source.queues.get(cq._address) if isinstance(source, _Channel) else None
-    return 0 if queue is None else queue.claimed()
+def _promised(cq: CQ) -> int:
+    """Return how many completions tasks have been promised."""
+    source = _sources.get(cq.channel or cq) if _sources else None
+    queue = source.queues.get(cq) if isinstance(source, _Events) else None
+    return 0 if queue is None else queue.promised()
 
 
 @contextlib.contextmanager
@@ -447,7 +487,3 @@ def _sleeping(place: _Source | _Queue, waiter: _Waiter, timeout: float | None) -
         if timer is not None:
             timer.cancel()
         place.leave(waiter)
-
-
-def _take(cq: CQ, count: int) -> list[WC]:
-    return [cq._backlog.popleft() for _ in range(count)]

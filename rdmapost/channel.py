@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import operator
 import os
 import select
-import threading
-import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ._arguments import expect
-from ._binding import address_of
+from ._binding import address_of, door
 from ._resource import Resource
 from .device import Context
-from .errors import InUseError, RdmaError
+from .errors import RdmaError
 
 if TYPE_CHECKING:
     from .completion import CQ
@@ -42,7 +43,7 @@ class CompChannel(Resource):
         VerbsError: the device has no more.
     """
 
-    __slots__ = ("_cqs", "_kept", "_lock", "_tasks_wait", "_threads", "context")
+    __slots__ = ("_cqs", "_get_event", "_kept", "_waiters", "context")
 
     _kind = "completion channel"
     _rank = 6
@@ -53,40 +54,42 @@ class CompChannel(Resource):
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         self._kept: deque[CQ] = deque()
         """Whose events an event loop has taken, and nobody has asked for yet."""
-        self._lock = threading.Lock()
-        self._threads = 0
-        self._tasks_wait = False
+        self._waiters = door.Waiters()
         provider = context._provider
-        self._make(
+        handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)
         )
         # An event that another thread took must not block this one.
-        os.set_blocking(self.fileno(), False)
+        os.set_blocking(handle.fd, False)
+        self._get_event = functools.partial(provider.get_cq_event, handle)
 
-    def _release(self) -> None:
-        with self._lock:
-            if self._threads or self._tasks_wait:
-                raise InUseError(f"{self} cannot be closed: a thread or task waits for its events")
+    def _wake(self) -> None:
+        if hasattr(self, "_waiters"):
+            self._waiters.release()
 
-    def _leave_to_tasks(self) -> None:
-        """Let an event loop take all events, for the tasks that wait for them."""
-        with self._lock:
-            self._live()
-            if self._threads:
-                raise RdmaError(
-                    f"a thread waits in get_cq_event() on this {self}, and takes the events that "
-                    "tasks would wait for: let either threads or tasks wait"
-                )
-            self._tasks_wait = True
+    def _claim(self, tell: Callable[[], object]) -> None:
+        """Let an event loop take all events, for the tasks that wait for them.
 
-    def _take_from_tasks(self) -> None:
-        with self._lock:
-            self._tasks_wait = False
+        Args:
+            tell: called, in any thread, when the channel is closed.
+        """
+        if not self._waiters.claim(tell):
+            raise RdmaError(
+                f"a thread waits in get_cq_event() on this {self}, and takes the events that "
+                "tasks would wait for: let either threads or tasks wait"
+            )
+
+    def _unclaim(self, tell: Callable[[], object]) -> None:
+        self._waiters.unclaim(tell)
 
     def _cq_at(self, address: int) -> CQ | None:
         """Return the CQ whose struct is at an address, if it is still there."""
         found = self._cqs.get(address)
         return None if found is None else found()
+
+    def _keep_events(self, cqs: list[CQ]) -> None:
+        """Keep events that an event loop has taken for whoever asks."""
+        self._kept.extend(cqs)
 
     def _kept_event(self) -> CQ | None:
         """Return a CQ whose event an event loop has taken and nobody has asked for."""
@@ -123,40 +126,34 @@ class CompChannel(Resource):
 
         Raises:
             RdmaError: tasks wait for its events.
-            ClosedError: the channel is closed.
+            ClosedError: the channel is closed, or another thread closes it.
             VerbsError: the device failed.
 
         See ibv_get_cq_event(3).
         """
-        with self._lock:
-            self._live()
-            if self._tasks_wait:
-                raise RdmaError(
-                    f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
-                )
-            self._threads += 1
-        try:
-            return self._next_event(timeout)
-        finally:
-            with self._lock:
-                self._threads -= 1
+        event = self._waiters.until(self, self.fileno(), self._take_event, timeout, False)
+        if event is NotImplemented:
+            raise RdmaError(
+                f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
+            )
+        return event  # type: ignore[no-any-return]
 
-    def _next_event(self, timeout: float | None) -> CQ | None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        provider = self.context._provider
+    def _event_for_tasks(self) -> CQ | None:
+        """Return the CQ of the next event that is there, or None."""
+        return self._waiters.until(  # type: ignore[no-any-return]
+            self, -1, self._take_event, 0.0, True
+        )
+
+    def _take_event(self) -> CQ | None:
         while True:
             if (kept := self._kept_event()) is not None:
                 return kept
-            struct = provider.get_cq_event(self._live())
-            if struct is not None:
-                provider.ack_cq_events(struct, 1)
-                if (cq := self._cq_at(address_of(struct))) is not None:
-                    return cq
-                continue
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            struct = self._get_event()
+            if struct is None:
                 return None
-            wait_readable(self.fileno(), left)
+            self.context._provider.ack_cq_events(struct, 1)
+            if (cq := self._cq_at(address_of(struct))) is not None:
+                return cq
 
 
 class OwnChannel(CompChannel):
@@ -165,6 +162,10 @@ class OwnChannel(CompChannel):
     __slots__ = ()
 
     _inner = True
+
+
+# Runs before what closes all resources (_resource.py), because it is registered later.
+atexit.register(door.end_waits)
 
 
 def wait_readable(fd: int, seconds: float | None) -> bool:

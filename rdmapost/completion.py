@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._arguments import expect
-from ._binding import address_of, door
+from ._binding import door
 from ._resource import Resource
-from .channel import CompChannel, OwnChannel, wait_readable
+from .channel import CompChannel, OwnChannel
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
-from .errors import CompletionError, InUseError, RdmaError, VerbsError, WaitTimeout
+from .errors import CompletionError, RdmaError, VerbsError, WaitTimeout
 from .grh import Datagram, read_datagram
 
 if TYPE_CHECKING:
@@ -103,11 +102,11 @@ _RECV = int(WCOpcode.RECV)
 door.make_completions_of(
     WC, {int(status): status for status in WCStatus}, WCStatus.GENERAL_ERR,
     {int(opcode): opcode for opcode in WCOpcode},
-    {flags: WCFlags(flags) for flags in range(128)}, WCFlags,
+    {flags: WCFlags(flags) for flags in range(128)}, WCFlags, VerbsError,
 )  # fmt: skip
 
 _BATCH = 64
-"""Completions that one call polls at most (``_c/completions.c``)."""
+"""Completions that one call polls at most (``_c/cq.c``)."""
 
 
 class CQ(Resource):
@@ -133,10 +132,7 @@ class CQ(Resource):
         VerbsError: the device refused.
     """
 
-    __slots__ = (
-        "_address", "_awake", "_backlog", "_channel", "_extended", "_lock", "_sleeping", "_waiting",
-        "channel", "context", "cqe",
-    )  # fmt: skip
+    __slots__ = ("_channel", "_drop", "_extended", "_poller", "channel", "context", "cqe")
 
     _kind = "CQ"
     _rank = 5
@@ -157,17 +153,16 @@ class CQ(Resource):
         most = context.attr.max_cqe
         if not 1 <= cqe <= most:
             raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
-        self._backlog: deque[WC] = deque()
-        self._lock = threading.Lock()
-        self._awake = threading.Condition(self._lock)
-        self._waiting = 0
-        self._sleeping = False
         provider = context._provider
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
         announces = OwnChannel(context) if channel is None else channel
         self._channel = announces._live()
+        self._drop = functools.partial(provider.drop_cq_event, self._channel)
+        self._poller = door.Poller(
+            context._queues, tm_info, provider.spin_ns, self._channel.fd, self._drop
+        )
         create = provider.create_cq_ex if tm_info else provider.create_cq
         handle = self._make(
             create, (context, cqe, announces, comp_vector), provider.destroy_cq,
@@ -175,9 +170,7 @@ class CQ(Resource):
         )  # fmt: skip
         if channel is None:
             announces._abandon()
-        self._address = address_of(handle)
-        # The two structs are one, with more behind it (ibv_cq_ex_to_cq).
-        self._extended = self._address if tm_info else 0
+        self._extended = tm_info
         self.cqe: int = handle.cqe
         if channel is not None:
             channel._announced_by(self)
@@ -185,14 +178,9 @@ class CQ(Resource):
     def __str__(self) -> str:
         return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
 
-    def _release(self) -> None:
-        # Whoever polls holds the lock.
-        with self._lock:
-            if self._waiting:
-                raise InUseError(
-                    f"{self} cannot be closed: a thread or task waits for its completions"
-                )
-
+    def _wake(self) -> None:
+        if hasattr(self, "_poller"):
+            self._poller.release()
 
     def req_notify(self, solicited_only: bool = False) -> None:
         """Ask for one event on the channel, at the next completion.
@@ -208,27 +196,36 @@ class CQ(Resource):
 
         See ibv_req_notify_cq(3).
         """
-        self._live()
         if self.channel is None:
+            self._live()
             raise RdmaError(f"{self} has no channel to announce completions on: CQ(channel=...)")
-        self._arm(solicited_only)
-
-    def _arm(self, solicited_only: bool = False) -> None:
-        """Ask for one event, of a CQ that is open."""
-        if error := door.req_notify(self, bool(solicited_only)):
-            raise VerbsError("ibv_req_notify_cq", abs(error))
+        if error := self._poller.notify(self, bool(solicited_only)):
+            raise VerbsError("ibv_req_notify_cq", error)
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
         """Return the completions that are there now, without waiting.
+
+        A finalizer or a signal handler that calls it in the middle of another
+        poll of the same CQ may get fewer than there are.
 
         Args:
             max_entries: how many at most.
 
         Raises:
+            ValueError: max_entries is negative.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
+
+        See ibv_poll_cq(3).
         """
-        return self._take(max_entries)
+        found: list[WC] = []
+        try:
+            self._poller.poll(self, max_entries, found)
+        except BaseException:
+            # An exception of a signal handler may come when they are here already.
+            self._poller.put_back(found)
+            raise
+        return found
 
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
@@ -236,6 +233,7 @@ class CQ(Resource):
         The wait spins for a moment, and then sleeps on the completion channel.
         Beside another thread that keeps the GIL busy, each of the two costs
         one turn of that thread, and completions that are there cost none.
+        Closing the CQ ends it.
 
         Args:
             count: how many.
@@ -243,8 +241,11 @@ class CQ(Resource):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.
+            ValueError: count is negative.
             RdmaError: the CQ announces its completions on a channel that it shares.
-            ClosedError: the CQ is closed.
+            ClosedError: the CQ is closed, or another thread closes it.
+            RuntimeError: a signal handler calls it in the middle of a poll of the same CQ, and
+                fewer are there: nobody can poll meanwhile.
             VerbsError: the device failed.
         """
         if self.channel is not None:
@@ -252,63 +253,15 @@ class CQ(Resource):
                 f"{self} announces its completions on a channel that it shares: wait with "
                 "channel.get_cq_event(), or create it without channel="
             )
-        if found := self._take(count, count):
-            return found
-        deadline = None if timeout is None else time.monotonic() + timeout
-        backlog, spin_ns = self._backlog, self.context._provider.spin_ns
-        with self._lock:
-            self._waiting += 1
-            try:
-                self._live()
-                while True:
-                    if spin_ns:
-                        # This gives up the GIL, and what was there already is not worth that.
-                        self._fill(backlog, count, spin_ns)
-                    if len(backlog) >= count:
-                        return [backlog.popleft() for _ in range(count)]
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise WaitTimeout(
-                            f"{len(backlog)} of {count} completions came within {timeout:g} s"
-                        )
-                    if self._sleeping:
-                        # One thread takes the events, and wakes the others.
-                        self._awake.wait(left)
-                    else:
-                        self._sleep(count, left)
-                    # What came stays in the backlog until it is enough: nothing can lose it.
-                    self._fill(backlog, count)
-            finally:
-                self._waiting -= 1
-
-    def _take(self, most: int, least: int = 0) -> list[WC]:
-        """Return up to `most` that are there now; where there are fewer than `least`, none."""
         found: list[WC] = []
-        backlog = self._backlog
-        # acquire() and try would take less time, but an interrupt between the two keep the lock.
-        with self._lock:
-            if self._handle is None:
-                self._live()
-            try:
-                if not backlog and 0 < most <= _BATCH:
-                    # As _fill does, whose call would take most of the time.
-                    polled = door.poll(
-                        self._address, self._extended, most, 0, self.context._queues, found
-                    )
-                    if polled < 0:
-                        raise VerbsError("ibv_poll_cq", -polled)
-                else:
-                    while backlog and len(found) < most:
-                        found.append(backlog.popleft())
-                    self._fill(found, most)
-                if len(found) >= least:
-                    return found
-            except BaseException:
-                # What was taken stays, also where an interrupt came.
-                backlog.extendleft(reversed(found))
-                raise
-            backlog.extendleft(reversed(found))
-        return []
+        try:
+            there = self._poller.wait(self, count, 0, timeout, found)
+        except BaseException:
+            self._poller.put_back(found)
+            raise
+        if there is not None:
+            raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
+        return found
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
@@ -323,9 +276,10 @@ class CQ(Resource):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.
+            ValueError: count is negative.
             RdmaError: a thread sleeps on the same CQ or channel, or tasks of another
                 event loop do.
-            ClosedError: the CQ is closed.
+            ClosedError: the CQ is closed, now or while it waits.
             VerbsError: the device failed.
         """
         from .aio import completions  # asyncio takes long to import
@@ -337,49 +291,49 @@ class CQ(Resource):
 
         return Completions(self)
 
-    def _sleep(self, count: int, seconds: float | None) -> None:
-        """Sleep on the channel, without the lock; it is held before and after."""
-        self._sleeping = True
+    # ---- for aio.py -----------------------------------------------------------
+
+    def _claim(self, tell: Callable[[], object]) -> bool:
+        """Let an event loop take the events, unless a thread does; return whether it may.
+
+        Args:
+            tell: called, in any thread, when the loop is to look again.
+        """
+        return self._poller.claim(tell)
+
+    def _unclaim(self, tell: Callable[[], object]) -> None:
+        self._poller.unclaim(tell)
+
+    def _look(self, count: int) -> int:
+        """Ask for the next event, then poll until there are `count`; return how many there are."""
+        return self._poller.look(self, count)
+
+    def _take(self, count: int, promised: int = 0) -> list[WC] | None:
+        """Return exactly `count` if there are `promised` more now, else None."""
+        found: list[WC] = []
         try:
-            # Ask for an event, then look again: what came in between raises none.
-            self._arm()
-            self._fill(self._backlog, count)
-            if len(self._backlog) >= count:
-                return
-            try:
-                self._lock.release()
-                ready = wait_readable(self._channel.fd, seconds)
-            finally:
-                self._lock.acquire()
-            if ready:
-                self.context._provider.drop_cq_event(self._channel)
-        finally:
-            self._sleeping = False
-            self._awake.notify_all()
+            there = self._poller.wait(self, count, promised, 0.0, found)
+        except BaseException:
+            self._poller.put_back(found)
+            raise
+        return found if there is None else None
 
-    def _fill(self, into: list[WC] | deque[WC], count: int, spin_ns: int = 0) -> None:
-        """Poll with the lock held, until there are `count`; spin that long for them."""
-        while (lacking := count - len(into)) > 0:
-            room = min(lacking, _BATCH)
-            polled = door.poll(
-                self._address, self._extended, room, spin_ns, self.context._queues, into
-            )
-            if polled < 0 and not into:
-                raise VerbsError("ibv_poll_cq", -polled)
-            if polled < room:
-                return
+    def _drop_event(self) -> None:
+        """Take an event off the channel of its own, if one is there."""
+        self._poller.until(self, -1, self._drop, 0.0, True)
 
-    def _keep(self, *, wait: bool) -> None:
+    @property
+    def _event_fd(self) -> int:
+        """The descriptor of the channel that it announces completions on."""
+        fd: int = self._channel.fd
+        return fd
+
+    # ---- for those whose queues complete here ---------------------------------
+
+    def _keep(self) -> None:
         """Take what is in the queue now, before or after one of its QPs is destroyed.
 
         Devices differ in what they do to completions of a destroyed QP; taken
         here, they are delivered on all of them.
-
-        Args:
-            wait: wait for whoever is polling, another thread; else leave them to it.
         """
-        if self._handle is None or (not wait and self._lock.locked()):
-            return
-        with self._lock:
-            # Not more than it holds: another QP may keep filling it.
-            self._fill(self._backlog, len(self._backlog) + self.cqe)
+        self._poller.keep(self, self.cqe)

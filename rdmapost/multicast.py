@@ -67,8 +67,8 @@ class Multicast(Steps):
             VerbsError: the device refused.
         """
         group = self._group(gid, lid)
-        self._live()
         if group not in self._groups:
+            self._live()  # closing it leaves all groups
             attached = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in self._groups))
             raise RdmaError(
                 f"{self} is not attached to {group[0]} (lid {lid}), but to "

@@ -172,9 +172,7 @@ class QP(Multicast):
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)
         try:
-            handle = self._make(
-                create, args, context._provider.destroy_qp, tuple(parents.values())
-            )
+            handle = self._make(create, args, context._provider.destroy_qp, tuple(parents.values()))
         except VerbsError as error:
             error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
             raise
@@ -231,10 +229,9 @@ class QP(Multicast):
 
     def _keep_completions(self) -> None:
         if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
-            # The collector may have interrupted whoever holds a CQ: it does not wait for it.
-            self.send_cq._keep(wait=not self._abandoned)
+            self.send_cq._keep()
             if self.recv_cq is not self.send_cq:
-                self.recv_cq._keep(wait=not self._abandoned)
+                self.recv_cq._keep()
 
     def _note_state(self, state: QPState) -> None:
         self._state = state

@@ -166,9 +166,7 @@ class SRQ(Resource):
             # The older call, which every driver has.
             plain = ffi.new("struct ibv_srq_init_attr *")
             plain.attr = init.attr
-            handle = self._make(
-                provider.create_srq, (pd, plain), provider.destroy_srq, parents
-            )
+            handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
             init.attr = plain.attr
             return handle
         assert self.cq is not None
@@ -202,8 +200,7 @@ class SRQ(Resource):
 
     def _keep_completions(self) -> None:
         if self.cq is not None and any(queue.outstanding for queue in self._queues()):
-            # The collector may have interrupted whoever holds the CQ: it does not wait for it.
-            self.cq._keep(wait=not self._abandoned)
+            self.cq._keep()
 
     @property
     def srq_num(self) -> int:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Mutation testing: change one thing in a module at a time, and see that its tests notice.
 
-A mutant is one change to the syntax tree: another operator, a number that is one more, a
-condition the other way round, an element or a statement that is missing. The mutated
-module takes the place of the real one in a child of this process that runs the module's
-tests up to the first failure; no file is changed. Mutants that are known to mean the same,
-and why, are in mutants.txt beside this file.
+A mutant is one change: another operator, a number that is one more, a condition the other way
+round, an element, a statement or a check that is missing. The mutated module, in Python or in
+C (mutants_c.py), takes the place of the real one in a child of this process that runs the
+module's tests up to the first failure; no file is changed. Mutants that are known to mean the
+same, and why, are in mutants.txt beside this file.
 
 mutmut and cosmic-ray would not do: the one copies the package to where its compiled module
 and its command line, which lives elsewhere, are not found; the other edits the files in
@@ -16,23 +16,29 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import dataclasses
+import functools
 import gc
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import pathlib
+import resource
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import mutants_c
+
 TESTS = pathlib.Path(__file__).resolve().parent
+ROOT = TESTS.parent
 EQUIVALENT = TESTS / "mutants.txt"
 PROFILE, EXAMPLES = "mutants", 20
 """Of Hypothesis; what only more examples notice by chance is to get a test of its own."""
@@ -71,6 +77,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_soft_offload.py", "test_soft_tso.py", "test_soft_attempts.py", "test_sizes.py",
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
+    "rdmapost/_c/completions.c": (
+        "test_completion_fields.py", "test_polling.py", "test_completions.py", "test_posting.py",
+        "test_soft_tags.py",
+    ),
+    "rdmapost/_c/ring.c": ("test_ring.py", "test_inflight.py"),
+    "rdmapost/_c/ring.h": ("test_ring.py", "test_inflight.py"),
+    "rdmapost/_c/inflight.c": ("test_ring.py", "test_inflight.py", "test_lifetimes.py"),
+    "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
+    "rdmapost/_c/field.c": ("test_fields.py", "test_prepared.py"),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
 
@@ -99,26 +114,41 @@ class Mutant:
     """One change to a module.
 
     Attributes:
-        module: the module's name.
+        module: the module's name, or the path of a C file.
         name: what is changed where, as it stands in mutants.txt.
         line: where that is.
-        tree: the module, changed.
+        changed: the syntax tree of the module, or the source of the C file, changed.
     """
 
     module: str
     name: str
     line: int
-    tree: ast.Module
+    changed: ast.Module | str
 
 
 def mutants_of(module: str) -> list[Mutant]:
     """Make all mutants of a module."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    source = ast.parse(pathlib.Path(spec.origin).read_text())
-    found: list[Mutant] = []
+    found = list(_in_c(module) if "/" in module else _in_python(module))
     seen: Counter[str] = Counter()
+    for index, mutant in enumerate(found):
+        seen[mutant.name] += 1
+        if seen[mutant.name] > 1:
+            name = f"{mutant.name}  ({seen[mutant.name]})"
+            found[index] = dataclasses.replace(mutant, name=name)
+    return found
+
+
+def _in_c(path: str) -> Iterator[Mutant]:
+    source = (ROOT / path).read_text()
+    for edit in mutants_c.File(source).edits():
+        changed = source[: edit.start] + edit.text + source[edit.end :]
+        line = source.count("\n", 0, edit.start) + 1
+        yield Mutant(path, f"{path}: {edit.where or 'file'}: {edit.said}", line, changed)
+
+
+def _in_python(module: str) -> Iterator[Mutant]:
+    # Not by import, which would have the children of this process share what is imported.
+    source = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
     for path, node, where in _walk(source):
         for change, said in _changes(node):
             tree = copy.deepcopy(source)
@@ -129,11 +159,7 @@ def mutants_of(module: str) -> list[Mutant]:
                 target = _at(target, step)
             change(target, parent, step)
             name = f"{module}: {where or 'module'}: {said}"
-            seen[name] += 1
-            if seen[name] > 1:
-                name += f"  ({seen[name]})"
-            found.append(Mutant(module, name, node.lineno, ast.fix_missing_locations(tree)))
-    return found
+            yield Mutant(module, name, node.lineno, ast.fix_missing_locations(tree))
 
 
 def _at(node: Any, step: tuple[str, int | None]) -> Any:
@@ -259,7 +285,54 @@ class Loader(importlib.machinery.SourceFileLoader):
         self.mutant = mutant
 
     def get_code(self, fullname: str) -> Any:
-        return compile(self.mutant.tree, self.path, "exec", dont_inherit=True)
+        return compile(self.mutant.changed, self.path, "exec", dont_inherit=True)
+
+
+class Python:
+    """Has children of this process import mutants of a Python module."""
+
+    def put(self, mutant: Mutant | None, place: int) -> None:
+        """Have this process, which is a child, import a mutant, or what is there."""
+        if mutant is not None:
+            sys.meta_path.insert(0, Instead(mutant))
+
+
+class InC:
+    """Has children of this process, and theirs, import modules with a C file changed.
+
+    Args:
+        work: an empty directory.
+        places: how many children there are at a time.
+    """
+
+    def __init__(self, work: pathlib.Path, places: int) -> None:
+        (work / "build").mkdir()
+        self.build = mutants_c.Build(work / "build")
+        self.places = [work / str(place) for place in range(places)]
+        self.modules = [self.build.package(place) for place in self.places]
+
+    def put(self, mutant: Mutant | None, place: int) -> None:
+        """Build a mutant, or what is there, and have this process, a child, import it."""
+        module, package = self.modules[place], str(self.places[place])
+        if mutant is None:
+            self.build.link("", None, module)
+        else:
+            assert isinstance(mutant.changed, str)
+            try:
+                self.build.link(pathlib.Path(mutant.module).name, mutant.changed, module)
+            except mutants_c.DoesNotCompile:
+                os._exit(NO_MUTANT)
+            except mutants_c.SameObject:
+                os._exit(THE_SAME)
+        # In front of the checkout, where another process would look first.
+        os.chdir(package)
+        sys.path.insert(0, package)
+        os.environ["PYTHONPATH"] = package
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix or ""
+
+
+NO_MUTANT, THE_SAME = 100, 101
+"""Exit codes of a child; pytest's are less."""
 
 
 @dataclass(frozen=True)
@@ -275,16 +348,26 @@ class Stage:
     limits: tuple[float, float] = (300, 600)
 
 
+MEMORY = 8 << 30
+"""What each process of a child may map, in bytes."""
+
 _OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM)
 
 
-def start(mutant: Mutant | None, stage: Stage) -> int:
-    """Run the tests on a mutant, or on what is there, in a child; return its process ID."""
+def start(put: Callable[[], None], stage: Stage) -> int:
+    """Run the tests in a child that first puts a mutant into place; return its process ID."""
     pid = os.fork()
     if pid:
         return pid
+    # What it starts is ended with it.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A mutant may ask for memory without end, or crash.
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The trees of all mutants, which the child's collector would walk again and again.
     gc.freeze()
+    put()
     # By a signal, which ends also what hangs in C.  What runs in circles uses the processor and
     # is found soon, also on a machine that is busy with other things.
     timers = (signal.ITIMER_PROF, signal.ITIMER_REAL)
@@ -294,8 +377,6 @@ def start(mutant: Mutant | None, stage: Stage) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    if mutant is not None:
-        sys.meta_path.insert(0, Instead(mutant))
     code = 1
     try:
         import pytest
@@ -305,6 +386,7 @@ def start(mutant: Mutant | None, stage: Stage) -> int:
             ["-x", "-q", "--tb=no", "--assert=plain",
              *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest", "junitxml")),
              "--hypothesis-seed=0", f"--hypothesis-profile={PROFILE}",
+             "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
              "-m", "not rdma and not two_hosts", *(str(TESTS / name) for name in stage.tests)]
         )  # fmt: skip
     finally:
@@ -312,14 +394,21 @@ def start(mutant: Mutant | None, stage: Stage) -> int:
         os._exit(int(code))
 
 
-def stages_of(module: str) -> tuple[Stage, ...]:
+def ended(pid: int) -> None:
+    """End what a child that has ended left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def stages_of(module: str, kind: Python | InC) -> tuple[Stage, ...]:
     """Run the tests of a module as it is, and see what they take."""
     tests = TARGETS[module]
     found: list[Stage] = []
     # Most are noticed by the first file, so that the others need not be loaded.
     for names in filter(None, (tests[:1], tests[1:])):
         begun = time.monotonic()
-        _, status, used = os.wait4(start(None, Stage(names)), 0)
+        pid, status, used = os.wait4(start(lambda: kind.put(None, 0), Stage(names)), 0)
+        ended(pid)
         if status:
             raise SystemExit(f"the tests of {module} fail as it is: {', '.join(names)}")
         limits = 3 * (used.ru_utime + used.ru_stime) + 2, 10 * (time.monotonic() - begun) + 60
@@ -327,38 +416,62 @@ def stages_of(module: str) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def survivors_of(module: str, options: argparse.Namespace) -> tuple[list[Mutant], int, int]:
-    """Run the tests on the mutants of a module.
+@dataclass
+class Tried:
+    """What came of the mutants of a module.
 
-    Returns:
-        those that no test noticed, how many were tried, and how many ended in a timeout.
+    Attributes:
+        survivors: those that no test noticed.
+        count: how many were tried.
+        late: how many of these ended in a timeout.
+        same: how many more the compiler makes nothing else of.
     """
-    stages = stages_of(module)
+
+    survivors: list[Mutant]
+    count: int
+    late: int = 0
+    same: int = 0
+
+
+def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -> Tried:
+    """Run the tests on the mutants of a module."""
+    stages = stages_of(module, kind)
     waiting = [mutant for mutant in mutants_of(module) if options.only in mutant.name]
     part, parts = map(int, options.part.split("/"))
     waiting = waiting[part - 1 :: parts]
-    count = len(waiting)
+    tried = Tried([], len(waiting))
     jobs = [(mutant, 0) for mutant in waiting]
-    running: dict[int, tuple[Mutant, int]] = {}
-    survivors, late = [], 0
+    running: dict[int, tuple[Mutant, int, int]] = {}
+    free = [*range(options.jobs)]
     while jobs or running:
         try:
-            while jobs and len(running) < options.jobs:
+            while jobs and free:
                 mutant, stage = jobs.pop()
-                running[start(mutant, stages[stage])] = mutant, stage
+                place = free.pop()
+                pid = start(functools.partial(kind.put, mutant, place), stages[stage])
+                running[pid] = mutant, stage, place
             pid, status = os.wait()
         except KeyboardInterrupt:
-            count -= len(jobs) + len(running)
+            tried.count -= len(jobs) + len(running)
             break
-        mutant, stage = running.pop(pid)
-        if status == 0 and stage + 1 < len(stages):
+        ended(pid)
+        mutant, stage, place = running.pop(pid)
+        free.append(place)
+        code = os.waitstatus_to_exitcode(status)
+        if code in (NO_MUTANT, THE_SAME):
+            tried.count -= 1
+            tried.same += code == THE_SAME
+        elif code == 0 and stage + 1 < len(stages):
             jobs.append((mutant, stage + 1))
-        elif status == 0:
-            survivors.append(mutant)
+        elif code == 0:
+            tried.survivors.append(mutant)
             # At once, for who ends it before its time.
             print(f"  not noticed: line {mutant.line}: {mutant.name}", file=sys.stderr, flush=True)
-        late += os.WIFSIGNALED(status) and os.WTERMSIG(status) in _OUT_OF_TIME
-    return sorted(survivors, key=lambda mutant: mutant.line), count, late
+        tried.late += -code in _OUT_OF_TIME
+    for pid in running:
+        ended(pid)
+    tried.survivors.sort(key=lambda mutant: mutant.line)
+    return tried
 
 
 def known() -> dict[str, str]:
@@ -377,11 +490,15 @@ def known() -> dict[str, str]:
 def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) -> bool:
     """Try the mutants of a module and say what came of it; return whether there is work to do."""
     begun = time.monotonic()
-    survivors, count, late = survivors_of(module, options)
+    with tempfile.TemporaryDirectory() as work:
+        kind = InC(pathlib.Path(work), options.jobs) if "/" in module else Python()
+        done = survivors_of(module, kind, options)
+    survivors = done.survivors
     new = [mutant for mutant in survivors if mutant.name not in equivalent]
     print(
-        f"{module}: {count} mutants, {count - len(survivors)} noticed ({late} by a timeout), "
-        f"{len(survivors) - len(new)} known to mean the same, {len(new)} survived; "
+        f"{module}: {done.count} mutants, {done.count - len(survivors)} noticed "
+        f"({done.late} by a timeout), {len(survivors) - len(new)} known to mean the same "
+        f"(and {done.same} to the compiler), {len(new)} survived; "
         f"{time.monotonic() - begun:.0f} s",
         flush=True,
     )
@@ -400,11 +517,19 @@ def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("modules", nargs="*", default=[*TARGETS], help="all unless given")
+    parser.add_argument(
+        "modules", nargs="*", default=[*TARGETS], metavar="MODULE",
+        help="a module, or a C file by its path; all unless given",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument("--part", default="1/1", metavar="K/N", help="one of N parts, from 1")
     options = parser.parse_args()
+    for module in options.modules:
+        if module not in TARGETS:
+            parser.error(f"{module} is not in TARGETS, with the tests that are to notice")
+    # The children end with this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # What each child would import anew.
     import hypothesis
     import pytest  # noqa: F401

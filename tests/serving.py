@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import queue
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +22,48 @@ from rdmapost.connect.messages import Bye, Hello, Look, Message, Ready, Report, 
 ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
 
 
+class InALoop:
+    """``aserve`` in an event loop of its own thread; to look at, a Server."""
+
+    def __init__(self, context: rp.Context, **options: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        try:
+            self._server = self._run(connect.aserve(context, **options))
+        except BaseException:
+            self._end()
+            raise
+        self.address = self._server.address
+
+    @property
+    def clients(self) -> list[Any]:
+        return self._server.clients
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._run(self._server.close())
+            self._end()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT)
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+
 class Served:
     """A server and what it has told."""
 
-    def __init__(self, context: rp.Context, **options: Any) -> None:
+    def __init__(self, context: rp.Context, serve: Callable[..., Any], **options: Any) -> None:
         self.context = context
         self.told: queue.Queue[connect.Event] = queue.Queue()
         options = {"port": 0, "token": None, **options}
         self.token = options["token"]
-        self.server = connect.serve(context, on_event=self.told.put, **options)
+        self.server = serve(context, on_event=self.told.put, **options)
 
     def dial(self, **options: Any) -> connect.Connection:
         return connect.dial(
@@ -53,16 +88,31 @@ class Served:
             assert arrival.data == b"still ok"
 
 
-@pytest.fixture
-def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
-    """Make servers, which end with the test: ``serve = servers``."""
+@contextlib.contextmanager
+def _making(context: rp.Context, serve: Callable[..., Any]) -> Iterator[Callable[..., Served]]:
     with contextlib.ExitStack() as stack:
 
         def make(**options: Any) -> Served:
-            served = Served(context, **options)
+            served = Served(context, serve, **options)
             stack.callback(served.server.close)
             return served
 
+        yield make
+
+
+@pytest.fixture
+def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
+    """Make servers, which end with the test: ``serve = servers``."""
+    with _making(context, connect.serve) as make:
+        yield make
+
+
+@pytest.fixture(params=[connect.serve, InALoop], ids=["threads", "asyncio"])
+def both_servers(
+    context: rp.Context, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Served]]:
+    """Make servers of either kind, which end with the test: ``serve = both_servers``."""
+    with _making(context, request.param) as make:
         yield make
 
 

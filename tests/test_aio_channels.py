@@ -8,7 +8,7 @@ import time
 
 import pytest
 from support import needs
-from tasks import cancelled, run, settle, sharing, waiting, write
+from tasks import LIMIT, cancelled, run, settle, sharing, waiting, write
 
 import rdmapost as rp
 from rdmapost import EventType, aio
@@ -85,24 +85,22 @@ def test_tasks_ask_for_the_events_of_a_channel(context, pd, stack, channel):
 # ---- who may wait -------------------------------------------------------------
 
 
-def test_closing_under_a_waiting_task_is_refused(context, channel):
+def test_closing_ends_the_tasks_that_wait(context, channel):
     cqs = rp.CQ(context), rp.CQ(context, channel=channel)
 
     async def main():
-        tasks = [await waiting(cq) for cq in cqs]
+        tasks = [await waiting(cq, count) for cq in cqs for count in (1, 3)]
         for cq in cqs:
-            with pytest.raises(rp.InUseError, match="a thread or task waits for its completions"):
-                cq.close()
+            cq.close()
         for task in tasks:
-            await cancelled(task)
-        event = asyncio.create_task(aio.get_cq_event(channel))
+            with pytest.raises(rp.ClosedError, match="is closed"):
+                await task
+        events = [asyncio.create_task(aio.get_cq_event(channel)) for _ in range(2)]
         await settle()
-        cqs[1].close()
-        with pytest.raises(rp.InUseError, match="a thread or task waits for its events"):
-            channel.close()
-        await cancelled(event)
         channel.close()
-        cqs[0].close()
+        for event in events:
+            with pytest.raises(rp.ClosedError, match="is closed"):
+                await event
         with pytest.raises(rp.ClosedError, match="is closed"):
             await cqs[0].completions()
         with pytest.raises(rp.ClosedError, match="is closed"):
@@ -110,6 +108,25 @@ def test_closing_under_a_waiting_task_is_refused(context, channel):
                 pass
         with pytest.raises(rp.ClosedError, match="is closed"):
             await aio.get_cq_event(channel)
+
+    run(main)
+
+
+def test_closing_in_another_thread_ends_the_tasks_that_wait(context):
+    async def main():
+        for _ in range(20):
+            cq, channel = rp.CQ(context), rp.CompChannel(context)
+            task, event = await waiting(cq, 2), asyncio.create_task(aio.get_cq_event(channel))
+            await settle()
+            # The loop goes on, also where the number of the descriptor is used again at once.
+            await asyncio.to_thread(cq.close)
+            await asyncio.to_thread(channel.close)
+            again = await waiting(second := rp.CQ(context))
+            for waits in (task, event):
+                with pytest.raises(rp.ClosedError, match="is closed"):
+                    await waits
+            await cancelled(again)
+            second.close()
 
     run(main)
 
@@ -135,7 +152,7 @@ def test_a_thread_that_waits_beside_tasks_waits_on_when_they_have_gone(rc):
         task, got = await waiting(rc.cq), []
         thread = threading.Thread(target=lambda: got.extend(rc.cq.wait(1, 30)))
         thread.start()
-        while rc.cq._waiting < 2:
+        while not rc.cq._poller.waiting:
             await asyncio.sleep(0.001)
         await cancelled(task)
         rc.a.post_send(write(rc, 4))
@@ -150,7 +167,7 @@ def test_a_task_does_not_wait_where_a_thread_takes_the_events(rc):
     """Its wake-ups would go to the thread: it is told, and not left asleep."""
     thread = threading.Thread(target=lambda: rc.cq.wait(1, 30))
     thread.start()
-    while not rc.cq._sleeping:
+    while not rc.cq._poller.waiting:
         time.sleep(0.001)
 
     async def main():
@@ -179,7 +196,7 @@ def test_threads_and_tasks_do_not_share_the_events_of_a_channel(context, pd, sta
         found = []
         thread = threading.Thread(target=lambda: found.append(channel.get_cq_event(30)))
         thread.start()
-        while not channel._threads:
+        while not channel._waiters.waiting:
             await asyncio.sleep(0.001)
         with pytest.raises(rp.RdmaError, match="a thread waits in get_cq_event"):
             await cq.completions()
@@ -215,6 +232,53 @@ def test_two_event_loops_do_not_wait_for_one_cq(rc):
     # One after another is fine.
     rc.a.post_send(write(rc, 2))
     assert [wc.wr_id for wc in run(rc.cq.completions)] == [2]
+
+
+def test_a_loop_closed_around_a_waiting_task_leaves_its_place_to_others(rc, context, channel):
+    waits = (
+        rc.cq.completions,
+        lambda: aio.get_cq_event(channel),
+        lambda: aio.get_async_event(context),
+    )
+    abandoned = []
+    for wait in waits:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(wait())
+        loop.run_until_complete(settle())
+        assert not task.done()
+        loop.close()
+        task._log_destroy_pending = False
+        abandoned.append(task)
+
+    async def main():
+        for wait in waits[1:]:
+            event = asyncio.create_task(wait())
+            await settle()
+            assert not event.done()
+            await cancelled(event)
+        task = await waiting(rc.cq)
+        abandoned.clear()
+        rc.a.post_send(write(rc, 1))
+        assert [wc.wr_id for wc in await task] == [1]
+
+    run(main)
+
+
+def test_a_loop_closed_around_a_waiting_task_does_not_keep_threads_waiting(rc):
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(rc.cq.completions(5))
+    loop.run_until_complete(settle())
+    loop.close()
+    task._log_destroy_pending = False
+    got = []
+    thread = threading.Thread(target=lambda: got.extend(rc.cq.wait(1, LIMIT)))
+    thread.start()
+    while not rc.cq._poller.waiting:
+        time.sleep(0.001)
+    rc.a.post_send(write(rc, 1))
+    thread.join(LIMIT)
+    assert [wc.wr_id for wc in got] == [1]
+    del task
 
 
 # ---- asynchronous events ------------------------------------------------------

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -161,6 +162,22 @@ def test_serve_shows_it_to_people(context: rp.Context, monkeypatch: pytest.Monke
     assert changed == 'client 1: memory 0..2 holds "xx"'
     assert left == "client 1 left: done"
     assert ended == "ended after 1 client"
+
+
+def test_serve_dismisses_an_idle_client_if_told_to(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def visit(address: tuple[str, int]) -> None:
+        with connect.dial(context, *address) as peer:
+            end = time.monotonic() + LIMIT
+            while not peer.closed:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+    ran = serving(context, monkeypatch, visit, "--idle-timeout", "0.3")
+    assert ran.code == 0
+    left = ran.out.splitlines()[2]
+    assert left == "client 1 left: nothing came from the client within 0.3 s"
 
 
 # ---- serve as a process ---------------------------------------------------------

@@ -163,26 +163,6 @@ def test_interrupted_wait_loses_nothing(rc):
     assert [wc.wr_id for wc in rc.cq.wait(3)] == [0, 1, 2]
 
 
-def test_cq_cannot_be_closed_under_a_waiter(context):
-    with rp.CQ(context) as cq:
-        ended = threading.Event()
-
-        def wait() -> None:
-            with pytest.raises(rp.WaitTimeout):
-                cq.wait(1, 1.0)
-            ended.set()
-
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        while not cq._waiting:
-            time.sleep(0.001)
-        with pytest.raises(rp.InUseError, match="a thread or task waits for its comp"):
-            cq.close()
-        assert ended.wait(10)
-        waiter.join()
-    assert cq.closed
-
-
 def test_send_and_receive_with_one_wr_id_on_one_cq(connect):
     """Both queues of both sides complete here, all with wr_id 5."""
     pair = connect()

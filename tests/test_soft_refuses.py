@@ -89,7 +89,7 @@ def test_limit_beyond_the_shared_queue(pd):
     [
         ("path_mtu", 1, 5), ("timeout", 0, 31), ("retry_cnt", 0, 7), ("rnr_retry", 0, 7),
         ("min_rnr_timer", 0, 31), ("max_rd_atomic", 0, 16), ("max_dest_rd_atomic", 0, 16),
-        ("dest_qp_num", 0, 0xFFFFFF), ("pkey_index", 0, 0), ("qp_access_flags", 0, 0xF),
+        ("dest_qp_num", 0, 0xFFFFFF), ("pkey_index", 0, 0), ("qp_access_flags", 0, 0x3FF003FF),
     ],
 )  # fmt: skip
 def test_attribute_has_its_range(pd, cq, name, low, high):

@@ -157,7 +157,8 @@ def test_a_fault_of_the_device_is_told_and_nothing_hangs(context, caplog, monkey
 INTERRUPTED = """
 import signal, sys
 import rdmapost as rp
-from rdmapost.soft import completion, queue, requester
+from rdmapost.soft import completion, requester
+from rdmapost.soft import qp as queuepair
 
 struck = []
 
@@ -189,11 +190,11 @@ with (
 @pytest.mark.parametrize(
     ("target", "call"),
     [
-        ("requester.run", "qp.post_send(rp.Send())"),
+        ("requester.step", "qp.post_send(rp.Send())"),
         ("requester._carry_out", "qp.post_send(rp.Send())"),
-        ("completion.CompletionQueue.poll", "qp.to_err(); qp.post_recv(rp.RecvWR()); cq.poll()"),
-        ("queue.WorkQueue.add", "qp.post_recv([rp.RecvWR()] * 2)"),
-        ("queue.WorkQueue.add", "qp.prepare_recv(rp.RecvWR()).post()"),
+        ("completion.CompletionQueue.add", "qp.to_err(); qp.post_recv([rp.RecvWR()] * 2)"),
+        ("queuepair.QueuePair.flush_posted", "qp.to_err(); qp.post_recv([rp.RecvWR()] * 2)"),
+        ("queuepair.QueuePair.flush_posted", "qp.to_err(); qp.prepare_recv(rp.RecvWR()).post()"),
     ],
 )
 def test_ctrl_c_inside_a_verb_is_not_lost(target, call):

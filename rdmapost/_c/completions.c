@@ -1,46 +1,33 @@
 /*
- * Polling: each struct ibv_wc becomes a WC (rdmapost/completion.py), and its
- * work request is retired.
- *
- * The queue that a completion belongs to is known by its ticket; see
- * rdmapost/inflight.py.
+ * What a completion is in Python: each struct ibv_wc becomes a WC
+ * (rdmapost/completion.py).
  */
-#include "inflight.h"
+#include "door.h"
 
 #include <endian.h>
 
-enum { FIELDS = 16, BATCH = 64 };
+enum { FIELDS = 16, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 
 /* What the fields of a WC are made of, as rdmapost/completion.py gave it. */
 static struct {
 	PyObject *type; /* the class, a tuple */
-	PyObject *statuses, *opcodes, *flags; /* dicts: the members by number */
-	PyObject *other_status; /* of a number that has none */
 	PyObject *flag_type; /* makes one of any number */
+	PyObject *verbs_error;
 	newfunc new_tuple;
+	/* The members by number; what has none is one that stands for all such. */
+	PyObject *statuses[STATUSES], *opcodes[OPCODES], *flags[FLAGS];
 } made_of;
 
-/* Return a new reference to what a dict has for a number, or to `otherwise`. */
-static PyObject *member(PyObject *members, unsigned long number,
-			PyObject *otherwise)
+static PyObject *member(PyObject **members, unsigned int count,
+			unsigned int number)
 {
-	PyObject *key = PyLong_FromUnsignedLong(number), *found;
-
-	if (!key)
-		return NULL;
-	found = PyDict_GetItemWithError(members, key);
-	Py_DECREF(key);
-	if (!found && !PyErr_Occurred())
-		found = otherwise;
-	return Py_XNewRef(found);
+	return Py_NewRef(members[number < count ? number : count - 1]);
 }
 
 static PyObject *flags_of(unsigned int flags)
 {
-	PyObject *found = member(made_of.flags, flags, NULL);
-
-	if (found || PyErr_Occurred())
-		return found;
+	if (flags < FLAGS)
+		return Py_NewRef(made_of.flags[flags]);
 	return PyObject_CallFunction(made_of.flag_type, "I", flags);
 }
 
@@ -54,10 +41,10 @@ static PyObject *number_if(int there, unsigned long value)
 	return there ? number(value) : Py_NewRef(Py_None);
 }
 
-/* Make a WC; it takes the reference to wr_id. */
-static PyObject *make(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
-		      PyObject *wr_id)
+PyObject *rp_make_completion(const struct rp_settled *settled)
 {
+	const struct ibv_wc *wc = &settled->wc;
+	const struct ibv_wc_tm_info *tm = settled->has_tm ? &settled->tm : NULL;
 	int good = wc->status == IBV_WC_SUCCESS;
 	/* Some drivers set the flags at the sender too, and leave the data. */
 	int received = good && wc->opcode & IBV_WC_RECV;
@@ -65,9 +52,9 @@ static PyObject *make(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 	const struct ibv_wc none = { .wr_id = 0 }, *more = good ? wc : &none;
 	unsigned int flags = more->wc_flags;
 	PyObject *fields[FIELDS] = {
-		wr_id,
-		member(made_of.statuses, wc->status, made_of.other_status),
-		good ? member(made_of.opcodes, wc->opcode, Py_None) :
+		Py_NewRef(settled->wr_id),
+		member(made_of.statuses, STATUSES, wc->status),
+		good ? member(made_of.opcodes, OPCODES, wc->opcode) :
 		       Py_NewRef(Py_None),
 		number(more->byte_len),
 		number_if(received && flags & IBV_WC_WITH_IMM,
@@ -108,143 +95,69 @@ static PyObject *make(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 	return completion;
 }
 
-/*
- * Settle one completion, and append it to a list or a deque; 0, or -1 with an
- * exception.  `tm` is NULL on a CQ that tells no tags.
- */
-static int settle(struct rp_in_flight *queue, const struct ibv_wc *wc,
-		  const struct ibv_wc_tm_info *tm, PyObject *into)
+PyObject *rp_raise_verbs(const char *verb, int code)
 {
-	int good = wc->status == IBV_WC_SUCCESS;
-	int matched = good && wc->wc_flags & IBV_WC_TM_MATCH;
-	int whole = wc->wc_flags & IBV_WC_TM_DATA_VALID;
-	PyObject *wr_id, *completion, *done;
-	int failed;
+	PyObject *error = PyObject_CallFunction(made_of.verbs_error, "si", verb,
+						code);
 
-	if (tm && matched && !whole)
-		rp_match(queue, wc->wr_id);
-	wr_id = rp_complete(queue, wc->wr_id);
-	if (!wr_id)
-		return PyErr_Occurred() ? -1 : 0;
-	/* The second completion of a message does not say what the first has said. */
-	if (!good || wc->opcode != IBV_WC_TM_RECV || (whole && !matched))
-		tm = NULL;
-	completion = make(wc, tm, wr_id);
-	if (!completion)
-		return -1;
-	if (PyList_Check(into)) {
-		failed = PyList_Append(into, completion);
-	} else {
-		done = PyObject_CallMethod(into, "append", "(O)", completion);
-		failed = done ? 0 : -1;
-		Py_XDECREF(done);
-	}
-	Py_DECREF(completion);
-	return failed;
+	if (error)
+		PyErr_SetObject(made_of.verbs_error, error);
+	Py_XDECREF(error);
+	return NULL;
 }
 
-static int settle_all(const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
-		      int count, PyObject *queues, PyObject *into)
+/* Read the members of a dict by number into an array; 0, or -1 with an exception. */
+static int read_members(PyObject *dict, PyObject *other, PyObject **members,
+			long count)
 {
-	struct rp_in_flight *queue = NULL;
-	int failed = 0;
+	PyObject *key, *value;
+	Py_ssize_t at = 0;
+	long index;
 
-	for (int i = 0; i < count && !failed; i++) {
-		uint64_t ticket = wc[i].wr_id;
-
-		if (!queue || queue->base != (ticket >> 32) << 32) {
-			if (queue)
-				rp_drop_done(queue);
-			Py_XDECREF((PyObject *)queue);
-			queue = (struct rp_in_flight *)member(
-				queues, (unsigned long)(ticket >> 32), NULL);
+	for (index = 0; index < count; index++)
+		members[index] = Py_NewRef(other); /* held for ever */
+	while (PyDict_Next(dict, &at, &key, &value)) {
+		index = PyLong_AsLong(key);
+		if (PyErr_Occurred())
+			return -1;
+		/* The last stands for all that there are not. */
+		if (index < 0 || index >= count - (members != made_of.flags)) {
+			PyErr_SetString(PyExc_ValueError, "out of range");
+			return -1;
 		}
-		/* Of a queue that has been destroyed nobody waits for it. */
-		if (queue)
-			failed = settle(queue, wc + i, tm ? tm + i : NULL,
-					into);
-		else
-			failed = PyErr_Occurred() != NULL;
+		Py_DECREF(members[index]);
+		members[index] = Py_NewRef(value);
 	}
-	if (queue)
-		rp_drop_done(queue);
-	Py_XDECREF((PyObject *)queue);
-	return failed ? -1 : 0;
+	return 0;
 }
 
-/*
- * poll(cq, cq_ex, most, spin_ns, queues, into): the addresses of the CQ's
- * struct and, if it tells tags, of its extended one, else 0; how many, BATCH or
- * fewer, and how long to spin until there are so many.  Only spinning gives up
- * the GIL.  Returns how many were polled, or a negative errno.
- */
-static PyObject *poll(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-	static const uint64_t most_of[] = { UINT64_MAX, UINT64_MAX, BATCH,
-					    INT64_MAX };
-	enum { NUMBERS = 4, QUEUES = NUMBERS, INTO, ALL };
-	struct ibv_wc wc[BATCH];
-	struct ibv_wc_tm_info tm[BATCH];
-	uint64_t n[NUMBERS];
-	struct ibv_cq *cq;
-	struct ibv_cq_ex *cq_ex;
-	int64_t spin_ns;
-	int most, count;
-
-	(void)self;
-	if (rp_read_numbers(args, nargs - (ALL - NUMBERS), NUMBERS, most_of, n))
-		return NULL;
-	if (!PyDict_Check(args[QUEUES])) {
-		PyErr_SetString(PyExc_TypeError, "queues is a dict");
-		return NULL;
-	}
-	cq = (void *)(uintptr_t)n[0];
-	cq_ex = (void *)(uintptr_t)n[1];
-	most = (int)n[2];
-	spin_ns = (int64_t)n[3];
-	if (spin_ns) {
-		Py_BEGIN_ALLOW_THREADS
-		count = cq_ex ? rp_poll_cq_ex(cq_ex, wc, tm, most, most,
-					      spin_ns) :
-				rp_poll_cq(cq, wc, most, most, spin_ns);
-		Py_END_ALLOW_THREADS
-	} else {
-		count = cq_ex ? rp_poll_cq_ex(cq_ex, wc, tm, most, 0, 0) :
-				rp_poll_cq(cq, wc, most, 0, 0);
-	}
-	if (count < 0)
-		return PyLong_FromLong(errno ? -errno : -EIO);
-	if (settle_all(wc, cq_ex ? tm : NULL, count, args[QUEUES], args[INTO]))
-		return NULL;
-	return PyLong_FromLong(count);
-}
-
-/* make_completions_of(type, statuses, other_status, opcodes, flags, flag_type) */
+/* make_completions_of(type, statuses, other_status, opcodes, flags, flag_type, verbs_error) */
 static PyObject *make_completions_of(PyObject *self, PyObject *args)
 {
+	PyObject *type, *statuses, *other, *opcodes, *flags;
+
 	(void)self;
 	if (made_of.type) {
 		PyErr_SetString(PyExc_RuntimeError, "it is known already");
 		return NULL;
 	}
-	if (!PyArg_ParseTuple(args, "O!O!OO!O!O", &PyType_Type, &made_of.type,
-			      &PyDict_Type, &made_of.statuses,
-			      &made_of.other_status, &PyDict_Type,
-			      &made_of.opcodes, &PyDict_Type, &made_of.flags,
-			      &made_of.flag_type))
+	if (!PyArg_ParseTuple(args, "O!O!OO!O!OO", &PyType_Type, &type,
+			      &PyDict_Type, &statuses, &other, &PyDict_Type,
+			      &opcodes, &PyDict_Type, &flags,
+			      &made_of.flag_type, &made_of.verbs_error))
 		return NULL;
-	Py_INCREF(made_of.type);
-	Py_INCREF(made_of.statuses);
-	Py_INCREF(made_of.other_status);
-	Py_INCREF(made_of.opcodes);
-	Py_INCREF(made_of.flags);
+	if (read_members(statuses, other, made_of.statuses, STATUSES) ||
+	    read_members(opcodes, Py_None, made_of.opcodes, OPCODES) ||
+	    read_members(flags, Py_None, made_of.flags, FLAGS))
+		return NULL;
+	made_of.type = Py_NewRef(type); /* these three are held for ever */
 	Py_INCREF(made_of.flag_type);
+	Py_INCREF(made_of.verbs_error);
 	made_of.new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-	RP_METHOD(poll),
 	{ "make_completions_of", make_completions_of, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

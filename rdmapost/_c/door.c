@@ -43,25 +43,6 @@ int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 	static PyObject *name(PyObject *self, PyObject *const *args,           \
 			      Py_ssize_t nargs)
 
-/* The CQ, and whether only solicited completions count. */
-FUNCTION(req_notify)
-{
-	struct rp_use use;
-	int failed;
-
-	(void)self;
-	if (nargs != 2 || !rp_is_handle(args[0])) {
-		PyErr_SetString(PyExc_TypeError, "wrong arguments");
-		return NULL;
-	}
-	if (rp_begin_use((struct rp_handle *)args[0], &use)) {
-		rp_raise_closed((struct rp_handle *)args[0]);
-		return NULL;
-	}
-	failed = ibv_req_notify_cq(use.handle->address, args[1] == Py_True);
-	rp_end_use(&use);
-	return PyLong_FromLong(failed);
-}
 
 /* A completion channel that does not block: 0, or an errno. */
 FUNCTION(drop_event)
@@ -78,7 +59,6 @@ FUNCTION(drop_event)
 }
 
 static PyMethodDef functions[] = {
-	RP_METHOD(req_notify),
 	RP_METHOD(drop_event),
 	{ NULL, NULL, 0, NULL },
 };
@@ -90,10 +70,12 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	if (module &&
 	    (PyModule_AddFunctions(module, functions) || rp_add_lock(module) ||
 	     rp_add_handle(module) || rp_add_in_flight(module) ||
-	     rp_add_completions(module) || rp_add_wr(module) ||
-	     rp_add_region(module) || rp_add_buffer(module) ||
-	     rp_add_tag_handle(module) || rp_add_read(module) ||
-	     rp_add_queue(module) || rp_add_prepared(module))) {
+	     rp_add_completions(module) || rp_add_poller(module) ||
+	     rp_add_wr(module) || rp_add_region(module) ||
+	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
+	     rp_add_read(module) || rp_add_queue(module) ||
+	     rp_add_prepared(module) || rp_add_soft_journal(module) ||
+	     rp_add_soft_queue(module) || rp_add_soft_verb(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <pthread.h>
 #include <pythread.h>
 
 #include "shim.h"
@@ -43,8 +44,9 @@ int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
 struct rp_lock {
 	PyObject_HEAD
 	unsigned long owner; /* the thread that holds it, or 0 */
+	unsigned int forks; /* that there had been when it was last looked at */
 #ifdef Py_GIL_DISABLED
-	PyMutex mutex;
+	pthread_mutex_t mutex;
 #else
 	int waiting; /* threads */
 	int woken; /* one of these is about to look again */
@@ -58,8 +60,26 @@ extern PyObject *rp_lock_type;
 int rp_take(struct rp_lock *lock);
 void rp_give(struct rp_lock *lock);
 
-/* Whether this thread has it. */
+/* Take it if nobody has it; whether that was so. */
+int rp_try(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
+
+/* ---- completions.c: what a completion is in Python ---------------------- */
+
+/* A completion whose work request is retired; it owns its references. */
+struct rp_settled {
+	struct ibv_wc wc;
+	struct ibv_wc_tm_info tm;
+	int has_tm;
+	PyObject *wr_id; /* the caller's */
+	PyObject *made; /* the WC, where it has been made; else NULL */
+};
+
+/* Return a new WC, or NULL with an exception. */
+PyObject *rp_make_completion(const struct rp_settled *settled);
+
+/* Raise VerbsError; returns NULL. */
+PyObject *rp_raise_verbs(const char *verb, int code);
 
 /* ---- slots.c: attributes that a class keeps in __slots__ ---------------- */
 
@@ -116,6 +136,7 @@ static inline int rp_has_type(PyObject *object, PyObject *type)
 int rp_add_lock(PyObject *module);
 int rp_add_in_flight(PyObject *module);
 int rp_add_completions(PyObject *module);
+int rp_add_poller(PyObject *module);
 int rp_add_wr(PyObject *module);
 int rp_add_region(PyObject *module);
 int rp_add_handle(PyObject *module);
@@ -124,5 +145,8 @@ int rp_add_tag_handle(PyObject *module);
 int rp_add_read(PyObject *module);
 int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
+int rp_add_soft_journal(PyObject *module);
+int rp_add_soft_queue(PyObject *module);
+int rp_add_soft_verb(PyObject *module);
 
 #endif

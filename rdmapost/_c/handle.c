@@ -204,7 +204,7 @@ static void close_quietly(struct rp_handle *h);
 static void look_after(struct rp_handle *h)
 {
 	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || exiting ||
-	    !h->cdata || is_busy(h))
+	    !rp_is_open(h) || is_busy(h))
 		return;
 	if (top)
 		put_off(h, BY_FINALIZER);
@@ -742,6 +742,9 @@ static int shut(struct rp_handle *h, struct pause *pause)
 /* All that comes before the destruction; 0, -1 with an exception, or 1 where time is up. */
 static int release(struct rp_handle *h, struct pause *pause)
 {
+	/* Threads that wait are in the middle of a verb. */
+	if (ask(h, "_wake"))
+		return -1;
 	while (VERBS(load(&h->word))) {
 		int stopped = sleep_on(pause);
 
@@ -902,19 +905,20 @@ static void keep(struct rp_handle *h)
 static void close_quietly(struct rp_handle *h)
 {
 	PyObject *type, *value, *trace;
-	int interrupted = 0;
+	int interrupted = 0, failed = 1;
 
 	PyErr_Fetch(&type, &value, &trace);
 	Py_INCREF((PyObject *)h);
-	for (int i = 0; i < MOST_INTERRUPTS; i++) {
-		if (!close_now(h, BY_FINALIZER) ||
-		    PyErr_ExceptionMatches(python.error))
+	for (int i = 0; failed && i < MOST_INTERRUPTS; i++) {
+		failed = close_now(h, BY_FINALIZER);
+		if (failed && PyErr_ExceptionMatches(python.error))
 			break;
-		interrupted |= report(h);
+		if (failed)
+			interrupted |= report(h);
 	}
-	if (h->cdata) {
+	if (failed && h->cdata) {
 		keep(h);
-	} else if (h->kept) {
+	} else if (h->kept && !h->cdata) {
 		h->kept = 0;
 		Py_DECREF((PyObject *)h);
 	}
@@ -992,6 +996,35 @@ static PyObject *handle_close_at_exit(PyObject *self, PyObject *unused)
 {
 	(void)unused;
 	return close_by(self, AT_EXIT);
+}
+
+/* _bind(mr): a window is bound to a region, or with None to nothing. */
+static PyObject *handle_bind(PyObject *self, PyObject *mr)
+{
+	struct rp_use uses[2];
+	PyObject *old;
+	int used = 0;
+
+	if (mr != Py_None && !rp_is_handle(mr)) {
+		PyErr_SetString(PyExc_TypeError, "it is not a handle");
+		return NULL;
+	}
+	if (rp_begin_use((struct rp_handle *)self, &uses[used])) {
+		rp_raise_closed((struct rp_handle *)self);
+		return NULL;
+	}
+	used++;
+	if (mr != Py_None &&
+	    rp_begin_use((struct rp_handle *)mr, &uses[used++])) {
+		rp_raise_closed((struct rp_handle *)mr);
+		end_uses(uses, 1);
+		return NULL;
+	}
+	old = rp_bind((struct rp_handle *)self,
+		      mr == Py_None ? NULL : (struct rp_handle *)mr);
+	end_uses(uses, used);
+	Py_XDECREF(old);
+	Py_RETURN_NONE;
 }
 
 /* _abandon(): the last user closes it; the caller has made one. */
@@ -1102,9 +1135,19 @@ static PyMethodDef handle_methods[] = {
 	{ "_leave", handle_leave, METH_O, NULL },
 	{ "_others", handle_others, METH_NOARGS, NULL },
 	{ "close", handle_close, METH_NOARGS,
-	  "Give the resource back; do nothing if that has been done." },
+	  "Give the resource back; do nothing if that has been done.\n\n"
+	  "It waits for the verbs that other threads are in the middle of. "
+	  "In the middle of\na verb of this thread (a signal handler, a "
+	  "finalizer) it is put off until that\nhas ended.  In the child of "
+	  "a fork it does nothing.\n\n"
+	  "Raises:\n"
+	  "    InUseError: others that depend on it are open; it stays open "
+	  "too.\n"
+	  "    VerbsError: the device refused; it stays open too.\n" },
 	{ "_close_at_exit", handle_close_at_exit, METH_NOARGS, NULL },
 	{ "_abandon", handle_abandon, METH_NOARGS, NULL },
+	{ "_wake", do_nothing, METH_NOARGS, NULL },
+	{ "_bind", handle_bind, METH_O, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
 	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },

@@ -11,18 +11,27 @@ PyObject *rp_in_flight_type, *rp_sent_type;
 
 static int is_handle(PyObject *object)
 {
-	return PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type);
+	static PyTypeObject *known; /* a region's, nearly always */
+
+	if (Py_TYPE(object) == known)
+		return 1;
+	if (!PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type))
+		return 0;
+	if (!known)
+		known = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
+	return 1;
 }
 
 static void each(PyObject *held, void (*f)(struct rp_handle *))
 {
 	if (!held || held == Py_None)
 		return;
-	if (!PyTuple_CheckExact(held)) {
-		if (is_handle(held))
-			f((struct rp_handle *)held);
+	if (is_handle(held)) {
+		f((struct rp_handle *)held);
 		return;
 	}
+	if (!PyTuple_CheckExact(held))
+		return;
 	for (Py_ssize_t i = 0; i < PyTuple_Size(held); i++)
 		each(PyTuple_GetItem(held, i), f);
 }

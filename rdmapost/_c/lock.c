@@ -11,6 +11,13 @@
 
 PyObject *rp_lock_type;
 
+static unsigned int forks;
+
+static void after_fork(void)
+{
+	forks++;
+}
+
 static unsigned long this_thread(void)
 {
 	return (unsigned long)pthread_self();
@@ -24,8 +31,7 @@ int rp_owns(const struct rp_lock *lock)
 /* Waiting for oneself would last for ever; 0, or -1 with an exception. */
 static int is_own(const struct rp_lock *lock)
 {
-	if (__atomic_load_n(&lock->owner, __ATOMIC_RELAXED) !=
-	    this_thread())
+	if (!rp_owns(lock))
 		return 0;
 	PyErr_SetString(PyExc_RuntimeError,
 			"this thread is in the middle of a post to the same "
@@ -37,40 +43,62 @@ static int is_own(const struct rp_lock *lock)
 
 static int make(struct rp_lock *lock)
 {
-	memset(&lock->mutex, 0, sizeof(lock->mutex));
-	return 0;
+	lock->forks = forks;
+	return pthread_mutex_init(&lock->mutex, NULL);
 }
 
 static void destroy(struct rp_lock *lock)
 {
-	(void)lock;
+	pthread_mutex_destroy(&lock->mutex);
+}
+
+/* After a fork, other threads that held it or waited for it do not exist. */
+static void renew(struct rp_lock *lock)
+{
+	if (__atomic_load_n(&lock->forks, __ATOMIC_RELAXED) == forks)
+		return;
+	make(lock);
+	lock->owner = 0;
+}
+
+int rp_try(struct rp_lock *lock)
+{
+	if (rp_owns(lock))
+		return 0;
+	renew(lock);
+	if (pthread_mutex_trylock(&lock->mutex))
+		return 0;
+	__atomic_store_n(&lock->owner, this_thread(), __ATOMIC_RELAXED);
+	return 1;
 }
 
 int rp_take(struct rp_lock *lock)
 {
 	if (is_own(lock))
 		return -1;
-	PyMutex_Lock(&lock->mutex);
-	__atomic_store_n(&lock->owner, this_thread(),
-			 __ATOMIC_RELAXED);
+	if (rp_try(lock))
+		return 0;
+	Py_BEGIN_ALLOW_THREADS
+	pthread_mutex_lock(&lock->mutex);
+	Py_END_ALLOW_THREADS
+	__atomic_store_n(&lock->owner, this_thread(), __ATOMIC_RELAXED);
 	return 0;
 }
 
 void rp_give(struct rp_lock *lock)
 {
 	__atomic_store_n(&lock->owner, 0, __ATOMIC_RELAXED);
-	PyMutex_Unlock(&lock->mutex);
+	pthread_mutex_unlock(&lock->mutex);
 }
 
 #else
 
 static int make(struct rp_lock *lock)
 {
+	lock->forks = forks;
 	lock->given = PyThread_allocate_lock();
-	if (!lock->given) {
-		PyErr_NoMemory();
+	if (!lock->given)
 		return -1;
-	}
 	/* Nobody has given it yet. */
 	PyThread_acquire_lock(lock->given, WAIT_LOCK);
 	return 0;
@@ -82,9 +110,28 @@ static void destroy(struct rp_lock *lock)
 		PyThread_free_lock(lock->given);
 }
 
+/* After a fork, other threads that held it or waited for it do not exist. */
+static void renew(struct rp_lock *lock)
+{
+	lock->forks = forks;
+	lock->waiting = lock->woken = 0;
+	if (!rp_owns(lock))
+		lock->owner = 0;
+}
+
+int rp_try(struct rp_lock *lock)
+{
+	if (lock->forks != forks)
+		renew(lock);
+	if (lock->owner)
+		return 0;
+	lock->owner = this_thread();
+	return 1;
+}
+
 int rp_take(struct rp_lock *lock)
 {
-	while (lock->owner) {
+	while (!rp_try(lock)) {
 		if (is_own(lock))
 			return -1;
 		lock->waiting++;
@@ -94,7 +141,6 @@ int rp_take(struct rp_lock *lock)
 		lock->waiting--;
 		lock->woken = 0;
 	}
-	lock->owner = this_thread();
 	return 0;
 }
 
@@ -116,8 +162,10 @@ static PyObject *lock_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	(void)args;
 	(void)kwargs;
 	lock = PyType_GenericAlloc(type, 0);
-	if (lock && make((struct rp_lock *)lock))
+	if (lock && make((struct rp_lock *)lock)) {
 		Py_CLEAR(lock);
+		PyErr_NoMemory();
+	}
 	return lock;
 }
 
@@ -145,7 +193,18 @@ static PyObject *lock_exit(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+/* wait(): until whoever has it gives it back. */
+static PyObject *lock_wait(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	if (rp_take((struct rp_lock *)self))
+		return NULL;
+	rp_give((struct rp_lock *)self);
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef lock_methods[] = {
+	{ "wait", lock_wait, METH_NOARGS, NULL },
 	{ "__enter__", lock_acquire, METH_NOARGS, NULL },
 	{ "__exit__", lock_exit, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
@@ -167,6 +226,10 @@ static PyType_Spec lock_spec = {
 
 int rp_add_lock(PyObject *module)
 {
+	if (pthread_atfork(NULL, NULL, after_fork)) {
+		PyErr_NoMemory();
+		return -1;
+	}
 	rp_lock_type = PyType_FromSpec(&lock_spec); /* held for ever */
 	return rp_lock_type ? PyModule_AddObjectRef(module, "Lock",
 						    rp_lock_type) : -1;

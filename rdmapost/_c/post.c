@@ -89,7 +89,8 @@ static void record(struct queue *q, struct post *post, struct request *r)
 	PyObject *held = NULL;
 	uint64_t removes = 0;
 
-	rp_put_pointers(post, r);
+	if (r->ah || r->mw || r->mr)
+		rp_put_pointers(post, r);
 	/* Inline data has been copied when the call returns: the request holds it till then. */
 	if (q->verb != SEND || !(r->flags & IBV_SEND_INLINE))
 		held = give(r, r->mw != NULL);
@@ -201,14 +202,16 @@ PyObject *rp_raise_refusal(PyObject *queue, struct rp_handle *owner,
 			   struct post *post, size_t index, Py_ssize_t posted)
 {
 	const struct refusal *why = &post->refusal;
-	PyObject *done = PyObject_CallMethod(
+	PyObject *wrs = rp_wrs(post);
+	PyObject *done = wrs ? PyObject_CallMethod(
 		queue, "_refused", "OOnnsOOKK(KII)", (PyObject *)owner,
-		post->wrs, (Py_ssize_t)index, posted, why->rule,
+		wrs, (Py_ssize_t)index, posted, why->rule,
 		why->name ? why->name : Py_None,
 		why->value ? why->value : Py_None, (unsigned long long)why->a,
 		(unsigned long long)why->b, (unsigned long long)why->sge.addr,
-		why->sge.length, why->sge.lkey);
+		why->sge.length, why->sge.lkey) : NULL;
 
+	Py_XDECREF(wrs);
 	Py_XDECREF(done);
 	if (!PyErr_Occurred())
 		PyErr_SetString(PyExc_SystemError, "a refusal was not raised");
@@ -216,13 +219,15 @@ PyObject *rp_raise_refusal(PyObject *queue, struct rp_handle *owner,
 }
 
 PyObject *rp_raise_failure(struct queue *q, struct rp_handle *owner,
-			   PyObject *wrs, struct rp_outcome outcome)
+			   const struct post *post, struct rp_outcome outcome)
 {
-	PyObject *done = PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
+	PyObject *wrs = rp_wrs(post);
+	PyObject *done = !wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
 					     (PyObject *)owner, wrs,
 					     outcome.code,
 					     (long long)outcome.posted);
 
+	Py_XDECREF(wrs);
 	Py_XDECREF(done);
 	if (!PyErr_Occurred())
 		PyErr_SetString(PyExc_SystemError, "a failure was not raised");
@@ -277,8 +282,15 @@ void rp_end_post(struct queue *q, struct rp_turn *turn)
 
 static struct rp_handle *to_handle(PyObject *object)
 {
-	if (PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type))
+	static PyTypeObject *known; /* a queue pair's, nearly always */
+
+	if (Py_TYPE(object) == known)
 		return (struct rp_handle *)object;
+	if (PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type)) {
+		if (Py_TYPE(object) != known)
+			known = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
+		return (struct rp_handle *)object;
+	}
 	PyErr_SetString(PyExc_TypeError, "expected what owns the queue");
 	return NULL;
 }
@@ -311,7 +323,7 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args,
 	if (count < 0 || settle(q, &post, in))
 		answer = NULL;
 	else if (outcome.code)
-		answer = rp_raise_failure(q, owner, post.wrs, outcome);
+		answer = rp_raise_failure(q, owner, &post, outcome);
 	else if (post.refusal.rule)
 		answer = rp_raise_refusal(self, owner, &post, (size_t)count, (Py_ssize_t)in);
 	else
@@ -382,7 +394,7 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 	if (PyErr_Occurred())
 		answer = NULL;
 	else if (outcome.code)
-		answer = rp_raise_failure(q, owner, post.wrs, outcome);
+		answer = rp_raise_failure(q, owner, &post, outcome);
 	else if (post.refusal.rule)
 		answer = rp_raise_refusal(self, owner, &post, 0, 0);
 	else

@@ -85,7 +85,8 @@ struct rp_outcome {
 
 /* A list of work requests on its way. */
 struct post {
-	PyObject *wrs; /* a tuple */
+	PyObject *wrs; /* a tuple, or NULL where `one` is the only one */
+	PyObject *one; /* the caller's argument */
 	struct request *requests;
 	size_t count, capacity;
 	char *records;
@@ -154,6 +155,9 @@ const struct kind *rp_kind_of(int verb, PyObject *type);
 /* Read all, up to the first that cannot be; 0, or -1 with an exception. */
 int rp_read(struct queue *q, PyObject *wrs, struct post *post);
 
+/* Return the work requests as a tuple, a new reference; NULL with an exception. */
+PyObject *rp_wrs(const struct post *post);
+
 /* Let go of all that was read; may run any code of Python's. */
 void rp_free_post(struct post *post);
 
@@ -186,7 +190,7 @@ extern PyObject *rp_queue_type;
 PyObject *rp_raise_refusal(PyObject *queue, struct rp_handle *owner,
 			   struct post *post, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_failure(struct queue *q, struct rp_handle *owner,
-			   PyObject *wrs, struct rp_outcome outcome);
+			   const struct post *post, struct rp_outcome outcome);
 
 /* Write the addresses of the structs that a work request names into its record. */
 void rp_put_pointers(struct post *post, const struct request *r);

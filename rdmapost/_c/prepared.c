@@ -105,7 +105,7 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	struct prepared *p = (struct prepared *)self;
 	PyObject *queue, *owner, *wrs;
 	struct rp_turn turn;
-	int refused = -1;
+	int refused = -1, failed;
 
 	(void)kwargs;
 	if (p->queue) {
@@ -117,7 +117,16 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		return -1;
 	p->queue = (struct queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
-	if (rp_read(p->queue, wrs, &p->post) ||
+	/* The list lives longer than this call: it has a reference of its own. */
+	if (rp_kind_of(p->queue->verb, (PyObject *)Py_TYPE(wrs)))
+		wrs = PyTuple_Pack(1, wrs);
+	else
+		Py_INCREF(wrs);
+	if (!wrs)
+		return -1;
+	failed = rp_read(p->queue, wrs, &p->post);
+	Py_DECREF(wrs);
+	if (failed ||
 	    rp_begin_post(p->queue, p->owner, &turn))
 		return -1;
 	refused = check_all(p);
@@ -260,7 +269,7 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 				 strcmp(rule, "full") ? 0 :
 				 left < p->post.count ? left : 0, 0);
 	} else if (outcome.code) {
-		rp_raise_failure(p->queue, p->owner, said.wrs, outcome);
+		rp_raise_failure(p->queue, p->owner, &said, outcome);
 	}
 	Py_XDECREF(said.wrs);
 	if (PyErr_Occurred())
@@ -408,12 +417,16 @@ static void item_dealloc(PyObject *self)
 /* Raise a ValueError for what was refused of a work request: always -1. */
 static int refuse_value(struct prepared *p, struct post *post, size_t index)
 {
+	PyObject *wr;
+
 	/* Reading the value may have closed the list. */
 	if (!is_open(p))
 		return -1;
-	post->wrs = Py_NewRef(p->post.wrs);
-	rp_raise_refusal((PyObject *)p->queue, p->owner, post, index, -1);
-	Py_CLEAR(post->wrs);
+	wr = Py_NewRef(p->post.requests[index].wr);
+	post->one = wr;
+	rp_raise_refusal((PyObject *)p->queue, p->owner, post, 0, -1);
+	post->one = NULL;
+	Py_DECREF(wr);
 	return -1;
 }
 

@@ -21,9 +21,11 @@ static const size_t heads[] = {
 	[SRQ_OPS] = sizeof(struct ibv_ops_wr),
 };
 
+/* A subclass's too. */
 static int is_a(PyObject *object, PyObject *type)
 {
-	return PyObject_TypeCheck(object, (PyTypeObject *)type);
+	return (PyObject *)Py_TYPE(object) == type ||
+	       PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)type);
 }
 
 /* ---- refusing ----------------------------------------------------------- */
@@ -71,32 +73,46 @@ static int refuse_for_exception(struct post *post)
 
 /* ---- reading a value: 1, or 0 where it is refused, or -1 with an exception -- */
 
+/* What is no int, or does not fit, or is not there. */
+static int read_unusual(struct post *post, PyObject *name, PyObject *value,
+			unsigned int bits, uint64_t most, uint64_t *number)
+{
+	PyObject *index;
+
+	PyErr_Clear();
+	if (PyLong_Check(value))
+		return refuse(post, "out_of_range", name, value, bits);
+	index = PyNumber_Index(value);
+	if (!index && PyErr_ExceptionMatches(PyExc_TypeError)) {
+		PyErr_Clear();
+		return refuse(post, "not_an_integer", name, value, 0);
+	}
+	if (!index)
+		return refuse_for_exception(post);
+	*number = PyLong_AsUnsignedLong(index);
+	if ((*number == (uint64_t)-1 && PyErr_Occurred()) || *number > most) {
+		PyErr_Clear();
+		refuse(post, "out_of_range", name, index, bits);
+		Py_DECREF(index);
+		return 0;
+	}
+	Py_DECREF(index);
+	return 1;
+}
+
 int rp_read_number(struct post *post, PyObject *name, PyObject *value,
 		   unsigned int bits, uint64_t *number)
 {
-	uint64_t most = bits < 64 ? (1ull << bits) - 1 : UINT64_MAX;
-	PyObject *index = NULL;
+	uint64_t most = UINT64_MAX >> (64 - bits);
 
-	if (!PyLong_Check(value)) {
-		index = PyNumber_Index(value);
-		if (!index && PyErr_ExceptionMatches(PyExc_TypeError)) {
-			PyErr_Clear();
-			return refuse(post, "not_an_integer", name, value, 0);
-		}
-		if (!index)
-			return refuse_for_exception(post);
-		value = index;
+	if (PyLong_Check(value)) {
+		/* Of the same width as unsigned long long, whose call takes four times as long. */
+		*number = PyLong_AsUnsignedLong(value);
+		if (*number <= most &&
+		    (*number != (uint64_t)-1 || !PyErr_Occurred()))
+			return 1;
 	}
-	/* Of the same width as unsigned long long, whose call takes four times as long. */
-	*number = PyLong_AsUnsignedLong(value);
-	if ((*number == (uint64_t)-1 && PyErr_Occurred()) || *number > most) {
-		PyErr_Clear();
-		refuse(post, "out_of_range", name, value, bits);
-		Py_XDECREF(index);
-		return 0;
-	}
-	Py_XDECREF(index);
-	return 1;
+	return read_unusual(post, name, value, bits, most, number);
 }
 
 static int exact(const struct request *r)
@@ -177,7 +193,7 @@ static void *enlarge(void *array, void *few, size_t used, size_t *room,
 	return made;
 }
 
-static int make_room(struct post *post, size_t bytes, size_t owners)
+static int enlarge_post(struct post *post, size_t bytes, size_t owners)
 {
 	while (post->size - post->used < bytes) {
 		char *records = enlarge(post->records, post->small, post->used,
@@ -197,6 +213,14 @@ static int make_room(struct post *post, size_t bytes, size_t owners)
 		post->owners = made;
 	}
 	return 1;
+}
+
+static inline int make_room(struct post *post, size_t bytes, size_t owners)
+{
+	if (post->size - post->used >= bytes &&
+	    post->owner_room - post->owned >= owners)
+		return 1;
+	return enlarge_post(post, bytes, owners);
 }
 
 /* ---- SGEs ---------------------------------------------------------------- */
@@ -403,9 +427,9 @@ static int read_wr_id(struct post *post, struct request *r)
 	return r->wr_id ? 1 : -1;
 }
 
-static int read_one(struct queue *q, struct post *post, struct request *r)
+static int read_one(struct queue *q, struct post *post, struct request *r,
+		    const struct kind *kind)
 {
-	const struct kind *kind = rp_kind_of(q->verb, (PyObject *)Py_TYPE(r->wr));
 	size_t head = heads[q->verb];
 	PyObject *sg_list;
 	int read;
@@ -469,13 +493,32 @@ static void begin(struct post *post)
 	post->size = sizeof(post->small);
 }
 
-int rp_read(struct queue *q, PyObject *wrs, struct post *post)
+/* Read one more; 1, or 0 where it is refused, or -1 with an exception. */
+static int read_next(struct queue *q, struct post *post, PyObject *wr,
+		     const struct kind *kind)
 {
-	begin(post);
-	if (rp_kind_of(q->verb, (PyObject *)Py_TYPE(wrs)))
-		post->wrs = PyTuple_Pack(1, wrs);
-	else
-		post->wrs = PySequence_Tuple(wrs);
+	struct request *r;
+
+	if (post->count == post->capacity) {
+		r = enlarge(post->requests, post->few, post->count,
+			    &post->capacity, sizeof(*r));
+		if (!r)
+			return -1;
+		post->requests = r;
+	}
+	r = &post->requests[post->count];
+	memset(r, 0, sizeof(*r));
+	r->wr = wr;
+	post->count++;
+	return read_one(q, post, r, kind);
+}
+
+static int read_list(struct queue *q, PyObject *wrs, struct post *post)
+{
+	Py_ssize_t count;
+	int read = 1;
+
+	post->wrs = PySequence_Tuple(wrs);
 	if (!post->wrs) {
 		if (PyErr_ExceptionMatches(PyExc_TypeError) &&
 		    !PyObject_HasAttrString(wrs, "__iter__")) {
@@ -486,28 +529,29 @@ int rp_read(struct queue *q, PyObject *wrs, struct post *post)
 		}
 		return -1;
 	}
-	for (Py_ssize_t i = 0; i < PyTuple_Size(post->wrs); i++) {
-		struct request *r;
-		int read;
+	count = PyTuple_Size(post->wrs);
+	for (Py_ssize_t i = 0; read > 0 && i < count; i++) {
+		PyObject *wr = PyTuple_GetItem(post->wrs, i);
 
-		if (post->count == post->capacity) {
-			r = enlarge(post->requests, post->few, post->count,
-				    &post->capacity, sizeof(*r));
-			if (!r)
-				return -1;
-			post->requests = r;
-		}
-		r = &post->requests[post->count];
-		memset(r, 0, sizeof(*r));
-		r->wr = PyTuple_GetItem(post->wrs, i);
-		post->count++;
-		read = read_one(q, post, r);
-		if (read < 0)
-			return -1;
-		if (!read)
-			return 0;
+		read = read_next(q, post, wr,
+				 rp_kind_of(q->verb, (PyObject *)Py_TYPE(wr)));
 	}
-	return 0;
+	return read;
+}
+
+int rp_read(struct queue *q, PyObject *wrs, struct post *post)
+{
+	const struct kind *kind = rp_kind_of(q->verb, (PyObject *)Py_TYPE(wrs));
+
+	begin(post);
+	post->one = wrs;
+	return (kind ? read_next(q, post, wrs, kind) :
+		       read_list(q, wrs, post)) < 0 ? -1 : 0;
+}
+
+PyObject *rp_wrs(const struct post *post)
+{
+	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->one);
 }
 
 struct ibv_sge *rp_sges(const struct post *post, const struct request *r)
@@ -525,6 +569,7 @@ int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list,
 
 	begin(post);
 	r = post->requests;
+	post->one = from->wr;
 	*r = (struct request){ .wr = from->wr, .kind = from->kind,
 			       .flags = from->flags, .ah = from->ah,
 			       .hdr = from->hdr, .hdr_len = from->hdr_len };

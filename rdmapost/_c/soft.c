@@ -1,148 +1,245 @@
 /*
- * The C side of the soft device: a context whose table of operations is ours.
+ * The C side of the soft device: a context whose operations are ours.
  *
  * The posting symbols follow qp->context->ops, so a context made here receives
  * exactly what a NIC's driver would.  Exported libibverbs functions must never
  * see it: they reach into a private part that it does not have.
+ *
+ * A post is taken in here, whole; then Python carries it out.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "soft.h"
+#include "soft_device.h"
 
 #include <string.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 
-/* A context, and what it calls; `verbs` ends it, as the header expects. */
-struct soft_context {
-	struct rp_soft_ops ops;
-	struct verbs_context verbs;
+/* ---- posting ------------------------------------------------------------ */
+
+/* Where work requests go, all of it owned. */
+struct target {
+	PyObject *object; /* what the handle stands for */
+	struct work_queue *queue;
+	struct work_queue *slots; /* of a matching list, or NULL */
+	PyObject *matching; /* the list, or NULL */
+	PyObject *worker; /* what carries them out, borrowed; or NULL */
 };
 
-static struct soft_context *whole(struct ibv_context *context)
+/* What ibv_send_wr, ibv_recv_wr and ibv_ops_wr have in common. */
+struct any_wr {
+	uint64_t wr_id;
+	void *next;
+};
+
+enum posts { SENDS, RECEIVES, SRQ_RECEIVES, OPS };
+
+/* Returns 0 or an errno; drop_target is to be called in any case. */
+static int find_target(enum posts what, uint32_t handle, struct target *to)
 {
-	char *verbs = (char *)verbs_get_ctx(context);
+	static const char *const names[] = { "sq", "rq", "queue", "ops" };
 
-	return (void *)(verbs - offsetof(struct soft_context, verbs));
-}
-
-int rp_soft_interrupted;
-
-/* To be called when a callback is over. */
-static void deliver_interrupt(void)
-{
-	if (rp_soft_interrupted) {
-		rp_soft_interrupted = 0;
-		PyErr_SetInterrupt();
+	to->object = rp_soft_object(handle);
+	if (!to->object)
+		return EINVAL;
+	if (what == OPS) {
+		to->matching = rp_soft_part(to->object, "tags", NULL);
+		if (!to->matching)
+			return EINVAL;
+		to->slots = rp_soft_part(to->matching, "slots",
+					 rp_work_queue_type);
+		if (!to->slots)
+			return EINVAL;
 	}
+	to->queue = rp_soft_part(to->matching ? to->matching : to->object,
+				 names[what], rp_work_queue_type);
+	if (what != SRQ_RECEIVES)
+		to->worker = to->matching ? to->matching : to->object;
+	return to->queue ? 0 : EINVAL;
 }
 
-/*
- * A provider in Python would follow the pointers of a chain one by one, and
- * each would cost more than all of this: so it gets the work requests as
- * records in one piece, as many at a time as the buffer holds.
- */
-#define BUFFER_SIZE 8192
+static void drop_target(struct target *to)
+{
+	Py_XDECREF((PyObject *)to->queue);
+	Py_XDECREF((PyObject *)to->slots);
+	Py_XDECREF(to->matching);
+	Py_XDECREF(to->object);
+}
 
-#define TAKE_CHAIN(type, take, number)                                         \
-	do {                                                                   \
-		_Alignas(8) char buffer[BUFFER_SIZE];                          \
-		while (wr) {                                                   \
-			type *first = wr;                                      \
-			size_t size = 0;                                       \
-			uint32_t count = 0;                                    \
-			int64_t taken;                                         \
-			for (int ok = 1; wr && ok; wr = wr->next) {            \
-				size_t sges = 0;                               \
-				ok = wr->num_sge >= 0 &&                       \
-				     wr->num_sge <= RP_SOFT_MAX_SGE &&         \
-				     (!wr->num_sge || wr->sg_list);            \
-				if (ok)                                        \
-					sges = (size_t)wr->num_sge *           \
-					       sizeof(struct ibv_sge);         \
-				if (size + sizeof(*wr) + sges > BUFFER_SIZE)   \
-					break;                                 \
-				memcpy(buffer + size, wr, sizeof(*wr));        \
-				if (!ok)                                       \
-					((type *)(void *)(buffer + size))      \
-						->num_sge = -1;                \
-				size += sizeof(*wr);                           \
-				if (sges)                                      \
-					memcpy(buffer + size, wr->sg_list,     \
-					       sges);                          \
-				size += sges;                                  \
-				count++;                                       \
-			}                                                      \
-			taken = take(number, buffer, size, count);             \
-			deliver_interrupt();                                   \
-			if (taken == count)                                    \
-				continue;                                      \
-			for (uint32_t i = (uint32_t)taken; i; i--)             \
-				first = first->next;                           \
-			*bad_wr = first;                                       \
-			return (int)(taken >> 32);                             \
-		}                                                              \
-		return 0;                                                      \
-	} while (0)
+/* The errno with which a send is to fail on purpose, or 0. */
+static int planned_failure(const struct work_queue *queue)
+{
+	PyObject *posts, *ask, *said = NULL;
+	long code = 0;
+
+	if (!queue->faults)
+		return 0;
+	posts = rp_soft_part(queue->faults, "posts", &PyDict_Type);
+	if (posts && PyDict_Size(posts) > 0) {
+		ask = rp_soft_part(queue->faults, "errno_of_post", NULL);
+		said = ask ? rp_soft_step(ask) : NULL;
+		Py_XDECREF(ask);
+	}
+	if (said)
+		code = PyLong_AsLong(said);
+	Py_XDECREF(said);
+	Py_XDECREF(posts);
+	PyErr_Clear();
+	return (int)code;
+}
+
+/* Take one work request in; 0 or an errno. */
+static int take_in(enum posts what, enum ibv_qp_type type, int nested,
+		   const struct target *to, void *wr)
+{
+	struct work_queue *queue = to->queue;
+	PyObject *wqe;
+	int code = 0;
+
+	/* The plan counts no post that is made in the middle of a verb. */
+	if (what == SENDS && !nested)
+		code = planned_failure(queue);
+	if (!code)
+		code = queue->refuses;
+	if (!code && queue->used + queue->incoming >= queue->depth)
+		code = ENOMEM;
+	if (code)
+		return code;
+	if (what == SENDS)
+		wqe = rp_read_send(queue, type, wr, &code);
+	else if (what == OPS)
+		wqe = rp_read_op(to->slots, wr, &code);
+	else
+		wqe = rp_read_recv(queue, wr, &code);
+	if (!wqe)
+		return code;
+	code = rp_soft_accept(nested, queue,
+			      what == OPS && ((struct ibv_ops_wr *)wr)->opcode ==
+						     IBV_WR_TAG_ADD ?
+				      to->slots : NULL,
+			      wqe);
+	Py_DECREF(wqe);
+	return code;
+}
+
+/* Returns 0, or an errno and in *bad the first that is not taken. */
+static int post(enum posts what, uint32_t handle, enum ibv_qp_type type,
+		void *wr, void **bad)
+{
+	PyGILState_STATE gil = PyGILState_Ensure();
+	int nested = rp_soft_enter(), code, any = 0;
+	struct target to = { NULL, NULL, NULL, NULL, NULL };
+
+	code = find_target(what, handle, &to);
+	while (wr && !code) {
+		code = take_in(what, type, nested, &to, wr);
+		if (code)
+			break;
+		any = 1;
+		wr = ((struct any_wr *)wr)->next;
+	}
+	if (any && to.worker && to.queue->prompt)
+		rp_soft_start(nested, to.worker);
+	rp_soft_leave(nested);
+	drop_target(&to);
+	PyGILState_Release(gil);
+	if (code)
+		*bad = wr;
+	return code;
+}
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
 		     struct ibv_send_wr **bad_wr)
 {
-	TAKE_CHAIN(struct ibv_send_wr, whole(qp->context)->ops.send, qp->qp_num);
+	return post(SENDS, qp->handle, qp->qp_type, wr, (void **)bad_wr);
 }
 
 static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr,
 		     struct ibv_recv_wr **bad_wr)
 {
-	TAKE_CHAIN(struct ibv_recv_wr, whole(qp->context)->ops.recv, qp->qp_num);
+	return post(RECEIVES, qp->handle, qp->qp_type, wr, (void **)bad_wr);
 }
 
 static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr,
 			 struct ibv_recv_wr **bad_wr)
 {
-	TAKE_CHAIN(struct ibv_recv_wr, whole(srq->context)->ops.srq_recv,
-		   srq->handle);
+	return post(SRQ_RECEIVES, srq->handle, 0, wr, (void **)bad_wr);
 }
 
 static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op,
 			struct ibv_ops_wr **bad_op)
 {
-	int rc = whole(srq->context)->ops.post_srq_ops(srq, op, bad_op);
+	return post(OPS, srq->handle, 0, op, (void **)bad_op);
+}
 
-	deliver_interrupt();
-	return rc;
+/* ---- polling ------------------------------------------------------------ */
+
+static struct completion_ring *find_ring(uint32_t handle)
+{
+	PyObject *found = rp_soft_object(handle);
+
+	if (found && !PyObject_TypeCheck(found, rp_completion_ring_type))
+		Py_CLEAR(found);
+	return (struct completion_ring *)found;
+}
+
+/* Take up to `most` completions, with tags where there is a `tm`; -1 where there is no such CQ. */
+static int poll(uint32_t handle, int most, struct ibv_wc *wc,
+		struct ibv_wc_tm_info *tm)
+{
+	PyGILState_STATE gil = PyGILState_Ensure();
+	int nested = rp_soft_enter(), count = 0;
+	struct completion_ring *ring;
+	struct cq_entry entry;
+
+	ring = find_ring(handle);
+	/* Who is interrupted may never see what the poll returns: that stays for the next. */
+	if (rp_soft_raises())
+		most = 0;
+	while (ring && count < most && rp_ring_take(ring, &entry)) {
+		wc[count] = entry.wc;
+		if (tm)
+			tm[count] = entry.tm;
+		count++;
+		rp_soft_free_slots(nested, entry.queue, entry.frees);
+		Py_DECREF((PyObject *)entry.queue);
+	}
+	Py_XDECREF((PyObject *)ring);
+	rp_soft_leave(nested);
+	PyGILState_Release(gil);
+	if (ring)
+		return count;
+	errno = EINVAL;
+	return -1;
 }
 
 static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 {
-	int n = whole(cq->context)->ops.poll_cq(cq, num_entries, wc);
-
-	deliver_interrupt();
-	return n;
+	return poll(cq->handle, num_entries, wc, NULL);
 }
 
 static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
-	int rc = whole(cq->context)->ops.req_notify_cq(cq, solicited_only);
+	PyGILState_STATE gil = PyGILState_Ensure();
+	int nested = rp_soft_enter();
+	struct completion_ring *ring = find_ring(cq->handle);
 
-	deliver_interrupt();
-	return rc;
+	if (ring)
+		rp_soft_arm(nested, ring, solicited_only ?
+						  RP_ARMED_SOLICITED :
+						  RP_ARMED_NEXT);
+	rp_soft_leave(nested);
+	Py_XDECREF((PyObject *)ring);
+	PyGILState_Release(gil);
+	return ring ? 0 : EINVAL;
 }
 
-struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops)
+/* ---- a context ---------------------------------------------------------- */
+
+int rp_soft_context_init(struct rp_soft_context *soft)
 {
-	struct soft_context *soft;
 	struct verbs_context *context;
 
-	if (!ops) {
-		errno = EINVAL;
-		return NULL;
-	}
-	soft = calloc(1, sizeof(*soft)); /* freed by rp_soft_close */
 	if (!soft)
-		return NULL;
-	soft->ops = *ops;
+		return EINVAL;
 	context = &soft->verbs;
 	context->sz = sizeof(*context);
 	context->context.abi_compat = __VERBS_ABI_IS_EXTENDED;
@@ -155,13 +252,12 @@ struct ibv_context *rp_soft_open(const struct rp_soft_ops *ops)
 	context->context.ops.poll_cq = poll_cq;
 	context->context.ops.req_notify_cq = req_notify_cq;
 	context->post_srq_ops = post_srq_ops;
-	return &context->context;
+	return 0;
 }
 
-void rp_soft_close(struct ibv_context *context)
+struct ibv_context *rp_soft_context_of(struct rp_soft_context *soft)
 {
-	if (context)
-		free(whole(context));
+	return soft ? &soft->verbs.context : NULL;
 }
 
 /* ---- an extended CQ ----------------------------------------------------- */
@@ -171,37 +267,20 @@ static struct rp_soft_cq_ex *to_soft(struct ibv_cq_ex *cq)
 	return (struct rp_soft_cq_ex *)(void *)cq;
 }
 
-/* Where the completion that was reached last stands in the buffer. */
-static int at(struct ibv_cq_ex *cq)
-{
-	int next = to_soft(cq)->next;
-
-	return next ? next - 1 : 0;
-}
-
 static const struct ibv_wc *current(struct ibv_cq_ex *cq)
 {
-	return &to_soft(cq)->wc[at(cq)];
+	return &to_soft(cq)->wc;
 }
 
 static int next_poll(struct ibv_cq_ex *cq)
 {
 	struct rp_soft_cq_ex *soft = to_soft(cq);
+	int n = poll(ibv_cq_ex_to_cq(cq)->handle, 1, &soft->wc, &soft->tm);
 
-	if (soft->next >= soft->count) {
-		int n = soft->fill(ibv_cq_ex_to_cq(cq),
-				   sizeof(soft->wc) / sizeof(soft->wc[0]),
-				   soft->wc, soft->tm);
-
-		deliver_interrupt();
-		soft->next = soft->count = 0;
-		if (n <= 0)
-			return n ? EIO : ENOENT;
-		soft->count = n;
-	}
-	soft->next++;
-	cq->wr_id = current(cq)->wr_id;
-	cq->status = current(cq)->status;
+	if (n <= 0)
+		return n ? EINVAL : ENOENT;
+	cq->wr_id = soft->wc.wr_id;
+	cq->status = soft->wc.status;
 	return 0;
 }
 
@@ -212,7 +291,6 @@ static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
 
 static void end_poll(struct ibv_cq_ex *cq)
 {
-	/* What the buffer still holds is for the next batch. */
 	(void)cq;
 }
 
@@ -234,14 +312,13 @@ READ(uint8_t, dlid_path_bits)
 
 static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm_info)
 {
-	*tm_info = to_soft(cq)->tm[at(cq)];
+	*tm_info = to_soft(cq)->tm;
 }
 
-int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, rp_soft_fill *fill)
+int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
 {
-	if (!cq || !fill)
+	if (!cq)
 		return EINVAL;
-	cq->fill = fill;
 	cq->cq.start_poll = start_poll;
 	cq->cq.next_poll = next_poll;
 	cq->cq.end_poll = end_poll;
@@ -260,11 +337,6 @@ int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, rp_soft_fill *fill)
 }
 
 /* ---- timers ------------------------------------------------------------- */
-
-int rp_timer_open(void)
-{
-	return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-}
 
 int rp_timer_set(int fd, int64_t ns)
 {

@@ -1,36 +1,32 @@
 """The same server and client for asyncio.
 
-Steps of the exchange that make or give back resources of the device run in a
-thread of the event loop's executor, because drivers may take their time.
+The server has its threads here too, because drivers may take their time; nothing
+of it runs in the event loop but the owner's on_event.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
+import socket
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from ..channel import CompChannel
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
 from .address import DEFAULT_PORT, show_address
 from .client import MARGIN_S, Teller, why_not_reached
 from .connection import Dialled
-from .conversation import Conversation, Reception, check_token
+from .conversation import Reception, check_token
 from .errors import ConnectError, ProtocolError
-from .events import OnEvent, Refused
-from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .events import OnEvent
+from .messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .protocol import ClientSession
-from .server import MAX_WAITING, Serving, make_exposure, open_listener
-from .sockets import LINGER_BYTES, LINGER_S, prepare
+from .server import Serving, make_exposure, open_listener
+from .sockets import prepare
 
 __all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
-
-_log = logging.getLogger("rdmapost.connect")
 
 
 # ---- the server -------------------------------------------------------------------
@@ -50,7 +46,7 @@ async def aserve(
     token: str | None = None,
     max_clients: int = 16,
     timeout: float = 5.0,
-    idle_timeout: float | None = 300.0,
+    idle_timeout: float | None = None,
     port_num: int = 1,
     gid_index: int | None = None,
     on_event: OnEvent | None = None,
@@ -80,39 +76,36 @@ async def aserve(
 
     def tell(event: Any) -> None:
         if on_event is not None:
-            # What is done in another thread tells from there.
-            loop.call_soon_threadsafe(on_event, event)
+            # What is told after the loop has ended is for nobody.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(on_event, event)
 
     reception = Reception(
         context, exposure, token=token, max_clients=max_clients, timeout=timeout,
         idle_timeout=idle_timeout, on_event=tell,
     )  # fmt: skip
-    listener = await asyncio.to_thread(open_listener, host, port)
-    server = AsyncServer(reception, listener.getsockname())
-    server._server = await asyncio.start_server(server._meet, sock=listener, limit=MAX_LINE)
-    return server
+    return AsyncServer(reception, await asyncio.to_thread(open_listener, host, port))
 
 
 class AsyncServer(Serving):
     """A server at work; ``aserve`` makes it.
 
+    It ends with the event loop at the latest.
+
     Attributes:
         address, warning: as in Server.
     """
 
-    _server: asyncio.Server
-
-    def __init__(self, reception: Reception, address: tuple[Any, ...]) -> None:
-        super().__init__(reception, address)
-        self._talks: dict[asyncio.Task[None], Conversation] = {}
-        self._stopping = asyncio.Event()
+    def __init__(self, reception: Reception, listener: socket.socket) -> None:
+        super().__init__(reception, listener)
+        # Who takes an event loop down cancels its tasks.
+        self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
+        self._life.add_done_callback(lambda task: self._end())
 
     async def close(self) -> None:
         """Tell every client that the server ends, and take back what they have."""
-        self._server.close()
-        self._stopping.set()
-        if self._talks:
-            await asyncio.wait(self._talks)
+        await asyncio.to_thread(self._end)
+        self._life.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -124,119 +117,6 @@ class AsyncServer(Serving):
         trace: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        where = show_address(writer.get_extra_info("peername") or ("?", 0))
-        prepare(writer.get_extra_info("socket"))
-        conversation = Conversation(self._reception, where)
-        task = asyncio.current_task()
-        assert task is not None
-        waiting = sum(not c.admitted and not c.over for c in self._talks.values())
-        self._talks[task] = conversation
-        # An answer that its client does not take is noticed at once.
-        writer.transport.set_write_buffer_limits(0)
-        try:
-            try:
-                if waiting < MAX_WAITING:
-                    await self._exchange(reader, writer, conversation)
-                else:
-                    text = "too many are at this server's door; try again later"
-                    conversation.over = True
-                    writer.write(encode(Error("busy", text)))
-                    self._reception.tell(Refused(where, "busy", text))
-            finally:
-                # Also when the event loop is being taken down around it.
-                try:
-                    await asyncio.shield(asyncio.to_thread(conversation.close))
-                finally:
-                    conversation.close()
-            await _drain(reader, writer)
-        except Exception:
-            _log.exception("a client's task failed")
-        finally:
-            writer.close()
-            del self._talks[task]
-
-    async def _exchange(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, conversation: Conversation
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        arrived = asyncio.Event()
-        watched: CompChannel | None = None
-        fd = -1
-        pending: dict[str, asyncio.Task[Any]] = {}
-        try:
-            while not conversation.over:
-                if watched is None and (watched := conversation.channel) is not None:
-                    fd = watched.fileno()
-                    loop.add_reader(fd, arrived.set)
-                for name, make in (
-                    ("data", lambda: reader.read(MAX_LINE)), ("arrived", arrived.wait),
-                    ("stop", self._stopping.wait),
-                ):  # fmt: skip
-                    if name not in pending:
-                        pending[name] = asyncio.ensure_future(make())
-                await asyncio.wait(
-                    pending.values(),
-                    timeout=_seconds(conversation.deadline),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                answer = b""
-                if self._stopping.is_set():
-                    answer = conversation.stop()
-                if pending["arrived"].done():
-                    del pending["arrived"]
-                    arrived.clear()
-                    answer += conversation.completions()
-                if not conversation.over and pending["data"].done():
-                    try:
-                        data = pending.pop("data").result()
-                    except OSError as error:
-                        conversation.lost(f"the connection broke: {error.strerror or error}")
-                        return
-                    if not data:
-                        conversation.lost()
-                        return
-                    if fd >= 0:
-                        # A bye closes the descriptor.
-                        loop.remove_reader(fd)
-                    answer += await asyncio.to_thread(conversation.feed, data)
-                    if fd >= 0 and not conversation.over:
-                        loop.add_reader(fd, arrived.set)
-                answer += conversation.tick()
-                if conversation.over and fd >= 0:
-                    loop.remove_reader(fd)
-                    fd = -1
-                try:
-                    writer.write(answer)
-                    await asyncio.wait_for(writer.drain(), self._reception.timeout)
-                except TimeoutError:
-                    conversation.lost(
-                        f"it did not take its answers within {self._reception.timeout:g} s"
-                    )
-                except OSError as error:
-                    conversation.lost(f"the connection broke: {error.strerror or error}")
-        finally:
-            if fd >= 0:
-                loop.remove_reader(fd)
-            for task in pending.values():
-                task.cancel()
-            await asyncio.gather(*pending.values(), return_exceptions=True)
-
-
-def _seconds(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-async def _drain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Say that nothing more comes, and read on for a moment (sockets.drain)."""
-    left = LINGER_BYTES
-    with suppress(OSError, TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            if writer.can_write_eof():
-                writer.write_eof()
-            while left > 0 and (data := await reader.read(MAX_LINE)):
-                left -= len(data)
 
 
 # ---- the client -------------------------------------------------------------------
@@ -302,18 +182,23 @@ class AsyncConnection(Dialled):
         self._teller = Teller(where)
         try:
             async with asyncio.timeout(self.timeout):
-                self._reader, self._writer = await asyncio.open_connection(
-                    host, port, limit=MAX_LINE
-                )
+                self._reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
         except (OSError, UnicodeError) as error:
             reason = error if isinstance(error, OSError) else OSError(str(error))
             raise why_not_reached(where, reason, self.timeout) from error
-        prepare(self._writer.get_extra_info("socket"))
+        prepare(writer.get_extra_info("socket"))
+        self._read_on()
+        self._writer = writer
         greeting = self.greeting(token)
         message = next(greeting)
         with suppress(StopIteration):
             while True:
                 message = greeting.send(await self._ask(message))
+
+    def _read_on(self) -> None:
+        # Always under way, so that the end of the server is noticed without asking it.
+        self._reading = asyncio.create_task(self._reader.read(MAX_LINE))
+        self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         async with self._turn:
@@ -342,10 +227,11 @@ class AsyncConnection(Dialled):
                     # What the server has said before it went may still be there.
                     broken = error.strerror or str(error)
                 while (answer := session.next_message()) is None:
-                    data = await self._reader.read(MAX_LINE)
+                    data = await asyncio.shield(self._reading)
                     if not data:
                         raise teller.ended(session.partial, broken)
                     session.receive(data)
+                    self._read_on()
                 return answer
         except ConnectError as error:
             raise teller.wrong(error) if isinstance(error, ProtocolError) else error from None
@@ -394,8 +280,11 @@ class AsyncConnection(Dialled):
 
     @property
     def closed(self) -> bool:
-        """Whether the server is no longer there to be asked."""
-        return self._writer is None
+        """Whether the server is no longer there to be asked, as in Connection."""
+        if self._turn.locked():
+            return False
+        # It speaks unasked only to say why it goes.
+        return self._writer is None or self._reading.done()
 
     async def close(self) -> None:
         """Say goodbye, and give everything back; do nothing if that has been done.
@@ -414,6 +303,7 @@ class AsyncConnection(Dialled):
     def _hang_up(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
+            self._reading.cancel()
             writer.close()
 
     async def __aenter__(self) -> Self:

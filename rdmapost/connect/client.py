@@ -267,8 +267,23 @@ class Connection(Dialled):
 
     @property
     def closed(self) -> bool:
-        """Whether the server is no longer there to be asked."""
-        return self._socket is None
+        """Whether the server is no longer there to be asked.
+
+        A server that has ended, or has dismissed this client, is noticed at once, and
+        one whose host is gone in half a minute; the next question says why.  While
+        one waits for its answer this is False.
+        """
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
+                return True
+            # It speaks unasked only to say why it goes.
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            return bool(poller.poll(0))
+        finally:
+            self._turn.release()
 
     def close(self) -> None:
         """Say goodbye, and give everything back; do nothing if that has been done.

@@ -6,12 +6,13 @@ No input or output: a shell sends what ``greeting`` yields, and gives it the ans
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
+from ..errors import RdmaError
 from ..grh import GRH_BYTES
 from ..memory import MR, PD
 from ..queuepair import QP
@@ -85,7 +86,7 @@ class Dialled:
                 )
             )
             self._used = stack.enter_context(ExitStack())
-            stack.callback(self.qp._drop_outstanding)
+            stack.callback(self._drop_outstanding)
             self._stack = stack.pop_all()
 
     def greeting(self, token: str | None) -> Generator[Message, Message, None]:
@@ -163,6 +164,12 @@ class Dialled:
     @staticmethod
     def _as_arrival(answer: Message) -> Arrival | None:
         return answer if isinstance(answer, Arrival) else None
+
+    def _drop_outstanding(self) -> None:
+        """Reset, if need be: what an outstanding work request names cannot be closed."""
+        if any(self.qp.outstanding):
+            with suppress(RdmaError):
+                self.qp.to_reset()
 
     def _give_back(self) -> None:
         self._stack.close()

@@ -10,13 +10,14 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 
 from ..channel import CompChannel
 from ..device import Context
 from ..errors import RdmaError
 from .errors import ProtocolError
-from .events import Arrived, Event, Joined, Left, OnEvent, Refused
+from .events import Arrived, Changed, Event, Joined, Left, OnEvent, Refused
 from .exposure import Exposure, ServedClient
 from .fabric import fabric_of, why_apart
 from .messages import (
@@ -29,14 +30,17 @@ from .messages import (
     Nothing,
     Ready,
     Report,
+    Seen,
     encode,
 )
 from .protocol import ServerSession, Step
 
-__all__ = ["Conversation", "Reception"]
+__all__ = ["HELLO_S", "Conversation", "Reception"]
 
 _log = logging.getLogger("rdmapost.connect")
 
+HELLO_S = 5.0
+"""What a hello may take at most, however long the other steps may."""
 _LAST_ROUNDS = 16
 
 
@@ -49,11 +53,13 @@ class Reception:
         token: the token to ask for, or None.
         max_clients: how many at once.
         timeout: seconds for each step of the exchange, and for each answer to be taken.
-        idle_timeout: seconds in which a client must be heard of; None for no limit.
+        idle_timeout: seconds in which a client must send something; None for no limit.
         on_event: gets the events.
 
     Attributes:
         clients: those who are there, by number.
+        turn: held while one piece of a large memory is read, so that any number of
+            looks keep one core busy, and not all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -83,6 +89,7 @@ class Reception:
         self._numbers = itertools.count(1)
         self._places = threading.Lock()
         self._taken = 0
+        self.turn = threading.Lock()
         self.clients: dict[int, ServedClient] = {}
 
     def admit(self, hello: Hello) -> ServedClient:
@@ -142,7 +149,7 @@ def check_token(token: str | None) -> None:
 
 
 class Conversation:
-    """One client, from its first byte on.
+    """One client, from its first byte on: ``receive`` and ``authenticate``, and then ``feed``.
 
     Args:
         reception: the server's.
@@ -151,26 +158,22 @@ class Conversation:
     Attributes:
         over: nothing more is to be read; what was returned is still to be sent, then
             comes ``close``.
+        code: what ended it, one of messages.CODES or "lost".
     """
 
     def __init__(self, reception: Reception, address: str) -> None:
         self._reception = reception
         self._address = address
         self._session = ServerSession(reception.token)
+        self._hello: Hello | None = None
         self._client: ServedClient | None = None
         self._report: Report | None = None
         self._report_until = 0.0
+        self._looking: Generator[None, None, Seen] | None = None
         self._heard = time.monotonic()
         self._reason = ""
-        self._code = "lost"
-        # A shell may close it from elsewhere while it is at work.
-        self._lock = threading.RLock()
+        self.code = "lost"
         self.over = False
-
-    @property
-    def admitted(self) -> bool:
-        """Whether it has got what clients get."""
-        return self._client is not None
 
     @property
     def channel(self) -> CompChannel | None:
@@ -180,7 +183,7 @@ class Conversation:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` is due, by time.monotonic(), or None."""
-        if self._client is not None and self._client.more:
+        if self._looking is not None or (self._client is not None and self._client.more):
             return 0.0
         if self._report is not None:
             # Whoever waits for an answer is not idle.
@@ -189,93 +192,123 @@ class Conversation:
         return None if limit is None else self._heard + limit
 
     def _limit(self) -> float | None:
-        opened = self._session.step is Step.OPEN
-        return self._reception.idle_timeout if opened else self._reception.timeout
+        if self._session.step is Step.OPEN:
+            return self._reception.idle_timeout
+        timeout = self._reception.timeout
+        return min(timeout, HELLO_S) if self._session.step is Step.HELLO else timeout
 
     # ---- what comes -----------------------------------------------------------
 
-    def feed(self, data: bytes) -> bytes:
+    def receive(self, data: bytes) -> bool:
+        """Take bytes of the hello, and return whether ``authenticate`` can tell what it is."""
+        self._session.receive(data)
+        return self._session.ready
+
+    def authenticate(self) -> bytes:
+        """Check the hello, its token first, and return what is to be sent.
+
+        Nothing is made for the client: the next ``feed`` does that.
+        """
+        try:
+            message = self._session.next_message()
+            assert isinstance(message, Hello), "nothing else is let through first"
+            self._hello, self._heard = message, time.monotonic()
+        except Exception as error:
+            return encode(self._fail(error))
+        return b""
+
+    def feed(self, data: bytes = b"") -> bytes:
         """Take bytes from the client, and return what is to be sent to it."""
-        with self._lock:
-            out: list[Message] = []
-            try:
-                self._session.receive(data)
-                while not self.over and (message := self._session.next_message()) is not None:
-                    # Single bytes are not a sign of life, whole messages are.
-                    self._heard = time.monotonic()
-                    out += self._answer(message)
-            except Exception as error:
-                out.append(self._fail(error))
-            return b"".join(map(encode, out))
+        self._session.receive(data)
+        return self._say(self._answers())
 
     def completions(self) -> bytes:
         """Look for what has arrived, and return what is to be sent."""
-        with self._lock:
-            out: list[Message] = []
-            try:
-                if self._client is not None and not self.over:
-                    self._take(self._client)
-                    out = self._settle()
-            except Exception as error:
-                out.append(self._fail(error))
-            return b"".join(map(encode, out))
+        return self._say(self._arrivals())
 
     def tick(self) -> bytes:
-        """Look at the time, and return what is to be sent."""
-        with self._lock:
-            if self.over:
-                return b""
-            if self._client is not None and self._client.more:
-                return self.completions()
-            now, limit = time.monotonic(), self._limit()
-            if self._report is not None:
-                if now < self._report_until:
-                    return b""
-                self._report, self._heard = None, now
-                return encode(Nothing(0 if self._client is None else self._client.arrived))
-            if limit is not None and now >= self._heard + limit:
-                what = "half a message" if self._session.partial else "nothing"
-                text = f"{what} came from the client within {limit:g} s"
-                if self._session.step is not Step.OPEN:
-                    text += f": its {self._session.step.name.lower()} was to come"
-                return encode(self._fail(ProtocolError(text, "timeout")))
+        """Look at the time, go on with what takes long, and return what is to be sent."""
+        if self.over:
             return b""
+        if self.deadline == 0.0:
+            said = self.completions()
+            if self._looking is not None:
+                with self._reception.turn:
+                    said += self._say(self._seen())
+            return said
+        now, limit = time.monotonic(), self._limit()
+        if self._report is not None:
+            if now < self._report_until:
+                return b""
+            self._report, self._heard = None, now
+            return encode(Nothing(0 if self._client is None else self._client.arrived))
+        if limit is not None and now >= self._heard + limit:
+            what = "half a message" if self._session.partial else "nothing"
+            text = f"{what} came from the client within {limit:g} s"
+            if self._session.step is not Step.OPEN:
+                text += f": its {self._session.step.name.lower()} was to come"
+            return self.end("timeout", text)
+        return b""
 
     def lost(self, why: str = "") -> None:
         """The connection is gone."""
-        with self._lock:
-            if not self.over:
-                self.over = True
-                half = " in the middle of a message" if self._session.partial else ""
-                self._reason = why or f"the connection ended{half} without a bye"
+        if not self.over:
+            self.over = True
+            half = " in the middle of a message" if self._session.partial else ""
+            self._reason = why or f"the connection ended{half} without a bye"
 
-    def stop(self) -> bytes:
+    def end(self, code: str = "closing", text: str = "the server ends") -> bytes:
         """End the conversation for the server's sake, and return what is to be sent."""
-        with self._lock:
-            if self.over:
-                return b""
-            return encode(self._fail(ProtocolError("the server ends", "closing")))
+        return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
         """Take back what the client had, and tell the owner; do nothing a second time."""
-        with self._lock:
-            self.over = True
-            self._release()
-            if self._reason:
-                self._reception.tell(Refused(self._address, self._code, self._reason))
-                self._reason = ""
+        self.over = True
+        self._release()
+        if self._reason:
+            self._reception.tell(Refused(self._address, self.code, self._reason))
+            self._reason = ""
 
     # ---- what is done -----------------------------------------------------------
 
-    def _answer(self, message: Message) -> list[Message]:
-        if isinstance(message, Hello):
-            self._client = client = self._reception.admit(message)
-            self._reception.tell(
-                Joined(client.number, self._address, message.qp_type, client.offer)
-            )
+    def _say(self, messages: Iterator[Message]) -> bytes:
+        said = b""
+        try:
+            for message in messages:
+                said += encode(message)
+        except Exception as error:
+            said += encode(self._fail(error))
+        return said
+
+    def _answers(self) -> Iterator[Message]:
+        hello, self._hello = self._hello, None
+        if hello is not None:
+            self._client = client = self._reception.admit(hello)
+            self._reception.tell(Joined(client.number, self._address, hello.qp_type, client.offer))
             # Making all that has taken its time, and that was not the client's.
             self._heard = time.monotonic()
-            return [client.offer]
+            yield client.offer
+        while not self.over and (message := self._session.next_message()) is not None:
+            # Single bytes are not a sign of life, whole messages are.
+            self._heard = time.monotonic()
+            yield from self._answer(message)
+
+    def _arrivals(self) -> Iterator[Message]:
+        if self._client is not None and not self.over:
+            self._take(self._client)
+            yield from self._settle()
+
+    def _seen(self) -> Iterator[Message]:
+        """Go on with a look; yield what was seen at its end."""
+        if self._looking is None or self.over:
+            return
+        try:
+            next(self._looking)
+        except StopIteration as end:
+            self._looking, self._heard = None, time.monotonic()
+            yield end.value
+
+    def _answer(self, message: Message) -> list[Message]:
         if isinstance(message, Ready):
             return [Ready()]
         if isinstance(message, Bye):
@@ -284,11 +317,13 @@ class Conversation:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._report is not None or self._session.partial:
+        if self._report or self._looking or self._session.partial:
             # So a client that does not listen cannot make work either.
             raise ProtocolError("another question came before the answer to the last one")
         if isinstance(message, Look):
-            return [self._client.look(message.offset, message.length)]
+            # The rest of it, if it is long, is for the ticks to come.
+            self._looking = self._client.look(message.offset, message.length)
+            return list(self._seen())
         assert isinstance(message, Report)
         # It may be there, and not have been announced yet.
         self._take(self._client)
@@ -320,11 +355,11 @@ class Conversation:
             _log.error("%s: a fault of the server", self._address, exc_info=error)
             text = f"the server met a fault of its own ({type(error).__name__})"
         self.over = True
-        self._code, self._reason = code, text
+        self.code, self._reason = code, text
         return Error(code, text)
 
     def _release(self) -> None:
-        client, self._client = self._client, None
+        client, self._client, self._looking = self._client, None, None
         if client is None:
             return
         # What nobody has asked for; a client that goes on sending is not waited for.
@@ -333,7 +368,7 @@ class Conversation:
                 self._take(client)
                 if not client.more:
                     break
-        changed, reason = client.changed(), self._reason or "the server closed it"
+        changed, reason = self._changed(client), self._reason or "the server closed it"
         self._reason = ""
         try:
             self._reception.dismiss(client)
@@ -341,3 +376,13 @@ class Conversation:
             _log.error("client %d: not everything could be given back: %s", client.number, error)
             reason = f"{reason}; not everything could be given back: {error}"
         self._reception.tell(Left(client.number, self._address, reason, changed))
+
+    def _changed(self, client: ServedClient) -> Changed | None:
+        steps = client.changed()
+        while True:
+            try:
+                with self._reception.turn:
+                    next(steps)
+            except StopIteration as end:
+                changed: Changed | None = end.value
+                return changed

@@ -6,7 +6,7 @@ import hashlib
 import mmap
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -231,10 +231,11 @@ class ServedClient:
 
     # ---- what stands in the memory -------------------------------------------
 
-    def look(self, offset: int, length: int) -> Seen:
+    def look(self, offset: int, length: int) -> Generator[None, None, Seen]:
         """Return what stands in the memory, if that is the client's to know.
 
         Of memory that it may not read it learns only what it has written itself.
+        It yields after each piece: others have their turn then.
 
         Raises:
             RdmaError: it is outside.
@@ -247,19 +248,26 @@ class ServedClient:
         others = exposure.memory is not None or exposure.data
         if others and not self.offer.access & Access.REMOTE_READ:
             return Seen(offset, length, "", b"")
-        memory = self.mr.buffer[offset : offset + length]
+        buffer, end = self.mr.buffer, offset + length
         # What is hashed and what is shown is the same, whoever writes meanwhile.
-        data = bytes(memory[:HEAD_BYTES])
+        data = bytes(buffer[offset : min(end, offset + HEAD_BYTES)])
         digest = hashlib.sha256(data)
-        digest.update(memory[HEAD_BYTES:])
+        for start in range(offset + len(data), end, _CHUNK):
+            if start > offset + HEAD_BYTES:
+                yield
+            digest.update(buffer[start : min(end, start + _CHUNK)])
         return Seen(offset, length, digest.hexdigest(), data)
 
-    def changed(self) -> Changed | None:
-        """Return what stands in the memory that did not stand there at first."""
+    def changed(self) -> Generator[None, None, Changed | None]:
+        """Return what stands in the memory that did not stand there at first.
+
+        It yields after each piece, as look does.
+        """
         if not self.offer.access & _CHANGES:
             return None
         buffer, first, last = self.mr.buffer, None, 0
         for start, was in self._initial():
+            yield
             now = bytes(buffer[start : start + len(was)])
             if now == was:
                 continue
@@ -272,9 +280,12 @@ class ServedClient:
 
     def _initial(self) -> Iterator[tuple[int, bytes]]:
         data, size = self._exposure.data, self.mr.length
+        zeros = bytes(min(_CHUNK, size))
         for start in range(0, size, _CHUNK):
             length = min(_CHUNK, size - start)
-            yield start, data[start : start + length].ljust(length, b"\0")
+            # Most of it is zeros, and those need no copy.
+            had = data[start : start + length]
+            yield start, had.ljust(length, b"\0") if had else zeros[:length]
 
 
 def _received(wc: WC) -> bool:

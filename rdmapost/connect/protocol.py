@@ -71,6 +71,14 @@ class Lines:
         return line
 
     @property
+    def ready(self) -> bool:
+        """Whether next_line has a line to return, or an error to raise."""
+        pending = self._pending
+        return bool(pending) and (
+            pending[0] != 0x7B or len(pending) >= MAX_LINE or pending.find(b"\n") >= 0
+        )
+
+    @property
     def partial(self) -> bool:
         """Whether a part of a line is there."""
         return bool(self._pending)
@@ -165,6 +173,11 @@ class ServerSession:
         if isinstance(message, Bye):
             self.step = Step.OVER
         return message
+
+    @property
+    def ready(self) -> bool:
+        """Whether next_message has a message to return, or an error to raise."""
+        return self._lines.ready
 
     @property
     def partial(self) -> bool:

@@ -10,7 +10,6 @@ import select
 import socket
 import threading
 import time
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,22 +17,21 @@ from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
 from ..errors import RdmaError
+from .acceptor import BACKLOG, Acceptor
 from .address import DEFAULT_PORT, is_loopback, resolve, show_address
 from .conversation import Conversation, Reception
 from .errors import ConnectError
-from .events import OnEvent, Refused
+from .events import OnEvent
 from .exposure import EXPOSABLE, Exposure, ServedClient
-from .messages import MAX_LINE, Error, encode
-from .sockets import LINGER_S, drain, prepare, send_all
+from .messages import MAX_LINE
+from .sockets import drain, prepare, send_all
 
-__all__ = ["MAX_WAITING", "Server", "Serving", "make_exposure", "open_listener", "serve"]
+__all__ = ["Server", "Serving", "make_exposure", "open_listener", "serve"]
 
 _log = logging.getLogger("rdmapost.connect")
 
-MAX_WAITING = 16
-"""Connections that have not become clients, at once."""
-_MAX_LINGERING = 64
-_BACKLOG = 64
+_MAX_LEAVING = 64
+"""Threads of clients besides those who have a place: they are told so, or leave."""
 _MAX_COUNT = 1 << 14
 _RECEIVE_SIZE = 1 << 16
 _LAST_MOMENT_S = 10.0
@@ -53,7 +51,7 @@ def serve(
     token: str | None = None,
     max_clients: int = 16,
     timeout: float = 5.0,
-    idle_timeout: float | None = 300.0,
+    idle_timeout: float | None = None,
     port_num: int = 1,
     gid_index: int | None = None,
     on_event: OnEvent | None = None,
@@ -78,13 +76,18 @@ def serve(
         data: what the memory holds at first; zeros follow.
         shared: one memory for all clients, instead of one for each.
         token: what a client must know, up to 256 characters; None lets in everyone.
+            Take a random one: 64 wrong ones a second are looked at, 32 from one address.
         max_clients: how many at once.
-        timeout: seconds for each step of the exchange.
-        idle_timeout: seconds in which a client must send a message or something that
-            arrives in a receive, else it is dismissed; None for no limit.
+        timeout: seconds for each step of the exchange; the hello has 5 at most.
+        idle_timeout: seconds after which a client is dismissed that has neither asked
+            anything nor sent anything that arrives in a receive, alive or not.  The
+            server cannot see RDMA reads, writes and atomics: leave it at None, no
+            limit, for clients that do nothing else.  Without it a client stays as long
+            as its TCP connection; one whose host is gone is noticed in half a minute.
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
-            thread of the client that it is about; it must be quick.
+            thread of the client that it is about, or in the one that accepts
+            connections; it must be quick.
 
     Returns:
         The server, at work; a context manager.
@@ -166,7 +169,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setblocking(False)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConnectError(
@@ -176,14 +179,24 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 class Serving:
-    """What both kinds of server have: their heirs say what it is."""
+    """What Server and AsyncServer have in common: an acceptor, and a thread for each client."""
 
-    def __init__(self, reception: Reception, address: tuple[Any, ...]) -> None:
+    def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self._reception = reception
-        self.address = address
+        self.address: tuple[Any, ...] = listener.getsockname()
         self.warning = self._warning()
         if self.warning is not None:
             _log.warning("%s", self.warning)
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._closing = False
+        # Readable from the moment when the server ends, for everyone who polls it.
+        self._stop_fd, self._stop = os.pipe()
+        acceptor = Acceptor(reception, listener, self._stop_fd, self._start_client)
+        self._acceptor = threading.Thread(target=acceptor.run, name=f"serve {self}", daemon=True)
+        # The queue pairs go before the devices, however the process ends.
+        atexit.register(self._end)
+        self._acceptor.start()
 
     def __str__(self) -> str:
         return show_address(self.address)
@@ -210,38 +223,12 @@ class Serving:
         shared = self._reception.exposure.memory
         return None if shared is None else memoryview(shared)
 
-
-class Server(Serving):
-    """A server at work; ``serve`` makes it.
-
-    Attributes:
-        address: where it listens, (host, port, ...).
-        warning: what it exposes to others than this machine, in one line, or None.
-    """
-
-    def __init__(self, reception: Reception, listener: socket.socket) -> None:
-        super().__init__(reception, listener.getsockname())
-        self._listener = listener
-        self._threads: dict[threading.Thread, Conversation] = {}
-        self._lock = threading.Lock()
-        self._closing = False
-        # Readable from the moment when the server ends, for everyone who polls it.
-        self._stop_fd, self._stop = os.pipe()
-        self._acceptor = threading.Thread(target=self._accept, name=f"serve {self}", daemon=True)
-        # The queue pairs go before the devices, however the process ends.
-        atexit.register(self.close)
-        self._acceptor.start()
-
-    def close(self) -> None:
-        """Tell every client that the server ends, and take back what they have.
-
-        Returns when that is done; do nothing if it has been done.
-        """
+    def _end(self) -> None:
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._end)
         os.close(self._stop)
         deadline = time.monotonic() + self._reception.timeout + _LAST_MOMENT_S
         # The acceptor first: after it there are no new ones.
@@ -259,103 +246,29 @@ class Server(Serving):
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    # ---- the door -------------------------------------------------------------
-
-    def _accept(self) -> None:
-        lingering: dict[socket.socket, float] = {}
-        try:
-            while True:
-                poller = select.poll()
-                for fd in (self._stop_fd, self._listener.fileno(), *map(_fd, lingering)):
-                    poller.register(fd, select.POLLIN)
-                ready = {fd for fd, _ in poller.poll(LINGER_S * 1000 if lingering else None)}
-                if self._stop_fd in ready:
-                    self._empty_backlog()
-                    return
-                now = time.monotonic()
-                for sock, until in list(lingering.items()):
-                    if now >= until or (sock.fileno() in ready and not _more(sock)):
-                        del lingering[sock]
-                        sock.close()
-                if self._listener.fileno() in ready:
-                    self._let_in(lingering)
-        finally:
-            self._listener.close()
-            for sock in lingering:
-                sock.close()
-
-    def _empty_backlog(self) -> None:
-        # Closing the listener would reset them without a word.
-        with suppress(OSError):
-            for _ in range(_BACKLOG):
-                sock, _ = self._listener.accept()
-                with sock, suppress(OSError):
-                    sock.send(encode(Error("closing", "the server ends")))
-
-    def _let_in(self, lingering: dict[socket.socket, float]) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:
-            # No more descriptors: wait until some come free, or the end.
-            _log.warning("cannot accept: %s", error)
-            poller = select.poll()
-            poller.register(self._stop_fd, select.POLLIN)
-            poller.poll(100)
-            return
-        where = show_address(address)
-        sock.setblocking(False)
-        prepare(sock)
-        conversation = Conversation(self._reception, where)
-        thread = threading.Thread(
-            target=self._talk, args=(sock, conversation), name=f"serve {where}", daemon=True
-        )
-        with self._lock:
-            talks = self._threads.values()
-            waiting = sum(not c.admitted and not c.over for c in talks)
-            most = self._reception.max_clients + MAX_WAITING + _MAX_LINGERING
-            welcome = waiting < MAX_WAITING and len(talks) < most
-            if welcome:
-                self._threads[thread] = conversation
-        if welcome:
-            try:
-                thread.start()
-                return
-            except RuntimeError:
-                with self._lock:
-                    del self._threads[thread]
-        self._turn_away(sock, where, lingering)
-
-    def _turn_away(
-        self, sock: socket.socket, where: str, lingering: dict[socket.socket, float]
-    ) -> None:
-        text = "too many are at this server's door; try again later"
-        with suppress(OSError):
-            sock.send(encode(Error("busy", text)))
-            sock.shutdown(socket.SHUT_WR)
-        if len(lingering) < _MAX_LINGERING:
-            lingering[sock] = time.monotonic() + LINGER_S
-        else:
-            sock.close()
-        self._reception.tell(Refused(where, "busy", text))
-
     # ---- a client ---------------------------------------------------------------
+
+    def _start_client(self, sock: socket.socket, conversation: Conversation) -> bool:
+        thread = threading.Thread(
+            target=self._talk, args=(sock, conversation), name=f"serve {self}: a client",
+            daemon=True,
+        )  # fmt: skip
+        with self._lock:
+            if len(self._threads) >= self._reception.max_clients + _MAX_LEAVING:
+                return False
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            return False
+        return True
 
     def _talk(self, sock: socket.socket, conversation: Conversation) -> None:
         try:
             with sock:
+                prepare(sock)
                 try:
                     self._exchange(sock, conversation)
                 finally:
@@ -365,21 +278,30 @@ class Server(Serving):
             _log.exception("a client's thread failed")
         finally:
             with self._lock:
-                self._threads.pop(threading.current_thread(), None)
+                self._threads.discard(threading.current_thread())
 
     def _exchange(self, sock: socket.socket, conversation: Conversation) -> None:
         poller = select.poll()
         poller.register(self._stop_fd, select.POLLIN)
         poller.register(sock, select.POLLIN)
         channel_fd = -1
-        while not conversation.over:
+        # The hello is there, and what came with it.
+        answer = conversation.feed()
+        while True:
+            answer += conversation.tick()
+            try:
+                send_all(sock, answer, self._reception.timeout)
+            except OSError as error:
+                conversation.lost(f"the connection broke: {error.strerror or error}")
+            if conversation.over:
+                return
             if channel_fd < 0 and conversation.channel is not None:
                 channel_fd = conversation.channel.fileno()
                 poller.register(channel_fd, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(_milliseconds(conversation.deadline))}
             answer = b""
             if self._stop_fd in ready:
-                answer = conversation.stop()
+                answer = conversation.end()
             if not conversation.over and channel_fd in ready:
                 answer += conversation.completions()
             if not conversation.over and sock.fileno() in ready:
@@ -395,25 +317,33 @@ class Server(Serving):
                         conversation.lost()
                         return
                     answer += conversation.feed(data)
-            answer += conversation.tick()
-            try:
-                send_all(sock, answer, self._reception.timeout)
-            except OSError as error:
-                conversation.lost(f"the connection broke: {error.strerror or error}")
 
 
-def _fd(sock: socket.socket) -> int:
-    return sock.fileno()
+class Server(Serving):
+    """A server at work; ``serve`` makes it.
 
+    Attributes:
+        address: where it listens, (host, port, ...).
+        warning: what it exposes to others than this machine, in one line, or None.
+    """
 
-def _more(sock: socket.socket) -> bool:
-    """Throw away what has come; return whether more can come."""
-    try:
-        return bool(sock.recv(MAX_LINE))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    def close(self) -> None:
+        """Tell every client that the server ends, and take back what they have.
+
+        Returns when that is done; do nothing if it has been done.
+        """
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def _milliseconds(deadline: float | None) -> float | None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "diagnose", "diagnose_machine", "worst_first"]
 
 _CHECKS: tuple[Callable[[Seen], Iterable[Finding]], ...] = (
-    queuepair.check_process,
     queuepair.check_state,
     connection.check_ports,
     connection.check_gids,
@@ -54,6 +53,8 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
     if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
         raise TypeError(f"the peer is a QP or an Endpoint, not a {type(peer).__name__}")
     about = name_of(qp)
+    if findings := [*queuepair.check_process(qp, about)]:
+        return findings
     if qp.closed:
         return [
             Finding("qp-closed", "problem", f"{qp} is closed", "create a new queue pair", about)
@@ -67,7 +68,6 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
                 "see that the device is still there ('rdmapost devices')", about,
             )
         ]  # fmt: skip
-    findings: list[Finding] = []
     for check in _CHECKS:
         try:
             findings += check(seen)

@@ -47,15 +47,15 @@ _STATES: dict[QPState, tuple[Severity, str]] = {
 }
 
 
-def check_process(seen: Seen) -> Iterable[Finding]:
-    """Look at whether it is this process that made it."""
-    maker = seen.qp._pid
+def check_process(qp: QP, about: str) -> Iterable[Finding]:
+    """Look at whether it is this process that made it; in any other it cannot be read."""
+    maker = qp._pid
     if maker != os.getpid():
         yield Finding(
             "other-process", "problem",
             f"process {maker} made it, and this is its child {os.getpid()}: the memory and the "
             "queues are copies",
-            "open the device and create the queue pair after the fork", seen.about,
+            "open the device and create the queue pair after the fork", about,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from .._binding import address_of, ffi, lib
+from .._binding import address_of, door, ffi, lib
 from ..enums import (
     MTU,
     Access,
@@ -29,12 +29,23 @@ from ..soft.faults import FaultPlan
 from ..soft.memory import ProtectionDomain, Region
 from ..soft.offload import MAX_TSO
 from .base import DeviceInfo, GIDEntry
-from .soft_data import DATA_VERBS
 from .soft_queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, Queues
-from .soft_state import OpenHandles, context_of, contexts, device, keep, lock, objects, verb
+from .soft_state import (
+    OpenHandles,
+    bound,
+    context_of,
+    contexts,
+    device,
+    drop,
+    keep,
+    table,
+    verb,
+)  # fmt: skip
 
 __all__ = ["SoftProvider"]
 
+VENDOR_ID = 0x50F700
+"""Nobody's: the IEEE has given this OUI to no vendor."""
 MAX_CQE = 1 << 20
 _TM_CAP_RC = 1
 MAX_RD_ATOMIC = 16
@@ -50,9 +61,9 @@ _CAPS = (
 _DEVICE_ATTR = {
     "max_mr_size": 1 << 62,
     "page_size_cap": 0xFFFFF000,
-    "vendor_id": 0,
-    "vendor_part_id": 0,
-    "hw_ver": 0,
+    "vendor_id": VENDOR_ID,
+    "vendor_part_id": 1,
+    "hw_ver": 1,
     "max_qp": 1 << 16,
     "max_qp_wr": MAX_QP_WR,
     "device_cap_flags": int(_CAPS),
@@ -80,9 +91,9 @@ _DEVICE_ATTR = {
 }
 
 
-_channels: dict[int, Channel] = {}
+_channels: dict[int, Channel] = table()
 """Completion channels, by file descriptor."""
-_extended_cqs: dict[int, Any] = {}
+_extended_cqs: dict[int, Any] = table()
 """The structs of extended CQs, by their handle: a pointer to a part does not keep the whole."""
 
 
@@ -100,32 +111,32 @@ class SoftProvider(Queues):
     def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(name)
 
+    @verb
     def open_device(self, name: str) -> Any:
-        ops = ffi.new("struct rp_soft_ops *")
-        for call in DATA_VERBS:
-            setattr(ops, call, getattr(lib, f"soft_{call}"))
-        context = lib.rp_soft_open(ops)
-        if context == ffi.NULL:
-            raise VerbsError("ibv_open_device", ffi.errno)
-        opened = OpenDevice()
+        whole = ffi.new("struct rp_soft_context *")
+        lib.rp_soft_context_init(whole)
+        context = lib.rp_soft_context_of(whole)
+        try:
+            opened = OpenDevice()
+        except OSError as error:
+            raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         context.async_fd = opened.events.fd
-        contexts[address_of(context)] = OpenHandles(opened, context)
+        # A pointer to a part does not keep the whole.
+        contexts[address_of(context)] = OpenHandles(opened, whole)
         return context
 
+    @verb
     def close_device(self, context: Any) -> None:
-        opened = contexts.pop(address_of(context)).opened
-        opened.events.close()
-        lib.rp_soft_close(context)
+        context_of(context, "ibv_close_device").events.close()
+        del contexts[address_of(context)]
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
-        opened = context_of(context)
+        opened = context_of(context, "faults")
         opened.wr_id_of = wr_id_of
         return opened.faults
 
     def inside_verb(self) -> bool:
-        # Only the thread that asks matters: does it hold the device's lock?
-        owned: bool = lock._is_owned()  # type: ignore[attr-defined]
-        return owned
+        return bool(lib.rp_soft_busy())
 
     def query_device(self, context: Any, attr: Any) -> None:
         for name, value in _DEVICE_ATTR.items():
@@ -158,59 +169,68 @@ class SoftProvider(Queues):
             raise VerbsError("ibv_query_pkey", errno.EINVAL)
         return PKEY
 
+    @verb
     def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
-        with lock:
-            context_of(context).events.take(into, object())
+        event = context_of(context, "ibv_get_async_event").events.take()
+        if event is not None:
+            door.on_commit(into.__setitem__, object(), event)
 
     def read_async_event(self, event: tuple[int, Any]) -> tuple[int, Any]:
         return event
 
     # ---- memory -------------------------------------------------------------
 
+    @verb
     def alloc_pd(self, context: Any) -> Any:
+        context_of(context, "ibv_alloc_pd")
         pd = ffi.new("struct ibv_pd *")
         pd.context = context
         return keep(pd, ProtectionDomain())
 
+    @verb
     def dealloc_pd(self, pd: Any) -> None:
-        del objects[pd.handle]
+        drop(pd, "ibv_dealloc_pd")
 
+    @verb
     def reg_mr(self, pd: Any, addr: Any, length: int, access: int) -> Any:
+        domain = bound(pd, "ibv_reg_mr")
         mr = ffi.new("struct ibv_mr *")
         mr.context, mr.pd, mr.addr, mr.length = pd.context, pd, addr, length
         start = 0 if access & Access.ZERO_BASED else address_of(addr)
-        with lock:
-            memory = memoryview(ffi.buffer(ffi.cast("char *", addr), length))
-            region = device.memory.register(objects[pd.handle], start, memory, access)
+        memory = memoryview(ffi.buffer(ffi.cast("char *", addr), length))
+        region = device.memory.register(domain, start, memory, access)
         mr.lkey, mr.rkey = region.lkey, region.rkey
         return keep(mr, region)
 
+    @verb
     def dereg_mr(self, mr: Any) -> None:
-        with lock:
-            region: Region = objects[mr.handle]
-            if region.windows:
-                raise VerbsError(
-                    "ibv_dereg_mr", errno.EBUSY,
-                    f"{region.windows} memory windows are bound to it; invalidate them first",
-                )  # fmt: skip
-            device.memory.deregister(region)
-            del objects[mr.handle]
+        region: Region = bound(mr, "ibv_dereg_mr")
+        if region.windows:
+            raise VerbsError(
+                "ibv_dereg_mr", errno.EBUSY,
+                f"{region.windows} memory windows are bound to it; invalidate them first",
+            )  # fmt: skip
+        device.memory.deregister(region)
+        drop(mr, "ibv_dereg_mr")
 
+    @verb
     def alloc_mw(self, pd: Any, mw_type: int) -> Any:
+        domain = bound(pd, "ibv_alloc_mw")
         mw = ffi.new("struct ibv_mw *")
         mw.context, mw.pd, mw.type = pd.context, pd, mw_type
-        with lock:
-            window = device.memory.allocate_window(objects[pd.handle], MWType(mw_type))
+        window = device.memory.allocate_window(domain, MWType(mw_type))
         mw.rkey = window.rkey
         return keep(mw, window)
 
+    @verb
     def dealloc_mw(self, mw: Any) -> None:
-        with lock:
-            device.memory.deallocate_window(objects.pop(mw.handle))
+        device.memory.deallocate_window(drop(mw, "ibv_dealloc_mw"))
 
     # ---- completions --------------------------------------------------------
 
+    @verb
     def create_comp_channel(self, context: Any) -> Any:
+        context_of(context, "ibv_create_comp_channel")
         channel = ffi.new("struct ibv_comp_channel *")
         channel.context = context
         try:
@@ -218,62 +238,79 @@ class SoftProvider(Queues):
         except OSError as error:
             raise VerbsError("ibv_create_comp_channel", error.errno or errno.EIO) from None
         channel.fd = made.fd
-        with lock:
-            device.channels.add(made)
+        device.channels |= {made}
         _channels[made.fd] = made
         return channel
 
+    @verb
     def destroy_comp_channel(self, channel: Any) -> None:
-        with lock:
-            made = _channels.pop(channel.fd)
-            device.channels.discard(made)
-            made.close()
+        made = _channel_of(channel, "ibv_destroy_comp_channel")
+        if made.users:
+            raise VerbsError(
+                "ibv_destroy_comp_channel", errno.EBUSY, f"{made.users} CQs announce on it"
+            )
+        del _channels[channel.fd]
+        device.channels -= {made}
+        made.close()
 
+    @verb
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
         if not 1 <= cqe <= MAX_CQE or comp_vector:
             raise VerbsError("ibv_create_cq", errno.EINVAL)
         return self._create_cq(ffi.new("struct ibv_cq *"), context, cqe, channel)
 
+    @verb
     def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
         if not 1 <= cqe <= MAX_CQE or comp_vector:
             raise VerbsError("ibv_create_cq_ex", errno.EINVAL)
         whole = ffi.new("struct rp_soft_cq_ex *")
-        lib.rp_soft_cq_ex_init(whole, lib.soft_fill_cq)
+        lib.rp_soft_cq_ex_init(whole)
         extended = ffi.addressof(whole, "cq")
         cq = self._create_cq(ffi.cast("struct ibv_cq *", extended), context, cqe, channel)
         _extended_cqs[cq.handle] = whole
         return cq
 
     def _create_cq(self, cq: Any, context: Any, cqe: int, channel: Any) -> Any:
+        context_of(context, "ibv_create_cq")
         cq.context, cq.cqe = context, cqe
         behind = None
         if channel:
             cq.channel = channel
-            behind = _channels[channel.fd]
+            behind = _channel_of(channel, "ibv_create_cq")
+            behind.users += 1
         made = CompletionQueue(cqe, behind)
         made.handle = cq
         return keep(cq, made)
 
+    @verb
     def destroy_cq(self, cq: Any) -> None:
-        with lock:
-            made: CompletionQueue = objects[cq.handle]
-            if made.users:
-                raise VerbsError("ibv_destroy_cq", errno.EBUSY)
-            if made.channel is not None:
-                events = made.channel.events
-                while made in events:
-                    events.remove(made)
-            del objects[cq.handle]
-            _extended_cqs.pop(cq.handle, None)
+        made: CompletionQueue = bound(cq, "ibv_destroy_cq")
+        if made.users:
+            raise VerbsError("ibv_destroy_cq", errno.EBUSY, f"{made.users} queues complete on it")
+        if made.channel is not None:
+            made.channel.forget(made)
+            made.channel.users -= 1
+        drop(cq, "ibv_destroy_cq")
+        _extended_cqs.pop(cq.handle, None)
 
+    @verb
     def get_cq_event(self, channel: Any) -> Any:
-        with verb():
-            device.progress()
-            made = _channels[channel.fd].take()
+        made = _channel_of(channel, "ibv_get_cq_event").take()
         return None if made is None else made.handle
 
-    def drop_cq_event(self, channel: Any) -> None:
-        self.get_cq_event(channel)
+    drop_cq_event = get_cq_event
 
     def ack_cq_events(self, cq: Any, count: int) -> None:
         pass
+
+
+def _channel_of(channel: Any, name: str) -> Channel:
+    """Return the channel that a struct stands for.
+
+    Raises:
+        VerbsError: it is destroyed.
+    """
+    found = _channels.get(channel.fd)
+    if found is None:
+        raise VerbsError(name, errno.EINVAL, "the completion channel is destroyed")
+    return found

@@ -6,18 +6,18 @@ import errno
 import os
 from typing import Any
 
-from .._binding import ffi, lib
+from .._binding import door, ffi, lib
 from ..enums import MWType, Opcode, QPAttrMask, QPType, SRQAttrMask, SRQType
 from ..errors import UnsupportedError, VerbsError
 from ..rules import OPCODES_BY_QP_TYPE
-from ..soft import requester, tags
+from ..soft import tags
 from ..soft.completion import CompletionQueue
 from ..soft.datagram import AddressHandle
 from ..soft.memory import ProtectionDomain, Window
-from ..soft.qp import QueuePair
-from ..soft.queue import SendWQE, SharedReceiveQueue, WorkQueue, XRCDomain
+from ..soft.qp import ACCESS_FLAGS, QueuePair
+from ..soft.queue import WQE, SharedReceiveQueue, WorkQueue, XRCDomain
 from ..states import FIELDS
-from .soft_state import context_of, device, keep, lock, objects, verb
+from .soft_state import bound, context_of, device, drop, keep, table, verb
 
 __all__ = ["MAX_QP_WR", "MAX_SGE", "MAX_SRQ_WR", "Queues"]
 
@@ -47,9 +47,11 @@ class Queues:
 
     # ---- shared receive queues ----------------------------------------------
 
+    @verb
     def create_srq(self, pd: Any, init: Any) -> Any:
         return self._create_srq(pd.context, pd, init.attr)
 
+    @verb
     def create_srq_ex(self, context: Any, init: Any) -> Any:
         mask, kind = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
         if mask | _SRQ_TYPE != _SRQ_FIELDS.get(kind):
@@ -62,17 +64,17 @@ class Queues:
                 "ibv_create_srq_ex", errno.EINVAL,
                 f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}",
             )  # fmt: skip
+        name = "ibv_create_srq_ex"
         srq = self._create_srq(context, init.pd, init.attr)
-        made: SharedReceiveQueue = objects[srq.handle]
-        with lock:
-            if kind == SRQType.XRC:
-                made.xrcd = _domain_of(init.xrcd)
-                made.xrcd.users += 1
-            elif kind == SRQType.TM:
-                made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
-            if mask & _SRQ_CQ:
-                made.cq = objects[init.cq.handle]
-                made.cq.users += 1
+        made: SharedReceiveQueue = bound(srq, name)
+        if kind == SRQType.XRC:
+            made.xrcd = _domain_of(init.xrcd, name)
+            made.xrcd.users += 1
+        elif kind == SRQType.TM:
+            made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
+        if mask & _SRQ_CQ:
+            made.cq = bound(init.cq, name)
+            made.cq.users += 1
         return srq
 
     def _create_srq(self, context: Any, pd: Any, attr: Any) -> Any:
@@ -83,58 +85,67 @@ class Queues:
             )  # fmt: skip
         srq = ffi.new("struct ibv_srq *")
         srq.context, srq.pd = context, pd
-        with lock:
-            made = SharedReceiveQueue(
-                context_of(context), objects[pd.handle], attr.max_wr, attr.max_sge,
-                next(device.numbers),
-            )  # fmt: skip
-            made.handle = srq
-            device.srqs[made.number] = made
+        made = SharedReceiveQueue(
+            context_of(context, "ibv_create_srq"), bound(pd, "ibv_create_srq"), attr.max_wr,
+            attr.max_sge, next(device.numbers),
+        )  # fmt: skip
+        made.handle = srq
+        device.srqs[made.number] = made
         return keep(srq, made)
 
+    @verb
     def get_srq_num(self, srq: Any) -> int:
-        number: int = objects[srq.handle].number
+        number: int = bound(srq, "ibv_get_srq_num").number
         return number
 
+    @verb
     def modify_srq(self, srq: Any, attr: Any, mask: int) -> None:
-        with lock:
-            made: SharedReceiveQueue = objects[srq.handle]
-            depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
-            if not max(1, made.queue.used) <= depth <= MAX_SRQ_WR:
-                raise VerbsError("ibv_modify_srq", errno.EINVAL)
-            if mask & SRQAttrMask.LIMIT:
-                if attr.srq_limit > depth:
-                    raise VerbsError(
-                        "ibv_modify_srq", errno.EINVAL,
-                        f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
-                    )  # fmt: skip
-                made.limit = attr.srq_limit
-            made.queue.depth = depth
+        made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
+        depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
+        if not max(1, made.queue.used) <= depth <= MAX_SRQ_WR:
+            raise VerbsError("ibv_modify_srq", errno.EINVAL)
+        if mask & SRQAttrMask.LIMIT:
+            if attr.srq_limit > depth:
+                raise VerbsError(
+                    "ibv_modify_srq", errno.EINVAL,
+                    f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
+                )  # fmt: skip
+            made.limit = attr.srq_limit
+        made.queue.depth = depth
 
+    @verb
     def query_srq(self, srq: Any, attr: Any) -> None:
-        made: SharedReceiveQueue = objects[srq.handle]
+        made: SharedReceiveQueue = bound(srq, "ibv_query_srq")
         attr.max_wr, attr.max_sge = made.queue.depth, made.queue.max_sge
         attr.srq_limit = made.limit
 
+    @verb
     def destroy_srq(self, srq: Any) -> None:
-        with lock:
-            made: SharedReceiveQueue = objects[srq.handle]
-            if made.users:
-                raise VerbsError("ibv_destroy_srq", errno.EBUSY)
+        made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
+        if made.users:
+            raise VerbsError(
+                "ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs draw from it"
+            )
+        queues = [made.queue]
+        if made.tags is not None:
+            queues += [made.tags.slots, made.tags.ops]
+        for queue in queues:
             if made.cq is not None:
-                made.cq.users -= 1
-                made.cq.forget(made.queue)
-                if made.tags is not None:
-                    made.cq.forget(made.tags.slots)
-                    made.cq.forget(made.tags.ops)
-            if made.xrcd is not None:
-                made.xrcd.users -= 1
-            del device.srqs[made.number], objects[srq.handle]
+                made.cq.forget(queue)
+            queue.clear()
+            queue.refuses = errno.EINVAL
+        if made.cq is not None:
+            made.cq.users -= 1
+        if made.xrcd is not None:
+            made.xrcd.users -= 1
+        del device.srqs[made.number]
+        drop(srq, "ibv_destroy_srq")
 
+    @verb
     def open_xrcd(self, context: Any, init: Any) -> Any:
-        with lock:
-            domain = _find_domain(init)
-            domain.opened += 1
+        context_of(context, "ibv_open_xrcd")
+        domain = _find_domain(init)
+        domain.opened += 1
         # Two opens of one domain are two structs, and both stand for it.
         xrcd = ffi.new("struct rp_soft_xrcd *")
         xrcd.xrcd.context = context
@@ -142,23 +153,29 @@ class Queues:
         _xrcds[xrcd.handle] = xrcd
         return ffi.addressof(xrcd, "xrcd")
 
+    @verb
     def close_xrcd(self, xrcd: Any) -> None:
-        with lock:
-            domain = _domain_of(xrcd)
-            if domain.opened == 1:
-                if domain.users:
-                    raise VerbsError("ibv_close_xrcd", errno.EBUSY)
-                if domain.inode is not None:
-                    del _domains[domain.inode]
-            domain.opened -= 1
-            handle = ffi.cast("struct rp_soft_xrcd *", xrcd).handle
-            del objects[handle], _xrcds[handle]
+        domain = _domain_of(xrcd, "ibv_close_xrcd")
+        if domain.opened == 1:
+            if domain.users:
+                raise VerbsError(
+                    "ibv_close_xrcd", errno.EBUSY, f"{domain.users} queues are in the domain"
+                )
+            if domain.inode is not None:
+                del _domains[domain.inode]
+        domain.opened -= 1
+        whole = ffi.cast("struct rp_soft_xrcd *", xrcd)
+        handle = whole.handle
+        drop(whole, "ibv_close_xrcd")
+        del _xrcds[handle]
 
     # ---- queue pairs --------------------------------------------------------
 
+    @verb
     def create_qp(self, pd: Any, init: Any) -> Any:
         return self._create_qp(pd.context, pd, init)
 
+    @verb
     def create_qp_ex(self, context: Any, init: Any) -> Any:
         mask = init.comp_mask
         header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
@@ -168,9 +185,10 @@ class Queues:
                 f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}",
             )  # fmt: skip
         pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
-        domain = _domain_of(init.xrcd) if mask & lib.IBV_QP_INIT_ATTR_XRCD else None
+        has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
+        domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
         qp = self._create_qp(context, pd, init, domain)
-        objects[qp.handle].max_tso_header = header
+        bound(qp, "ibv_create_qp_ex").sq.max_tso_header = header
         return qp
 
     def _create_qp(self, context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
@@ -187,55 +205,64 @@ class Queues:
         sges_fit = max(cap.max_send_sge, cap.max_recv_sge) <= MAX_SGE
         if not wrs_fit or not sges_fit or cap.max_inline_data > MAX_INLINE:
             raise VerbsError("ibv_create_qp", errno.EINVAL)
+        name = "ibv_create_qp"
         qp = ffi.new("struct ibv_qp *")
         qp.context, qp.pd, qp.qp_type = context, pd, init.qp_type
         qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
-        srq = objects[init.srq.handle] if init.srq else None
+        srq = bound(init.srq, name) if init.srq else None
         if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
             raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching is for RC")
         # An XRC queue pair lacks one of them, or both.
         send_cq, recv_cq = (
-            objects[cq.handle] if cq else CompletionQueue(1, None)
+            bound(cq, name) if cq else CompletionQueue(1, None)
             for cq in (init.send_cq, init.recv_cq)
         )
-        with lock:
-            made = QueuePair(
-                device, context_of(context), next(device.numbers) & 0xFFFFFF,
-                QPType(init.qp_type), objects[pd.handle] if pd else ProtectionDomain(),
-                send_cq, recv_cq, srq,
-                WorkQueue(cap.max_send_wr, cap.max_send_sge),
-                WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
-                cap.max_inline_data, bool(init.sq_sig_all),
-            )  # fmt: skip
-            made.handle, made.xrcd = qp, domain
-            device.qps[made.number] = made
-            for user in (send_cq, recv_cq, srq, domain):
-                if user is not None:
-                    user.users += 1
+        made = QueuePair(
+            device, context_of(context, name), next(device.numbers) & 0xFFFFFF,
+            QPType(init.qp_type), bound(pd, name) if pd else ProtectionDomain(),
+            send_cq, recv_cq, srq,
+            WorkQueue(cap.max_send_wr, cap.max_send_sge),
+            WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
+            bool(init.sq_sig_all),
+        )  # fmt: skip
+        made.sq.max_inline = cap.max_inline_data
+        made.handle, made.xrcd = qp, domain
+        device.qps[made.number] = made
+        for user in (send_cq, recv_cq, srq, domain):
+            if user is not None:
+                user.users += 1
         qp.qp_num = made.number
         return keep(qp, made)
 
-    def bind_mw(self, qp: Any, mw: Any, bind: Any) -> None:
-        window: Window = objects[mw.handle]
+    @verb
+    def bind_mw(self, qp: Any, mw: Any, bind: Any) -> Any:
+        target: QueuePair = bound(qp, "ibv_bind_mw")
+        window: Window = bound(mw, "ibv_bind_mw")
         if window.type is not MWType.TYPE_1:
             raise VerbsError(
                 "ibv_bind_mw", errno.EINVAL, "only a window of type 1 is bound this way"
             )
         info = bind.bind_info
-        wqe = SendWQE(bind.wr_id, Opcode.BIND_MW, bind.send_flags, 0)
-        region = objects[info.mr.handle] if info.mr != ffi.NULL else None
+        region = bound(info.mr, "ibv_bind_mw") if info.mr != ffi.NULL else None
+        queue, faults = target.sq, target.context.faults
+        if faults.posts and (planned := faults.errno_of_post()):
+            # Returned, for what is raised would take back that the plan has been followed.
+            return VerbsError("ibv_bind_mw", planned)
+        code = queue.refuses or (errno.ENOMEM if queue.used >= queue.depth else 0)
+        if code:
+            raise VerbsError("ibv_bind_mw", code)
+        wqe = WQE(bind.wr_id, Opcode.BIND_MW, bind.send_flags, 0)
         wqe.bind = (window, region, info.addr, info.length, info.mw_access_flags)
         wqe.rkey = mw.rkey & ~0xFF | (mw.rkey + 1) & 0xFF
-        with verb():
-            target = device.qps[qp.qp_num]
-            faults = target.context.faults
-            code = faults.errno_of_post() if faults.posts else 0
-            if code := code or target.post_send(wqe):
-                raise VerbsError("ibv_bind_mw", code)
-            mw.rkey = wqe.rkey
-            requester.run(target)
+        queue.used += 1
+        queue.append(wqe)
+        door.on_commit(setattr, mw, "rkey", wqe.rkey)
+        device.start(target)
+        return None
 
+    @verb
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
+        made: QueuePair = bound(qp, "ibv_modify_qp")
         attrs = {
             name: getattr(attr, name)
             for name, bit in FIELDS.items()
@@ -246,41 +273,47 @@ class Queues:
                 raise VerbsError("ibv_modify_qp", errno.EINVAL, "ah_attr has no dgid")
             attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
             attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
-        with verb():
-            made: QueuePair = objects[qp.handle]
-            if not made.modify(QPAttrMask(mask), attrs):
-                raise VerbsError("ibv_modify_qp", errno.EINVAL)
-            qp.state = made.state
-            requester.run(made)
+        if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
+            raise VerbsError(
+                "ibv_modify_qp", errno.EINVAL,
+                f"qp_access_flags has bits that are no access flags: 0x{unknown:x}",
+            )  # fmt: skip
+        if not made.modify(QPAttrMask(mask), attrs):
+            raise VerbsError("ibv_modify_qp", errno.EINVAL)
+        door.on_commit(setattr, qp, "state", made.state)
+        device.start(made)
 
+    @verb
     def query_qp(self, qp: Any, attr: Any, mask: int, init: Any) -> None:
-        with lock:
-            made: QueuePair = objects[qp.handle]
-            for name in FIELDS:
-                if name in made.attr and name != "ah_attr":
-                    setattr(attr, name, made.attr[name])
-            attr.qp_state = attr.cur_qp_state = made.state
-            if address := made.attr.get("ah_attr"):
-                ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
-            for cap in (attr.cap, init.cap):
-                cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
-                cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge
-                cap.max_inline_data = made.max_inline
-            init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
-            init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
+        made: QueuePair = bound(qp, "ibv_query_qp")
+        for name in FIELDS:
+            if name in made.attr and name != "ah_attr":
+                setattr(attr, name, made.attr[name])
+        attr.qp_state = attr.cur_qp_state = made.state
+        if address := made.attr.get("ah_attr"):
+            ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
+        for cap in (attr.cap, init.cap):
+            cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
+            cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge
+            cap.max_inline_data = made.sq.max_inline
+        init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
+        init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
 
+    @verb
     def destroy_qp(self, qp: Any) -> None:
-        with lock:
-            made: QueuePair = objects.pop(qp.handle)
-            made.drop_queues()
-            for group in list(device.groups):
-                device.detach(made, group)
-            for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
-                if user is not None:
-                    user.users -= 1
-            del device.qps[made.number]
+        made: QueuePair = drop(qp, "ibv_destroy_qp")
+        made.drop_queues()
+        made.sq.refuses = made.rq.refuses = errno.EINVAL
+        for group in list(device.groups):
+            device.detach(made, group)
+        for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
+            if user is not None:
+                user.users -= 1
+        del device.qps[made.number]
 
+    @verb
     def create_ah(self, pd: Any, attr: Any) -> Any:
+        bound(pd, "ibv_create_ah")
         grh = attr.grh
         if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(device.gids):
             raise VerbsError("ibv_create_ah", errno.EINVAL)
@@ -292,20 +325,21 @@ class Queues:
         )  # fmt: skip
         return keep(ah, way)
 
+    @verb
     def destroy_ah(self, ah: Any) -> None:
-        del objects[ah.handle]
+        drop(ah, "ibv_destroy_ah")
 
+    @verb
     def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
-        with lock:
-            made: QueuePair = objects[qp.handle]
-            if made.type is not QPType.UD or not _is_group(gid):
-                raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-            device.attach(made, gid)
+        made: QueuePair = bound(qp, "ibv_attach_mcast")
+        if made.type is not QPType.UD or not _is_group(gid):
+            raise VerbsError("ibv_attach_mcast", errno.EINVAL)
+        device.attach(made, gid)
 
+    @verb
     def detach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
-        with lock:
-            if not device.detach(objects[qp.handle], gid):
-                raise VerbsError("ibv_detach_mcast", errno.EINVAL)
+        if not device.detach(bound(qp, "ibv_detach_mcast"), gid):
+            raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 
 def _is_group(gid: bytes) -> bool:
@@ -313,14 +347,14 @@ def _is_group(gid: bytes) -> bool:
     return gid[0] == 0xFF or (gid[:12] == _IPV4_MAPPED and gid[12] >> 4 == 0xE)
 
 
-_xrcds: dict[int, Any] = {}
+_xrcds: dict[int, Any] = table()
 """The structs of XRC domains, by their handle: a pointer to a part does not keep the whole."""
-_domains: dict[tuple[int, int], XRCDomain] = {}
+_domains: dict[tuple[int, int], XRCDomain] = table()
 """XRC domains that a file names, by its inode."""
 
 
-def _domain_of(xrcd: Any) -> XRCDomain:
-    domain: XRCDomain = objects[ffi.cast("struct rp_soft_xrcd *", xrcd).handle]
+def _domain_of(xrcd: Any, name: str) -> XRCDomain:
+    domain: XRCDomain = bound(ffi.cast("struct rp_soft_xrcd *", xrcd), name)
     return domain
 
 

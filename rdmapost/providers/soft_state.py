@@ -1,33 +1,43 @@
-"""What the control verbs and the data verbs of the soft device have in common.
+"""What all verbs of the soft device have in common.
 
-The device itself, what the C structs stand for, and how an exception inside a
-verb is told: it must not cross C.  The device turns one into a completion or an
-errno, and it is logged with its traceback; a Ctrl-C is delivered again once the
-call has come back.
+The device itself, and what the C structs stand for.  ``verb`` makes a control
+verb of a method: it holds the device's lock, and all that it changes in the
+device is there when it returns, or, if it raises, nothing of it
+(``_c/soft_verb.c``).  The data verbs are in C (``_c/soft.c``).
 """
 
 from __future__ import annotations
 
-import _thread
-import contextlib
+import errno
 import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .._binding import address_of, lib
+from .._binding import address_of, door
+from ..errors import VerbsError
 from ..soft.device import Device, OpenDevice
 
 __all__ = [
-    "OpenHandles", "context_of", "contexts", "device", "keep", "lock", "objects", "tell", "told",
+    "OpenHandles", "bound", "context_of", "contexts", "device", "drop", "keep", "objects", "table",
     "verb",
 ]  # fmt: skip
 
 _log = logging.getLogger("rdmapost.soft")
 
+verb = door.Verb
+
+_tables: list[dict[Any, Any]] = []
+
+
+def table() -> dict[Any, Any]:
+    """Make a table that is empty after a fork."""
+    made: dict[Any, Any] = door.Table()
+    _tables.append(made)
+    return made
+
+
 device = Device("soft0")
-lock = device.lock
-objects: dict[int, Any] = {}
+objects: dict[int, Any] = table()
 """What the structs stand for, by their handle."""
 _handles = itertools.count(1)
 _HANDLE_MASK = 0xFFFF_FFFF
@@ -38,13 +48,40 @@ class OpenHandles(NamedTuple):
     struct: Any
 
 
-contexts: dict[int, OpenHandles] = {}
+contexts: dict[int, OpenHandles] = table()
 """Open contexts, by their struct's address."""
 
 
-def context_of(context: Any) -> OpenDevice:
-    """Return the open device that a struct stands for."""
-    return contexts[address_of(context)].opened
+def context_of(context: Any, name: str) -> OpenDevice:
+    """Return the open device that a struct stands for.
+
+    Args:
+        context: the struct.
+        name: the call that asks.
+
+    Raises:
+        VerbsError: it is closed.
+    """
+    found = contexts.get(address_of(context))
+    if found is None:
+        raise VerbsError(name, errno.EINVAL, "the context is closed")
+    return found.opened
+
+
+def bound(struct: Any, name: str) -> Any:
+    """Return what a struct stands for.
+
+    Args:
+        struct: the struct, with a handle.
+        name: the call that asks.
+
+    Raises:
+        VerbsError: it has been destroyed, or is another process's.
+    """
+    found = objects.get(struct.handle)
+    if found is None:
+        raise VerbsError(name, errno.EINVAL, f"soft0 has no object of the handle {struct.handle}")
+    return found
 
 
 def keep(struct: Any, thing: Any) -> Any:
@@ -54,30 +91,55 @@ def keep(struct: Any, thing: Any) -> Any:
     return struct
 
 
-def told(result: int) -> int:
-    """Return what a data verb returns, and tell what went wrong inside."""
-    if device.errors and tell():
-        # Raised here it would be lost: the C side delivers it when it is back there.
-        lib.rp_soft_interrupted = 1
-    return result
+def drop(struct: Any, name: str) -> Any:
+    """Forget what a struct stands for, and return it.
+
+    Raises:
+        VerbsError: it has been destroyed, or is another process's.
+    """
+    found = bound(struct, name)
+    del objects[struct.handle]
+    return found
 
 
-def tell() -> bool:
-    """Log what went wrong; return whether a Ctrl-C is to be delivered again."""
-    interrupted = False
-    while device.errors:
-        error = device.errors.pop()
-        if isinstance(error, KeyboardInterrupt):
-            interrupted = True
-        else:
-            _log.error("the soft device failed; the work request did too", exc_info=error)
-    return interrupted
+# ---- what C calls -----------------------------------------------------------
 
 
-@contextlib.contextmanager
-def verb() -> Iterator[None]:
-    """Hold the device's lock for a control verb, and tell what went wrong inside."""
-    with lock:
-        yield
-    if tell():
-        _thread.interrupt_main()
+_faults: list[BaseException] = []
+
+
+def _give_up(worker: Any, error: BaseException) -> bool:
+    _faults.append(error)
+    return device.give_up(worker)
+
+
+def _tell() -> None:
+    while _faults:
+        _log.error("the soft device failed; the work request did too", exc_info=_faults.pop())
+
+
+_left: list[Any] = []
+
+
+def _reset() -> None:
+    """Begin anew after a fork: what is there belongs to the parent process.
+
+    It is kept, for structs of it may still be referred to, and its descriptors stay open.
+    """
+    _left.append(dict(vars(device)))
+    device.__init__(device.name)  # type: ignore[misc]
+    for each in _tables:
+        _left.append(dict(each))
+        for key in list(each):
+            del each[key]
+
+
+def _refuse(name: str) -> VerbsError:
+    return VerbsError(
+        f"ibv_{name}", errno.EBUSY,
+        "this thread is in the middle of a verb of soft0 (this is a finalizer or a signal "
+        "handler); do it when that is over",
+    )  # fmt: skip
+
+
+door.soft_device(objects, device.step, _give_up, _tell, _reset, _refuse)

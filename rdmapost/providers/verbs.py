@@ -244,7 +244,6 @@ class VerbsProvider:
     def query_srq(self, srq: Any, attr: Any) -> None:
         _zero("ibv_query_srq", lib.ibv_query_srq(srq, attr))
 
-
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
         _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))
 

@@ -5,4 +5,11 @@ and ``responder`` the two sides of it, ``qp`` the state machine, ``memory`` the
 keys, ``completion`` the completion queues and events.  Nothing here knows the
 C structs of the verbs, or the library's resources: ``providers.soft`` stands
 between.
+
+A signal handler may raise between any two bytecodes, so nothing that is done here
+lasts until the verb or the step of which it is a part has returned: then C commits
+it, and otherwise takes it back (``_c/soft_journal.c``).  That holds for what is kept
+in a ``Record``, a ``Table``, a ``Fifo`` or a type made of them.  Other objects are
+not changed once they can be reached from these; and what a journal cannot take back,
+such as a write to a descriptor, is left to ``on_commit``.
 """

@@ -13,7 +13,7 @@ from .wire import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
-    from .queue import SendWQE
+    from .queue import WQE
 
 __all__ = [
     "GRH_SIZE",
@@ -42,7 +42,7 @@ class AddressHandle(NamedTuple):
     traffic_class: int
 
 
-def send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+def send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send one datagram; nobody says whether it arrived.
 
     Raises:
@@ -55,7 +55,7 @@ def send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
     _send(qp, wqe, data, size)
 
 
-def send_segmented(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
 
     Raises:
@@ -67,7 +67,7 @@ def send_segmented(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> No
         _send(qp, wqe, [message], len(message))
 
 
-def _send(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     address: AddressHandle = wqe.ah
     # The segments of a TSO are SENDs on the wire.
     opcode = Opcode.SEND if wqe.opcode is Opcode.TSO else wqe.opcode

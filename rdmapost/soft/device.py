@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
 
+from .._binding import door
 from ..enums import MTU
 from . import requester, responder
 from .completion import Channel, EventQueue
@@ -14,6 +14,7 @@ from .faults import FaultPlan
 from .memory import Memory
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
+from .tags import MatchingList
 from .wire import Ack, Request
 
 __all__ = ["Device", "OpenDevice"]
@@ -26,7 +27,7 @@ def _as_it_is(wr_id: int) -> int:
     return wr_id
 
 
-class OpenDevice:
+class OpenDevice(door.Record):
     """One open context of the device."""
 
     def __init__(self) -> None:
@@ -36,10 +37,10 @@ class OpenDevice:
         """What is to go wrong on purpose."""
 
 
-class Device:
+class Device(door.Record):
     """A software RDMA device.
 
-    One lock covers all that it does; whoever enters through a verb holds it.
+    One lock covers all that it does; every verb holds it (``_c/soft_verb.c``).
     It has no threads: progress is made inside the verbs.
 
     Attributes:
@@ -49,7 +50,6 @@ class Device:
         memory: its keys.
         qps, srqs: what exists, by number.
         parked: queue pairs whose next request is to be tried again later.
-        lock: to be held inside every verb.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,15 +58,13 @@ class Device:
         self.gids = (_LINK_LOCAL, _LOOPBACK)
         self.port_mtu = MTU.MTU_4096
         self.memory = Memory()
-        self.qps: dict[int, QueuePair] = {}
-        self.srqs: dict[int, SharedReceiveQueue] = {}
-        self.parked: set[QueuePair] = set()
-        self.channels: set[Channel] = set()
-        self.groups: dict[bytes, set[QueuePair]] = {}
-        self.lock = threading.RLock()
+        self.qps: dict[int, QueuePair] = door.Table()
+        self.srqs: dict[int, SharedReceiveQueue] = door.Table()
+        self.parked: frozenset[QueuePair] = frozenset()
+        self.channels: frozenset[Channel] = frozenset()
+        self.groups: dict[bytes, frozenset[QueuePair]] = door.Table()
         self.numbers = itertools.count(0x11)
         """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
-        self.errors: list[BaseException] = []
 
     # ---- the wire -----------------------------------------------------------
 
@@ -79,16 +77,18 @@ class Device:
 
     def attach(self, qp: QueuePair, group: bytes) -> None:
         """Let a queue pair receive what is sent to a multicast group."""
-        self.groups.setdefault(group, set()).add(qp)
+        self.groups[group] = self.groups.get(group, frozenset()) | {qp}
 
     def detach(self, qp: QueuePair, group: bytes) -> bool:
         """Undo attach; return whether the queue pair was attached."""
-        members = self.groups.get(group, set())
-        attached = qp in members
-        members.discard(qp)
-        if attached and not members:
+        members = self.groups.get(group, frozenset())
+        if qp not in members:
+            return False
+        if len(members) > 1:
+            self.groups[group] = members - {qp}
+        else:
             del self.groups[group]
-        return attached
+        return True
 
     def multicast(self, request: Request, dgid: bytes) -> None:
         """Carry a datagram to every queue pair that is attached to the group."""
@@ -99,16 +99,45 @@ class Device:
 
     def park(self, qp: QueuePair) -> None:
         """Come back to a queue pair when its next attempt is due."""
-        self.parked.add(qp)
+        self._set_parked(self.parked | {qp})
         for channel in self.channels:
             channel.signal()
 
-    def progress(self) -> None:
-        """Go on with what is due."""
+    def unpark(self, qp: QueuePair) -> None:
+        """Do not come back to a queue pair."""
+        if qp in self.parked:
+            self._set_parked(self.parked - {qp})
+
+    def _set_parked(self, parked: frozenset[QueuePair]) -> None:
+        self.parked = parked
+        door.on_commit(door.come_back, min((qp.due for qp in parked), default=-1.0))
+
+    def start(self, worker: QueuePair | MatchingList) -> None:
+        """Let what is posted to it be carried out, when the verb or step is over."""
+        door.on_commit(door.start, worker)
+
+    def step(self, worker: QueuePair | MatchingList | None) -> bool:
+        """Carry out one of the work requests of which there are some; return whether to come again.
+
+        Args:
+            worker: whose; None stands for what is parked and due.
+        """
+        if isinstance(worker, QueuePair):
+            return requester.step(worker)
+        if worker is not None:
+            return worker.step()
         now = time.monotonic()
-        for qp in [qp for qp in self.parked if qp.due <= now]:
-            self.parked.discard(qp)
-            requester.run(qp)
+        due = frozenset(qp for qp in self.parked if qp.due <= now)
+        self._set_parked(self.parked - due)
+        for qp in due:
+            self.start(qp)
+        return False
+
+    def give_up(self, worker: QueuePair | MatchingList | None) -> bool:
+        """End the work request that a step failed to carry out; return whether to come again."""
+        if isinstance(worker, QueuePair):
+            return requester.give_up(worker)
+        return worker is not None and worker.give_up()
 
     def nanoseconds_until_due(self) -> int:
         """Return when something parked is due next; 0 when nothing is parked."""
@@ -116,9 +145,3 @@ class Device:
             return 0
         due = min(qp.due for qp in self.parked)
         return max(1, int((due - time.monotonic()) * 1e9))
-
-    # ---- faults of its own --------------------------------------------------
-
-    def report(self, error: BaseException) -> None:
-        """Keep an exception until the call that met it has come back from C."""
-        self.errors.append(error)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .._binding import door
 from ..enums import WCStatus
 
 __all__ = ["FaultPlan"]
 
+_Table = door.Table
 
-class FaultPlan:
+
+class FaultPlan(door.Record):
     """What is to go wrong.
 
     Args:
@@ -22,9 +25,9 @@ class FaultPlan:
 
     def __init__(self, wr_id_of: Callable[[int], int | None]) -> None:
         self._wr_id_of = wr_id_of
-        self.posts: dict[int, int] = {}
-        self.statuses: dict[int, WCStatus] = {}
-        self.refusals: dict[int, int] = {}
+        self.posts: dict[int, int] = _Table()
+        self.statuses: dict[int, WCStatus] = _Table()
+        self.refusals: dict[int, int] = _Table()
         self._seen = 0
 
     def clear(self) -> None:

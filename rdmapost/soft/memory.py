@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._binding import door
 from ..enums import Access, MWType, WCStatus
 from .wire import Segments
 
@@ -47,7 +48,7 @@ class ProtectionDomain:
     __slots__ = ()
 
 
-class Region:
+class Region(door.Record):
     """Registered memory."""
 
     __slots__ = ("access", "addr", "length", "lkey", "memory", "pd", "rkey", "valid", "windows")
@@ -66,7 +67,7 @@ class Region:
         self.windows = 0
 
 
-class Window:
+class Window(door.Record):
     """A memory window: unbound until a region is behind it."""
 
     __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
@@ -102,12 +103,12 @@ _STALE_STEP = 0x3F
 """Low byte of successive keys differ, so that a stale key is not the next one's."""
 
 
-class Memory:
+class Memory(door.Record):
     """The keys of a device and what they stand for."""
 
     def __init__(self) -> None:
-        self.regions_by_lkey: dict[int, Region] = {}
-        self._by_rkey: dict[int, Region | Window] = {}
+        self.regions_by_lkey: dict[int, Region] = door.Table()
+        self._by_rkey: dict[int, Region | Window] = door.Table()
         self._next = 0x10
         self._tag = 0
 
@@ -290,17 +291,5 @@ def gather(source: Segments) -> bytes:
 
 
 def copy(source: Segments, target: Segments) -> None:
-    """Copy all of the source into the target, which is at least as long."""
-    if len(source) == 1 and target:
-        piece, into = source[0], target[0]
-        if len(piece) <= len(into):
-            into[: len(piece)] = piece
-            return
-    pieces = iter(target)
-    into = memoryview(b"")
-    for piece in source:
-        while piece:
-            into = into or next(pieces)
-            size = min(len(piece), len(into))
-            into[:size] = piece[:size]
-            piece, into = piece[size:], into[size:]
+    """Copy all of the source, when it is committed, into the target, which is at least as long."""
+    door.copy(source, target)

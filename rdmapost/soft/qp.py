@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING, Any
 
+from .._binding import door
 from ..enums import (
     EventType,
     Opcode,
@@ -18,13 +19,13 @@ from ..enums import (
 from ..rules import OPCODES_BY_QP_TYPE
 from ..states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
-from .queue import RecvWQE, SendWQE, SharedReceiveQueue, WorkQueue
+from .queue import WQE, SharedReceiveQueue, WorkQueue
 
 if TYPE_CHECKING:
     from .device import Device
     from .memory import ProtectionDomain
 
-__all__ = ["ATTRIBUTE_RANGES", "QueuePair"]
+__all__ = ["ACCESS_FLAGS", "ATTRIBUTE_RANGES", "QueuePair"]
 
 _COMPLETES_AS = {
     Opcode.RDMA_WRITE: WCOpcode.RDMA_WRITE,
@@ -44,19 +45,23 @@ _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
 # Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
 _RTS, _SQE, _ERR, _WC_SEND = QPState.RTS, QPState.SQE, QPState.ERR, WCOpcode.SEND
 
+ACCESS_FLAGS = 0x3FF003FF
+"""The access flags of the kernel's ABI (enum ib_uverbs_access_flags).  A queue pair may be given
+any of them; those that grant a peer nothing mean nothing there."""
+
 ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
     **RANGES,
     "port_num": (1, 1),
     "pkey_index": (0, 0),
     "max_rd_atomic": (0, 16),
     "max_dest_rd_atomic": (0, 16),
-    "qp_access_flags": (0, 0xF),
+    "qp_access_flags": (0, ACCESS_FLAGS),
     "path_mig_state": (0, 0),
 }
 """What ibv_modify_qp takes, both ends included."""
 
 
-class QueuePair:
+class QueuePair(door.Record):
     """A queue pair of the device."""
 
     def __init__(
@@ -71,7 +76,6 @@ class QueuePair:
         srq: SharedReceiveQueue | None,
         send_queue: WorkQueue,
         recv_queue: WorkQueue,
-        max_inline: int,
         sq_sig_all: bool,
     ) -> None:
         self.device = device
@@ -83,19 +87,17 @@ class QueuePair:
         self.recv_cq = recv_cq
         self.srq = srq
         self.sq = send_queue
+        self.sq.prompt = True
+        self.sq.faults = context.faults
         self.rq = recv_queue
-        self.max_inline = max_inline
         self.sq_sig_all = sq_sig_all
         self.xrcd: Any = None
-        self.max_tso_header = 0
         self.handle: Any = None
         self.opcodes = OPCODES_BY_QP_TYPE[qp_type]
         self.reliable = qp_type in _RELIABLE
         self.connected = qp_type not in (QPType.UD, QPType.RAW_PACKET)
-        self.reads_only_the_head = qp_type in (QPType.RC, QPType.UC)
-        """A plain SEND names nobody."""
         self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
-        self.state = QPState.RESET
+        self._set_state(QPState.RESET)
         self._forget()
 
     def _forget(self) -> None:
@@ -122,7 +124,9 @@ class QueuePair:
             low, high = ATTRIBUTE_RANGES.get(name, (value, value))
             if not low <= value <= high:
                 return False
-        self.attr.update(attrs)
+        if attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
+            return False
+        self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
             # Requests are carried out at the post, so the queue has drained already.
@@ -130,33 +134,31 @@ class QueuePair:
         return True
 
     def _enter(self, state: QPState) -> None:
-        self.state = state
+        self._set_state(state)
         if state is QPState.RESET:
             self.drop_queues()
             self._forget()
         elif state is _ERR:
             self.flush()
 
+    def _set_state(self, state: QPState) -> None:
+        self.state = state
+        self.sq.refuses = 0 if state >= _RTS else errno.EINVAL
+        if self.srq is not None or state is QPState.RESET:
+            self.rq.refuses = errno.EINVAL
+        else:
+            self.rq.refuses = 0
+        self.rq.prompt = state is _ERR
+
     def drop_queues(self) -> None:
         """Forget what is posted and what has completed, without a completion."""
-        for wqe in self.sq.pending:
+        for wqe in self.sq:
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):
             queue.clear()
             cq.forget(queue)
-        self.device.parked.discard(self)
-
-    # ---- posting ------------------------------------------------------------
-
-    def post_send(self, wqe: SendWQE) -> int:
-        """Put a work request on the send queue; return 0 or an errno."""
-        if self.state < _RTS:
-            return errno.EINVAL
-        code = self.sq.add(wqe)
-        if self.state >= _SQE:
-            self.flush_sends()
-        return code
+        self.device.unpark(self)
 
     # ---- attempts of the request at the head of the send queue --------------
 
@@ -169,7 +171,7 @@ class QueuePair:
 
     # ---- completing ---------------------------------------------------------
 
-    def complete_send(self, wqe: SendWQE, status: WCStatus, byte_len: int = 0) -> None:
+    def complete_send(self, wqe: WQE, status: WCStatus, byte_len: int = 0) -> None:
         """Retire a send work request, with a completion where one is due."""
         if wqe.owner is not None:
             wqe.owner.ended(wqe, status)
@@ -185,7 +187,7 @@ class QueuePair:
 
     def complete_recv(
         self,
-        wqe: RecvWQE,
+        wqe: Any,
         status: WCStatus,
         *,
         opcode: WCOpcode = WCOpcode.RECV,
@@ -201,7 +203,7 @@ class QueuePair:
 
     def push(self, cq: CompletionQueue, entry: Entry) -> None:
         """Put an entry on a completion queue; one that is full breaks the queue pair."""
-        if cq.push(entry) or self.state is _ERR:
+        if cq.add(entry) or self.state is _ERR:
             return
         self.context.events.push(EventType.CQ_ERR, cq.handle)
         self.fail(EventType.QP_FATAL)
@@ -212,7 +214,7 @@ class QueuePair:
         """Enter the error state, and report an event about it."""
         if self.state is _ERR:
             return
-        self.state = QPState.ERR
+        self._set_state(_ERR)
         if event is not None:
             self.context.events.push(event, self.handle)
         self.flush()
@@ -222,7 +224,7 @@ class QueuePair:
         if self.reliable:
             self.fail()
         elif self.state is not QPState.ERR:
-            self.state = QPState.SQE
+            self._set_state(QPState.SQE)
             self.flush_sends()
 
     def flush(self) -> None:
@@ -233,18 +235,22 @@ class QueuePair:
         else:
             self.context.events.push(EventType.QP_LAST_WQE_REACHED, self.handle)
 
+    def flush_posted(self) -> None:
+        """Complete with flush errors what has been posted in a state that takes nothing else."""
+        self.flush_sends()
+        if self.state is _ERR and self.srq is None:
+            self.flush_receives()
+
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""
-        self.device.parked.discard(self)
-        pending = self.sq.pending
-        while pending:
-            self.complete_send(pending.popleft(), WCStatus.WR_FLUSH_ERR)
+        self.device.unpark(self)
+        while self.sq:
+            self.complete_send(self.sq.popleft(), WCStatus.WR_FLUSH_ERR)
 
     def flush_receives(self) -> None:
         """Complete the receive queue with flush errors."""
-        pending = self.rq.pending
-        while pending:
-            self.complete_recv(pending.popleft(), WCStatus.WR_FLUSH_ERR)
+        while self.rq:
+            self.complete_recv(self.rq.popleft(), WCStatus.WR_FLUSH_ERR)
 
     def grants(self, access: int) -> bool:
         """Whether a peer may do this through the queue pair at all."""

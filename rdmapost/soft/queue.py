@@ -2,90 +2,58 @@
 
 from __future__ import annotations
 
-import errno
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from .._binding import door
 from ..enums import Opcode
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue
     from .memory import ProtectionDomain
 
-__all__ = ["RecvWQE", "SendWQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
+__all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
+
+door.describe_opcodes({int(opcode): opcode for opcode in Opcode})
+
+WQE = door.WQE
+"""A work request as the device holds it: what is in ``struct ibv_send_wr``, ``struct ibv_recv_wr``
+or ``struct ibv_ops_wr``, by the names that it has there.  ``sges`` are (addr, length, lkey) each,
+``inline`` the data that was copied at the post, ``ah`` and ``bind`` (window, region, addr, length,
+access) the objects that are meant, and ``owner`` is who hears how it ended, where it is the
+device's own (tags)."""
 
 
-class SendWQE:
-    """A send work request as the device holds it."""
-
-    # Most work requests differ from these in two or three.
-    sges: Any = ()
-    """(addr, length, lkey) each."""
-    inline: Any = None
-    """The data, copied at the post, where the work request is inline."""
-    remote_addr = rkey = compare_add = swap = 0
-    ah: Any = None
-    remote_qpn = remote_qkey = remote_srqn = 0
-    bind: Any = None
-    """(window, region, addr, length, access) of a BIND_MW."""
-    hdr = b""
-    mss = 0
-    owner: Any = None
-    """Who hears how it ended, where it is the device's own (tags)."""
-
-    def __init__(self, wr_id: int, opcode: Opcode, flags: int, imm: int) -> None:
-        self.wr_id = wr_id
-        self.opcode = opcode
-        self.flags = flags
-        self.imm = imm
-        """imm_data in network order, or invalidate_rkey."""
-
-
-class RecvWQE:
-    """A receive work request as the device holds it."""
-
-    __slots__ = ("sges", "wr_id")
-
-    def __init__(self, wr_id: int, sges: Any) -> None:
-        self.wr_id = wr_id
-        self.sges = sges
-
-
-class WorkQueue:
+class WorkQueue(door.WorkQueue):
     """A queue of work requests with a fixed number of slots.
 
-    A slot is taken at the post.  It comes free when a completion that shows
-    its work request as done has been polled, and not before: hardware knows no
+    A slot is taken at the post, which is in C.  It comes free when a completion that
+    shows its work request as done has been polled, and not before: hardware knows no
     more than the consumer tells it.
+
+    Attributes:
+        depth: its slots.
+        max_sge: SGEs of a work request.
+        used: slots that are taken.
+        silent: unsignaled work requests that are done, and whose slots wait for a completion.
+        refuses: the errno of every post, or 0.
+        prompt: whether what is posted is to be carried out, and does not wait for a message.
     """
 
-    __slots__ = ("depth", "max_sge", "pending", "silent", "used")
+    __slots__ = ()
 
-    def __init__(self, depth: int, max_sge: int) -> None:
+    def __init__(self, depth: int, max_sge: int, refuses: int = 0) -> None:
         self.depth = depth
         self.max_sge = max_sge
-        self.pending: deque[Any] = deque()
-        self.used = 0
-        self.silent = 0
-        """Unsignaled work requests that are done, and whose slots wait for a completion."""
-
-    def add(self, wqe: Any) -> int:
-        """Take a slot for a work request; return 0 or an errno."""
-        if self.used >= self.depth:
-            return errno.ENOMEM
-        if len(wqe.sges) > self.max_sge:
-            return errno.EINVAL
-        self.used += 1
-        self.pending.append(wqe)
-        return 0
+        self.refuses = refuses
 
     def clear(self) -> None:
         """Forget everything."""
-        self.pending.clear()
+        while self:
+            self.popleft()
         self.used = self.silent = 0
 
 
-class XRCDomain:
+class XRCDomain(door.Record):
     """What XRC targets and XRC shared receive queues may be used together."""
 
     __slots__ = ("handle", "inode", "opened", "users")
@@ -98,7 +66,7 @@ class XRCDomain:
         self.users = 0
 
 
-class SharedReceiveQueue:
+class SharedReceiveQueue(door.Record):
     """Receives that many queue pairs share."""
 
     __slots__ = (

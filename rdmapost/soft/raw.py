@@ -11,7 +11,7 @@ from .wire import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
-    from .queue import SendWQE
+    from .queue import WQE
 
 __all__ = ["flags_of", "send", "send_segmented"]
 
@@ -19,7 +19,7 @@ ETHERNET_HEADER = 14
 MAX_FRAME = 9000 + ETHERNET_HEADER
 
 
-def send(qp: QueuePair, wqe: SendWQE, data: Segments) -> None:
+def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
     """Send one frame as it is, with checksums where the work request asks for them.
 
     Raises:
@@ -32,7 +32,7 @@ def send(qp: QueuePair, wqe: SendWQE, data: Segments) -> None:
     _send_frame(qp, frame)
 
 
-def send_segmented(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> None:
+def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many frames, each with the work request's header.
 
     Raises:

@@ -20,10 +20,10 @@ from ..timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
 from .memory import Fault, copy
 from .qp import QueuePair
-from .queue import SendWQE
+from .queue import WQE
 from .wire import Ack, AckKind, Request, Segments, size_of
 
-__all__ = ["run"]
+__all__ = ["give_up", "step"]
 
 _NAK_STATUS = {
     AckKind.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
@@ -34,7 +34,7 @@ _NAK_STATUS = {
 _SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({Opcode.SEND_WITH_IMM, Opcode.RDMA_WRITE_WITH_IMM})
 # Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
-_RTS, _UD, _RAW_PACKET = QPState.RTS, QPType.UD, QPType.RAW_PACKET
+_RTS, _SQE, _UD, _RAW_PACKET = QPState.RTS, QPState.SQE, QPType.UD, QPType.RAW_PACKET
 _SEND, _SEND_WITH_INV = Opcode.SEND, Opcode.SEND_WITH_INV
 _SUCCESS, _ACK = WCStatus.SUCCESS, AckKind.ACK
 
@@ -43,38 +43,50 @@ class _Parked(Exception):
     """The request is to be tried again later."""
 
 
-def run(qp: QueuePair) -> None:
-    """Carry out the send queue as far as it goes now."""
-    pending = qp.sq.pending
-    while pending and qp.state is _RTS:
-        if qp.due and time.monotonic() < qp.due:
-            return
-        wqe = pending[0]
-        byte_len = 0
-        try:
-            byte_len = _carry_out(qp, wqe)
-            status = _SUCCESS
-        except Fault as fault:
-            status = fault.status
-        except _Parked:
-            qp.device.park(qp)
-            return
-        except BaseException as error:
-            # A fault of ours is the caller's to see, and the work request's end.
-            qp.device.report(error)
-            status = WCStatus.FATAL_ERR
-        if qp.due:
-            qp.begin_attempts()
-        if not pending:
-            # Its own consequences flushed it: a queue pair that sends to itself.
-            return
-        pending.popleft()
-        qp.complete_send(wqe, status, byte_len)
-        if status:
-            qp.fail_send()
+def step(qp: QueuePair) -> bool:
+    """Carry out the request at the head of the send queue; return whether to come again."""
+    if qp.state >= _SQE:
+        qp.flush_posted()
+        return False
+    pending = qp.sq
+    if not pending or qp.state is not _RTS:
+        return False
+    if qp.due and time.monotonic() < qp.due:
+        return False
+    wqe = pending[0]
+    byte_len = 0
+    try:
+        byte_len = _carry_out(qp, wqe)
+        status = _SUCCESS
+    except Fault as fault:
+        status = fault.status
+    except _Parked:
+        qp.device.park(qp)
+        return False
+    _retire(qp, wqe, status, byte_len)
+    return bool(pending)
 
 
-def _carry_out(qp: QueuePair, wqe: SendWQE) -> int:
+def give_up(qp: QueuePair) -> bool:
+    """End the request at the head of the send queue, which the device failed to carry out."""
+    if qp.sq:
+        _retire(qp, qp.sq[0], WCStatus.FATAL_ERR, 0)
+    return bool(qp.sq)
+
+
+def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
+    if qp.due:
+        qp.begin_attempts()
+    if not qp.sq:
+        # Its own consequences flushed it: a queue pair that sends to itself.
+        return
+    qp.sq.popleft()
+    qp.complete_send(wqe, status, byte_len)
+    if status:
+        qp.fail_send()
+
+
+def _carry_out(qp: QueuePair, wqe: WQE) -> int:
     """Carry out one work request; return the bytes that came back.
 
     Raises:
@@ -93,7 +105,7 @@ def _carry_out(qp: QueuePair, wqe: SendWQE) -> int:
 # ---- what goes out ----------------------------------------------------------
 
 
-def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Segments, int]:
+def _local_data(qp: QueuePair, wqe: WQE, *, write: bool = False) -> tuple[Segments, int]:
     """Return the local buffers of a work request and their size."""
     if wqe.inline is not None:
         return ([wqe.inline] if wqe.inline else []), len(wqe.inline)
@@ -105,7 +117,7 @@ def _local_data(qp: QueuePair, wqe: SendWQE, *, write: bool = False) -> tuple[Se
     return segments, size
 
 
-def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
+def _request(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> Request:
     opcode = wqe.opcode
     request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
     if wqe.flags & _SOLICITED:
@@ -122,7 +134,7 @@ def _request(qp: QueuePair, wqe: SendWQE, data: Segments, size: int) -> Request:
     return request
 
 
-def _send_or_write(qp: QueuePair, wqe: SendWQE) -> int:
+def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
     data, size = _local_data(qp, wqe)
     if qp.type is _UD:
         datagram.send(qp, wqe, data, size)
@@ -133,7 +145,7 @@ def _send_or_write(qp: QueuePair, wqe: SendWQE) -> int:
     return 0
 
 
-def _room(wqe: SendWQE) -> int:
+def _room(wqe: WQE) -> int:
     """Return the size of the local buffers of a work request that fetches something.
 
     They are looked at when the answer is there, and not before, as in hardware: what
@@ -148,7 +160,7 @@ def _room(wqe: SendWQE) -> int:
     return size
 
 
-def _read(qp: QueuePair, wqe: SendWQE) -> int:
+def _read(qp: QueuePair, wqe: WQE) -> int:
     size = _room(wqe)
     _needs_rd_atomic(qp)
     ack = _exchange(qp, _request(qp, wqe, [], size))
@@ -158,7 +170,7 @@ def _read(qp: QueuePair, wqe: SendWQE) -> int:
     return size
 
 
-def _atomic(qp: QueuePair, wqe: SendWQE) -> int:
+def _atomic(qp: QueuePair, wqe: WQE) -> int:
     if _room(wqe) < 8:
         raise Fault(WCStatus.LOC_LEN_ERR)
     _needs_rd_atomic(qp)
@@ -176,13 +188,13 @@ def _needs_rd_atomic(qp: QueuePair) -> None:
         raise Fault(WCStatus.LOC_QP_OP_ERR)
 
 
-def _local_invalidate(qp: QueuePair, wqe: SendWQE) -> int:
+def _local_invalidate(qp: QueuePair, wqe: WQE) -> int:
     if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
         raise Fault(WCStatus.MW_BIND_ERR)
     return 0
 
 
-def _bind(qp: QueuePair, wqe: SendWQE) -> int:
+def _bind(qp: QueuePair, wqe: WQE) -> int:
     window, region, addr, length, access = wqe.bind
     qp.device.memory.bind(
         window, region, addr, length, access, pd=qp.pd, qpn=qp.number, rkey=wqe.rkey
@@ -190,7 +202,7 @@ def _bind(qp: QueuePair, wqe: SendWQE) -> int:
     return 0
 
 
-def _tso(qp: QueuePair, wqe: SendWQE) -> int:
+def _tso(qp: QueuePair, wqe: WQE) -> int:
     data, size = _local_data(qp, wqe)
     if qp.type is _UD:
         datagram.send_segmented(qp, wqe, data, size)
@@ -199,7 +211,7 @@ def _tso(qp: QueuePair, wqe: SendWQE) -> int:
     return 0
 
 
-_BY_OPCODE: dict[Opcode, Callable[[QueuePair, SendWQE], int]] = {
+_BY_OPCODE: dict[Opcode, Callable[[QueuePair, WQE], int]] = {
     Opcode.SEND: _send_or_write,
     Opcode.SEND_WITH_IMM: _send_or_write,
     Opcode.SEND_WITH_INV: _send_or_write,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from struct import Struct
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
 from . import datagram, raw
 from .completion import NO_TAG
 from .memory import Fault, RemoteFault, copy
-from .queue import RecvWQE, SharedReceiveQueue, WorkQueue
+from .queue import SharedReceiveQueue, WorkQueue
 from .wire import ACK, Ack, AckKind, Request, Segments
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def refuse(qp: QueuePair) -> Ack:
 # ---- receives ---------------------------------------------------------------
 
 
-Receive: TypeAlias = "tuple[RecvWQE, WorkQueue, ProtectionDomain, CompletionQueue]"
-"""A receive work request taken off a queue: the queue, whose memory it names, and where it
-completes."""
+Receive: TypeAlias = "tuple[Any, WorkQueue, ProtectionDomain, CompletionQueue]"
+"""A receive work request taken off a queue (what has wr_id and sges); the queue, whose memory it
+names, and where it completes."""
 
 
 def not_ready(qp: QueuePair) -> Ack | None:
@@ -101,7 +101,7 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
 def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
     """Take the next receive; None where there is none."""
     srq = shared_queue(qp, request)
-    pending = qp.rq.pending if srq is None else srq.queue.pending
+    pending = qp.rq if srq is None else srq.queue
     faults = qp.context.faults
     if not pending or (faults.refusals and faults.refuse_receive(qp.number)):
         return None
@@ -111,7 +111,7 @@ def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
     if len(pending) < srq.limit:
         srq.limit = 0
         srq.context.events.push(EventType.SRQ_LIMIT_REACHED, srq.handle)
-    return wqe, srq.queue, srq.pd, srq.cq or qp.recv_cq
+    return wqe, srq.queue, srq.pd, qp.recv_cq if srq.cq is None else srq.cq
 
 
 def _send(qp: QueuePair, request: Request) -> Ack | None:
@@ -225,9 +225,9 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     old: int
     (old,) = _UINT64.unpack(target)
     if request.opcode is Opcode.ATOMIC_FETCH_AND_ADD:
-        _UINT64.pack_into(target, 0, (old + request.compare) & _MASK64)
+        copy([_UINT64.pack((old + request.compare) & _MASK64)], [target])
     elif old == request.compare:
-        _UINT64.pack_into(target, 0, request.swap)
+        copy([_UINT64.pack(request.swap)], [target])
     return Ack(AckKind.ACK, value=old)
 
 

@@ -19,17 +19,16 @@ request came, and answers with a FIN.
 from __future__ import annotations
 
 import copy
-import errno
-import itertools
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._binding import door
 from ..enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
 from .completion import NO_TAG, Entry
 from .memory import Fault, gather
 from .memory import copy as copy_bytes
-from .queue import RecvWQE, SendWQE, WorkQueue
+from .queue import WQE, WorkQueue
 from .responder import Receive, consume_receive, fill, not_ready, refuse
 from .wire import ACK, Ack, AckKind, Request, Segments, size_of
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import SharedReceiveQueue
 
-__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList", "TMHOpcode", "TagWQE"]
+__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList", "TMHOpcode"]
 
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
@@ -77,38 +76,16 @@ class TMHOpcode(IntEnum):
     """The payload follows."""
 
 
-class TagWQE:
-    """A tag-matching operation as the device holds it."""
-
-    recv_wr_id = 0
-    sges: Any = ()
-    tag = mask = 0
-
-    def __init__(
-        self, wr_id: int, opcode: int, flags: int, unexpected_cnt: int, handle: int = 0
-    ) -> None:
-        self.wr_id = wr_id
-        self.opcode = opcode
-        self.flags = flags
-        self.unexpected_cnt = unexpected_cnt
-        self.handle = handle
-        """Of the entry to remove, or of the one that was added."""
-
-
-class _Entry:
+class _Entry(NamedTuple):
     """An entry of the matching list."""
 
-    __slots__ = ("held", "mask", "sges", "tag", "wr_id")
-
-    def __init__(self, op: TagWQE) -> None:
-        self.wr_id = op.recv_wr_id
-        self.sges = op.sges
-        self.tag = op.tag
-        self.mask = op.mask
-        self.held = True
+    wr_id: int
+    sges: Any
+    tag: int
+    mask: int
 
 
-class MatchingList:
+class MatchingList(door.Record):
     """The matching list of a shared receive queue, and what is done with it.
 
     Attributes:
@@ -123,56 +100,53 @@ class MatchingList:
         self.srq = srq
         self.slots = WorkQueue(max_num_tags, max_sge)
         self.ops = WorkQueue(max_ops, 0)
+        self.ops.prompt = True
         self._entries: dict[int, _Entry] = {}
-        self._held: list[_Entry] = []
-        self._handles = itertools.count(1)
-        self._last_handle = 0
+        """By handle, in the order in which they match; replaced, and never changed."""
+        self._held: frozenset[int] = frozenset()
+        """The handles of the entries that match nothing yet."""
         self._seen = 0
         self._handled = 0
 
     # ---- operations ---------------------------------------------------------
 
-    def post(self, op: TagWQE) -> int:
-        """Carry out an operation; return 0 or an errno."""
-        if self.ops.used >= self.ops.depth:
-            return errno.ENOMEM
-        if op.opcode == OpsOpcode.TAG_ADD:
-            if self.slots.used >= self.slots.depth:
-                return errno.ENOMEM
-            if len(op.sges) > self.slots.max_sge:
-                return errno.EINVAL
-        elif op.opcode == OpsOpcode.TAG_DEL:
-            if not 0 < op.handle <= self._last_handle:
-                return errno.EINVAL
-        elif op.opcode != OpsOpcode.TAG_SYNC:
-            return errno.EINVAL
-        self.ops.used += 1
+    def step(self) -> bool:
+        """Carry out the first of the operations that are posted; return whether to come again."""
+        if self.ops:
+            self._carry_out(self.ops.popleft())
+        return bool(self.ops)
+
+    def give_up(self) -> bool:
+        """End the first operation, which the device failed to carry out."""
+        if self.ops:
+            self._complete_op(self.ops.popleft(), WCStatus.FATAL_ERR)
+        return bool(self.ops)
+
+    def _carry_out(self, op: WQE) -> None:
         if op.flags & _TM_SYNC:
             self._handled = op.unexpected_cnt & _COUNT_MASK
         status = WCStatus.SUCCESS
         if op.opcode == OpsOpcode.TAG_ADD:
-            self._add(op)
+            entry = _Entry(op.recv_wr_id, op.sges, op.tag, op.mask)
+            self._entries = {**self._entries, op.handle: entry}
+            self._held |= {op.handle}
         elif op.opcode == OpsOpcode.TAG_DEL and not self._remove(op.handle):
             # A message has taken it meanwhile.
             status = WCStatus.TM_ERR
         if self._in_phase():
-            for entry in self._held:
-                entry.held = False
-            self._held.clear()
+            self._held = frozenset()
         self._complete_op(op, status)
-        return 0
-
-    def _add(self, op: TagWQE) -> None:
-        op.handle = self._last_handle = next(self._handles)
-        entry = self._entries[op.handle] = _Entry(op)
-        self._held.append(entry)
-        self.slots.used += 1
 
     def _remove(self, handle: int) -> bool:
-        if self._entries.pop(handle, None) is None:
+        if handle not in self._entries:
             return False
+        self._drop(handle)
         self.slots.used -= 1
         return True
+
+    def _drop(self, handle: int) -> None:
+        self._entries = {key: entry for key, entry in self._entries.items() if key != handle}
+        self._held -= {handle}
 
     def _behind(self) -> int:
         """Return how many unexpected messages software has not reported as handled."""
@@ -181,7 +155,7 @@ class MatchingList:
     def _in_phase(self) -> bool:
         return self._behind() == 0
 
-    def _complete_op(self, op: TagWQE, status: WCStatus) -> None:
+    def _complete_op(self, op: WQE, status: WCStatus) -> None:
         if not op.flags & _SIGNALED:
             self.ops.silent += 1
             return
@@ -194,7 +168,7 @@ class MatchingList:
     def _push(self, entry: Entry) -> None:
         cq = self.srq.cq
         assert cq is not None
-        if not cq.push(entry):
+        if not cq.add(entry):
             self.srq.context.events.push(EventType.CQ_ERR, cq.handle)
 
     # ---- messages -----------------------------------------------------------
@@ -213,8 +187,9 @@ class MatchingList:
             return refuse(qp)
         handle = self._match(tag)
         if handle is None:
-            return self._unexpected(qp, request, (tag, app_ctx))
-        entry = self._entries.pop(handle)
+            return self._unexpected(qp, request)
+        entry = self._entries[handle]
+        self._drop(handle)
         if rendezvous:
             return self._begin_rendezvous(qp, entry, gather(request.data), (tag, app_ctx))
         return self._eager(qp, entry, request, payload, (tag, app_ctx))
@@ -222,7 +197,7 @@ class MatchingList:
     def _match(self, tag: int) -> int | None:
         """Return the handle of the first entry that a tag matches."""
         for handle, entry in self._entries.items():
-            if not entry.held and tag & entry.mask == entry.tag:
+            if handle not in self._held and tag & entry.mask == entry.tag:
                 return handle
         return None
 
@@ -239,9 +214,9 @@ class MatchingList:
             return not_ready(qp)
         return fill(qp, request, taken, opcode, flags, tm_info)
 
-    def _unexpected(self, qp: QueuePair, request: Request, tm_info: tuple[int, int]) -> Ack | None:
+    def _unexpected(self, qp: QueuePair, request: Request) -> Ack | None:
         flags = _SYNC_REQ if self._behind() >= _MOST_UNSEEN else 0
-        ack = self._deliver(qp, request, WCOpcode.TM_RECV, flags, tm_info)
+        ack = self._deliver(qp, request, WCOpcode.TM_RECV, flags)
         if ack is ACK:
             self._seen += 1
         return ack
@@ -266,7 +241,7 @@ class MatchingList:
     def _taken(self, entry: _Entry) -> Receive:
         srq = self.srq
         assert srq.cq is not None
-        return RecvWQE(entry.wr_id, entry.sges), self.slots, srq.pd, srq.cq
+        return entry, self.slots, srq.pd, srq.cq
 
     def _complete_match(self, qp: QueuePair, entry: _Entry, tm_info: tuple[int, int]) -> None:
         fields = (
@@ -281,7 +256,7 @@ class MatchingList:
     ) -> None:
         """Complete a tagged receive, whatever became of its message."""
         qp.complete_recv(
-            RecvWQE(entry.wr_id, ()), status, opcode=WCOpcode.TM_RECV, byte_len=byte_len,
+            entry, status, opcode=WCOpcode.TM_RECV, byte_len=byte_len,
             flags=flags, queue=self.slots, cq=self.srq.cq,
         )  # fmt: skip
 
@@ -331,17 +306,18 @@ class _Rendezvous:
 
         They are carried out when the acknowledgement of the request is on its way.
         """
-        read = SendWQE(_NOBODYS, Opcode.RDMA_READ, 0, 0)
+        read = WQE(_NOBODYS, Opcode.RDMA_READ, 0, 0)
         read.sges = _first(self._entry.sges, self._size)
         read.remote_addr, read.rkey = va, rkey
-        fin = SendWQE(_NOBODYS, Opcode.SEND, 0, 0)
+        fin = WQE(_NOBODYS, Opcode.SEND, 0, 0)
         # The FIN is the request again, but for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
-        self._qp.sq.pending.extend((read, fin))
-        self._qp.device.park(self._qp)
+        self._qp.sq.append(read)
+        self._qp.sq.append(fin)
+        self._qp.device.start(self._qp)
 
-    def ended(self, wqe: SendWQE, status: WCStatus) -> None:
+    def ended(self, wqe: WQE, status: WCStatus) -> None:
         """Hear how one of the two ended."""
         if wqe.opcode is Opcode.RDMA_READ:
             outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS

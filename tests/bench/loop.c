@@ -41,6 +41,8 @@ static const struct {
 	{ "BIND_MW", IBV_WR_BIND_MW },
 	{ "SEND (UD)", IBV_WR_SEND },
 	{ "TSO (UD)", IBV_WR_TSO },
+	{ "RDMA_WRITE (INLINE)", IBV_WR_RDMA_WRITE },
+	{ "BIND_MW (key kept)", IBV_WR_BIND_MW },
 };
 
 static double now(void)

@@ -39,11 +39,18 @@ struct null_cq {
 };
 
 static int remember;
+static int poll_error = -1;
+static struct ibv_wc like;
+static int alike;
 static uint64_t posted;
 static uint32_t last_number = 0x10;
 
 /* Remember what is posted from now on (1), or only count it (0). */
 void null_remember(int on);
+/* What completions are like from now on, but for wr_id; NULL is as it was. */
+void null_complete_as(const struct ibv_wc *wc);
+/* Polling fails with this errno from now on, where it is not negative. */
+void null_fail_poll(int error);
 /* How many work requests have been posted. */
 uint64_t null_posted(void);
 /* Does nothing; ibv_query_pkey calls it, and a profiler can take notice of it. */
@@ -52,6 +59,18 @@ void null_mark(void);
 void null_remember(int on)
 {
 	remember = on;
+}
+
+void null_complete_as(const struct ibv_wc *wc)
+{
+	alike = wc != NULL;
+	if (wc)
+		like = *wc;
+}
+
+void null_fail_poll(int error)
+{
+	poll_error = error;
 }
 
 uint64_t null_posted(void)
@@ -94,10 +113,15 @@ static void complete(struct ibv_cq *cq, uint32_t qp_num, uint64_t wr_id,
 	struct null_cq *queue = (struct null_cq *)cq;
 	struct ibv_wc *wc = &queue->ring[queue->head++ % RING];
 
+	if (alike) {
+		*wc = like;
+	} else {
+		memset(wc, 0, sizeof(*wc));
+		wc->opcode = opcode;
+		wc->qp_num = qp_num;
+		wc->byte_len = 8;
+	}
 	wc->wr_id = wr_id;
-	wc->opcode = opcode;
-	wc->qp_num = qp_num;
-	wc->byte_len = 8;
 }
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
@@ -149,6 +173,10 @@ static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 	struct null_cq *queue = (struct null_cq *)cq;
 	int n = 0;
 
+	if (poll_error >= 0) {
+		errno = poll_error;
+		return -1;
+	}
 	while (n < num_entries && queue->tail != queue->head)
 		wc[n++] = queue->ring[queue->tail++ % RING];
 	return n;

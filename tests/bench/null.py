@@ -6,6 +6,11 @@ run in one interpreter, the one that pyverbs is installed for (Debian:
 python3-pyverbs), where that is of this Python's version; without pyverbs its
 columns stay empty.  Every figure is the least CPU time of several runs in
 several processes, pinned to one CPU: what disturbs a run only makes it slower.
+
+``--against REF`` compares rdmapost as it is in this checkout with what it was
+at a commit: both are built the same way, outside of the checkout, and run in
+turns.  Rows that differ by more than 5 % are measured again before it is said
+of them.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import _cffi_backend
 
 import rdmapost
 
 HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 LENGTHS = (1, 2, 8, 32, 256)
 GROWTH = tuple(10**power for power in range(2, 7))
 
@@ -46,6 +52,25 @@ GOALS: tuple[tuple[str, str, str, float | None], ...] = (
     ("list of 32 receives, unchecked", "recv/32", "/unchecked", None),
     ("poll 16", "poll/16", "", 0.25),
 )
+
+PLAIN = "RDMA_WRITE"
+BESIDE_PLAIN = (
+    ("INLINE write", "RDMA_WRITE (INLINE)"), ("BIND_MW", "BIND_MW (key kept)"),
+    ("TSO, on UD", "TSO (UD)"),
+)  # fmt: skip
+FORMS = (
+    ("built and posted, checked", "build/{}/1/1/checked"),
+    ("built and posted, unchecked", "build/{}/1/1/unchecked"),
+    ("kept, checked", "kept/{}/checked"), ("kept, unchecked", "kept/{}/unchecked"),
+    ("prepared", "prepared/{}"),
+)  # fmt: skip
+PLAIN_GOAL = 1.3
+"""What each of these may cost of a plain write of the same form."""
+
+SAME = 0.05
+"""By how much two commits may differ in a row and count as equal."""
+AGAIN = 4
+"""How often rows that differ by more are measured again."""
 
 Figures = Mapping[str, float]
 
@@ -84,20 +109,23 @@ def interpreter_for_both(pyverbs: str | None) -> str:
     return pyverbs if found.returncode == 0 else sys.executable
 
 
-def environment() -> dict[str, str]:
+def environment(tree: pathlib.Path | None = None) -> dict[str, str]:
     """Return an environment in which another interpreter finds rdmapost and cffi's module."""
     places = [
-        pathlib.Path(rdmapost.__file__).parent.parent,
+        tree or pathlib.Path(rdmapost.__file__).parent.parent,
         pathlib.Path(_cffi_backend.__file__).parent,
     ]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}
 
 
-def run_python(python: str, worker: str, runs: int, *more: str, **env: str) -> dict[str, float]:
-    """Run a worker and return its figures."""
+def run_python(
+    python: str, worker: str, runs: int, *more: str, env: Mapping[str, str],
+    tree: pathlib.Path | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Run a worker, on rdmapost as it is in a tree, and return its figures."""
     done = subprocess.run(
         [python, str(HERE / worker), str(runs), *more],
-        env={**environment(), **env}, stdout=subprocess.PIPE, check=True, timeout=600,
+        env={**environment(tree), **env}, stdout=subprocess.PIPE, check=True, timeout=600,
     )  # fmt: skip
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
@@ -157,6 +185,19 @@ def print_wide(title: str, rows: list[tuple[str, str]], ours: Figures, pyverbs: 
         )
 
 
+def print_beside_plain(ours: Figures) -> None:
+    """Print what the work requests cost that are not just a record, beside a plain write."""
+    print(f"\n{'beside a plain write of its form':<45}      ns  ratio  goal")
+    for form, name in FORMS:
+        plain = ours.get(name.format(PLAIN))
+        print(f"{'RDMA write, ' + form:<43}{number(plain)}")
+        for label, opcode in BESIDE_PLAIN:
+            mine = ours.get(name.format(opcode))
+            if mine is not None and plain is not None:
+                met = "met" if mine <= PLAIN_GOAL * plain else "missed"
+                print(f"  {label:<41}{number(mine)}{ratio(mine, plain)}  {PLAIN_GOAL:.2f}  {met}")
+
+
 PIECES = (
     ("pieces of an RDMA write, checked", ""),
     ("an SGE: mr[0:8]", "piece/slice"),
@@ -188,6 +229,101 @@ def print_growth(ours: Figures) -> None:
         print(f"{count:<30,}{number(outstanding, 11)}{number(before, 13)}{number(poll, 16)}")
 
 
+def build(into: pathlib.Path, ref: str | None) -> None:
+    """Lay a commit, or what is in the checkout (None), into a directory, and build it there."""
+    into.mkdir()
+    if ref is None:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, stdout=subprocess.PIPE, check=True,
+        ).stdout  # fmt: skip
+        there = [
+            name for name in listed.split(b"\0") if name and os.path.exists(ROOT / name.decode())
+        ]
+        tar = ["tar", "-c", "--null", "--verbatim-files-from", "-T", "-"]
+        packed = subprocess.run(
+            tar, input=b"\0".join(there), cwd=ROOT, stdout=subprocess.PIPE, check=True
+        )
+    else:
+        packed = subprocess.run(
+            ["git", "archive", ref], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        )
+    subprocess.run(["tar", "-x"], cwd=into, input=packed.stdout, check=True)
+    built = subprocess.run(
+        [sys.executable, "build_ffi.py"], cwd=into, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if built.returncode:
+        raise SystemExit(f"{ref or 'the checkout'} cannot be built:\n{built.stdout}")
+
+
+def low(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the lower quartile of each row: the least may be luck, which only one of two had."""
+    return {name: sorted(taken)[len(taken) // 4] for name, taken in figures.items()}
+
+
+def differ(before: Figures, after: Figures) -> list[str]:
+    """Return the rows that both have and that are not within what counts as equal."""
+    return [
+        name for name in after if name in before and abs(after[name] / before[name] - 1) > SAME
+    ]  # fmt: skip
+
+
+def compare(ref: str, runs: int, rounds: int, growth: bool) -> list[tuple[str, Figures]]:
+    """Measure a commit and the checkout in turns; return the figures of both."""
+    before: dict[str, list[float]] = {}
+    after: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        work = pathlib.Path(directory)
+        null, _ = compile_c(work)
+        trees = [(work / "before", before), (work / "after", after)]
+        build(trees[0][0], ref)
+        build(trees[1][0], None)
+
+        def measure(names: Sequence[str]) -> None:
+            trees.reverse()
+            for tree, figures in trees:
+                found = run_python(
+                    sys.executable, "on_rdmapost.py", runs, *names, tree=tree,
+                    env={"RDMAPOST_LIBIBVERBS": str(null)},
+                )  # fmt: skip
+                for name, ns in found.items():
+                    figures.setdefault(name, []).append(ns)
+
+        for _ in range(rounds):
+            measure([])
+            if growth:
+                measure(["growth"])
+        for _ in range(AGAIN * rounds):
+            again = differ(low(before), low(after))
+            grown = [name for name in again if name.startswith("growth/")]
+            if len(again) > len(grown):
+                measure([name for name in again if name not in grown])
+            if grown:
+                measure(["growth"])
+    return [(ref, low(before)), ("now", low(after))]
+
+
+def print_comparison(ref: str, before: Figures, after: Figures) -> None:
+    """Print every row of both, and those that are not equal again."""
+    print(f"{'ns for each':<44}{ref[:12]:>12}       now  ratio")
+    for name in dict.fromkeys([*before, *after]):
+        old, new = before.get(name), after.get(name)
+        mark = f"  {'slower' if after[name] > before[name] else 'faster'}" * (
+            name in differ(before, after)
+        )
+        print(f"{name:<44}{number(old, 12)} {number(new)}{ratio(new, old)}{mark}")
+    both = [name for name in after if name in before]
+    other = differ(before, after)
+    slower = [name for name in other if after[name] > before[name]]
+    print(
+        f"\n{len(both) - len(other)} of {len(both)} rows within {SAME:.0%}, "
+        f"{len(slower)} slower, {len(other) - len(slower)} faster"
+    )
+    for name in slower:
+        print(f"  slower: {name}: {after[name] / before[name]:.2f}")
+
+
 def main() -> None:
     """Print the tables, or everything as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -195,7 +331,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs in a process (default 5)")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each (default 3)")
     parser.add_argument("--no-growth", action="store_true", help="leave out the last table")
+    parser.add_argument(
+        "--against",
+        metavar="REF",
+        help="compare with rdmapost at this commit, and with nothing else",
+    )
     options = parser.parse_args()
+    if options.against is not None:
+        growth = not options.no_growth
+        both = compare(options.against, options.runs, options.rounds, growth)
+        if options.json:
+            json.dump(dict(both), sys.stdout, indent=2)
+            print()
+        else:
+            print_comparison(options.against, both[0][1], both[1][1])
+        return
     ours: dict[str, float] = {}
     theirs: dict[str, float] = {}
     c: dict[str, float] = {}
@@ -203,16 +353,16 @@ def main() -> None:
         null, loop = compile_c(pathlib.Path(directory))
         pyverbs = find_pyverbs(null)
         python = interpreter_for_both(pyverbs)
-        load = {"RDMAPOST_LIBIBVERBS": str(null)}
+        load, preload = {"RDMAPOST_LIBIBVERBS": str(null)}, {"LD_PRELOAD": str(null)}
         # In turns, so that a busy spell of the machine does not hit only one of them.
         for _ in range(options.rounds):
-            keep_least(ours, run_python(python, "on_rdmapost.py", options.runs, **load))
+            keep_least(ours, run_python(python, "on_rdmapost.py", options.runs, env=load))
             if pyverbs is not None:
-                figures = run_python(pyverbs, "on_pyverbs.py", options.runs, LD_PRELOAD=str(null))
+                figures = run_python(pyverbs, "on_pyverbs.py", options.runs, env=preload)
                 keep_least(theirs, figures)
             keep_least(c, run_c(loop, options.runs))
         if not options.no_growth:
-            keep_least(ours, run_python(python, "on_rdmapost.py", 3, "growth", **load))
+            keep_least(ours, run_python(python, "on_rdmapost.py", 3, "growth", env=load))
     if options.json:
         document = {"python": python, "rdmapost": ours, "pyverbs": theirs, "c": c}
         json.dump({**document, "pyverbs_python": pyverbs}, sys.stdout, indent=2)
@@ -233,6 +383,7 @@ def main() -> None:
     print_wide(
         "one of each opcode", [(name.split("/")[1], name) for name in cases], ours, theirs, c
     )
+    print_beside_plain(ours)
     print_pieces(ours)
     if not options.no_growth:
         print_growth(ours)

@@ -31,6 +31,7 @@ BUILD = {
     "LOCAL_INV": ("", ", imm_data=rkey"),
     "BIND_MW": ("wr.set_bind_wr(mw, MWBindInfo(mr, addr, 64, 0))", ""),
     "SEND (UD)": ("wr.set_wr_ud(ah, 3, 4)", ""),
+    "RDMA_WRITE (INLINE)": (RDMA, ", send_flags=inline"),
 }
 
 
@@ -72,6 +73,7 @@ class Bench:
             "mr": self.mr, "addr": self.mr.buf, "lkey": self.mr.lkey, "rkey": self.mr.rkey,
             "sge": SGE(self.mr.buf, 8, self.mr.lkey),
             "mw": MW(self.pd, e.IBV_MW_TYPE_2),
+            "inline": e.IBV_SEND_SIGNALED | e.IBV_SEND_INLINE,
             "ah": AH(self.pd, attr=AHAttr(dlid=1, port_num=1)),
             "post": self.qp.post_send, "post_recv": self.qp.post_recv, "poll": self.cq.poll,
             **{name.split()[0]: getattr(e, "IBV_WR_" + name.split()[0]) for name in BUILD},

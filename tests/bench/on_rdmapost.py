@@ -1,4 +1,8 @@
-"""rdmapost on the null device; null.py runs this with RDMAPOST_LIBIBVERBS set."""
+"""rdmapost on the null device; null.py runs this with RDMAPOST_LIBIBVERBS set.
+
+The arguments are the number of runs and the cases to time: all unless given, or
+"growth" for what depends on how much is outstanding.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,12 @@ BUILD = {
     "BIND_MW": "BindMW(wr_id=7, mw=mw, rkey=mw.next_rkey(), mr=mr, addr=addr, length=64)",
     "SEND (UD)": "Send({sges}, wr_id=7, ah=ah, remote_qpn=3, remote_qkey=4)",
     "TSO (UD)": "TSO({sges}, wr_id=7, hdr=hdr, mss=64, ah=ah, remote_qpn=3, remote_qkey=4)",
+    "RDMA_WRITE (INLINE)": "RdmaWrite({sges}, wr_id=7, send_flags=inline, " + REMOTE + ")",
+    # The window's next key is asked for beforehand, as a plain write's is.
+    "BIND_MW (key kept)": "BindMW(wr_id=7, mw=mw, rkey=key, mr=mr, addr=addr, length=64)",
 }
+FORMS = ("RDMA_WRITE", "RDMA_WRITE (INLINE)", "BIND_MW (key kept)", "TSO (UD)")
+"""Those that are also timed posted again and again, as they are."""
 
 
 def build(opcode: str, sges: int | str = 1) -> str:
@@ -61,7 +70,9 @@ class Bench:
             "mr": self.mr, "sge": self.mr[0:8],
             "mw": rp.MW(self.pd), "ah": rp.AH(self.pd, rp.AHAttr(dlid=1)),
             "addr": self.mr.addr, "rkey": self.mr.rkey, "hdr": bytes(14),
+            "inline": rp.SendFlags.SIGNALED | rp.SendFlags.INLINE,
         }  # fmt: skip
+        self.names["key"] = self.names["mw"].next_rkey()
 
     def qp(self, qp_type: rp.QPType = rp.QPType.RC, **options: Any) -> rp.QP:
         made = rp.QP(
@@ -102,6 +113,16 @@ class Bench:
         for opcode in BUILD:
             on = ud if "UD" in opcode else qp
             yield self.case(f"build/{opcode}/1/1/{mode}", on, f"post({build(opcode)})", 1)
+
+    def kept(self, qp: rp.QP, ud: rp.QP, mode: str) -> Iterator[Case]:
+        """A work request that is made once."""
+        for opcode in FORMS:
+            on, wr = ud if "UD" in opcode else qp, eval(build(opcode), self.names)
+            yield self.case(f"kept/{opcode}/{mode}", on, "post(wr)", 1, wr=wr)
+            # What binds a window cannot be prepared.
+            if mode == "checked" and "BIND_MW" not in opcode:
+                post = on.prepare([wr]).post
+                yield self.case(f"prepared/{opcode}", on, "post()", 1, post=post)
 
     def prepared(self, qp: rp.QP) -> Iterator[Case]:
         if hasattr(qp, "prepare"):
@@ -154,11 +175,12 @@ class Bench:
 
     def cases(self) -> Iterator[Case]:
         for mode in ("checked", "unchecked"):
-            options = {"checked": mode == "checked"}
+            options = {"checked": mode == "checked", "max_inline_data": 64}
             qp = self.qp(**options)
             ud = self.qp(rp.QPType.UD, max_tso_header=64, **options)
             yield from self.lists(qp, mode)
             yield from self.opcodes(qp, ud, mode)
+            yield from self.kept(qp, ud, mode)
             yield from self.receives(qp, mode)
             if mode == "checked":
                 yield from self.prepared(qp)
@@ -196,8 +218,10 @@ class Bench:
 
 if __name__ == "__main__":
     bench = Bench()
-    if len(sys.argv) > 2:
+    wanted = set(sys.argv[2:])
+    if "growth" in wanted:
         measuring.pin()
         json.dump(bench.growth(int(sys.argv[1])), sys.stdout)
     else:
-        measuring.work(bench.cases(), bench.null)
+        cases = (case for case in bench.cases() if not wanted or case.name in wanted)
+        measuring.work(cases, bench.null)

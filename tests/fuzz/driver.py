@@ -1,0 +1,257 @@
+"""Starting workers, telling what they found, and shrinking it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import mmap
+import os
+import pathlib
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+__all__ = ["Finding", "hunt", "replay", "work"]
+
+_STATUS = struct.Struct("QQ")
+"""Which program a worker is at, and how many calls it has made."""
+_FOUND = 70
+"""Exit status of a worker that has found something."""
+_SHRINKING_S = 60.0
+
+
+class Finding(dict[str, Any]):
+    """What was found: program, kind, signature and text."""
+
+
+# ---- the worker --------------------------------------------------------------
+
+
+def _quiet_leaks() -> None:
+    """Do not take for leaks what cffi and numpy keep when they are imported."""
+    import contextlib
+    import ctypes
+
+    runtime = ctypes.CDLL(None)
+    disable = getattr(runtime, "__lsan_disable", None)
+    if disable is not None:
+        disable()
+    import numpy  # noqa: F401
+
+    import rdmapost
+    import rdmapost.aio
+
+    with contextlib.suppress(Exception):
+        rdmapost.open_device("soft0").close()
+    if disable is not None:
+        runtime.__lsan_enable()
+
+
+def work(options: Any) -> int:
+    """Run programs until there have been enough calls, or one finds something."""
+    _quiet_leaks()
+    from programs import plan_of, run
+
+    keep = None
+    if options.keep is not None:
+        keep = frozenset(int(place) for place in options.keep.split(",") if place)
+    tell = print if options.program is not None else None
+    # What runs first imports and caches: not in a program that is to be replayed.
+    for index in range(3):
+        run(plan_of(12345, index, 1))
+    gc.collect()
+    gc.freeze()
+    with open(options.worker, "r+b") as file, mmap.mmap(file.fileno(), _STATUS.size) as status:
+        total = 0
+        program = options.first if options.program is None else options.program
+        started = time.monotonic()
+        while total < options.ops:
+            if options.seconds and time.monotonic() - started > options.seconds:
+                break
+            faulthandler.dump_traceback_later(options.limit, exit=True)
+
+            def tick(count: int, program: int = program, before: int = total) -> None:
+                _STATUS.pack_into(status, 0, program, before + count)
+
+            tick(0)
+            plan = plan_of(options.seed, program, options.threads)
+            if tell is not None:
+                tell(
+                    f"{plan.flavour}, {plan.threads} threads, {plan.interrupts or 'no'} interrupts"
+                )
+            world = run(plan, tell=tell, keep=keep, tick=tick)
+            total += world.count
+            if world.findings:
+                kind, signature, text = world.findings[0]
+                said = {"kind": kind, "signature": f"{kind}: {signature}", "text": text}
+                print("FOUND " + json.dumps(said), file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                # Nothing is as it should be here any more.
+                os._exit(_FOUND)
+            if options.program is not None:
+                break
+            program += 1
+            _STATUS.pack_into(status, 0, program, total)
+        faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+# ---- the driver --------------------------------------------------------------
+
+
+class _Worker:
+    """A worker process.
+
+    Args:
+        options: of the command.
+        arguments: what else it gets.
+        output: where its standard output goes.
+    """
+
+    def __init__(
+        self, options: Any, *arguments: str, output: int | None = subprocess.DEVNULL
+    ) -> None:
+        self._folder = tempfile.mkdtemp(prefix="fuzz")
+        self._status = pathlib.Path(self._folder, "status")
+        self._status.write_bytes(bytes(_STATUS.size))
+        self._said = pathlib.Path(self._folder, "said")
+        env = {"PYTHONHASHSEED": "0", **os.environ}
+        if "asan" not in env.get("LD_PRELOAD", ""):
+            # It fills what is freed, and sees writes beside a block.
+            env.setdefault("PYTHONMALLOC", "debug")
+            env.setdefault("MALLOC_PERTURB_", "90")
+        self._options = options
+        with self._said.open("wb") as said:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-P", "-X", "faulthandler", str(pathlib.Path(__file__).parent),
+                    "--worker", str(self._status), "--seed", str(options.seed), "--threads",
+                    str(options.threads), "--limit", str(options.limit), *arguments,
+                ],
+                stdout=output, stderr=said, env=env,
+            )  # fmt: skip
+
+    def end(self) -> tuple[int, int, Finding | None]:
+        """Wait for its end; return its program, its calls, and what it found."""
+        code = self.process.wait()
+        program, calls = _STATUS.unpack(self._status.read_bytes())
+        said = self._said.read_text(errors="replace")
+        shutil.rmtree(self._folder)
+        return program, calls, _finding(code, program, said)
+
+
+def _finding(code: int, program: int, said: str) -> Finding | None:
+    if code == 0:
+        return None
+    for line in said.splitlines():
+        if line.startswith("FOUND "):
+            return Finding(program=program, **json.loads(line[6:]))
+    if summary := re.search(r"^SUMMARY: .*$|^.*runtime error: .*$", said, re.M):
+        kind = "sanitizer"
+        signature = summary[0].replace("SUMMARY: ", "") + f", in {_top_of_stack(said)[:80]}"
+    elif "Timeout (" in said:
+        kind, signature = "hang", _top_of_stack(said)
+    else:
+        kind, signature = f"ended with {code}", _top_of_stack(said)
+    return Finding(program=program, kind=kind, signature=f"{kind}: {signature}", text=said[-12000:])
+
+
+def _top_of_stack(said: str) -> str:
+    frames = re.findall(r'File "[^"]*/((?:rdmapost|fuzz)/[^"]*)", line \d+ in (\S+)', said)
+    return f"{frames[0][1]} ({frames[0][0]})" if frames else said.strip()[-200:]
+
+
+def hunt(options: Any) -> int:
+    """Run programs; print what is found; return the exit status."""
+    started = time.monotonic()
+    done, program = 0, options.first
+    seen: dict[str, list[Any]] = {}
+    while done < options.ops:
+        arguments = ["--ops", str(options.ops - done), "--first", str(program)]
+        if options.seconds:
+            left = options.seconds - (time.monotonic() - started)
+            if left <= 0:
+                break
+            arguments += ["--seconds", str(left)]
+        program, calls, finding = _Worker(options, *arguments).end()
+        done += calls
+        if finding is None:
+            break
+        known = seen.setdefault(finding["signature"], [0, done, finding])
+        known[0] += 1
+        if known[0] == 1:
+            print(f"after {done} operations, program {program}: {finding['signature']}", flush=True)
+            if not options.keep_going:
+                _show(options, finding)
+                return 1
+        program += 1
+    seconds = time.monotonic() - started
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = used.ru_utime + used.ru_stime
+    print(
+        f"{done} operations in {program - options.first} programs, {seconds:.0f} s "
+        f"({done / max(seconds, 1e-9):.0f}/s, {done / max(busy, 1e-9):.0f}/s of processor time), "
+        f"seed {options.seed}: {len(seen)} kinds of findings"
+    )
+    for signature, (count, first, finding) in sorted(seen.items(), key=lambda item: item[1][1]):
+        print(f"{count:6} times, first after {first:7} (program {finding['program']}): {signature}")
+    return 1 if seen else 0
+
+
+def _show(options: Any, finding: Finding) -> None:
+    print(finding["text"])
+    again = f"python tests/fuzz --seed {options.seed} --threads {options.threads} --program"
+    print(f"to replay it: {again} {finding['program']}")
+    from programs import plan_of
+
+    plan = plan_of(options.seed, finding["program"], options.threads)
+    if plan.threads > 1:
+        print(f"it has {plan.threads} threads, so it may take several attempts")
+    elif (kept := _shrink(options, finding, len(plan.steps[0]))) is not None:
+        shown = "," + ",".join(map(str, kept))
+        print(f"shrunk: {again} {finding['program']} --keep {shown}", flush=True)
+        # Its calls.
+        _Worker(options, "--program", str(finding["program"]), "--keep", shown, output=None).end()
+
+
+def _fails(options: Any, finding: Finding, kept: list[int]) -> bool:
+    worker = _Worker(
+        options, "--program", str(finding["program"]), "--keep", ",".join(map(str, kept)) + ","
+    )
+    found = worker.end()[2]
+    return found is not None and found["kind"] == finding["kind"]
+
+
+def _shrink(options: Any, finding: Finding, count: int) -> list[int] | None:
+    """Leave out operations for as long as it still fails; return those that are left."""
+    deadline = time.monotonic() + _SHRINKING_S
+    kept, size = list(range(count)), count
+    if not _fails(options, finding, kept):
+        return None
+    while size and time.monotonic() < deadline:
+        for at in range(0, len(kept), size):
+            fewer = kept[:at] + kept[at + size :]
+            if _fails(options, finding, fewer):
+                kept = fewer
+                break
+        else:
+            size //= 2
+    return kept
+
+
+def replay(options: Any) -> int:
+    """Run one program, and print its calls and what it finds; return the exit status."""
+    arguments = ["--program", str(options.program)]
+    if options.keep is not None:
+        arguments += ["--keep", options.keep]
+    finding = _Worker(options, *arguments, output=None).end()[2]
+    if finding is not None:
+        print(f"{finding['signature']}\n{finding['text']}")
+    return 1 if finding is not None else 0

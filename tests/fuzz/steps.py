@@ -1,0 +1,698 @@
+"""The operations that programs are made of: each takes all its choices from one number."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import hostile
+import numpy as np
+from draw import Draw
+from making import ALL, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
+from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
+from world import ALPHABET, Hostile, World
+
+import rdmapost as rp
+from rdmapost import Access, MWType, QPState, QPType, SendFlags, SRQType, aio
+
+__all__ = ["act", "step"]
+
+_DEEPEST = 3
+"""How deep hostile objects may act inside of what others do."""
+
+
+def post_send(world: World, draw: Draw) -> None:
+    qp = world.pick("QP", draw)
+    if qp is None:
+        return
+    kinds = EVERY_SEND if draw.one_in(12) else SENDS[qp.qp_type]
+
+    def make() -> Any:
+        if draw.one_in(8):
+            return world.pick("wrs", draw)
+        maker = Maker(world, draw, qp.checked)
+        wr = maker.send(draw.of(kinds), qp)
+        if maker.plain and draw.one_in(4):
+            world.keep("wrs", wr, draw)
+        return wr
+
+    world.call(qp.post_send, several(world, draw, make))
+
+
+def post_inline(world: World, draw: Draw) -> None:
+    """Post INLINE, with data that nothing else holds, and from beside a region."""
+    pair = world.pick("pairs", draw)
+    if pair is None or pair[0].qp_type not in (QPType.RC, QPType.UC):
+        return
+    qp = pair[0]
+    if qp.closed or pair[1].closed:
+        return
+    if world.call(getattr, qp, "state") is not QPState.RTS:
+        reset(world, draw, *pair)
+    maker = Maker(world, draw, qp.checked)
+    maker.inline = True
+    addr, _length, rkey = live_target(world, draw) or (0, 0, 0)
+    sges = draw.among(maker.sges, maker.sge, maker.buffer, maker.sges, maker.outside)()
+    flags = draw.among(10, SendFlags.INLINE | SendFlags.SIGNALED, np.uint64(10))
+    wr = world.build(rp.RdmaWrite, sges, remote_addr=addr, rkey=rkey, send_flags=flags)
+    world.call(qp.post_send, wr)
+
+
+def reset(world: World, draw: Draw, a: Any, b: Any) -> None:
+    """Connect two queue pairs anew, so that something gets through."""
+    world.call(a.to_reset)
+    world.call(b.to_reset)
+    join(world, draw, a, b)
+
+
+def live_target(world: World, draw: Draw) -> Any:
+    """Return the address, length and key of memory of a peer, mostly one that is there."""
+    open_to_all = [mr for mr in world.pools["MR"] if int(mr.access) & 15 == 15 and not mr.closed]
+    if open_to_all and draw.below(4):
+        far = draw.of(open_to_all)
+        return far.addr, far.length, far.rkey
+    return world.pick("targets", draw)
+
+
+def post_recv(world: World, draw: Draw) -> None:
+    qp = world.pick("QP", draw)
+    if qp is None:
+        return
+
+    def make() -> Any:
+        if draw.one_in(8):
+            return world.pick("recvs", draw)
+        maker = Maker(world, draw, qp.checked)
+        wr = maker.recv()
+        if maker.plain and draw.one_in(4):
+            world.keep("recvs", wr, draw)
+        return wr
+
+    world.call(qp.post_recv, several(world, draw, make))
+
+
+def post_shared(world: World, draw: Draw) -> None:
+    srq = world.pick("SRQ", draw)
+    if srq is None:
+        return
+    maker = Maker(world, draw, True)
+    if srq.srq_type is SRQType.TM and draw.below(3):
+        wrs = several(world, draw, lambda: maker.ops(True))
+        world.call(srq.post_srq_ops, wrs)
+    elif draw.one_in(20):
+        world.call(srq.post_srq_ops, several(world, draw, lambda: maker.ops(False)))
+    else:
+        world.call(srq.post_srq_recv, several(world, draw, maker.recv))
+
+
+def bind_type_1(world: World, draw: Draw) -> None:
+    qp = world.pick("QP", draw)
+    if qp is None:
+        return
+    bind = Maker(world, draw, qp.checked).bind()
+    bind.pop("rkey", None)
+    bind = {"addr": 0, "length": 8, **bind}
+    world.call(qp.bind_mw, **bind, wr_id=wr_id(world, draw), send_flags=draw.among(2, 0, 3, 10))
+
+
+def bind_right(world: World, draw: Draw) -> None:
+    """Bind a window as it ought to be done, and let go of the region now and then."""
+    qp, window = world.pick("QP", draw), world.pick("MW", draw)
+    pd = world.pick("PD", draw)
+    if qp is None or window is None or pd is None:
+        return
+    if draw.one_in(2):
+        make_mr(world, draw, pd, ALL | Access.MW_BIND)
+    regions = [region for region in world.pools["MR"] if region.access & Access.MW_BIND]
+    if not regions:
+        return
+    region = draw.of(regions)
+    addr, size, rkey = region.addr, region.length, world.build(window.next_rkey)
+    if rkey is None:
+        return
+    if window.type is MWType.TYPE_1:
+        world.call(qp.bind_mw, window, region, addr, size, 14)
+    else:
+        world.call(
+            qp.post_send,
+            rp.BindMW(mw=window, mr=region, rkey=rkey, addr=addr, length=size, mw_access_flags=14),
+        )
+    world.keep("targets", (addr, size, rkey), draw)
+    del regions
+    poll(world, draw)
+    if draw.one_in(3):
+        with contextlib.suppress(ValueError):
+            world.pools["MR"].remove(region)
+
+
+def poll(world: World, draw: Draw) -> None:
+    for cq in list(world.pools["CQ"]) if draw.one_in(2) else [world.pick("CQ", draw)]:
+        if cq is not None:
+            most = draw.among(64, 64, 1, 3, 1000, 0, -1)
+            found = world.call(cq.poll, num(world, draw, most, 1, 40))
+            if found and most >= 0 and type(found) is not list:
+                world.found("poll", None, f"poll returned a {type(found).__name__}")
+
+
+def wait(world: World, draw: Draw) -> None:
+    cq = world.pick("CQ", draw)
+    if cq is not None:
+        world.call(cq.wait, draw.among(1, 1, 2, 0, 5), draw.among(0, 0, 0.0005, 1e-6))
+
+
+def notify(world: World, draw: Draw) -> None:
+    channel = world.pick("CompChannel", draw)
+    for cq in list(world.pools["CQ"]):
+        world.call(cq.req_notify, draw.among(False, True, None))
+    if channel is not None:
+        cq = world.call(channel.get_cq_event, draw.among(0, 0, 0.0003))
+        if cq is not None:
+            world.call(cq.req_notify)
+            world.call(cq.poll)
+
+
+def async_event(world: World, draw: Draw) -> None:
+    context = world.pick("Context", draw)
+    if context is not None:
+        event = world.call(rp.get_async_event, context, draw.among(0, 0, 0.0003))
+        if event is not None and event.event_type is rp.EventType.CQ_ERR:
+            world.overrun = True
+
+
+def in_asyncio(world: World, draw: Draw) -> None:
+    """Wait in tasks of an event loop, and close and cancel what they wait for."""
+    cqs = [cq for cq in (world.pick("CQ", draw), world.pick("CQ", draw)) if cq is not None]
+    channel, context = world.pick("CompChannel", draw), world.pick("Context", draw)
+    act = acting(world, draw)
+    choices = [draw.below(8) for _ in range(4)]
+
+    async def some() -> None:
+        waits: list[Any] = [cq.completions(draw.among(1, 2, 0), 0.0005) for cq in cqs]
+        if channel is not None and choices[0] < 4:
+            waits.append(aio.get_cq_event(channel, 0.0005))
+        if context is not None and choices[1] < 3:
+            waits.append(aio.get_async_event(context, 0.0005))
+        tasks = [asyncio.ensure_future(each) for each in waits]
+        await asyncio.sleep(0)
+        if choices[2] < 4:
+            act()
+        if choices[3] < 3 and tasks:
+            tasks[0].cancel()
+        for task in tasks:
+            try:
+                await task
+            except asyncio.CancelledError:
+                pass
+            except Exception as error:
+                failed.append(error)
+
+    failed: list[Exception] = []
+
+    def turn() -> None:
+        # An interrupt in asyncio's own code would be asyncio's trouble.
+        asyncio.run(some())
+
+    armed, world.interrupts = world.interrupts, ""
+    try:
+        world.call(turn)
+        for error in failed:
+            world.build(_again, error)
+    finally:
+        world.interrupts = armed
+
+
+def _again(error: Exception) -> None:
+    raise error
+
+
+def prepare(world: World, draw: Draw) -> None:
+    qp = world.pick("QP", draw)
+    if qp is None:
+        return
+    maker = Maker(world, draw, qp.checked)
+    if draw.one_in(3):
+        wrs, prepare_it = several(world, draw, maker.recv), qp.prepare_recv
+    else:
+        kinds = SENDS[qp.qp_type]
+
+        def make() -> Any:
+            own = Maker(world, draw, qp.checked)
+            return own.send(draw.of(kinds), qp)
+
+        wrs, prepare_it = several(world, draw, make), qp.prepare
+    batch = world.keep("Batch", world.call(prepare_it, wrs), draw)
+    if batch is not None:
+        world.call(batch.post)
+
+
+def use_batch(world: World, draw: Draw) -> None:
+    batch = world.pick("Batch", draw)
+    if batch is None:
+        return
+    count = world.build(len, batch)
+    if not count:
+        return
+    for _ in range(draw.below(4)):
+        prepared = world.build(batch.__getitem__, draw.below(count))
+        if prepared is not None:
+            patch(world, draw, prepared)
+    for _ in range(draw.among(1, 1, 2, 10)):
+        world.call(batch.post)
+    if draw.one_in(6):
+        world.call(batch.close)
+        world.call(batch.post)
+
+
+def patch(world: World, draw: Draw, prepared: Any) -> None:
+    """Change a field of a prepared work request."""
+    # It may be INLINE, and nothing says whether its queue pair checks: no raw addresses.
+    maker = Maker(world, draw, False)
+    maker.inline = True
+    addr, length, rkey = world.pick("targets", draw) or (0, 0, 0)
+    name = draw.among(
+        "sg_list", "sg_list", "wr_id", "imm_data", "remote_addr", "rkey", "compare_add", "swap",
+        "remote_qpn", "remote_qkey", "remote_srqn", "invalidate_rkey", "sg_list",
+    )  # fmt: skip
+    if not hasattr(prepared, name):
+        return
+    value = {
+        "sg_list": maker.sges,
+        "remote_addr": lambda: num(world, draw, addr + draw.below(length + 9), 8, 6),
+        "rkey": lambda: num(world, draw, rkey, 1, 6), "wr_id": lambda: wr_id(world, draw),
+        "compare_add": lambda: 0, "swap": lambda: 0,
+    }.get(name, lambda: num(world, draw, draw.below(1 << 33), 1, 6))()  # fmt: skip
+    world.call(setattr, prepared, name, value)
+    world.build(getattr, prepared, name)
+
+
+def make(world: World, draw: Draw) -> None:
+    """Make a resource of some kind."""
+    context, pd = world.pick("Context", draw), world.pick("PD", draw)
+    kind = draw.below(20)
+    if kind == 0 or context is None:
+        world.keep("Context", world.call(rp.open_device, "soft0"), draw)
+    elif kind < 3 or pd is None:
+        world.keep("PD", world.call(rp.PD, context), draw)
+    elif kind < 6:
+        channel = world.pick("CompChannel", draw) if draw.one_in(2) else None
+        cqe = num(world, draw, draw.among(1024, 1024, 1024, 64, 1), 5)
+        options = {"channel": channel, "tm_info": draw.one_in(3), "comp_vector": 0}
+        world.keep("CQ", world.call(rp.CQ, context, cqe, **options), draw)
+    elif kind == 6:
+        world.keep("CompChannel", world.call(rp.CompChannel, context), draw)
+    elif kind < 11:
+        make_mr(world, draw, pd)
+    elif kind < 13:
+        kinds = draw.among(MWType.TYPE_1, MWType.TYPE_2, 2, 3)
+        world.keep("MW", world.call(rp.MW, pd, num(world, draw, kinds, 1)), draw)
+    elif kind == 13:
+        qp, peer = world.pick("QP", draw), world.pick("QP", draw)
+        end = None if peer is None else world.call(peer.endpoint)
+        if end is not None and qp is not None:
+            path = world.call(qp.path_to, end)
+            if path is not None:
+                world.keep("AH", world.call(rp.AH, pd, path), draw)
+    elif kind == 14:
+        world.keep("XRCD", world.call(rp.XRCD, context), draw)
+    elif kind < 17:
+        make_srq(world, draw, pd, draw.among(SRQType.BASIC, SRQType.XRC, SRQType.TM))
+    else:
+        kinds = draw.among(
+            QPType.RC, QPType.RC, QPType.UC, QPType.UD, QPType.XRC_SEND, QPType.RAW_PACKET
+        )
+        if not world.clean or kinds in (QPType.RC, QPType.UC):
+            shared = draw.among(None, None, SRQType.BASIC) if kinds is QPType.RC else None
+            make_pair(world, draw, pd, kinds, shared)
+
+
+def make_wrong(world: World, draw: Draw) -> None:
+    """Make a resource of what it cannot be made of."""
+    pd, context = world.pick("PD", draw), world.pick("Context", draw)
+    cq, qp = world.pick("CQ", draw), world.pick("QP", draw)
+    if pd is None or context is None or cq is None:
+        return
+    kind = draw.below(8)
+    if kind < 3:
+        wrong: Any = draw.among(
+            b"readonly", 0, -1, None, "text", np.zeros(4, object), np.zeros((4, 4), np.uint8)[:, 1],
+            memoryview(bytearray(64))[::2], bytearray(0), [], 1.5, object(), np.array([None, "x"]),
+        )  # fmt: skip
+        made = world.call(rp.MR, pd, wrong, draw.among(int(ALL), 1, 0, 1 << 40, -1, None))
+        if made is not None:
+            if isinstance(wrong, np.ndarray) and wrong.dtype == object:
+                world.found("objects", None, "an array of objects was registered")
+            world.keep("MR", made, draw)
+    elif kind == 3:
+        options = draw.among(
+            {"max_send_wr": 1 << 20}, {"max_inline_data": 1 << 20}, {"max_send_sge": -1},
+            {"max_recv_wr": num(world, draw, 4, 1 << 30, 1)}, {"port_num": 2},
+            {"max_tso_header": 9}, {"gid_index": 77},
+        )  # fmt: skip
+        world.keep("QP", world.call(rp.QP, pd, QPType.RC, cq, **options), draw)
+    elif kind == 4:
+        world.call(rp.CQ, context, draw.among(0, -1, 1 << 30, 1 << 70), comp_vector=draw.below(2))
+    elif kind == 5:
+        world.call(rp.SRQ, pd, draw.among(0, 1 << 20, -1), draw.among(0, 1, 1000))
+    elif kind == 6 and qp is not None:
+        name = draw.among("qp_state", "path_mtu", "timeout", "nothing", "rq_psn", "dest_qp_num")
+        world.call(qp.modify, **{name: num(world, draw, draw.below(70), 1, 2)})
+    else:
+        gid = rp.GID(bytes(draw.below(256) for _ in range(16)))
+        attr = rp.AHAttr(
+            dgid=gid, sl=num(world, draw, draw.below(20), 1, 6), sgid_index=draw.below(3)
+        )
+        world.keep("AH", world.call(rp.AH, pd, attr), draw)
+
+
+_CLOSED_MOST = ("Batch", "Batch", "MW", "QP", "AH", "MR", "MR", "MR", "CQ", "SRQ", "CompChannel")
+
+
+def close(world: World, draw: Draw) -> None:
+    """Close something, whether or not it is in use."""
+    kind = draw.of(_CLOSED_MOST) if draw.below(8) else draw.among("PD", "XRCD", "Context")
+    thing = world.pick(kind, draw)
+    if thing is not None:
+        closing(world, thing)()
+        if draw.one_in(3):
+            with contextlib.suppress(ValueError):
+                world.pools[kind].remove(thing)
+
+
+def drop(world: World, draw: Draw) -> None:
+    """Let go of something: its finalizer may be what closes it."""
+    kind = draw.of((*_CLOSED_MOST, "wrs", "sges"))
+    pool = world.pools[kind]
+    if len(pool) <= draw.below(3):
+        return
+    with contextlib.suppress(IndexError):
+        thing = pool.pop(draw.below(len(pool)))
+        if draw.one_in(2):
+            cycle: list[Any] = [thing]
+            cycle.append(cycle)
+            if draw.one_in(2):
+                cycle.append(hostile.Finalizer(acting(world, draw)))
+        elif draw.one_in(3):
+            hostile.Finalizer(acting(world, draw))
+
+
+def collect(world: World, draw: Draw) -> None:
+    world.call(gc.collect, draw.among(0, 1, 2, 2))
+
+
+def change_state(world: World, draw: Draw) -> None:
+    qp, peer = world.pick("QP", draw), world.pick("QP", draw)
+    if qp is None or peer is None:
+        return
+    kind = draw.below(12)
+    if kind < 5:
+        # Most queue pairs are to be of use again.
+        world.call(qp.to_reset)
+        join(world, draw, qp, peer)
+    elif kind < 10:
+        verbs = (qp.to_err, qp.to_sqd, qp.to_rts, qp.to_reset, qp.to_init)
+        world.call(verbs[kind - 5])
+    elif kind == 10:
+        world.call(qp.modify, qp_state=draw.of(tuple(QPState)))
+    else:
+        world.call(qp.to_rts)
+
+
+def query(world: World, draw: Draw) -> None:
+    """Ask for things that change nothing."""
+    qp, cq, mr = (world.pick(kind, draw) for kind in ("QP", "CQ", "MR"))
+    context, srq, mw = (world.pick(kind, draw) for kind in ("Context", "SRQ", "MW"))
+    kind = draw.below(9)
+    if kind == 0 and qp is not None:
+        world.call(qp.query)
+    elif kind == 1 and qp is not None:
+        world.call(getattr, qp, draw.among("state", "outstanding", "gid"))
+    elif kind == 2 and srq is not None:
+        world.call(srq.query)
+        world.call(srq.arm_limit, num(world, draw, draw.below(8), 1, 6))
+    elif kind == 3 and context is not None:
+        world.call(context.query_port, num(world, draw, draw.below(3), 1, 4))
+        world.call(context.query_gid_table)
+    elif kind == 4 and mw is not None:
+        world.call(getattr, mw, "rkey")
+        world.call(mw.next_rkey)
+    elif kind == 5 and mr is not None:
+        bounds = (draw.among(None, 0, -8, 1 << 70, "x"), draw.among(None, 8, -1, 1 << 64, 1.5))
+        world.call(mr.__getitem__, slice(*bounds, draw.among(None, None, 1)))
+    elif kind == 6 and mr is not None and int(mr.access) & 1:
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            mr.buffer[:8] = ALPHABET[:8]
+    elif kind == 7 and qp is not None:
+        verb = qp.attach_mcast if draw.one_in(2) else qp.detach_mcast
+        world.call(verb, draw.among("ff0e::1", "ff0e::2", "::1", b"x"))
+    else:
+        for thing in (qp, cq, mr, context, srq, mw):
+            world.build(repr, thing)
+
+
+def duplicate(world: World, draw: Draw) -> None:
+    """Copy a resource: nothing may own a handle beside it."""
+    thing = world.pick(draw.of(_CLOSED_MOST), draw)
+    if thing is None:
+        return
+    how: Callable[[Any], Any] = draw.among(
+        copy.copy, copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))
+    )
+    try:
+        found = how(thing)
+    except TypeError:
+        return
+    except Exception as error:
+        world.found(
+            "copy", error, f"a copy of a {type(thing).__name__} is refused by another error"
+        )
+        return
+    if found is not thing:
+        world.found("copy", None, f"a {type(thing).__name__} was copied")
+
+
+def assign(world: World, draw: Draw) -> None:
+    """Assign to what says where a region is."""
+    region = world.pick("MR", draw)
+    if region is None:
+        return
+    name, value = draw.among(
+        ("length", 1 << 40), ("addr", 8), ("end", 1 << 63), ("writable", True), ("access", 0)
+    )
+    with contextlib.suppress(AttributeError, TypeError):
+        setattr(region, name, value)
+        world.found("assign", None, f"mr.{name} was assigned")
+
+
+def change_shared(world: World, draw: Draw) -> None:
+    """Change what posts may be looking at: lists of SGEs and buffers of inline data."""
+    shared, data = world.pick("lists", draw), world.pick("buffers", draw)
+    wr = world.pick("wrs", draw)
+    with contextlib.suppress(IndexError, BufferError, ValueError):
+        if shared is not None:
+            choice = draw.below(4)
+            if choice == 0:
+                shared.clear()
+            elif choice == 1:
+                shared.pop()
+            elif choice == 2:
+                shared.append(Maker(world, draw, False).buffer())
+            else:
+                shared.append(draw.among(None, 5, hostile.posing(rp.SGE)))
+        if data is not None:
+            if draw.one_in(2):
+                data.extend(b"\xa1" * 5000)
+            else:
+                data.clear()
+            with contextlib.suppress(ValueError):
+                world.pools["buffers"].remove(data)
+    if wr is not None and hasattr(wr, "sg_list"):
+        wr.sg_list = Maker(world, draw, False).buffer()
+
+
+def reconnect(world: World, draw: Draw) -> None:
+    """Connect two queue pairs that may be of any types, or one."""
+    a, b = world.pick("QP", draw), world.pick("QP", draw)
+    if a is not None and b is not None:
+        reset(world, draw, a, b)
+
+
+def traffic(world: World, draw: Draw) -> None:
+    """Post as applications do, so that most of it succeeds."""
+    pair, region, target = (
+        world.pick("pairs", draw),
+        world.pick("MR", draw),
+        live_target(world, draw),
+    )
+    if pair is None or region is None or target is None or region.closed:
+        return
+    a, b = pair
+    if a.closed or b.closed:
+        return
+    if world.call(getattr, a, "state") is not QPState.RTS or draw.one_in(12):
+        reset(world, draw, a, b)
+    if b.qp_type in (QPType.UD, QPType.RAW_PACKET):
+        region = max(world.pools["MR"], key=len, default=region)
+    kinds = SENDS[a.qp_type]
+    srq = b.srq if b.qp_type is not QPType.XRC_RECV else world.pick("SRQ", draw)
+    for place in range(draw.among(2, 5, 20)):
+        size = min(region.length, 4096 if b.qp_type is QPType.UD else 64)
+        into = world.build(region.__getitem__, slice(0, size))
+        sge = world.build(region.__getitem__, slice(8, draw.among(16, 16, 64)))
+        if sge is None or into is None:
+            return
+        kind, recv = draw.of(kinds), rp.RecvWR(into, wr_id=place)
+        if not issubclass(kind, rp.RdmaWrite | rp.RdmaRead | rp.BindMW):
+            if srq is not None:
+                world.call(srq.post_srq_recv, recv)
+            elif b.qp_type is not QPType.XRC_RECV:
+                world.call(b.post_recv, recv)
+        flags = draw.among(2, 2, 2, 0, SendFlags.SIGNALED, 3, 10)
+        if kind is rp.BindMW:
+            bind_right(world, draw)
+            continue
+        fits = flags & ~1 if a.qp_type in (QPType.UC, QPType.UD, QPType.RAW_PACKET) else flags
+        if kind in (rp.RdmaRead, rp.LocalInv, rp.TSO, *ATOMICS):
+            fits &= ~INLINE
+        values: dict[str, Any] = {"wr_id": place, "send_flags": fits}
+        names = {field.name for field in fields(kind)}
+        if "sg_list" in names:
+            values["sg_list"] = sge._replace(length=8) if kind in ATOMICS else sge
+        if "remote_addr" in names:
+            values |= {"remote_addr": (target[0] + 7) & ~7, "rkey": target[2]}
+        if "ah" in names and a.qp_type is QPType.UD:
+            values |= {
+                "ah": world.pick("AH", draw), "remote_qpn": b.qp_num,
+                "remote_qkey": rp.queuepair.DEFAULT_QKEY,
+            }  # fmt: skip
+        if "remote_srqn" in names and a.qp_type is QPType.XRC_SEND and srq is not None:
+            values["remote_srqn"] = world.build(getattr, srq, "srq_num") or 0
+        if kind is rp.TSO:
+            values |= {"hdr": bytes(54), "mss": 16}
+        if kind in (rp.LocalInv, rp.SendWithInv):
+            window = world.pick("MW", draw)
+            values["invalidate_rkey"] = (
+                0 if window is None else world.build(getattr, window, "rkey") or 0
+            )
+            if draw.below(4):
+                continue
+        world.call(a.post_send, kind(**values))
+        if place % 4 == 3:
+            poll(world, draw)
+            if world.call(getattr, a, "state") is not QPState.RTS:
+                break
+    poll(world, draw)
+
+
+def race(world: World, draw: Draw) -> None:
+    """Use something in another thread while it is closed in this one."""
+    context, pd, end = world.pick("Context", draw), world.pick("PD", draw), None
+    cq, qp = world.pick("CQ", draw), world.pick("QP", draw)
+    if world.serial or None in (context, pd, cq, qp) or context.closed or pd.closed:
+        return
+    end = world.call(qp.endpoint)
+    path = None if end is None else world.call(qp.path_to, end)
+    kind = draw.below(8)
+    thing: Any = None
+    if kind < 2:
+        channel = world.keep("CompChannel", world.call(rp.CompChannel, context), draw)
+        thing = world.call(rp.CQ, context, 64, channel=channel)
+        verb = draw.among(lambda: thing.req_notify(), lambda: thing.poll())
+        if kind and channel is not None:
+            if thing is not None:
+                world.call(thing.close)
+            thing = channel
+            verb = draw.among(
+                lambda: channel.get_cq_event(0), lambda: rp.CQ(context, 4, channel=channel)
+            )
+    elif kind < 4:
+        thing = world.call(rp.PD, context)
+        verb = draw.among(
+            lambda: rp.AH(thing, path), lambda: rp.MR(thing, 64), lambda: rp.MW(thing),
+            lambda: rp.SRQ(thing), lambda: rp.QP(thing, QPType.RC, cq),
+        )  # fmt: skip
+    elif kind == 4:
+        thing = world.call(rp.QP, pd, QPType.RC, cq)
+        region = world.pick("MR", draw)
+        verb = draw.among(
+            lambda: thing.query(), lambda: thing.to_err(), lambda: thing.to_init(),
+            lambda: thing.post_recv(rp.RecvWR(region[:8])), lambda: thing.endpoint(),
+            lambda: thing.post_send(rp.RdmaWrite(region[:8])), lambda: thing.connect(end),
+        )  # fmt: skip
+    elif kind == 5:
+        thing = world.call(rp.SRQ, pd)
+        verb = draw.among(
+            lambda: thing.query(),
+            lambda: thing.arm_limit(1),
+            lambda: rp.QP(pd, QPType.RC, cq, srq=thing),
+        )
+    elif kind == 6:
+        thing = world.call(rp.CQ, context, 64)
+        verb = draw.among(
+            lambda: thing.poll(), lambda: thing.wait(1, 0.0001), lambda: rp.QP(pd, QPType.RC, thing)
+        )
+    else:
+        thing = world.call(rp.open_device, "soft0")
+        verb = draw.among(
+            lambda: thing.query_port(), lambda: rp.PD(thing), lambda: rp.CQ(thing, 4),
+            lambda: rp.get_async_event(thing), lambda: rp.CompChannel(thing),
+            lambda: rp.XRCD(thing),
+        )  # fmt: skip
+    if thing is None:
+        return
+    world.made.append(weakref.ref(thing))
+
+    def use() -> None:
+        for _ in range(6):
+            world.call(verb)
+
+    other = threading.Thread(target=use)
+    other.start()
+    for _ in range(draw.below(200)):
+        pass
+    world.call(thing.close)
+    other.join()
+    world.call(thing.close)
+
+
+_STEPS: tuple[tuple[Callable[[World, Draw], None], int], ...] = (
+    (post_send, 30), (post_inline, 8), (post_recv, 10), (post_shared, 8), (bind_type_1, 2),
+    (bind_right, 4), (poll, 14), (wait, 2), (notify, 3), (async_event, 1), (in_asyncio, 1),
+    (prepare, 5), (use_batch, 7), (make, 10), (make_wrong, 2), (close, 8), (drop, 6), (collect, 2),
+    (change_state, 4), (query, 5), (duplicate, 1), (assign, 1), (change_shared, 3), (reconnect, 3),
+    (traffic, 20), (race, 8),
+)  # fmt: skip
+_WEIGHTED = tuple(what for what, weight in _STEPS for _ in range(weight))
+_INNER = (
+    close, close, close, drop, post_inline, post_send, poll, collect, change_state, change_shared,
+    use_batch, traffic,
+)  # fmt: skip
+
+
+def step(world: World, draw: Draw) -> None:
+    """Do one operation."""
+    draw.of(_WEIGHTED)(world, draw)
+
+
+def act(world: World, seed: int) -> None:
+    """Do something from the inside of another operation, or raise."""
+    if world.closing or world.findings:
+        return
+    inside = getattr(world.local, "inside", 0)
+    if inside >= _DEEPEST:
+        return
+    draw = Draw(seed)
+    if draw.one_in(6):
+        raise Hostile("raised by a hostile object")
+    world.local.inside = inside + 1
+    try:
+        draw.of(_INNER)(world, draw)
+    finally:
+        world.local.inside = inside

@@ -1,0 +1,386 @@
+"""Mutants of the C files, for mutate.py: what can be changed in one, and a module built with it.
+
+A C file is changed token by token: another comparison or operator, an operand that decides
+nothing, a check that never applies, a number that is off by one.  What does not compile then
+is no mutant, and what compiles to the same object means the same.  Only what the changed file
+is part of is compiled; the other objects are made once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# ---- tokens -----------------------------------------------------------------------
+
+_TOKEN = re.compile(
+    r"""(?P<comment>/\*.*?\*/|//[^\n]*)
+      | (?P<directive>^[ \t]*\#(?:[^\n\\]|\\.)*)
+      | (?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')
+      | (?P<number>(?:0[xX][0-9a-fA-F]+|[0-9]+))[uUlL]*
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<op><<=|>>=|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[^\s\\])""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+_DEFINE = re.compile(r"[ \t]*#[ \t]*define[ \t]+(\w+)(?:\([^)]*\))?")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token: its kind, its text, where it is, and the function or object that it belongs to."""
+
+    kind: str
+    text: str
+    start: int
+    end: int
+    where: str
+
+
+def tokens_of(source: str) -> list[Token]:
+    """Return the tokens of a C file; of directives only what macros stand for."""
+    found: list[Token] = []
+    depth, head, where = 0, len(found), ""
+    for token in _tokens(source, 0, len(source)):
+        kind, text = token.kind, token.text
+        if kind == "directive":
+            define = _DEFINE.match(text)
+            if define:
+                at = token.start + define.end()
+                found.append(Token("op", ";", at, at, define[1]))
+                found += [
+                    Token(part.kind, part.text, part.start, part.end, define[1])
+                    for part in _tokens(source, at, token.end)
+                ]
+                found.append(Token("op", ";", token.end, token.end, define[1]))
+                if not depth:
+                    head = len(found)
+            continue
+        if text == "{":
+            if not depth:
+                where = _declared(found[head:])
+            depth += 1
+        found.append(Token(kind, text, token.start, token.end, where))
+        depth -= text == "}"
+        if not depth and text in (";", "}"):
+            head, where = len(found), ""
+    return found
+
+
+def _tokens(source: str, start: int, end: int) -> Iterator[Token]:
+    for match in _TOKEN.finditer(source, start, end):
+        kind = match.lastgroup or ""
+        if kind != "comment":
+            # A suffix stays when a number changes.
+            yield Token(kind, match[kind], match.start(kind), match.end(kind), "")
+
+
+def _declared(head: list[Token]) -> str:
+    """Return the name of what a declaration declares, given what is in front of its body."""
+    names = [token.text for token in head if token.kind == "name"]
+    for before, token in itertools.pairwise(head):
+        if token.text == "(" and before.kind == "name" and before.text != "__attribute__":
+            # FUNCTION(name) and its like.
+            after = names[names.index(before.text) + 1 :]
+            return after[0] if before.text.isupper() and after else before.text
+    return names[-1] if names else ""
+
+
+# ---- mutants ----------------------------------------------------------------------
+
+_OPERATORS = {
+    "<": ("<=", ">="), "<=": ("<", ">"), ">": (">=", "<="), ">=": (">", "<"),
+    "==": ("!=",), "!=": ("==",), "&&": ("||",), "||": ("&&",),
+    "+": ("-",), "-": ("+",), "*": ("+",), "/": ("*",), "%": ("+",),
+    "&": ("|",), "|": ("&",), "^": ("|",), "<<": (">>",), ">>": ("<<",),
+    "++": ("--",), "--": ("++",), "+=": ("-=",), "-=": ("+=",),
+    "&=": ("|=",), "|=": ("&=",), "<<=": (">>=",), ">>=": ("<<=",),
+}  # fmt: skip
+_NEUTRAL = {"&&": "1", "||": "0"}
+_MARKS = {"==", "!=", "<", "<=", ">", ">=", "&&", "||", "!"}
+"""What is in a condition has mutants of its own, so that the whole need not be the other way."""
+_ENDS = {";", ",", "?", ":", "{", "}", "&&", "||", "return", "=", "+=", "-=", "|=", "&=", "case"}
+_OPEN, _CLOSE = {"(": ")", "[": "]", "{": "}"}, {")": "(", "]": "[", "}": "{"}
+_UNTOUCHED = {"static_assert", "_Static_assert", "__attribute__"}
+_LIMIT = re.compile(r"U?INT\d+_MAX|SIZE_MAX|PY_SSIZE_T_MAX")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change: what stands in a place instead, and how that reads."""
+
+    start: int
+    end: int
+    text: str
+    said: str
+    where: str
+
+
+class File:
+    """A C file, and what can be changed in it."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.tokens = tokens_of(source)
+
+    def edits(self) -> Iterator[Edit]:
+        """Yield every change."""
+        dropped: set[tuple[int, int]] = set()
+        skip = -1
+        for at, token in enumerate(self.tokens):
+            if token.text in _UNTOUCHED and self._text(at + 1) == "(":
+                skip = max(skip, self._closing(at + 1))
+            if at <= skip:
+                continue
+            if token.kind == "number":
+                yield from self._number(at)
+            elif token.kind == "name":
+                yield from self._word(at)
+            elif token.kind == "op":
+                yield from self._operator(at, dropped)
+
+    def _text(self, at: int) -> str:
+        return self.tokens[at].text if 0 <= at < len(self.tokens) else ""
+
+    def _is_operand(self, at: int) -> bool:
+        """Whether an operator behind this one takes it: otherwise that has one operand."""
+        token = self.tokens[at]
+        return token.text in (")", "]") or (
+            token.kind in ("number", "name", "string") and token.text not in ("return", "case")
+        )
+
+    def _is_binary(self, at: int) -> bool:
+        # A pointer is declared without a space behind it, and a cast's operand stands close.
+        spaced = self.source[self.tokens[at].end : self.tokens[at].end + 1].isspace()
+        return self._is_operand(at - 1) and (spaced or self._text(at) not in ("*", "&"))
+
+    def _closing(self, at: int) -> int:
+        """Return where the bracket that opens here closes."""
+        depth = 0
+        for other in range(at, len(self.tokens)):
+            depth += (self._text(other) in _OPEN) - (self._text(other) in _CLOSE)
+            if not depth:
+                return other
+        return len(self.tokens) - 1
+
+    def _reach(self, at: int, step: int) -> int:
+        """Return the last token in a direction that belongs to the same operand."""
+        into, out = (_OPEN, _CLOSE) if step > 0 else (_CLOSE, _OPEN)
+        depth = int(self._text(at) in into)
+        while 0 <= at + step < len(self.tokens):
+            text = self._text(at + step)
+            if not depth and (text in _ENDS or text in out):
+                break
+            depth += (text in into) - (text in out)
+            at += step
+        return at
+
+    def _span(self, first: int, last: int) -> tuple[int, int]:
+        return self.tokens[first].start, self.tokens[last].end
+
+    def _instead(self, at: int, first: int, last: int, text: str, wide: bool = False) -> Edit:
+        """Return a change of some tokens, told with the operand (or two) around them."""
+        start, end = self._span(first, last)
+        left, right = self._reach(first, -1), self._reach(last, 1)
+        if wide:
+            left, right = self._reach(at - 1, -1), self._reach(at + 1, 1)
+        begin, stop = self._span(left, right)
+        before, after = self.source[begin:stop], self.source[begin:start] + text
+        after += self.source[end:stop]
+        said = f"{_short(before)} -> {_short(after)}"
+        return Edit(start, end, text, said, self.tokens[at].where)
+
+    def _number(self, at: int) -> Iterator[Edit]:
+        text = self._text(at)
+        value = int(text, 0) if text[:2] in ("0x", "0X") else int(text)
+        sign = self._text(at - 1) == "-" and not self._is_operand(at - 2)
+        if sign:
+            # A failure that is none.
+            yield self._instead(at, at - 1, at, "0")
+        elif not self._is_sentinel(at):
+            other = 0 if value == 1 else value + 1
+            yield self._instead(at, at, at, hex(other) if text[:2] in ("0x", "0X") else str(other))
+
+    def _is_sentinel(self, at: int) -> bool:
+        """Whether it is of the entry that ends an array: { 0, NULL }."""
+        first, last = at, at
+        while self._text(first - 1) in ("0", "NULL", ","):
+            first -= 1
+        while self._text(last + 1) in ("0", "NULL", ","):
+            last += 1
+        return self._text(first - 1) == "{" and self._text(last + 1) == "}"
+
+    def _word(self, at: int) -> Iterator[Edit]:
+        token, before, after = self.tokens[at], self._text(at - 1), self._text(at + 1)
+        if token.text in ("if", "while") and after == "(":
+            last = self._closing(at + 1)
+            start, end = self._span(at + 1, last)
+            head = self.source[start:end]
+            said = f"{token.text} {_short(head)}"
+            if head != "(0)":
+                yield Edit(start, end, f"({head} && 0)", f"{said} -> never", token.where)
+            marks = {self._text(other) for other in range(at + 1, last)}
+            if not marks & _MARKS:
+                yield Edit(start, end, f"(!{head})", f"{said} -> {token.text} not", token.where)
+        elif token.text in ("break", "continue") and after == ";":
+            yield Edit(token.start, token.end, "", f"{token.text} -> nothing", token.where)
+        elif _LIMIT.fullmatch(token.text) and before not in (".", "->"):
+            yield self._instead(at, at, at, f"({token.text} - 1)")
+
+    def _operator(self, at: int, dropped: set[tuple[int, int]]) -> Iterator[Edit]:
+        token, text = self.tokens[at], self._text(at)
+        if text in ("!", "~"):
+            yield self._instead(at, at, at, "")
+        elif text == "?":
+            first = at
+            while self._reach(first, -1) != first or self._text(first - 1) in ("&&", "||"):
+                first = min(first - 1, self._reach(first, -1))
+            marks = {self._text(other) for other in range(first, at)}
+            if not marks & _MARKS:
+                start, end = self._span(first, at - 1)
+                head = self.source[start:end]
+                said = f"{_short(head)} ? -> !({_short(head)}) ?"
+                yield Edit(start, end, f"!({head})", said, token.where)
+        elif text in _OPERATORS and (text in ("++", "--") or self._is_binary(at)):
+            for other in _OPERATORS[text]:
+                yield self._instead(at, at, at, other, wide=text in _NEUTRAL)
+        if text in _NEUTRAL:
+            for first, last in (
+                (self._reach(at - 1, -1), at - 1),
+                (at + 1, self._reach(at + 1, 1)),
+            ):
+                if (first, last) not in dropped:
+                    dropped.add((first, last))
+                    start, end = self._span(first, last)
+                    said = f"{_short(self.source[start:end])} -> {_NEUTRAL[text]}"
+                    yield Edit(start, end, _NEUTRAL[text], said, token.where)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) < 90 else text[:87] + "..."
+
+
+# ---- building ---------------------------------------------------------------------
+
+
+class DoesNotCompile(Exception):
+    """What the compiler does not take."""
+
+
+class SameObject(Exception):
+    """What it makes the same of."""
+
+
+class Build:
+    """The module's objects, made once, and modules that differ in one file.
+
+    Args:
+        work: an empty directory, to build in.
+    """
+
+    def __init__(self, work: pathlib.Path) -> None:
+        self.work = work
+        with open(ROOT / "pyproject.toml", "rb") as file:
+            (extension,) = tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
+        sys.path.insert(0, str(ROOT))
+        import build_ffi
+
+        sys.path.remove(str(ROOT))
+        macros = [] if build_ffi.FREE_THREADED else extension.get("define-macros", [])
+        self.compiler = shlex.split(os.environ.get("CC", "cc"))
+        # A variable that nobody has set is not by chance what it should be.
+        self.options = [
+            "-O1", "-fPIC", "-fwrapv", "-ftrivial-auto-var-init=pattern", "-w",
+            f"-I{sysconfig.get_path('include')}", "-I.",
+            *(f"-D{name}={value}" for name, value in macros),
+            *(option for option in extension["extra-compile-args"] if not option.startswith("-W")),
+        ]  # fmt: skip
+        self.libraries = [f"-l{name}" for name in extension["libraries"]]
+        # As rdmapost/_verbs.abi3.so is called, where that is of the stable ABI.
+        suffix = ".abi3.so" if macros else sysconfig.get_config_var("EXT_SUFFIX")
+        self.module = f"_verbs{suffix}"
+
+        self.sources = {path.name: path for path in (ROOT / "rdmapost" / "_c").iterdir()}
+        self.sources["_verbs.c"] = work / "generated.c"
+        with contextlib.redirect_stdout(io.StringIO()):
+            build_ffi.ffibuilder.emit_c_code(str(self.sources["_verbs.c"]))
+        place = self._lay(work / "_c")
+        self.objects: dict[str, pathlib.Path] = {}
+        self.needed_by: dict[str, list[str]] = {}
+        for source in (*map(os.path.basename, extension["sources"]), "_verbs.c"):
+            self.objects[source] = self._compile(place, source)
+            for part in self._cc("-MM", source, place=place).replace("\\\n", " ").split()[1:]:
+                self.needed_by.setdefault(os.path.normpath(part), []).append(source)
+
+    def _lay(self, place: pathlib.Path) -> pathlib.Path:
+        """Lay the sources into a directory, where one of them may be another."""
+        place.mkdir(parents=True)
+        for name, path in self.sources.items():
+            (place / name).symlink_to(path)
+        return place
+
+    def _cc(self, *options: str, place: pathlib.Path) -> str:
+        done = subprocess.run(
+            [*self.compiler, *self.options, *options], cwd=place,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise DoesNotCompile(done.stderr)
+        return done.stdout
+
+    def _compile(self, place: pathlib.Path, source: str) -> pathlib.Path:
+        made = place / f"{source}.o"
+        self._cc("-c", source, "-o", str(made), place=place)
+        return made
+
+    def package(self, place: pathlib.Path) -> pathlib.Path:
+        """Make a directory with a package that has no module yet; return where that belongs."""
+        package = place / "rdmapost"
+        package.mkdir(parents=True)
+        for entry in (ROOT / "rdmapost").iterdir():
+            if entry.name not in ("__pycache__", "_c") and entry.suffix != ".so":
+                (package / entry.name).symlink_to(entry)
+        (package / "cli").symlink_to(ROOT / "cli")
+        self._lay(package / "_c")
+        return package / self.module
+
+    def link(self, name: str, source: str | None, into: pathlib.Path) -> None:
+        """Link the module with one file changed, or with none.
+
+        Args:
+            name: the C file, or a header; what needs that is compiled again.
+            source: what it is to be; None leaves it.
+            into: where the module belongs, as ``package`` returned it.
+
+        Raises:
+            DoesNotCompile, SameObject: there is no such module, or no other.
+        """
+        objects, place = dict(self.objects), into.parent / "_c"
+        if source is not None:
+            (place / name).unlink()
+            (place / name).write_text(source)
+            try:
+                made = {part: self._compile(place, part) for part in self.needed_by[name]}
+            finally:
+                (place / name).unlink()
+                (place / name).symlink_to(self.sources[name])
+            if all(path.read_bytes() == objects[part].read_bytes() for part, path in made.items()):
+                raise SameObject
+            objects |= made
+        into.unlink(missing_ok=True)
+        subprocess.run(
+            [*self.compiler, "-shared", "-o", into, *objects.values(), *self.libraries], check=True
+        )

@@ -1,0 +1,278 @@
+"""What runs in the middle of a verb (finalizers, callers' objects) may close, post and poll."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from isolated import TIMES, isolated
+from rig import ALL, INLINE, Rig
+from test_inline_memory import Number
+
+import rdmapost as rp
+
+
+def _victims(rig: Rig) -> dict[str, Any]:
+    """Make what a finalizer may close: nothing of it is in the way of the rest."""
+    qp = rig.queue_pair()
+    qp.to_init()
+    qp.post_recv([rig.receive(1), rig.receive(2)])
+    return {
+        "qp": qp, "mr": rp.MR(rig.pd, bytearray(64), ALL), "cq": rp.CQ(rig.context),
+        "srq": rp.SRQ(rig.pd), "batch": rig.b.prepare(rig.write(5)),
+    }  # fmt: skip
+
+
+class Nested:
+    """What is done in the middle of a verb, and what of it is still to complete."""
+
+    def __init__(self, rig: Rig, does: str) -> None:
+        self.rig, self.does = rig, does
+        self.victims = _victims(rig)
+        self.calls = 0
+        self.posted = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        rig = self.rig
+        if self.does in ("polls", "all"):
+            rig.found.extend(rig.cq.poll())
+            with contextlib.suppress(rp.WaitTimeout):
+                rig.found.extend(rig.cq.wait(1, 0))
+        if self.does in ("posts", "all") and self.posted < 8:
+            self.posted += 1
+            rig.a.post_send(rig.write(100 + self.posted))
+            rig.b.post_send(rig.write(200 + self.posted, send_flags=rp.SendFlags.SIGNALED))
+        if self.does in ("closes", "all"):
+            for thing in self.victims.values():
+                with contextlib.suppress(rp.InUseError):
+                    thing.close()
+
+    def wanted(self) -> list[int]:
+        return [base + number + 1 for base in (100, 200) for number in range(self.posted)]
+
+
+DOES = ["polls", "posts", "closes", "all"]
+
+
+def _finish(rig: Rig, nested: Nested, wr_ids: list[int]) -> None:
+    """All that was posted has completed once, and everything closes."""
+    assert nested.calls, "nothing has run in the middle of the verb"
+    rig.drain()
+    deadline = time.monotonic() + 2 * TIMES
+    while rig.b.outstanding.send and time.monotonic() < deadline:
+        rig.found += rig.cq.poll()
+    assert sorted(wc.check().wr_id for wc in rig.found) == sorted(wr_ids + nested.wanted())
+    for thing in nested.victims.values():
+        thing.close()
+    rig.works()
+    rig.close()
+
+
+@pytest.mark.parametrize("verb", ["poll", "wait"])
+@pytest.mark.parametrize("does", DOES)
+@isolated(silent=True, timeout=15)
+def test_finalizer_of_what_a_completion_lets_go(does, verb, device):
+    """The region is dropped, and its last reference goes with the completion that is polled."""
+    rig = Rig(device)
+    nested = Nested(rig, does)
+    mr = rp.MR(rig.pd, 64, ALL)
+    weakref.finalize(mr, nested)
+    rig.a.post_send(
+        [
+            rp.RdmaWrite(mr[:1], remote_addr=rig.mr.addr + 64, rkey=rig.mr.rkey, wr_id=1),
+            rig.write(2),
+            rig.write(3),
+        ]
+    )
+    del mr
+    assert not nested.calls
+    if verb == "wait":
+        rig.found += rig.cq.wait(1)
+    while not nested.calls:
+        rig.found += rig.cq.poll()
+    _finish(rig, nested, [1, 2, 3])
+
+
+@pytest.mark.parametrize("does", DOES)
+@pytest.mark.parametrize("verb", ["reset", "close"])
+@isolated(silent=True, timeout=15)
+def test_finalizer_of_what_a_queue_pair_lets_go(verb, does, device):
+    """Its receives are outstanding, and with them goes the last reference to a region."""
+    rig = Rig(device)
+    nested = Nested(rig, does)
+    qp = rig.queue_pair()
+    qp.to_init()
+    mr = rp.MR(rig.pd, 64, ALL)
+    weakref.finalize(mr, nested)
+    qp.post_recv(rp.RecvWR(mr[:8], wr_id=9))
+    del mr
+    qp.to_reset() if verb == "reset" else qp.close()
+    gc.collect()
+    rig.more.append(qp)
+    _finish(rig, nested, [])
+
+
+class Sges(Sequence[rp.SGE]):
+    """Runs something when its SGE is asked for."""
+
+    def __init__(self, sge: rp.SGE, run: Callable[[], object]) -> None:
+        self.sge, self.run = sge, run
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        self.run()
+        return (self.sge,)[index]
+
+
+def _wrs(wr: rp.SendWR, run: Callable[[], object]) -> Iterator[rp.SendWR]:
+    run()
+    yield wr
+    run()
+
+
+HOSTS: dict[str, Callable[[Rig, Callable[[], object]], None]] = {
+    # Each runs the caller's code in the middle of the post of a write with the wr_id 1.
+    "sequence": lambda rig, run: rig.a.post_send(_write(rig, Sges(rig.mr[:1], run))),
+    "sequence-inline": lambda rig, run: rig.a.post_send(
+        _write(rig, Sges(rig.mr[:1], run), send_flags=INLINE)
+    ),
+    "number": lambda rig, run: rig.a.post_send(
+        _write(rig, rig.mr[:1], rkey=Number(rig.mr.rkey, run))
+    ),
+    "list": lambda rig, run: rig.a.post_send(_wrs(_write(rig, rig.mr[:1]), run)),  # type: ignore[arg-type]
+    "prepare": lambda rig, run: _prepared(rig, _write(rig, Sges(rig.mr[:1], run))),
+}
+
+
+def _write(rig: Rig, sges: Any, **fields: Any) -> rp.RdmaWrite:
+    to = {"remote_addr": rig.mr.addr + 64, "rkey": rig.mr.rkey, **fields}
+    return rp.RdmaWrite(sges, wr_id=1, **to)
+
+
+def _prepared(rig: Rig, wr: rp.SendWR) -> None:
+    batch = rig.a.prepare(wr)
+    batch.post()
+    batch.close()
+
+
+@pytest.mark.parametrize("does", DOES)
+@pytest.mark.parametrize("host", HOSTS)
+@isolated(silent=True, timeout=15)
+def test_code_of_the_caller_in_the_middle_of_a_post(host, does, device):
+    rig = Rig(device)
+    nested = Nested(rig, does)
+    try:
+        HOSTS[host](rig, nested)
+    except TypeError:
+        # A type that is not taken is refused, and nothing of it is posted.
+        posted = []
+    except rp.PostError as error:
+        assert error.posted == 0  # noqa: PT017
+        posted = []
+    else:
+        posted = [1]
+    if host in ("sequence", "sequence-inline", "prepare"):
+        assert posted, "SGEs may be any sequence"
+    if not nested.calls:
+        nested()
+    _finish(rig, nested, posted)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@isolated(silent=True, timeout=15)
+def test_code_in_the_middle_of_a_post_that_closes_what_is_posted_with(host, device):
+    """The queue pair, its CQ, the region: then the post is refused, or it closes afterwards."""
+    for victim in ("a", "mr", "cq"):
+        rig = Rig(device)
+
+        def close(rig: Rig = rig, victim: str = victim) -> None:
+            with contextlib.suppress(rp.InUseError):
+                getattr(rig, victim).close()
+
+        try:
+            HOSTS[host](rig, close)
+        except (TypeError, rp.ClosedError):
+            pass
+        except rp.PostError as error:
+            assert error.posted == 0  # noqa: PT017
+            assert "closed" in str(error)  # noqa: PT017
+        for thing in (rig.a, rig.b, rig.mr, rig.cq, rig.pd, rig.context):
+            thing.close()
+
+
+class Cycle:
+    """Garbage that the collector finds in the middle of whatever runs then, and that acts."""
+
+    def __init__(self, thing: Any, act: Callable[[Any], object]) -> None:
+        self.itself, self.thing, self.act = self, thing, act
+
+    def __del__(self) -> None:
+        self.act(self.thing)
+
+
+@pytest.mark.parametrize("verb", ["poll", "post", "inline", "wait", "prepared", "recv", "make"])
+@isolated(silent=True, timeout=30)
+def test_collector_in_the_middle_of_a_verb_closes_posts_and_polls(verb, device):
+    """At every allocation: what is garbage has queue pairs, regions and finalizers."""
+    rig = Rig(device, max_send_wr=512, max_recv_wr=512)
+    wrs = [rig.write(number) for number in range(4)]
+    inline = [rig.write(number, send_flags=INLINE) for number in range(4)]
+    batch = rig.a.prepare(wrs)
+
+    def work() -> None:
+        if verb == "poll":
+            rig.cq.poll()
+        elif verb == "post":
+            rig.a.post_send(wrs)
+        elif verb == "inline":
+            rig.a.post_send(inline)
+        elif verb == "wait":
+            with contextlib.suppress(rp.WaitTimeout):
+                rig.cq.wait(1, 0)
+        elif verb == "prepared":
+            batch.post()
+        elif verb == "recv":
+            rig.a.post_recv([rig.receive(number) for number in range(2)])
+        else:
+            rp.MR(rig.pd, bytearray(64)).close()
+            rig.queue_pair().close()
+
+    def act(qp: rp.QP) -> None:
+        qp.close()
+        rig.found.extend(rig.cq.poll())
+        rig.a.post_send(rig.write(7))
+
+    deadline = time.monotonic() + 1.5 * TIMES
+    for _ in range(120):
+        qp = rig.queue_pair()
+        qp.to_init()
+        qp.post_recv(rp.RecvWR(rp.MR(rig.pd, bytearray(64), ALL)[:8]))
+        Cycle(qp, act)
+        dropped = rig.queue_pair()
+        dropped.to_init()
+        dropped.post_recv(rig.receive(1))
+        knot: list[Any] = [dropped]
+        knot.append(knot)
+        del qp, dropped, knot
+        before = gc.get_threshold()
+        gc.set_threshold(1, 1, 1)
+        work()
+        gc.set_threshold(*before)
+        rig.found += rig.cq.poll(512)
+        if verb == "recv" and rig.a.outstanding.recv > 400:
+            break
+        if time.monotonic() > deadline:
+            break
+    gc.collect()
+    rig.drain()
+    rig.works()
+    batch.close()
+    rig.close()

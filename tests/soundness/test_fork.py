@@ -1,0 +1,323 @@
+"""A forked child has nothing of its parent's: it is told so, takes nothing, and ends at once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+from isolated import TIMES, isolated
+from rig import LIMIT, Rig, open_files
+
+import rdmapost as rp
+from rdmapost import QPType
+
+
+def ended(pid: int, seconds: float = LIMIT) -> int:
+    """Wait for a child, and return its exit status; one that hangs is killed, and is -9."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            deadline += 60
+        time.sleep(0.002)
+
+
+def finish(status: int = 0) -> NoReturn:
+    """End the child as a program ends, with all that Python does then."""
+    sys.exit(status)
+
+
+def everything(rig: Rig) -> dict[str, Callable[[], object]]:
+    """Return each use that there is of what a rig has."""
+    rp_, to = rp, {"remote_addr": rig.mr.addr, "rkey": rig.mr.rkey}
+    srq = rp.SRQ(rig.pd)
+    channel = rp.CompChannel(rig.context)
+    cq = rp.CQ(rig.context, channel=channel)
+    ud = rp.QP(rig.pd, QPType.UD, rig.cq)
+    ud.connect()
+    ah = ud.ah_to(ud.endpoint())
+    mw = rp.MW(rig.pd)
+    mw_1 = rp.MW(rig.pd, rp.MWType.TYPE_1)
+    batch = rig.a.prepare(rig.write(7))
+    receives = rig.b.prepare_recv(rig.receive(8))
+    rig.more += [channel, cq, srq, ud, ah, mw, mw_1, batch, receives]
+    write, receive = rig.write(9), rig.receive(9)
+    inline = rp.RdmaWrite(rig.mr[:8], send_flags=rp.SendFlags.INLINE, **to)
+    end = rig.b.endpoint()
+    attr = ah.attr
+    bind = rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=rig.mr, addr=rig.mr.addr, length=8)
+    return {
+        "poll": lambda: rig.cq.poll(),
+        "wait": lambda: rig.cq.wait(1, 0.1),
+        "wait(0)": lambda: rig.cq.wait(1, 0),
+        "post_send": lambda: rig.a.post_send(write),
+        "post_send list": lambda: rig.a.post_send([write, write]),
+        "post_send inline": lambda: rig.a.post_send(inline),
+        "post_send bind": lambda: rig.a.post_send(bind),
+        "bind_mw": lambda: rig.a.bind_mw(mw_1, rig.mr, rig.mr.addr, 8, rp.Access.REMOTE_READ),
+        "post_recv": lambda: rig.b.post_recv(receive),
+        "post_srq_recv": lambda: srq.post_srq_recv(receive),
+        "prepared": lambda: batch.post(),
+        "prepared recv": lambda: receives.post(),
+        "prepare": lambda: rig.a.prepare(write),
+        "PD": lambda: rp_.PD(rig.context),
+        "CQ": lambda: rp_.CQ(rig.context),
+        "CompChannel": lambda: rp_.CompChannel(rig.context),
+        "XRCD": lambda: rp_.XRCD(rig.context),
+        "MR": lambda: rp_.MR(rig.pd, 4096),
+        "MW": lambda: rp_.MW(rig.pd),
+        "AH": lambda: rp_.AH(rig.pd, attr),
+        "SRQ": lambda: rp_.SRQ(rig.pd),
+        "QP": lambda: rp_.QP(rig.pd, QPType.RC, rig.cq),
+        "query": lambda: rig.a.query(),
+        "srq.query": lambda: srq.query(),
+        "arm_limit": lambda: srq.arm_limit(1),
+        "to_err": lambda: rig.a.to_err(),
+        "to_reset": lambda: rig.a.to_reset(),
+        "connect": lambda: ud.connect(),
+        "connect to": lambda: rig.a.connect(end),
+        "ah_to": lambda: ud.ah_to(end),
+        "query_port": lambda: rig.context.query_port(),
+        "query_gid_table": lambda: rig.context.query_gid_table(),
+        "query_pkey": lambda: rig.context.query_pkey(),
+        "req_notify": lambda: cq.req_notify(),
+        "get_cq_event": lambda: channel.get_cq_event(0),
+        "with": lambda: rig.pd.__enter__(),
+    }
+
+
+@isolated(silent=True, timeout=20)
+def test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do(device):
+    """By the parent's process id; and it changes nothing in the parent."""
+    rig = Rig(device)
+    uses = everything(rig)
+    rig.a.post_send([rig.write(1), rig.write(2), rig.write(3)])
+    parent = os.getpid()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        wrong = []
+        for name, use in uses.items():
+            try:
+                result = use()
+            except rp.RdmaError as error:
+                said = str(error)
+                if f"opened by process {parent}" in said and "open the device again" in said:
+                    continue
+                wrong.append(f"{name}: {type(error).__name__}: {said}")
+            except BaseException as error:
+                wrong.append(f"{name}: {error!r}")
+            else:
+                wrong.append(f"{name}: {result!r}")
+        os.write(write, "\n".join(wrong).encode())
+        os.close(write)
+        finish()
+    os.close(write)
+    with os.fdopen(read) as said:
+        wrong = said.read()
+    status = ended(child)
+    # The parent has it all.
+    done = rig.cq.wait(3, 2)
+    assert [wc.check().wr_id for wc in done] == [1, 2, 3]
+    assert not wrong, f"in the child:\n{wrong}"
+    assert status == 0
+    rig.works()
+    for thing in rig.more[::-1]:
+        thing.close()
+    rig.more.clear()
+    rig.close()
+
+
+@isolated(silent=True, timeout=20)
+def test_forked_child_that_polls_takes_no_completion_of_its_parent(device):
+    rig = Rig(device)
+    rig.b.post_recv([rig.receive(10), rig.receive(11)])
+    rig.a.post_send([rig.write(1), rig.write(2), rp.Send(rig.mr[:1], wr_id=3)])
+    for _ in range(3):
+        child = os.fork()
+        if not child:
+            for take in (rig.cq.poll, lambda: rig.cq.wait(1, 0.05)):
+                try:
+                    take()
+                except rp.RdmaError:
+                    continue
+            finish()
+        assert ended(child) == 0
+    done = sorted(wc.check().wr_id for wc in rig.cq.wait(4, 2))
+    assert done == [1, 2, 3, 10]
+    rig.works()
+    rig.close()
+
+
+@pytest.mark.parametrize("way", ["exit", "fall off", "del", "close", "exception"])
+@isolated(silent=True, timeout=30)
+def test_forked_child_ends_at_once_whatever_other_threads_were_doing(way, device):
+    """One posts a prepared list, one lists and INLINE, one polls, at the moment of the fork."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    sys.setswitchinterval(1e-5)
+    rig = Rig(device, max_send_wr=512)
+    other = rig.queue_pair(max_send_wr=512, max_inline_data=64)
+    other.connect(rig.b.endpoint())
+    rig.more.append(other)
+    batch = rig.a.prepare([rig.write(1), rig.write(2)])
+    inline = rig.write(3, send_flags=rp.SendFlags.SIGNALED | rp.SendFlags.INLINE)
+    stop = threading.Event()
+
+    def repeat(work: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(rp.PostError):
+                    work()
+
+        return run
+
+    threads = [
+        threading.Thread(target=repeat(work))
+        for work in (batch.post, lambda: rig.a.post_send([inline, inline]), rig.cq.poll)
+    ]
+    for one in threads:
+        one.start()
+    statuses = []
+    for _ in range(12 // min(TIMES, 3)):
+        child = os.fork()
+        if not child:
+            if way == "exit":
+                finish()
+            elif way == "exception":
+                sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+                raise RuntimeError("the child's own")
+            elif way == "del":
+                del rig, other, batch, inline, threads
+                gc.collect()
+                finish()
+            elif way == "close":
+                for thing in (batch, other, rig.a, rig.b, rig.mr, rig.cq, rig.pd, rig.context):
+                    # Nothing to be given back here; or it is said that it is another's.
+                    try:
+                        thing.close()
+                    except rp.RdmaError:
+                        continue
+                finish()
+            else:
+                return
+        statuses.append(ended(child, 3 * TIMES))
+        if statuses[-1] == -9:
+            break
+    stop.set()
+    for one in threads:
+        one.join()
+    batch.close()
+    assert set(statuses) == {1 if way == "exception" else 0}, statuses
+    rig.cq.poll(512)
+    other.to_reset()
+    rig.drain()
+    rig.works()
+    rig.found.clear()
+    rig.close()
+
+
+@isolated(silent=True, timeout=20)
+def test_forked_child_opens_a_device_of_its_own(device):
+    """And posts there; beside what it has from its parent, which goes on."""
+    rig = Rig(device)
+    for _ in range(3):
+        child = os.fork()
+        if not child:
+            own = Rig(device)
+            own.works()
+            own.close()
+            finish()
+        rig.works()
+        assert ended(child) == 0
+    rig.close()
+
+
+@isolated(silent=True, timeout=20)
+def test_grandchild_is_told_too_and_opens_its_own(soft):
+    rig = Rig(soft)
+    child = os.fork()
+    if not child:
+        own = Rig(soft)
+        inner = os.fork()
+        if not inner:
+            for cq, opener in ((rig.cq, os.getppid()), (own.cq, os.getppid())):
+                with pytest.raises(rp.RdmaError, match="open the device again") as caught:
+                    cq.poll()
+                if cq is own.cq:
+                    assert f"opened by process {opener}" in str(caught.value)
+            mine = Rig(soft)
+            mine.works()
+            mine.close()
+            finish()
+        status = ended(inner)
+        own.works()
+        own.close()
+        finish(status)
+    assert ended(child) == 0
+    rig.works()
+    rig.close()
+
+
+def _work(number: int) -> int:
+    """Run in a process of a pool: open a device and write."""
+    own = Rig("soft0")
+    own.works()
+    own.close()
+    return number
+
+
+@isolated(silent=True, timeout=30)
+def test_pool_of_forked_processes_opens_devices_beside_its_parents(soft):
+    import multiprocessing
+
+    warnings.simplefilter("ignore", DeprecationWarning)
+    rig = Rig(soft)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(_work, range(6)) == [*range(6)]
+        pool.close()
+        pool.join()
+    rig.works()
+    # The pool's pipes go with it, sometime.
+    rig.files |= open_files()
+    rig.close()
+
+
+@isolated(silent=True, timeout=20)
+def test_fork_in_the_middle_of_a_verb_leaves_the_child_free_to_end(soft):
+    """A handler or a finalizer may fork; the child goes on out of the verb and ends."""
+    from moments import Moment, interrupt_at_each_moment
+
+    class Child(BaseException):
+        """Leads the child out of everything."""
+
+    def handler(rig: Any) -> None:
+        rig.child = os.fork()
+        if not rig.child:
+            raise Child
+        assert ended(rig.child, 2) == 0
+
+    def act(rig: Rig) -> None:
+        rig.a.post_send([rig.write(1), rig.write(2)])
+        rig.found.extend(rig.cq.poll())
+
+    def check(rig: Rig, _: Moment) -> None:
+        rig.drain()
+        assert sorted(wc.wr_id for wc in rig.found) == [1, 2]
+        rig.close()
+
+    try:
+        interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=handler, most=20)
+    except Child:
+        finish()

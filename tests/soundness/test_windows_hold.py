@@ -1,0 +1,209 @@
+"""Memory stays with whom a key leads to: under windows, and where deregistering fails."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+from isolated import isolated
+from rig import BINDABLE, Memory, Rig
+
+import rdmapost as rp
+from rdmapost import MWType
+
+SIZE = 100_000
+READ_WRITE = rp.Access.REMOTE_READ | rp.Access.REMOTE_WRITE
+
+
+def bind(rig: Rig, mw: rp.MW, mr: rp.MR) -> None:
+    """Bind a window to the whole region, on b's side."""
+    if mw.type is MWType.TYPE_1:
+        rig.b.bind_mw(mw, mr, mr.addr, mr.length, READ_WRITE)
+    else:
+        rig.b.post_send(
+            rp.BindMW(
+                mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=mr.length,
+                mw_access_flags=READ_WRITE,
+            )
+        )  # fmt: skip
+    rig.cq.wait(1)[0].check()
+
+
+def through(rig: Rig, mw: rp.MW, addr: int) -> rp.WCStatus:
+    """Write 64 bytes from a through the window; return how it ended."""
+    rig.mr.buffer[:64] = b"\xee" * 64
+    rig.a.post_send(rp.RdmaWrite(rig.mr[:64], remote_addr=addr, rkey=mw.rkey))
+    return rig.cq.wait(1)[0].status
+
+
+def bound(device: str, mw_type: str) -> tuple[Rig, rp.MW, int, weakref.ref[Memory]]:
+    """Bind a window to memory that nobody else knows, and drop the region."""
+    rig = Rig(device)
+    mw = rp.MW(rig.pd, MWType[mw_type])
+    memory = Memory(SIZE)
+    ref = weakref.ref(memory)
+    mr = rp.MR(rig.pd, memory, BINDABLE)
+    addr = mr.addr
+    bind(rig, mw, mr)
+    return rig, mw, addr, ref
+
+
+TYPES = ["TYPE_2", "TYPE_1"]
+
+
+@pytest.mark.parametrize("mw_type", TYPES)
+@isolated(silent=True)
+def test_write_through_a_window_never_lands_in_other_memory(mw_type, device):
+    """The region and its buffer have been dropped, and memory of the same size is asked for."""
+    rig, mw, addr, _ = bound(device, mw_type)
+    gc.collect()
+    others = [bytearray(SIZE) for _ in range(64)]
+    through(rig, mw, addr)
+    assert not any(any(other) for other in others)
+
+
+@pytest.mark.parametrize("mw_type", TYPES)
+@isolated(silent=True)
+def test_window_holds_its_region_until_it_is_closed(mw_type, device):
+    """The peer's write arrives in the memory that the window was bound to."""
+    rig, mw, addr, ref = bound(device, mw_type)
+    gc.collect()
+    memory = ref()
+    assert memory is not None, "the memory has been let go, and the window is bound to it"
+    assert through(rig, mw, addr) is rp.WCStatus.SUCCESS
+    assert bytes(memory[:64]) == b"\xee" * 64
+    del memory
+    mw.close()
+    gc.collect()
+    assert ref() is None, "the window has been closed, and holds the memory"
+    rig.close()
+
+
+@isolated(silent=True)
+def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
+    """A window of type 1 is bound anew without an invalidation."""
+    rig, mw, _, ref = bound(device, "TYPE_1")
+    bind(rig, mw, rig.mr)
+    gc.collect()
+    assert ref() is None
+    mw.close()
+    rig.close()
+
+
+@isolated(silent=True)
+def test_window_that_is_invalidated_lets_its_region_go(device):
+    rig, mw, _, ref = bound(device, "TYPE_2")
+    rig.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey))
+    rig.cq.wait(1)[0].check()
+    gc.collect()
+    assert ref() is None
+    mw.close()
+    rig.close()
+
+
+@isolated(silent=True)
+def test_failed_bind_holds_no_region(device):
+    """Its completion is an error: the access flags go beyond the region's."""
+    rig = Rig(device)
+    mw = rp.MW(rig.pd)
+    memory = Memory(SIZE)
+    ref = weakref.ref(memory)
+    mr = rp.MR(rig.pd, memory, BINDABLE)
+    qp = rig.queue_pair(checked=False)
+    other = rig.queue_pair()
+    qp.connect(other.endpoint())
+    other.connect(qp.endpoint())
+    qp.post_send(
+        rp.BindMW(
+            mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr + SIZE, length=SIZE,
+            mw_access_flags=READ_WRITE,
+        )
+    )  # fmt: skip
+    assert rig.cq.wait(1)[0].status is not rp.WCStatus.SUCCESS
+    del mr, memory
+    gc.collect()
+    assert ref() is None
+    rig.more += [mw, other, qp]
+    rig.close()
+
+
+@pytest.mark.parametrize("mw_type", TYPES)
+@isolated(silent=True)
+def test_region_under_a_bound_window_is_not_closed(mw_type, device):
+    """It stays whole; after the window it closes."""
+    rig = Rig(device)
+    mw = rp.MW(rig.pd, MWType[mw_type])
+    bind(rig, mw, rig.mr)
+    with pytest.raises((rp.InUseError, rp.VerbsError)):
+        rig.mr.close()
+    assert not rig.mr.closed
+    assert through(rig, mw, rig.mr.addr + 512) is rp.WCStatus.SUCCESS
+    assert bytes(rig.mr.buffer[512:576]) == b"\xee" * 64
+    mw.close()
+    rig.close()
+
+
+class Refuses:
+    """Stands before a provider, and refuses to destroy until it is told otherwise."""
+
+    def __init__(self, provider: Any, *verbs: str) -> None:
+        self._provider, self._verbs = provider, verbs
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._verbs:
+
+            def refuse(*_: object) -> None:
+                raise rp.VerbsError(f"ibv_{name}", 16)
+
+            return refuse
+        return getattr(self._provider, name)
+
+
+@isolated(silent=True, warnings="always")
+def test_region_that_could_not_be_deregistered_keeps_its_memory_and_says_so(soft):
+    """It is collected, the device refuses, and its key still leads to its memory."""
+    rig = Rig(soft)
+    memory = Memory(SIZE)
+    ref = weakref.ref(memory)
+    mr = rp.MR(rig.pd, memory, BINDABLE)
+    addr, rkey = mr.addr, mr.rkey
+    rig.context._provider = Refuses(rig.context._provider, "dereg_mr")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del memory, mr
+        gc.collect()
+    kept = ref()
+    assert kept is not None, "the memory has been let go, and its key is valid"
+    rig.a.post_send(rp.RdmaWrite(rig.mr[:64], remote_addr=addr, rkey=rkey))
+    rig.mr.buffer[:64] = b"\xee" * 64
+    rig.cq.wait(1)[0].check()
+    assert len(kept) == SIZE
+    assert [w.category for w in said] == [ResourceWarning], said
+    assert "MR" in str(said[0].message)
+
+
+@isolated(silent=True, warnings="always")
+def test_queue_pair_that_could_not_be_destroyed_keeps_its_memory(soft):
+    """It is collected with a receive outstanding: a message may still come into that."""
+    rig = Rig(soft)
+    memory = Memory(SIZE)
+    ref = weakref.ref(memory)
+    mr = rp.MR(rig.pd, memory, BINDABLE)
+    rig.b.post_recv(rp.RecvWR(mr[:64]))
+    rig.context._provider = Refuses(rig.context._provider, "destroy_qp")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del memory, mr
+        rig.b = None  # type: ignore[assignment]
+        gc.collect()
+    assert ref() is not None, "the memory has been let go, and the queue pair writes there"
+    rig.mr.buffer[:8] = b"the mail"
+    rig.a.post_send(rp.Send(rig.mr[:8]))
+    rig.cq.wait(1)
+    kept = ref()
+    assert kept is not None
+    assert bytes(kept[:8]) == b"the mail"
+    assert any(issubclass(w.category, ResourceWarning) for w in said), said

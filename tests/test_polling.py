@@ -1,0 +1,392 @@
+"""Polling and waiting when something comes in between: interrupts, finalizers, threads, a close.
+
+Nothing that was completed is lost, no lock is kept, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from support import LIMIT, Pair, needs
+
+import rdmapost as rp
+
+
+class Interrupt(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.fixture
+def interrupts():
+    """Raise Interrupt in this thread after so many seconds."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def collects_always():
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+
+
+def write(pair: Pair, wr_id: int = 0) -> rp.RdmaWrite:
+    return pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=wr_id)
+
+
+def ended(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+# ---- interrupts ---------------------------------------------------------------
+
+
+def take(cq: rp.CQ, how: str) -> list[rp.WC]:
+    # No `with`: what follows in its __exit__ could be interrupted, too.
+    try:
+        return cq.poll(3) if how == "poll" else cq.wait(3, 0.0005)
+    except rp.WaitTimeout:
+        return []
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_interrupts_at_any_moment_lose_no_completion(rc, interrupts, how):
+    rng, got, posted, hits = random.Random(1), [], 0, 0
+    while hits < 300:
+        count = rng.randint(1, 8)
+        rc.a.post_send([write(rc, posted + i) for i in range(count)])
+        posted += count
+        found: list[rp.WC] = []
+        try:
+            interrupts(rng.uniform(1e-6, 1.2e-4))
+            while True:
+                found = take(rc.cq, how)
+                got += found
+        except Interrupt:
+            hits += 1
+            if found and got[-len(found) :] != found:
+                got += found
+        interrupts(0)
+        while rc.a.outstanding.send:
+            got += rc.cq.poll()
+    got += rc.cq.poll(1000)
+    assert [wc.wr_id for wc in got] == list(range(posted))
+
+
+def steps(function) -> int:
+    """Return how many calls and returns of functions a call of this takes."""
+    count = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event != "return"
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def interrupted(function, moment: int) -> None:
+    """Call it, and raise Interrupt at one of the moments that steps() counts."""
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal moment
+        moment -= event != "return"
+        if moment == 0 and event != "return":
+            raise Interrupt
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("queue", ["send queue", "SRQ"])
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_an_exception_in_the_middle_of_a_batch_leaves_the_whole_batch(
+    connect, context, pd, stack, how, queue
+):
+    needs(context.attr.max_srq, "shared receive queues", context)
+    srq = stack.enter_context(rp.SRQ(pd, 64))
+    cq = stack.enter_context(rp.CQ(context, 64))
+    pair = connect(b_options={"srq": srq, "recv_cq": cq})
+    stack.callback(pair.b.close)
+    if queue == "send queue":
+        cq = pair.cq
+
+    def fill() -> None:
+        srq.post_srq_recv([rp.RecvWR(pair.theirs[:8], wr_id=i) for i in range(8)])
+        pair.a.post_send([pair.send(pair.mine[:8], wr_id=i) for i in range(8)])
+        other = pair.cq if queue == "SRQ" else pair.b.recv_cq
+        assert len(other.wait(8, LIMIT)) == 8
+
+    def call() -> list[rp.WC]:
+        return cq.poll(8) if how == "poll" else cq.wait(8)
+
+    fill()
+    moments = steps(call)
+    assert moments > 2
+    for moment in range(1, moments - 1):
+        fill()
+        with pytest.raises(Interrupt):
+            interrupted(call, moment)
+        assert [wc.wr_id for wc in cq.wait(8, LIMIT)] == list(range(8))
+        assert (pair.a.outstanding, srq.outstanding) == ((0, 0), 0)
+
+
+def test_completions_that_cannot_be_made_stay(rc):
+    testing = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    rc.a.post_send([write(rc, i) for i in range(1000, 1008)])
+    failed, got = 0, []
+    # They are polled, and no more than that.
+    while rc.a.outstanding.send:
+        with pytest.raises(rp.WaitTimeout):
+            rc.cq.wait(9, 0.01)
+    for start in range(200):
+        try:
+            testing.set_nomemory(start, start + 1)
+            got = rc.cq.poll(8)
+        except MemoryError:
+            failed += 1
+        finally:
+            testing.remove_mem_hooks()
+        if got:
+            break
+    assert failed
+    assert [wc.wr_id for wc in got] == list(range(1000, 1008))
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_a_signal_handler_may_take_completions_in_the_middle_of_a_poll(rc, how):
+    """What it gets and what the poll gets is everything, once."""
+    rng, got, posted, calls = random.Random(2), [], 0, 0
+
+    def handler(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        with contextlib.suppress(rp.WaitTimeout, RuntimeError):
+            got.extend(rc.cq.poll(2) if how == "poll" else rc.cq.wait(2, 0.001))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        while calls < 300:
+            rc.a.post_send([write(rc, posted + i) for i in range(8)])
+            posted += 8
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 1e-4))
+            while rc.a.outstanding.send:
+                got.extend(rc.cq.poll(4))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    got.extend(rc.cq.poll(1000))
+    assert sorted(wc.wr_id for wc in got) == list(range(posted))
+
+
+def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collects_always):
+    pair, polled, closed = connect(), [], []
+
+    class Last:
+        def __init__(self) -> None:
+            self.myself = self
+            self.qp = rp.QP(pair.pd, rp.QPType.RC, pair.cq)
+
+        def __del__(self) -> None:
+            polled.extend(pair.cq.poll())
+            self.qp.close()
+            closed.append(self.qp)
+
+    got = []
+    for i in range(60):
+        Last()
+        pair.a.post_send(write(pair, i))
+        while pair.a.outstanding.send:
+            got += pair.cq.poll()
+    gc.collect()
+    got += pair.cq.poll()
+    assert sorted(wc.wr_id for wc in got + polled) == list(range(60))
+    assert len(closed) == 60
+    assert all(qp.closed for qp in closed)
+
+
+# ---- closing ------------------------------------------------------------------
+
+
+def test_closing_a_cq_ends_the_threads_that_wait_for_it(context):
+    """However many they wait for, and without a timeout."""
+    for _ in range(10):
+        cq, errors = rp.CQ(context), []
+
+        def wait(count: int, cq: rp.CQ = cq, errors: list[str] = errors) -> None:
+            try:
+                cq.wait(count, None)
+            except rp.ClosedError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=wait, args=(n,)) for n in (1, 2, 1, 50)]
+        for thread in threads:
+            thread.start()
+        while cq._poller.waiting < len(threads):
+            time.sleep(0.001)
+        cq.close()
+        ended(threads)
+        assert cq.closed
+        assert errors == ["CQ of 128 entries is closed"] * len(threads)
+
+
+def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
+    channel, errors = rp.CompChannel(context), []
+
+    def wait() -> None:
+        try:
+            channel.get_cq_event(None)
+        except rp.ClosedError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while channel._waiters.waiting < len(threads):
+        time.sleep(0.001)
+    channel.close()
+    ended(threads)
+    assert errors == ["completion channel is closed"] * 3
+
+
+def test_a_thread_that_looks_for_events_over_and_over_does_not_keep_a_channel_open(context):
+    for _ in range(20):
+        channel, looks, errors = rp.CompChannel(context), [], []
+
+        def look(channel=channel, looks=looks, errors=errors) -> None:
+            try:
+                while True:
+                    assert channel.get_cq_event(0) is None
+                    looks.append(1)
+            except rp.ClosedError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while len(looks) < 10:
+            time.sleep(0.0001)
+        start = time.monotonic()
+        channel.close()
+        assert time.monotonic() - start < 2
+        ended(threads)
+        assert len(errors) == 2
+
+
+CALLS = {
+    "poll": lambda cq: cq.poll(),
+    "wait": lambda cq: cq.wait(1, 0.001),
+    "wait without end": lambda cq: cq.wait(1, None),
+    "req_notify": lambda cq: cq.req_notify(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_closing_against_threads_that_use_the_cq(context, stack, call):
+    """Those who come too late are told; nobody crashes, and the close succeeds."""
+    channel = stack.enter_context(rp.CompChannel(context)) if call == "req_notify" else None
+    for _ in range(50):
+        cq, others = rp.CQ(context, 8, channel=channel), []
+        started = threading.Semaphore(0)
+
+        def use(cq: rp.CQ = cq, started=started, others: list[str] = others) -> None:
+            started.release()
+            try:
+                while True:
+                    with contextlib.suppress(rp.WaitTimeout):
+                        CALLS[call](cq)
+            except rp.ClosedError:
+                pass
+            except BaseException as error:
+                others.append(repr(error))
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            started.acquire()
+        cq.close()
+        ended(threads)
+        assert others == []
+
+
+def test_an_interrupt_ends_a_wait_without_end(rc, interrupts):
+    rc.a.post_send([write(rc, i) for i in range(3)])
+    interrupts(0.05)
+    with pytest.raises(Interrupt):
+        rc.cq.wait(4, None)
+    assert rc.cq._poller.waiting == 0
+    assert [wc.wr_id for wc in rc.cq.wait(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", ["poll", "wait", "completions"])
+def test_a_negative_number_of_completions_is_refused(cq, call):
+    def in_a_loop(count: int) -> list[rp.WC]:
+        return asyncio.run(cq.completions(count))
+
+    function = {"poll": cq.poll, "wait": cq.wait, "completions": in_a_loop}[call]
+    with pytest.raises(ValueError, match="=-1 is negative"):
+        function(-1)
+
+
+# ---- threads ------------------------------------------------------------------
+
+
+def test_threads_that_poll_and_wait_share_what_comes(connect):
+    """Each completion comes to one of them, once."""
+    pairs, total = [connect() for _ in range(2)], 3000
+    cq, got, done = pairs[0].cq, [], threading.Event()
+
+    def post(pair: Pair, number: int) -> None:
+        for i in range(total // 2):
+            while pair.a.outstanding.send > 30:
+                time.sleep(0)
+            pair.a.post_send(write(pair, number * total + i))
+
+    def taker(seed: int) -> None:
+        rng = random.Random(seed)
+        while not done.is_set():
+            with contextlib.suppress(rp.WaitTimeout):
+                if rng.random() < 0.5:
+                    got.extend(cq.poll(rng.randint(0, 5)))
+                else:
+                    got.extend(cq.wait(rng.randint(1, 4), rng.choice([0, 0.001, 0.01])))
+
+    posters = [threading.Thread(target=post, args=(p, n)) for n, p in enumerate(pairs)]
+    takers = [threading.Thread(target=taker, args=(n,)) for n in range(4)]
+    for thread in posters + takers:
+        thread.start()
+    ended(posters)
+    end = time.monotonic() + LIMIT
+    while any(pair.a.outstanding.send for pair in pairs) and time.monotonic() < end:
+        time.sleep(0.001)
+    done.set()
+    ended(takers)
+    got += cq.poll(total)
+    expected = [n * total + i for n in range(2) for i in range(total // 2)]
+    assert sorted(wc.wr_id for wc in got) == expected
