@@ -125,7 +125,7 @@ class PostQueue(door.Queue):
     # ---- called by C ------------------------------------------------------------
 
     def _not_a_sequence(self, wrs: Any) -> NoReturn:
-        if isinstance(wrs, self.wr_type):
+        if issubclass(type(wrs), self.wr_type):
             kind = type(wrs).__name__
             raise TypeError(f"{kind} is only a base class; post one of its subclasses")
         raise TypeError(
