@@ -15,6 +15,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -52,6 +53,9 @@ GROUP = bytes([0xFF, 0x12, *bytes(14)])
 DATA = bytes(range(256)) * 8
 OURS = ("/rdmapost/soft/", "/rdmapost/providers/soft")
 provider: Any = soft_provider()
+monitoring: Any = getattr(sys, "monitoring", None)
+"""Since Python 3.12; before that there is sys.settrace alone."""
+TOOL = 4
 
 
 class Bench:
@@ -566,11 +570,30 @@ class Struck:
         self.seen = 0
 
     def __enter__(self) -> Struck:
-        sys.settrace(self.begin)
+        if monitoring is None:
+            sys.settrace(self.begin)
+            return self
+        event = monitoring.events.INSTRUCTION
+        monitoring.use_tool_id(TOOL, "interrupts")
+        monitoring.register_callback(TOOL, event, self.monitored)
+        monitoring.set_events(TOOL, event)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(None)
+        if monitoring is None:
+            sys.settrace(None)
+            return
+        monitoring.set_events(TOOL, 0)
+        monitoring.register_callback(TOOL, monitoring.events.INSTRUCTION, None)
+        monitoring.free_tool_id(TOOL)
+        monitoring.restart_events()
+
+    def monitored(self, code: Any, offset: int) -> Any:
+        if not any(part in code.co_filename for part in OURS):
+            return monitoring.DISABLE
+        if threading.current_thread() is threading.main_thread():
+            self.moment()
+        return None
 
     def begin(self, frame: Any, event: str, arg: Any) -> Any:
         if not any(part in frame.f_code.co_filename for part in OURS):
@@ -580,11 +603,14 @@ class Struck:
 
     def each(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "opcode":
-            self.left -= 1
-            self.seen += 1
-            if not self.left or (self.every and self.left < 0):
-                signal.raise_signal(signal.SIGUSR1)
+            self.moment()
         return self.each
+
+    def moment(self) -> None:
+        self.left -= 1
+        self.seen += 1
+        if not self.left or (self.every and self.left < 0):
+            signal.raise_signal(signal.SIGUSR1)
 
 
 class Alarm(Exception):

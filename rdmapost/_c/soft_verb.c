@@ -86,6 +86,15 @@ static int deliver(void *unused)
 	return -1;
 }
 
+/* Whether one of its type waits: of a handler that raises every time, the first is told. */
+static int waits(PyObject *exception)
+{
+	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
+		if (Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception))
+			return 1;
+	return 0;
+}
+
 /* Have an exception raised in this thread when the verb is over; takes the reference. */
 static void raise_later(PyObject *exception)
 {
@@ -98,7 +107,8 @@ static void raise_later(PyObject *exception)
 	} else {
 		if (!raised)
 			raised = PyList_New(0); /* held for ever */
-		if (!raised || PyList_Append(raised, exception))
+		if (!raised || (!waits(exception) &&
+				PyList_Append(raised, exception)))
 			PyErr_Clear();
 	}
 	Py_DECREF(exception);
