@@ -300,6 +300,11 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
         for wr_id, held in outstanding_of(queue)
         if held is resource_ or (isinstance(held, tuple) and resource_ in held)
     ]
+    if not wr_ids:
+        raise InUseError(
+            f"{resource_} cannot be closed: a prepared list that is outstanding names it; poll its "
+            "completions, or close the QP first"
+        )
     shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
     raise InUseError(
         f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "

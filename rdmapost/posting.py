@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ._binding import address_of, door
-from .enums import QPType, SendFlags
+from .enums import Opcode, QPType, SendFlags
 from .errors import ClosedError, PostError
 from .fields import KINDS, Verb
 from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal
@@ -87,7 +87,7 @@ class PostQueue(door.Queue):
             pd=address_of(limits.pd._live()),
             room=depth if checked and bounded else _COUNT_MASK,
             datagram=sends and limits.qp_type is QPType.UD,
-            binds=_can_bind(limits.qp_type),
+            binds=Opcode.BIND_MW in OPCODES_BY_QP_TYPE[limits.qp_type],
             max_sge=self.max_sge if checked else _MOST_SGES,
             max_msg_size=limits.max_msg_size if sends else _UNLIMITED,
             max_inline_data=limits.max_inline_data,
@@ -123,13 +123,16 @@ class PostQueue(door.Queue):
     # ---- called by C ------------------------------------------------------------
 
     def _not_a_sequence(self, wrs: Any) -> NoReturn:
-        if isinstance(wrs, self.wr_type):
+        if issubclass(type(wrs), self.wr_type):
             kind = type(wrs).__name__
             raise TypeError(f"{kind} is only a base class; post one of its subclasses")
         raise TypeError(
             f"{self.verb} takes a {self.wr_type.__name__} or a sequence of them, "
             f"not a {type(wrs).__name__}"
         )
+
+    def _list_closed(self, count: int) -> NoReturn:
+        raise ClosedError(f"the prepared list of {count} is closed")
 
     def _refused(
         self,
@@ -148,8 +151,6 @@ class PostQueue(door.Queue):
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
         if rule == "not_ready":
             reason = owner._why_not_ready(self)
-        elif rule == "list_closed":
-            raise ClosedError(f"the prepared list of {len(wrs)} is closed")
         else:
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
@@ -165,10 +166,6 @@ class PostQueue(door.Queue):
         raise PostError(
             self.verb, code, owner._hint(code, wr), index=index, posted=index, count=len(wrs), wr=wr
         )
-
-
-def _can_bind(qp_type: QPType) -> bool:
-    return any(opcode.name == "BIND_MW" for opcode in OPCODES_BY_QP_TYPE[qp_type])
 
 
 def _flags(wr_type: type, value: dict[Any, int], checked: bool) -> dict[type, int]:

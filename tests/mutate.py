@@ -45,11 +45,8 @@ PROFILE, EXAMPLES = "mutants", 20
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.rules": (
-        "test_rules.py", "test_rules_edges.py", "test_flags.py", "test_crashes.py",
-        "test_sizes.py", "test_soft_tag_ops.py", "test_windows.py",
-    ),
-    "rdmapost.packing": (
-        "test_packing_edges.py", "test_packing.py", "test_posting.py", "test_crashes.py",
+        "test_rules.py", "test_flags.py", "test_crashes.py", "test_sizes.py",
+        "test_soft_tag_ops.py", "test_windows.py",
     ),
     "rdmapost.soft.memory": (
         "test_soft_memory.py", "test_memory.py", "test_posting_refused.py", "test_posting.py",
@@ -81,11 +78,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_completion_fields.py", "test_polling.py", "test_completions.py", "test_posting.py",
         "test_soft_tags.py",
     ),
-    "rdmapost/_c/ring.c": ("test_ring.py", "test_inflight.py"),
-    "rdmapost/_c/ring.h": ("test_ring.py", "test_inflight.py"),
-    "rdmapost/_c/inflight.c": ("test_ring.py", "test_inflight.py", "test_lifetimes.py"),
+    "rdmapost/_c/rules.c": ("test_rules.py", "test_reading.py"),
+    "rdmapost/_c/read.c": ("test_fields.py", "test_reading.py", "test_rules.py", "test_crashes.py"),
+    "rdmapost/_c/post.c": (
+        "test_rules.py", "test_inflight.py", "test_fields.py", "test_reading.py",
+        "test_posting_lists.py", "test_windows.py", "test_soft_tag_ops.py",
+    ),
+    "rdmapost/_c/prepared.c": (
+        "test_prepared.py", "test_fields.py", "test_rules.py", "test_inflight.py",
+        "test_reading.py",
+    ),
+    "rdmapost/_c/posting.c": ("test_inflight.py", "test_fields.py", "test_posting_lists.py"),
+    "rdmapost/_c/inflight.c": ("test_inflight.py", "test_lifetimes.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
-    "rdmapost/_c/field.c": ("test_fields.py", "test_prepared.py"),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
 

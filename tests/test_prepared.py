@@ -307,6 +307,39 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     assert {wc.wr_id for wc in rc.wait(2)} == {0, 4}
 
 
+@pytest.mark.parametrize("what", ["batch.post", "batch.close", "post_send", "post_recv", "close"])
+def test_nothing_waits_for_itself(context, rc, monkeypatch, what):
+    """What a finalizer does in the middle of a post to the same queue is done."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.soft import responder
+
+    copy, batch, said = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
+    call = {
+        "batch.post": batch.post, "batch.close": batch.close, "close": rc.a.close,
+        "post_send": lambda: rc.a.post_send(write(rc, wr_id=6)),
+        "post_recv": lambda: rc.a.post_recv(rp.RecvWR(wr_id=7)),
+    }[what]  # fmt: skip
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            call()
+            said.append(what)
+
+    def collect(*arguments: object) -> None:
+        gc.collect()
+        copy(*arguments)
+
+    Finalized()
+    monkeypatch.setattr(responder, "copy", collect)
+    rc.a.post_send(write(rc, wr_id=3))
+    posted = {"batch.post": {3, 5}, "post_send": {3, 6}}.get(what, {3})
+    assert {wc.wr_id for wc in rc.wait(len(posted))} == posted
+    assert said == [what]
+
+
 def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
     """A region can be closed when the work request that names it is done, if others are not."""
     regions = [stack.enter_context(rp.MR(pd, 64)) for _ in range(2)]

@@ -167,6 +167,7 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 static void let_go(struct prepared *p)
 {
 	struct rp_sent *sent = p->sent;
+	PyObject *wrs = swap(&p->post.wrs, NULL);
 
 	p->sent = NULL;
 	for (size_t i = 0; i < p->post.count; i++) {
@@ -182,6 +183,7 @@ static void let_go(struct prepared *p)
 			Py_CLEAR(p->sg_lists[i]);
 	}
 	Py_XDECREF((PyObject *)sent);
+	Py_XDECREF(wrs);
 }
 
 static int prepared_clear(PyObject *self)
@@ -244,30 +246,34 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 	struct rp_outcome outcome = { 0, 0 };
 	const char *rule;
 	struct rp_turn turn;
+	struct post said; /* the list may be closed before it is said */
 	uint64_t left;
 
 	(void)unused;
 	if (!p->queue || rp_begin_post(p->queue, p->owner, &turn))
 		return NULL;
-	rule = !p->sent ? "list_closed" :
-	       rp_reserve(p->queue->in_flight, 1) ?
-			  "" : post_locked(p, &outcome);
+	memset(&said, 0, offsetof(struct post, few));
+	said.wrs = p->sent ? Py_NewRef(p->post.wrs) : NULL;
+	rule = !p->sent || rp_reserve(p->queue->in_flight, 1) ?
+		       "" : post_locked(p, &outcome);
 	left = p->queue->room - (p->queue->in_flight->posted -
 				 p->queue->in_flight->done);
 	rp_end_post(p->queue, &turn);
-	if (rule && !*rule)
-		return NULL;
-	if (rule) {
-		p->post.refusal.rule = rule;
-		rp_raise_refusal((PyObject *)p->queue, p->owner, &p->post,
+	if (!said.wrs) {
+		Py_XDECREF(PyObject_CallMethod((PyObject *)p->queue,
+					       "_list_closed", "n",
+					       (Py_ssize_t)p->post.count));
+	} else if (rule && *rule) {
+		said.refusal.rule = rule;
+		rp_raise_refusal((PyObject *)p->queue, p->owner, &said,
 				 strcmp(rule, "full") ? 0 :
 				 left < p->post.count ? left : 0, 0);
-		p->post.refusal.rule = NULL;
-		return NULL;
+	} else if (outcome.code) {
+		rp_raise_failure(p->queue, p->owner, &said, outcome);
 	}
-	if (outcome.code)
-		return rp_raise_failure(p->queue, p->owner, &p->post,
-					outcome);
+	Py_XDECREF(said.wrs);
+	if (PyErr_Occurred())
+		return NULL;
 	Py_RETURN_NONE;
 }
 
@@ -408,11 +414,19 @@ static void item_dealloc(PyObject *self)
 	Py_DECREF(type);
 }
 
-/* Raise a ValueError for what was refused: always -1. */
-static int refuse_value(struct prepared *p, struct post *post)
+/* Raise a ValueError for what was refused of a work request: always -1. */
+static int refuse_value(struct prepared *p, struct post *post, size_t index)
 {
-	post->one = p->post.requests->wr;
+	PyObject *wr;
+
+	/* Reading the value may have closed the list. */
+	if (!is_open(p))
+		return -1;
+	wr = Py_NewRef(p->post.requests[index].wr);
+	post->one = wr;
 	rp_raise_refusal((PyObject *)p->queue, p->owner, post, 0, -1);
+	post->one = NULL;
+	Py_DECREF(wr);
 	return -1;
 }
 
@@ -485,7 +499,8 @@ static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 	memset(&post, 0, offsetof(struct post, few));
 	name = item->list->post.requests[item->index].kind->wr_id.name;
 	read = rp_read_number(&post, name, value, 64, &number);
-	failed = read < 0 ? -1 : read ? 0 : refuse_value(item->list, &post);
+	failed = read < 0 ? -1 : read ? 0 :
+		 refuse_value(item->list, &post, item->index);
 	Py_XDECREF(post.refusal.name);
 	Py_XDECREF(post.refusal.value);
 	if (failed)
@@ -569,7 +584,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 	if (right)
 		failed = p->sent ? put_sges(p, item->index, &post) : -1;
 	else if (!failed)
-		failed = refuse_value(p, &post);
+		failed = refuse_value(p, &post, item->index);
 	rp_free_post(&post);
 	if (failed && !PyErr_Occurred())
 		is_open(p);
@@ -706,7 +721,8 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 	}
 	if (read > 0)
 		rp_put_number(field, at, number);
-	failed = read < 0 ? -1 : read ? 0 : refuse_value(p, &post);
+	failed = read < 0 ? -1 : read ? 0 :
+		 refuse_value(p, &post, ((struct item *)object)->index);
 	Py_XDECREF(post.refusal.name);
 	Py_XDECREF(post.refusal.value);
 	return failed;

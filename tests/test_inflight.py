@@ -1,0 +1,634 @@
+"""What is posted and not completed: who is told what, and what stays alive for how long.
+
+Three machines post lists that the device takes in part, complete some of it and ask what is
+still there, against models: a send queue, which completes in order; an SRQ, which does not; and
+a matching list, whose receives end by a message, in one or two completions, or by a TAG_DEL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support import ALL
+from tag_server import EAGER, Server, tmh
+from tap import open_tap
+
+import rdmapost as rp
+from rdmapost import OpsFlags, QPType, SendFlags, WCStatus
+
+wr_ids = st.integers(0, (1 << 64) - 1)
+ENOMEM = 12
+
+
+@dataclass(eq=False)
+class Entry:
+    """A work request that is outstanding: its wr_id, and a region that it alone names."""
+
+    wr_id: int
+    region: weakref.ref[rp.MR] | None = None
+    signaled: bool = True
+    removes: Entry | None = None
+    handle: Any = None
+    tag: int = 0
+    seen: bool = False
+    beside: list[Entry] = field(default_factory=list)
+    """What else its post of a prepared list holds: that is one, until the last of it is done."""
+
+
+def refused(close: Callable[[], None]) -> str:
+    """Return why something cannot be closed; of the exception, which leads to it, nothing stays."""
+    try:
+        close()
+    except rp.InUseError as error:
+        return str(error)
+    return ""
+
+
+class Machine(RuleBasedStateMachine):
+    """A device that is watched, and what all three machines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.context = self.stack.enter_context(rp.open_device("soft0"))
+        self.tap = open_tap(self.context)
+        self.stack.callback(self.tap.close)
+        self.pd = self.stack.enter_context(rp.PD(self.context))
+        self.gone: list[weakref.ref[rp.MR]] = []
+
+    def teardown(self) -> None:
+        self.stack.close()
+
+    def region(self) -> rp.MR:
+        """Make a region that the caller forgets when it has been posted."""
+        return rp.MR(self.pd, 64, ALL)
+
+    def posted(self, post: Callable[[Any], None], wrs: Any, taken: int | None) -> int | None:
+        """Post, with a device that takes so many; return the index of the one refused, or None."""
+        if taken is not None:
+            self.tap.refuse(passed=taken)
+        said: tuple[int | None, int | None] = (None, None)
+        try:
+            post(wrs)
+        except rp.PostError as error:
+            said = error.index, error.posted
+        self.tap.answer = None
+        # The chains are of no interest.
+        self.tap.chains.clear()
+        assert said[0] == said[1]
+        return said[0]
+
+    def retire(self, *entries: Entry) -> None:
+        self.gone += [entry.region for entry in entries if entry.region is not None]
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """See that what is outstanding holds its memory, and nothing else is held."""
+        assert all(entry.region is None or entry.region() is not None for entry in entries)
+        assert [ref for ref in self.gone if ref() is not None] == []
+        self.gone.clear()
+
+    def refuses_to_close(self, mr: rp.MR, wr_ids: list[int]) -> None:
+        said, more = refused(mr.close), ", ..." if len(wr_ids) > 4 else ""
+        assert f"(wr_id {', '.join(map(str, wr_ids[:4]))}{more})" in said
+        assert said.startswith(
+            f"{mr} cannot be closed: {len(wr_ids)} outstanding work requests name it"
+        )
+
+
+lists = st.lists(st.tuples(wr_ids, st.booleans()), min_size=1, max_size=5)
+partly = st.none() | st.integers(0, 5)
+
+
+class InOrder(Machine):
+    """A send queue: a completion retires its work request and all before it."""
+
+    DEPTH = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cq = self.stack.enter_context(rp.CQ(self.context, 64))
+        self.remote = self.stack.enter_context(rp.MR(self.pd, 64, ALL))
+        self.shared = self.stack.enter_context(rp.MR(self.pd, 64, ALL))
+        self.qp = self.stack.enter_context(
+            rp.QP(self.pd, QPType.RC, self.cq, max_send_wr=self.DEPTH)
+        )
+        assert self.qp.max_send_wr == self.DEPTH
+        self.qp.connect(self.qp.endpoint())
+        self.model: list[Entry] = []
+        self.told: list[int] = []  # by the device, before a reset
+        self.batch: rp.prepared.Batch | None = None
+        self.prepared: list[Entry] = []
+        self.given: list[Entry] = []  # with the prepared list, which has the work requests
+
+    def make(self, items: Any) -> tuple[list[rp.RdmaWrite], list[Entry]]:
+        wrs, entries = [], []
+        for number, (wr_id, signaled) in enumerate(items):
+            mr = self.region()
+            # Every other one also names a region that others name.
+            sges = [mr[:8], self.shared[:8]] if number % 2 else [mr[:8]]
+            wrs.append(
+                rp.RdmaWrite(
+                    sges, wr_id=wr_id, remote_addr=self.remote.addr, rkey=self.remote.rkey,
+                    send_flags=SendFlags.SIGNALED if signaled else SendFlags(0),
+                )
+            )  # fmt: skip
+            entries.append(Entry(wr_id, weakref.ref(mr), signaled, tag=number % 2))
+        return wrs, entries
+
+    def took(self, entries: list[Entry], refused: int | None) -> None:
+        taken = entries if refused is None else entries[:refused]
+        self.model += taken
+        self.retire(*entries[len(taken) :])
+
+    @rule(items=lists, taken=partly, bad=st.none() | st.integers(0, 5))
+    def post(self, items: Any, taken: int | None, bad: int | None) -> None:
+        """Post a list of which the device refuses the end, or the library one in the middle."""
+        wrs, entries = self.make(items)
+        room = self.DEPTH - len(self.model)
+        stops = [room] if len(wrs) > room else []
+        if bad is not None and bad < len(wrs):
+            wrs[bad].rkey = 1 << 32
+            stops.append(bad)
+        admitted = min([len(wrs), *stops])
+        if taken is not None and taken < admitted:
+            expected: int | None = taken
+        else:
+            taken, expected = None, admitted if stops else None
+        single = len(wrs) == 1
+        refused = self.posted(self.qp.post_send, wrs[0] if single else wrs, taken)
+        assert refused == expected
+        self.took(entries, refused)
+
+    @rule(items=lists)
+    def prepare(self, items: Any) -> None:
+        """Take another prepared list in place of the one before, which is closed."""
+        if self.batch is not None:
+            self.batch.close()
+            ended, self.prepared, self.given = [*self.prepared, *self.given], [], []
+            self.unless_held(*ended)
+            self.agrees()
+        wrs, self.prepared = self.make(items)
+        self.given = list(self.prepared)
+        self.batch = self.qp.prepare(wrs)
+
+    def unless_held(self, *entries: Entry) -> None:
+        """Retire what nothing that is outstanding or prepared names, too."""
+        still = {id(entry.region) for entry in self.held()}
+        every = {id(one.region): one for entry in entries for one in (entry, *entry.beside)}
+        self.retire(*(one for at, one in every.items() if at not in still))
+
+    def held(self) -> list[Entry]:
+        beside = itertools.chain.from_iterable(entry.beside for entry in self.model)
+        return [*self.model, *beside, *self.prepared, *self.given]
+
+    @precondition(lambda self: self.batch)
+    @rule(taken=partly)
+    def post_prepared(self, taken: int | None) -> None:
+        """Post a prepared list; the device may refuse the end of it."""
+        assert self.batch is not None
+        count = len(self.prepared)
+        room = self.DEPTH - len(self.model)
+        if count > room:
+            assert self.refused_whole(self.batch) == (ENOMEM, room, 0)
+            return
+        taken = None if taken is None or taken >= count else taken
+        batch = self.batch
+        refused = self.posted(lambda _: batch.post(), None, taken)
+        assert refused == taken
+        # Each post is one more of the same, and names the same regions.
+        beside = list(self.prepared)
+        self.model += [
+            Entry(e.wr_id, e.region, e.signaled, tag=e.tag, beside=beside)
+            for e in self.prepared[:refused]
+        ]
+
+    def refused_whole(self, batch: rp.prepared.Batch) -> tuple[Any, ...]:
+        # What pytest.raises() gives would keep the work request, and with it the region.
+        try:
+            batch.post()
+        except rp.PostError as error:
+            return error.errno, error.index, error.posted
+        return ()
+
+    @precondition(lambda self: self.batch)
+    @rule(data=st.data(), wr_id=wr_ids)
+    def change(self, data: st.DataObject, wr_id: int) -> None:
+        """Change a prepared work request: what is outstanding stays as it is."""
+        assert self.batch is not None
+        index = data.draw(st.integers(0, len(self.prepared) - 1))
+        before = self.prepared[index]
+        mr = self.region()
+        self.batch[index].wr_id = wr_id
+        self.batch[index].sg_list = [mr[:8], self.shared[:8]] if before.tag else mr[:8]
+        self.prepared[index] = Entry(wr_id, weakref.ref(mr), before.signaled, tag=before.tag)
+        self.unless_held(before)
+
+    @rule(most=st.integers(1, 6))
+    def poll(self, most: int) -> None:
+        told, self.told = self.told[:most], self.told[most:]
+        signaled = [index for index, entry in enumerate(self.model) if entry.signaled]
+        signaled = signaled[: most - len(told)]
+        done = [wc.check().wr_id for wc in self.cq.poll(most)]
+        assert done == told + [self.model[index].wr_id for index in signaled]
+        if signaled:
+            self.forget(signaled[-1] + 1)
+
+    @rule()
+    def reset(self) -> None:
+        """What has completed until then is told; nothing else is outstanding."""
+        self.told += [entry.wr_id for entry in self.model if entry.signaled]
+        self.qp.to_reset()
+        self.qp.connect(self.qp.endpoint())
+        self.forget(len(self.model))
+
+    def forget(self, count: int) -> None:
+        done, self.model = self.model[:count], self.model[count:]
+        self.unless_held(*done)
+
+    @rule()
+    def close_what_is_named(self) -> None:
+        if self.batch is not None:
+            mr = self.prepared[0].region
+            assert mr is not None
+            region = mr()
+            assert region is not None
+            assert f"{self.batch} still open on it" in refused(region.close)
+        named = [entry.wr_id for entry in self.model if entry.tag]
+        if named and not (self.batch and any(entry.tag for entry in self.prepared)):
+            self.refuses_to_close(self.shared, named)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.qp.outstanding == (len(self.model), 0)
+        self.check(self.held())
+
+
+class AnyOrder(Machine):
+    """An SRQ: its receives complete on several CQs, and each retires its own only."""
+
+    DEPTH, QPS = 16, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = self.stack.enter_context
+        self.srq = make(rp.SRQ(self.pd, self.DEPTH, 1))
+        assert self.srq.max_wr == self.DEPTH
+        self.cqs = [make(rp.CQ(self.context, 64)) for _ in range(self.QPS)]
+        sent = make(rp.CQ(self.context, 256))
+        self.sent = sent
+        self.senders = []
+        for cq in self.cqs:
+            target = make(rp.QP(self.pd, QPType.RC, sent, cq, srq=self.srq))
+            sender = make(rp.QP(self.pd, QPType.RC, sent))
+            sender.connect(target.endpoint(), rnr_retry=0)
+            target.connect(sender.endpoint())
+            self.senders.append(sender)
+        self.posts: list[Entry] = []
+        self.arrived: list[list[Entry]] = [[] for _ in self.cqs]
+
+    @property
+    def outstanding(self) -> list[Entry]:
+        return [*self.posts, *itertools.chain.from_iterable(self.arrived)]
+
+    @rule(ids=st.lists(wr_ids, min_size=1, max_size=6), taken=partly)
+    def post(self, ids: list[int], taken: int | None) -> None:
+        regions = [self.region() for _ in ids]
+        wrs = [rp.RecvWR(mr[:8], wr_id) for mr, wr_id in zip(regions, ids, strict=True)]
+        entries = [Entry(i, weakref.ref(mr)) for mr, i in zip(regions, ids, strict=True)]
+        del regions
+        room = min(len(ids), self.DEPTH - len(self.outstanding))
+        taken = None if taken is None or taken >= room else taken
+        refused = self.posted(self.srq.post_srq_recv, wrs, taken)
+        assert refused == (taken if taken is not None else room if room < len(ids) else None)
+        kept = len(ids) if refused is None else refused
+        self.posts += entries[:kept]
+        self.retire(*entries[kept:])
+
+    @precondition(lambda self: self.posts)
+    @rule(to=st.integers(0, QPS - 1))
+    def send(self, to: int) -> None:
+        """A message takes the receive at the head."""
+        self.senders[to].post_send(rp.Send())
+        assert self.sent.wait(1)[0].status is WCStatus.SUCCESS
+        self.arrived[to].append(self.posts.pop(0))
+
+    @rule(on=st.integers(0, QPS - 1), most=st.integers(1, 3))
+    def poll(self, on: int, most: int) -> None:
+        done, self.arrived[on] = self.arrived[on][:most], self.arrived[on][most:]
+        assert [wc.check().wr_id for wc in self.cqs[on].poll(most)] == [e.wr_id for e in done]
+        self.retire(*done)
+
+    @precondition(lambda self: self.outstanding)
+    @rule(data=st.data())
+    def close_what_is_named(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.outstanding))
+        assert entry.region is not None
+        mr = entry.region()
+        assert mr is not None
+        self.refuses_to_close(mr, [entry.wr_id])
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.srq.outstanding == len(self.outstanding)
+        self.check(self.outstanding)
+
+
+class Tagged(Machine):
+    """A matching list: operations complete in order, and its receives as messages come."""
+
+    TAGS, OPS = 8, 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = Server(self.stack, self.pd, max_num_tags=self.TAGS, max_ops=self.OPS)
+        self.srq, self.client = self.server.srq, self.server.client
+        self.ops: list[Entry] = []
+        self.listed: list[Entry] = []  # by the device
+        self.held: list[Entry] = []  # by the library
+        self.told: list[tuple[Entry, str]] = []  # in the CQ
+        self.tags = itertools.count(1)
+
+    def carried_out(self, op: Entry, entry: Entry | None) -> None:
+        """Note what the device does with an operation."""
+        self.ops.append(op)
+        if entry is not None:
+            self.listed.append(entry)
+            self.held.append(entry)
+        elif op.removes in self.listed:
+            self.listed.remove(op.removes)
+        if op.signaled:
+            self.told.append((op, "op"))
+
+    @rule(
+        adds=st.lists(st.tuples(wr_ids, wr_ids, st.booleans()), min_size=1, max_size=4),
+        taken=partly,
+    )
+    def add(self, adds: Any, taken: int | None) -> None:
+        wrs: list[Any] = []
+        entries = []
+        for wr_id, recv_wr_id, signaled in adds:
+            mr, tag = rp.MR(self.pd, 8192, ALL), next(self.tags)
+            flags = OpsFlags.SIGNALED if signaled else OpsFlags(0)
+            wrs.append(
+                rp.TagAdd(wr_id=wr_id, recv_wr_id=recv_wr_id, tag=tag, sg_list=mr[:], flags=flags)
+            )
+            receive = Entry(recv_wr_id, weakref.ref(mr), tag=tag)
+            entries.append((Entry(wr_id, signaled=signaled), receive))
+        del mr
+        room = min(len(wrs), self.OPS - len(self.ops), self.TAGS - len(self.held))
+        taken = None if taken is None or taken >= room else taken
+        refused = self.posted(self.srq.post_srq_ops, wrs, taken)
+        assert refused == (taken if taken is not None else room if room < len(wrs) else None)
+        kept = len(wrs) if refused is None else refused
+        assert all((wr.handle is not None) is (i < kept) for i, wr in enumerate(wrs))
+        for wr, (op, entry) in zip(wrs[:kept], entries, strict=False):
+            entry.handle = wr.handle
+            self.carried_out(op, entry)
+        self.retire(*(entry for _, entry in entries[kept:]))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), wr_id=wr_ids, signaled=st.booleans(), refused=st.booleans())
+    def remove(self, data: st.DataObject, wr_id: int, signaled: bool, refused: bool) -> None:
+        """Remove a receive, which a message may have taken already."""
+        entry = data.draw(st.sampled_from(self.held))
+        flags = OpsFlags.SIGNALED if signaled else OpsFlags(0)
+        wr = rp.TagDel(wr_id=wr_id, handle=entry.handle, flags=flags)
+        full = len(self.ops) == self.OPS
+        taken = 0 if refused and not full else None
+        assert self.posted(self.srq.post_srq_ops, wr, taken) == (0 if refused or full else None)
+        if not (refused or full):
+            self.carried_out(Entry(wr_id, signaled=signaled, removes=entry), None)
+
+    @precondition(lambda self: self.listed)
+    @rule(data=st.data(), long=st.booleans())
+    def message(self, data: st.DataObject, long: bool) -> None:
+        """A message of several packets completes twice: when it matches, and when it is there."""
+        entry = data.draw(st.sampled_from(self.listed))
+        payload = bytes(6000 if long else 10)
+        assert self.client.send(tmh(EAGER, entry.tag) + payload) is WCStatus.SUCCESS
+        self.listed.remove(entry)
+        self.told += [(entry, "match"), (entry, "data")] if long else [(entry, "data")]
+
+    @rule(most=st.integers(1, 4))
+    def poll(self, most: int) -> None:
+        told, self.told = self.told[:most], self.told[most:]
+        # One at a time: what each of them lets go of is of interest.
+        for entry, what in told:
+            [wc] = self.srq.cq.poll(1)  # type: ignore[union-attr]
+            assert wc.wr_id == entry.wr_id
+            if what == "match":
+                assert wc.wc_flags == rp.WCFlags.TM_MATCH
+                entry.seen = True
+            elif what == "data":
+                self.held.remove(entry)
+                self.retire(entry)
+            else:
+                self.done(entry)
+            self.agrees()
+
+    def done(self, op: Entry) -> None:
+        """An operation is done, and so are those before it, with what they removed."""
+        at = self.ops.index(op)
+        done, self.ops = self.ops[: at + 1], self.ops[at + 1 :]
+        for entry in (one.removes for one in done):
+            if entry is not None and entry in self.held and not entry.seen:
+                self.held.remove(entry)
+                self.retire(entry)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def close_what_is_named(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.held))
+        assert entry.region is not None
+        mr = entry.region()
+        assert mr is not None
+        self.refuses_to_close(mr, [entry.wr_id])
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.srq.outstanding_tags == len(self.held)
+        assert self.srq.outstanding_ops == len(self.ops)
+        self.check(self.held)
+
+
+few = settings(
+    max_examples=40, stateful_step_count=30, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)  # fmt: skip
+TestInOrder, TestAnyOrder, TestTagged = InOrder.TestCase, AnyOrder.TestCase, Tagged.TestCase
+TestInOrder.settings = TestAnyOrder.settings = TestTagged.settings = few
+
+
+# ---- what ends otherwise -------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(connect) -> Any:
+    return connect(max_send_wr=16)
+
+
+def write(pair: Any, mr: rp.MR, wr_id: int = 0) -> rp.RdmaWrite:
+    return rp.RdmaWrite(
+        mr[:8], wr_id=wr_id, remote_addr=pair.theirs.addr, rkey=pair.theirs.rkey
+    )  # fmt: skip
+
+
+def gone(*regions: weakref.ref[rp.MR]) -> bool:
+    return all(region() is None for region in regions)
+
+
+def test_memory_of_a_closed_prepared_list_goes_though_the_list_is_kept(pair, pd):
+    first, second = rp.MR(pd, 64), rp.MR(pd, 64)
+    regions = weakref.ref(first), weakref.ref(second)
+    batch = pair.a.prepare(write(pair, first))
+    batch[0].sg_list = second[:8]
+    del first, second
+    assert not gone(regions[1])
+    batch.close()
+    assert gone(*regions)
+
+
+def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
+    mr = rp.MR(pd, 64)
+    region = weakref.ref(mr)
+    batch = pair.a.prepare([write(pair, mr), write(pair, mr)])
+    del mr
+    for name, value in (("wr_id", -1), ("rkey", 1 << 32), ("sg_list", ()), ("sg_list", 5)):
+        with pytest.raises(ValueError, match=r"wr_id|rkey|SGEs"):
+            setattr(batch[1], name, value)
+    batch.close()
+    assert gone(region)
+
+
+def test_a_number_that_closes_its_prepared_list_is_told(pair, pd):
+    """From its __index__, so that the list is gone when the number is known not to fit."""
+    batch = pair.a.prepare(write(pair, pair.mine))
+    item = batch[0]
+
+    class Closing:
+        def __index__(self) -> int:
+            batch.close()
+            return 1 << 64
+
+    for name in ("wr_id", "rkey"):
+        with pytest.raises(RuntimeError, match="prepared list of 1 is closed"):
+            setattr(item, name, Closing())
+
+
+@pytest.mark.parametrize("bad", ["null", "left alone", "nowhere"])
+def test_device_that_does_not_say_which_one_it_refused(pair, pd, context, bad, stack):
+    """All count as posted, so that the memory stays until the queue pair is reset."""
+    if context.kind != "soft":
+        pytest.skip("only soft0 can be made to refuse")
+    tap = open_tap(context)
+    stack.callback(tap.close)
+    mr = rp.MR(pd, 64)
+    region = weakref.ref(mr)
+    tap.refuse(passed=1, rc=5, bad={"null": 0, "left alone": 1, "nowhere": 3}[bad])
+    with pytest.raises(rp.PostError) as caught:
+        pair.a.post_send([write(pair, mr, wr_id) for wr_id in range(3)])
+    error = caught.value
+    assert (error.errno, error.index, error.posted, error.wr) == (5, None, None, None)
+    del mr, error, caught
+    tap.answer = None
+    tap.chains.clear()
+    assert pair.a.outstanding.send == 3
+    assert [wc.wr_id for wc in pair.cq.wait(1)] == [0]
+    assert pair.a.outstanding.send == 2
+    assert not gone(region)
+    pair.a.to_reset()
+    assert gone(region)
+
+
+@pytest.mark.parametrize(
+    ("rc", "bad", "code", "posted"),
+    [
+        (-22, 2, 22, 2),  # siw: a negative errno
+        (0, 2, 5, 2),  # a partial post
+        (0, 3, 0, 4),  # nonsense behind a success
+        (95, 0, 95, 0),  # nothing of an unsupported call goes in
+        (38, 1, 38, 0),
+    ],
+)
+def test_answers_of_drivers(pair, context, stack, rc, bad, code, posted):
+    if context.kind != "soft":
+        pytest.skip("only soft0 can be made to refuse")
+    tap = open_tap(context)
+    stack.callback(tap.close)
+    wrs = [write(pair, pair.mine, wr_id) for wr_id in range(4)]
+    tap.refuse(passed=posted, rc=rc, bad=bad)
+    if code:
+        with pytest.raises(rp.PostError) as caught:
+            pair.a.post_send(wrs)
+        assert (caught.value.errno, caught.value.posted) == (code, posted)
+    else:
+        pair.a.post_send(wrs)
+    assert pair.a.outstanding.send == posted
+    assert [wc.wr_id for wc in pair.cq.poll()] == list(range(posted))
+
+
+def counters(queue: Any) -> Any:
+    """Return how many were posted to a queue and how many of these are done, as C counts them."""
+    return (ctypes.c_uint64 * 2).from_address(id(queue) + object.__basicsize__)
+
+
+def test_count_wraps_around(pair, context):
+    """After 2^32 work requests the tickets start again, and nothing is mixed up."""
+    qp = pair.a
+    for turn in range(3):
+        qp.post_send([write(pair, pair.mine, wr_id) for wr_id in range(4)])
+        assert [wc.wr_id for wc in pair.wait(4)] == [0, 1, 2, 3]
+        counted = counters(qp._send.in_flight)
+        assert list(counted) == [4 * turn + 4] * 2
+    # Nobody waits for 2^32 posts here: it takes a minute.
+    counted[0] = counted[1] = (1 << 32) - 6
+    batch = qp.prepare([write(pair, pair.mine, wr_id) for wr_id in (20, 21, 22)])
+    quiet = write(pair, pair.mine, 10)
+    quiet.send_flags = SendFlags(0)
+    region = rp.MR(pair.pd, 64)
+    named = weakref.ref(region)
+    qp.post_send([quiet, write(pair, region, 11)])
+    del region
+    batch.post()
+    qp.post_send([quiet, quiet, write(pair, pair.mine, 12)])
+    batch.post()
+    assert qp.outstanding.send == 11
+    with pytest.raises(rp.PostError, match="the queue is full"):
+        qp.post_send([quiet] * 6)
+    assert qp.outstanding.send == 16
+    for wr_id, left in ((11, 14), (20, 13), (21, 12), (22, 11), (12, 8), (20, 7), (21, 6)):
+        assert [wc.wr_id for wc in pair.wait(1)] == [wr_id]
+        assert qp.outstanding.send == left
+        assert gone(named)
+    assert list(counted) == [(1 << 32) + 10, (1 << 32) + 4]
+    batch.close()
+    qp.to_reset()
+    assert qp.outstanding.send == 0
+
+
+def test_slots_of_a_shared_queue_are_used_more_often_than_their_tickets_can_count(pair, pd):
+    """A ticket says how often its slot was used, in 8 bits."""
+    with (
+        rp.SRQ(pd, 16, 1) as srq,
+        rp.CQ(pd.context) as cq,
+        rp.QP(pd, QPType.RC, cq, srq=srq) as target,
+        rp.QP(pd, QPType.RC, cq) as sender,
+    ):
+        sender.connect(target.endpoint())
+        target.connect(sender.endpoint())
+        srq.post_srq_recv([rp.RecvWR(wr_id=n) for n in range(3)])
+        for n in range(1000):
+            srq.post_srq_recv(rp.RecvWR(wr_id=n + 3))
+            sender.post_send(rp.Send(send_flags=SendFlags.SIGNALED, wr_id=1 << 40))
+            assert {wc.check().wr_id for wc in cq.wait(2)} == {n, 1 << 40}
+            assert srq.outstanding == 3

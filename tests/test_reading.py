@@ -1,0 +1,494 @@
+"""Work requests of unusual and hostile values: each is read once, and what was read is posted."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support import ALL
+from tap import Tap, open_tap
+
+import rdmapost as rp
+from rdmapost import QPType, SendFlags, SRQType
+
+U64, U32 = (1 << 64) - 1, (1 << 32) - 1
+
+
+class Watched:
+    """Connected queue pairs on a device that is watched, and a matching list."""
+
+    def __init__(self, stack: contextlib.ExitStack, *, checked: bool) -> None:
+        context = stack.enter_context(rp.open_device("soft0"))
+        self.tap: Tap = open_tap(context)
+        stack.callback(self.tap.close)
+        self.pd = stack.enter_context(rp.PD(context))
+        self.cq = stack.enter_context(rp.CQ(context, tm_info=True))
+        self.mr = stack.enter_context(rp.MR(self.pd, 4096, ALL))
+        self.qp = stack.enter_context(rp.QP(self.pd, QPType.RC, self.cq, checked=checked))
+        self.qp.connect(self.qp.endpoint())
+        self.srq = stack.enter_context(
+            rp.SRQ(self.pd, srq_type=SRQType.TM, cq=self.cq, checked=checked)
+        )
+
+    def write(self, **fields: Any) -> Any:
+        fields = {"remote_addr": self.mr.addr, "rkey": self.mr.rkey, **fields}
+        return rp.RdmaWrite(fields.pop("sg_list", self.mr[:8]), **fields)
+
+    def refused(self, wr: Any) -> str:
+        """Post what is refused by itself; return why, with nothing posted."""
+        with pytest.raises(rp.PostError) as caught:
+            self.qp.post_send(wr)
+        self.nothing_posted()
+        return caught.value.reason
+
+    def nothing_posted(self) -> None:
+        assert self.tap.chains == []
+        assert self.qp.outstanding == (0, 0)
+
+
+@pytest.fixture(params=[True, False], ids=["checked", "unchecked"])
+def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    with contextlib.ExitStack() as stack:
+        yield Watched(stack, checked=request.param)
+
+
+class Counted:
+    """A number that says how often it was asked, and does something then."""
+
+    def __init__(self, value: Any, then: Callable[[], Any] = lambda: None) -> None:
+        self.value, self.then, self.asked = value, then, 0
+
+    def __index__(self) -> Any:
+        self.asked += 1
+        self.then()
+        return self.value
+
+
+class Int(int):
+    """A subclass of int that lies about itself wherever it is asked."""
+
+    def __index__(self) -> int:
+        return 99
+
+    def __int__(self) -> int:
+        return 99
+
+
+class Enumerated(enum.IntEnum):
+    SEVEN = 7
+
+
+# ---- numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (True, 1), (False, 0), (Int(7), 7), (Enumerated.SEVEN, 7), (SendFlags.FENCE, 1),
+        (Counted(7), 7), (Counted(U32), U32), (U32, U32), (0, 0),
+    ],
+)  # fmt: skip
+def test_numbers_of_any_class(watched, given, read):
+    """An object with __index__ is asked once, whatever becomes of the list."""
+    wr = watched.write(rkey=given, wr_id=given)
+    if isinstance(given, Counted):
+        given.asked = 0
+    watched.qp.post_send(rp.SendWithImm(imm_data=given, send_flags=0))
+    [record] = watched.tap.last()
+    assert record.wr.imm_data == socket.htonl(read)
+    if isinstance(given, Counted):
+        assert given.asked == 1
+    watched.qp.post_send(wr)
+    [record] = watched.tap.last()
+    assert record.wr.wr.rdma.rkey == read
+    if isinstance(given, Counted):
+        assert given.asked == 3
+
+
+def test_wr_id_of_any_class_comes_back_as_an_int(watched):
+    for given, read in ((Int(7), 7), (True, 1), (Counted(U64), U64), (Enumerated.SEVEN, 7)):
+        watched.qp.post_send(watched.write(wr_id=given))
+        [wc] = watched.cq.wait(1)
+        assert wc.wr_id == read
+        assert type(wc.wr_id) is int
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
+def test_numbers_of_numpy(watched, name):
+    """Of every width and sign: exact to the last bit, and refused where they do not fit."""
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    kind = getattr(numpy, name)
+    most, least = numpy.iinfo(kind).max, numpy.iinfo(kind).min
+    for value in (0, 1, 100, most):
+        watched.qp.post_send(watched.write(remote_addr=kind(value)))
+        [record] = watched.tap.last()
+        assert record.wr.wr.rdma.remote_addr == int(value)
+        watched.cq.wait(1)
+        watched.qp.to_reset()
+        watched.qp.connect(watched.qp.endpoint())
+    watched.tap.chains.clear()
+    if least < 0:
+        said = watched.refused(watched.write(remote_addr=kind(least)))
+        assert said == f"remote_addr={least} is not in 0..2^64-1"
+    sge = rp.SGE(kind(16), kind(8), kind(5))
+    watched.qp.post_send(rp.Send(sge))
+    assert watched.tap.last()[0].sges == [(16, 8, 5)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.0, 1.5, float("nan"), float("inf"), 1j, None, "7", b"7", [7], (7,), {}, object(), int],
+    ids=repr,
+)
+def test_what_is_no_number(watched, value):
+    kind = type(value).__name__
+    for name in ("wr_id", "send_flags", "remote_addr", "rkey", "remote_srqn"):
+        said = watched.refused(watched.write(**{name: value}))
+        assert said == f"{name} is a {kind}, not an integer"
+    for name in ("addr", "length", "lkey"):
+        wr = rp.Send(watched.mr[:8]._replace(**{name: value}))
+        assert watched.refused(wr) == f"an SGE's {name} is a {kind}, not an integer"
+
+
+def test_arrays_of_numpy_are_no_numbers(watched):
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    for value in (numpy.zeros(3, "u4"), numpy.float64(1), numpy.ones(1, "f4")):
+        assert "is a" in watched.refused(watched.write(rkey=value))
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 64, 1 << 1000, -(1 << 1000), Int(-1), Counted(-1)])
+def test_numbers_that_do_not_fit(watched, value):
+    number = value.value if isinstance(value, Counted) else int.__add__(value, 0)
+    for name in ("wr_id", "remote_addr"):
+        assert watched.refused(watched.write(**{name: value})).startswith(f"{name}=")
+    assert watched.refused(watched.write(remote_addr=number)) == (
+        f"remote_addr={number} is not in 0..2^64-1"
+    )
+
+
+def test_number_whose_index_is_none(watched):
+    for wrong in (None, 1.5, "1"):
+        said = watched.refused(watched.write(rkey=Counted(wrong)))
+        assert said == "rkey is a Counted, not an integer"
+
+
+# ---- the callers' own exceptions ------------------------------------------------------
+
+
+class Mine(Exception):
+    pass
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("error", [Mine("x"), KeyError("x"), MemoryError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", ["number", "sge", "property", "iterator", "sg_list"])
+def test_exception_of_the_callers_code_comes_out_unchanged(watched, error, at):
+    """And nothing was posted, whatever stands before it in the list."""
+
+    class Odd(rp.RdmaWrite):
+        rkey = property(lambda self: raises(error)(), lambda self, value: None)
+
+    def generate(first: Any) -> Iterator[Any]:
+        yield first
+        raise error
+
+    good = watched.write()
+    wrs: Any = {
+        "number": [good, watched.write(rkey=Counted(1, raises(error)))],
+        "sge": [good, rp.Send(rp.SGE(1, 2, Counted(3, raises(error))))],  # type: ignore[arg-type]
+        "property": [good, Odd(watched.mr[:8])],
+        "iterator": generate(good),
+        "sg_list": [good, rp.Send(generate(watched.mr[:8]))],  # type: ignore[arg-type]
+    }[at]
+    with pytest.raises(type(error)) as caught:
+        watched.qp.post_send(wrs)
+    assert caught.value is error
+    watched.nothing_posted()
+    watched.qp.post_send(good)
+    assert watched.cq.wait(1)[0].status is rp.WCStatus.SUCCESS
+
+
+@pytest.mark.parametrize("error", [ValueError, AttributeError, OverflowError, ZeroDivisionError])
+def test_exception_that_a_wrong_value_raises_is_the_reason(watched, error):
+    """It is what reading a field may end in: a PostError says which work request it was."""
+
+    class Odd(rp.RdmaWrite):
+        rkey = property(lambda self: raises(error("no key"))(), lambda self, value: None)
+
+    for bad in (Odd(watched.mr[:8]), watched.write(rkey=Counted(1, raises(error("no key"))))):
+        assert watched.refused(bad) == "no key"
+
+
+# ---- each is read once ------------------------------------------------------------------
+
+
+def test_each_property_is_read_once(watched):
+    """Of a subclass, whose answers could differ."""
+    read: list[str] = []
+
+    def answering(name: str, *values: Any) -> Any:
+        answers = iter(values)
+
+        def get(self: Any) -> Any:
+            read.append(name)
+            return next(answers)
+
+        return property(get, lambda self, value: None)
+
+    mr = watched.mr
+    names = {
+        "wr_id": (5, 6), "send_flags": (SendFlags.SIGNALED, 1 << 20), "sg_list": (mr[:8], None),
+        "remote_addr": (mr.addr, -1), "rkey": (mr.rkey, None), "remote_srqn": (0, "x"),
+    }  # fmt: skip
+    kind: Any = type(
+        "Answering", (rp.RdmaWrite,), {name: answering(name, *v) for name, v in names.items()}
+    )
+    watched.qp.post_send([kind()])
+    assert sorted(read) == sorted(names)
+    [wc] = watched.cq.wait(1)
+    assert (wc.wr_id, wc.status) == (5, rp.WCStatus.SUCCESS)
+
+
+def test_lists_are_read_once_and_may_be_of_any_kind(watched):
+    """Generators, and sequences that make what they are asked for."""
+    asked: list[int] = []
+
+    class Lazy:
+        def __len__(self) -> int:
+            return 1  # a lie
+
+        def __iter__(self) -> Iterator[Any]:
+            for i in range(3):
+                asked.append(i)
+                yield watched.write(wr_id=i, sg_list=(sge for sge in [watched.mr[i : i + 8]]))
+
+    class ByIndex:
+        def __getitem__(self, index: int) -> Any:
+            if index > 2:
+                raise IndexError
+            return watched.write(wr_id=10 + index)
+
+        __iter__ = None  # type: ignore[assignment]
+
+    watched.qp.post_send(Lazy())
+    assert asked == [0, 1, 2]
+    assert [wc.wr_id for wc in watched.cq.wait(3)] == [0, 1, 2]
+    watched.qp.post_send(iter([watched.write(wr_id=4)]))
+    watched.qp.post_send(set())
+    watched.qp.post_send(watched.write(wr_id=i) for i in (5, 6))
+    assert [wc.wr_id for wc in watched.cq.wait(3)] == [4, 5, 6]
+    with pytest.raises(TypeError):
+        watched.qp.post_send(ByIndex())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_list_that_is_changed_while_it_is_read_is_posted_as_it_was(watched, size):
+    """The list of work requests, and one of SGEs: no number's __index__ changes what is posted."""
+    mr = watched.mr
+    sges: list[Any] = [mr[:8]]
+    wrs: list[Any] = [watched.write(wr_id=i, send_flags=0) for i in range(size)]
+
+    def change() -> None:
+        wrs.clear()
+        sges.clear()
+        gc.collect()
+
+    wrs[0] = watched.write(wr_id=Counted(70, change), sg_list=sges, send_flags=0)
+    watched.qp.post_send(wrs)
+    assert len(watched.tap.last()) == size
+    assert watched.qp.outstanding.send == size
+    watched.tap.chains.clear()
+    # The SGEs are read after the numbers: they were gone by then.
+    sges[:] = [mr[:8], rp.SGE(mr.addr, Counted(8, change), mr.lkey, mr), mr[8:16]]  # type: ignore[arg-type]
+    watched.qp.post_send(watched.write(sg_list=sges))
+    [record] = watched.tap.last()
+    assert [sge[1] for sge in record.sges] == [8, 8, 8]
+
+
+def test_fields_that_are_changed_after_they_were_read_have_no_effect(watched):
+    mr = watched.mr
+    first = watched.write(wr_id=1)
+    second = watched.write(wr_id=2, rkey=Counted(mr.rkey, lambda: first.__setattr__("rkey", 0)))
+    third = watched.write(wr_id=3)
+    watched.qp.post_send([first, second, third])
+    assert [r.wr.wr.rdma.rkey for r in watched.tap.last()] == [mr.rkey] * 3
+    assert {wc.check().wr_id for wc in watched.cq.wait(3)} == {1, 2, 3}
+
+
+# ---- what is closed meanwhile -----------------------------------------------------------
+
+
+def test_region_that_is_closed_while_the_list_is_read_is_refused(watched):
+    """It was open when its SGE was read; all of them are looked at when nothing can run."""
+    mr = rp.MR(watched.pd, 64, ALL)
+    wrs = [
+        rp.RdmaWrite(mr[:8], remote_addr=watched.mr.addr, rkey=watched.mr.rkey),
+        watched.write(rkey=Counted(watched.mr.rkey, mr.close)),
+    ]
+    lkey = mr.lkey
+    assert watched.refused(wrs) == f"MR of 64 bytes (lkey {lkey:#x}) is closed"
+
+
+def test_queue_pair_that_is_closed_while_the_list_is_read_is_told(watched):
+    with rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.qp.checked) as qp:
+        qp.connect(qp.endpoint())
+        with pytest.raises(rp.ClosedError):
+            qp.post_send(watched.write(rkey=Counted(1, qp.close)))
+    assert watched.tap.chains == []
+
+
+def test_queue_pair_that_is_reset_while_the_list_is_read(watched):
+    """The state counts when nothing can run any more."""
+    wr = watched.write(rkey=Counted(1, watched.qp.to_reset))
+    with pytest.raises(rp.PostError) as caught:
+        watched.qp.post_send(wr)
+    assert (caught.value.index, caught.value.posted) == (0, 0)
+    assert watched.qp.outstanding == (0, 0)
+
+
+def test_post_from_within_a_post_goes_first(watched):
+    """A number's __index__ may post to the same queue: it is read before anything is posted."""
+    inner = watched.write(wr_id=1)
+    outer = watched.write(
+        wr_id=2, rkey=Counted(watched.mr.rkey, lambda: watched.qp.post_send(inner))
+    )
+    watched.qp.post_send([outer, watched.write(wr_id=3)])
+    assert [wc.check().wr_id for wc in watched.cq.wait(3)] == [1, 2, 3]
+
+
+# ---- what only looks right --------------------------------------------------------------
+
+
+class Posing:
+    """Says that it is of another class, as isinstance() believes."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        return self.kind
+
+    _handle = 0x4141414141
+    closed = False
+
+
+def test_what_lies_about_its_class_is_not_believed(watched):
+    assert "sg_list holds a Posing" in watched.refused(rp.Send([Posing(rp.SGE)]))
+    assert "ah is a Posing, not an address handle" in watched.refused(rp.Send(ah=Posing(rp.AH)))
+    sge = watched.mr[:8]._replace(owner=Posing(rp.MR))
+    assert "owner is a Posing, not a region" in watched.refused(rp.Send(sge))
+    for name, kind in (("mw", rp.MW), ("mr", rp.MR)):
+        said = watched.refused(rp.BindMW(**{name: Posing(kind)}))
+        assert said.startswith(f"{name} is a Posing, not a memory")
+    assert "takes a SendWR" in watched.refused([Posing(rp.Send)])
+    with pytest.raises(TypeError, match="takes a SendWR or a sequence of them, not a Posing"):
+        watched.qp.post_send(Posing(rp.Send))
+
+
+def test_tuples_that_look_like_sges_are_none(watched):
+    mr = watched.mr
+
+    class Like(rp.SGE):
+        """Of another class: its items may be anything."""
+
+    for like in (tuple(mr[:8]), (1, 2), (mr.addr, 8, mr.lkey, mr), Like(*mr[:8]), mr, None):
+        said = watched.refused(rp.Send([mr[:8], like]))
+        assert said == f"sg_list holds a {type(like).__name__}; mr[a:b] makes an SGE"
+    short: Any = tuple.__new__(rp.SGE, (1, 2))
+    assert "sg_list holds a SGE" in watched.refused(rp.Send([short]))
+
+
+def test_attributes_that_are_deleted_are_told(watched):
+    for name in ("wr_id", "send_flags", "sg_list", "rkey", "remote_addr", "remote_srqn"):
+        wr = watched.write()
+        delattr(wr, name)
+        assert name in watched.refused(wr)
+
+
+def test_buffer_of_a_header_is_held_until_it_is_sent(watched):
+    """A bytearray cannot be resized behind the device's back."""
+    hdr = bytearray(b"header")
+    wr = rp.TSO(rp.SGE(1, 2, 3), hdr=hdr, mss=Counted(5, lambda: hdr.__setitem__(0, 0x48)))
+    watched.tap.refuse()
+    with pytest.raises(rp.PostError):
+        watched.qp.post_send(wr)
+    if watched.tap.chains:
+        [record] = watched.tap.last()
+        assert record.hdr == b"Header"
+    hdr.extend(b"more")
+
+    def resize() -> None:
+        with pytest.raises(BufferError):
+            hdr.extend(b"more")
+
+    wr = rp.TSO(rp.SGE(1, 2, 3), hdr=hdr, mss=Counted(5, resize))
+    with pytest.raises(rp.PostError):
+        watched.qp.post_send(wr)
+    assert wr.mss.asked == 1
+
+
+# ---- the other queues -------------------------------------------------------------------
+
+
+def test_receives_and_operations_are_read_once_too(watched):
+    mr, number = watched.mr, Counted(5)
+    watched.tap.refuse()
+    for post, wr in (
+        (watched.qp.post_recv, rp.RecvWR(mr[:8], number)),
+        (watched.srq.post_srq_recv, rp.RecvWR(mr[:8], number)),
+        (watched.srq.post_srq_ops, rp.TagAdd(recv_wr_id=number)),
+        (watched.srq.post_srq_ops, rp.TagAdd(tag=number)),
+        (watched.srq.post_srq_ops, rp.TagSync(wr_id=number)),
+    ):  # fmt: skip
+        number.asked = 0
+        with pytest.raises(rp.PostError):
+            post(wr)
+        assert number.asked == 1
+    assert len(watched.tap.chains) == 5
+
+
+def test_tag_handle_that_cannot_be_set_is_the_callers_error(watched):
+    """The receive is on the list by then, and counted."""
+
+    def refuse(self: Any, value: Any) -> None:
+        if value is not None:
+            raise Mine("no")
+
+    class Stubborn(rp.TagAdd):
+        handle = property(lambda self: None, refuse)
+
+    with pytest.raises(Mine):
+        watched.srq.post_srq_ops(Stubborn(tag=1))
+    assert (watched.srq.outstanding_tags, watched.srq.outstanding_ops) == (1, 1)
+
+
+def test_prepared_list_reads_once_and_keeps_what_it_read(watched):
+    number, wrs = Counted(7), [watched.write(), watched.write()]
+    wrs[0].wr_id = number
+    batch = watched.qp.prepare(iter(wrs))
+    wrs[1].rkey = None
+    for _ in range(3):
+        batch.post()
+        assert [wc.check().wr_id for wc in watched.cq.wait(2)] == [7, 0]
+    assert number.asked == 1
+    [first, _] = batch
+    number = Counted(9)
+    first.wr_id = number
+    assert (first.wr_id, number.asked) == (9, 1)
+    with pytest.raises(Mine):
+        first.rkey = Counted(1, raises(Mine("x")))
+    assert first.rkey == watched.mr.rkey
