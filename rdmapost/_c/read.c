@@ -28,6 +28,12 @@ static int is_a(PyObject *object, PyObject *type)
 	       PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)type);
 }
 
+/* Whether its class has __iter__; runs no code of the caller's, and keeps an exception that is set. */
+static int has_iter(PyObject *object)
+{
+	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
+}
+
 /* ---- refusing ----------------------------------------------------------- */
 
 static int refuse(struct post *post, const char *rule, PyObject *name,
@@ -260,7 +266,7 @@ int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list)
 	size_t start = post->used;
 
 	if (!sges && PyErr_ExceptionMatches(PyExc_TypeError) &&
-	    !PyObject_HasAttrString(sg_list, "__iter__")) {
+	    !has_iter(sg_list)) {
 		PyErr_Clear();
 		return refuse(post, "not_sges", NULL, sg_list, 0);
 	}
@@ -521,7 +527,7 @@ static int read_list(struct queue *q, PyObject *wrs, struct post *post)
 	post->wrs = PySequence_Tuple(wrs);
 	if (!post->wrs) {
 		if (PyErr_ExceptionMatches(PyExc_TypeError) &&
-		    !PyObject_HasAttrString(wrs, "__iter__")) {
+		    !has_iter(wrs)) {
 			PyErr_Clear();
 			Py_XDECREF(PyObject_CallMethod((PyObject *)q,
 						       "_not_a_sequence", "O",
