@@ -86,8 +86,8 @@ class MR(Resource):
     """
 
     __slots__ = (
-        "_given", "_memory", "access", "addr", "buffer", "end", "length", "lkey", "pd", "rkey",
-        "writable",
+        "_addr", "_end", "_given", "_length", "_lkey", "_memory", "_rkey", "_writable", "access",
+        "buffer", "pd",
     )  # fmt: skip
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
@@ -97,7 +97,7 @@ class MR(Resource):
         needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
         if needs_local and not self.access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
-        self.writable = bool(self.access & Access.LOCAL_WRITE)
+        self._writable = bool(self.access & Access.LOCAL_WRITE)
         self._given = not isinstance(memory, int)
         if isinstance(memory, int):
             if memory < 1:
@@ -106,25 +106,33 @@ class MR(Resource):
         self.buffer = _bytes_of(memory)
         # Holds the buffer, whatever becomes of the other view: it cannot be freed or resized.
         self._memory = memoryview(self.buffer)
-        self.length = len(self._memory)
+        self._length = len(self._memory)
         start = start_of(self._memory)
         provider = pd.context._provider
         try:
             handle = self._make(
-                provider.reg_mr, (pd, ffi.cast("char *", start), self.length, self.access),
+                provider.reg_mr, (pd, ffi.cast("char *", start), self._length, self.access),
                 provider.dereg_mr, (pd,), self._memory, self.access,
             )  # fmt: skip
         except VerbsError as error:
-            error.hint = error.hint or _why_not_registered(error.errno, self.length)
+            error.hint = error.hint or _why_not_registered(error.errno, self._length)
             raise
         zero_based = self.access & Access.ZERO_BASED
-        self.addr = 0 if zero_based else start
-        self.end = self.addr + self.length
-        self.lkey: int = handle.lkey
-        self.rkey: int = handle.rkey
+        self._addr = 0 if zero_based else start
+        self._end = self._addr + self._length
+        self._lkey: int = handle.lkey
+        self._rkey: int = handle.rkey
+
+    # Nobody sets these: peers are told them, and SGEs are made of them.
+    addr: int = property(operator.attrgetter("_addr"))  # type: ignore[assignment]
+    end: int = property(operator.attrgetter("_end"))  # type: ignore[assignment]
+    length: int = property(operator.attrgetter("_length"))  # type: ignore[assignment]
+    lkey: int = property(operator.attrgetter("_lkey"))  # type: ignore[assignment]
+    rkey: int = property(operator.attrgetter("_rkey"))  # type: ignore[assignment]
+    writable: bool = property(operator.attrgetter("_writable"))  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return f"MR of {self.length} bytes (lkey {self.lkey:#x})" if self._made() else self._kind
+        return f"MR of {self._length} bytes (lkey {self._lkey:#x})" if self._made() else self._kind
 
     _kind = "MR"
     _undone = "deregistered"
@@ -132,7 +140,7 @@ class MR(Resource):
     _rank = 4
 
     def _made(self) -> bool:
-        return hasattr(self, "lkey")
+        return hasattr(self, "_lkey")
 
     def __len__(self) -> int:
         return self.length

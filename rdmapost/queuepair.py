@@ -14,7 +14,7 @@ from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
 from .enums import Access, QPState, QPType, SendFlags
-from .errors import PostError, RdmaError, VerbsError, describe_errno, where_explained
+from .errors import RdmaError, VerbsError, describe_errno, where_explained
 from .memory import MR, MW, PD
 from .multicast import Multicast
 from .posting import PostQueue, recv_queue, send_queue
@@ -390,27 +390,9 @@ class QP(Multicast):
             wr_id=wr_id, send_flags=send_flags, mw=mw, mr=mr, addr=addr, length=length,
             mw_access_flags=mw_access_flags,
         )  # fmt: skip
-        provider, hints = self.pd.context._provider, []
-
-        def bind(window: int, raw: int) -> int:
-            try:
-                provider.bind_mw(
-                    self._handle,
-                    ffi.cast("struct ibv_mw *", window),
-                    ffi.cast("struct ibv_mw_bind *", raw),
-                )
-            except VerbsError as error:
-                hints.append(error.hint)
-                return error.errno or errno.EIO
-            return 0
-
-        try:
-            # rxe keeps what it was given before RTS, and carries it out there.
-            self._send.bind(self, wr, bind, sure=self._state >= QPState.RTS)
-        except PostError as error:
-            if any(hints):
-                error.reason = error.hint = hints[0]
-            raise
+        # rxe keeps what it was given before RTS, and carries it out there.
+        bind = self.pd.context._provider.bind_mw
+        self._send.bind(self, wr, bind, sure=self._state >= QPState.RTS)
 
     def _why_not_ready(self, queue: PostQueue) -> str:
         """Say why nothing can be posted to a queue now.

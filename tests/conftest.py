@@ -138,3 +138,21 @@ def connect(pd: rp.PD, cq: rp.CQ, stack: contextlib.ExitStack) -> Connect:
 def rc(connect: Connect) -> Pair:
     """A connected pair of RC queue pairs."""
     return connect()
+
+
+@pytest.fixture
+def device(context: rp.Context) -> str:
+    """The name of a device, for a test whose body runs in a Python of its own."""
+    return context.name
+
+
+@pytest.fixture
+def soft() -> str:
+    """The name of the device that is always there."""
+    return "soft0"
+
+
+@pytest.fixture
+def real(verbs_context: rp.Context) -> str:
+    """The name of a real device, for what soft0 runs in a test of its own."""
+    return verbs_context.name

@@ -333,16 +333,18 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args,
 }
 
 /*
- * bind_mw(owner, wr, call, sure): bind a window of type 1 (ibv_bind_mw(3)).  `call`
- * is given the address of a struct ibv_mw_bind and returns 0 or an errno; `sure`: what
- * fails is not posted.
+ * bind_mw(owner, wr, call, bind, at, sure): bind a window of type 1 (ibv_bind_mw(3)).
+ * `call` is C's: given the queue pair, the window and `bind`, a struct ibv_mw_bind at the
+ * address `at`, it returns 0 or None, or an errno, or raises where it has done nothing.
+ * `sure`: what fails is not posted.
  */
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct queue *q = (struct queue *)self;
-	struct ibv_mw_bind bind = { .wr_id = 0 };
+	struct ibv_mw_bind *bind;
 	struct rp_outcome outcome = { 0, 0 };
-	PyObject *object, *wr, *call, *done = NULL, *answer = NULL;
+	PyObject *object, *wr, *call, *struct_bind, *done = NULL, *answer = NULL;
+	unsigned long long at;
 	struct rp_handle *owner;
 	struct request *r;
 	struct rp_turn turn;
@@ -350,8 +352,10 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 	size_t adds = 0;
 	int sure, admitted = 0;
 
-	if (!PyArg_ParseTuple(args, "OOOp", &object, &wr, &call, &sure))
+	if (!PyArg_ParseTuple(args, "OOOOKp", &object, &wr, &call, &struct_bind,
+			      &at, &sure))
 		return NULL;
+	bind = (void *)(uintptr_t)at;
 	owner = to_handle(object);
 	if (!owner)
 		return NULL;
@@ -370,23 +374,22 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 		uint32_t rkey = mw->rkey;
 
 		record(q, &post, r);
-		bind.wr_id = r->ticket;
-		bind.send_flags = from->send_flags;
-		bind.bind_info = from->bind_mw.bind_info;
-		bind.bind_info.mr = r->mr->address;
-		done = PyObject_CallFunction(
-			call, "KK", (unsigned long long)(uintptr_t)mw,
-			(unsigned long long)(uintptr_t)&bind);
-		outcome.code = done ? (int)PyLong_AsLong(done) : 0;
-		if (outcome.code)
+		bind->wr_id = r->ticket;
+		bind->send_flags = from->send_flags;
+		bind->bind_info = from->bind_mw.bind_info;
+		done = PyObject_CallFunctionObjArgs(call, owner->cdata,
+						    r->mw->cdata, struct_bind,
+						    NULL);
+		outcome.code = done && done != Py_None ?
+				       abs((int)PyLong_AsLong(done)) : 0;
+		outcome.posted = done && !outcome.code;
+		if (!outcome.posted)
 			mw->rkey = rkey;
-		if (outcome.code && !(sure || outcome.code == EOPNOTSUPP ||
-				      outcome.code == ENOSYS))
-			outcome.posted = -1; /* the device may complete it yet */
-		else if (outcome.code)
+		if (!done || (outcome.code && (sure || outcome.code == EOPNOTSUPP ||
+					       outcome.code == ENOSYS)))
 			take_back(q, r);
-		else
-			outcome.posted = 1;
+		else if (outcome.code)
+			outcome.posted = -1; /* the device may complete it yet */
 	}
 	rp_end_post(q, &turn);
 	if (outcome.posted)

@@ -92,9 +92,9 @@ static PyObject *make_sges(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &mr, &PyType_Type,
 			      &sge))
 		return NULL;
-	if (rp_find_slot(mr, "addr", &made_of.addr) ||
-	    rp_find_slot(mr, "length", &made_of.length) ||
-	    rp_find_slot(mr, "lkey", &made_of.lkey))
+	if (rp_find_slot(mr, "_addr", &made_of.addr) ||
+	    rp_find_slot(mr, "_length", &made_of.length) ||
+	    rp_find_slot(mr, "_lkey", &made_of.lkey))
 		return NULL;
 	made_of.sge = Py_NewRef(sge); /* held for ever */
 	made_of.step = PyUnicode_InternFromString("step");

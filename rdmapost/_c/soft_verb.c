@@ -202,7 +202,8 @@ static PyObject *step(PyObject *callable, PyObject *args, PyObject **fault)
 
 	run(&errand);
 	if (errand.result || doomed) {
-		Py_XDECREF(errand.exception);
+		/* The process forked in a handler that raised: its child goes on with that. */
+		raise_later(errand.exception);
 		return errand.result;
 	}
 	first = errand.exception;

@@ -192,8 +192,7 @@ class VerbsProvider:
     alloc_mw = lib.ibv_alloc_mw
     dealloc_mw = lib.ibv_dealloc_mw
 
-    def bind_mw(self, qp: Any, mw: Any, bind: Any) -> None:
-        _zero("ibv_bind_mw", lib.rp_bind_mw(qp, mw, bind))
+    bind_mw = lib.rp_bind_mw
 
     # ---- completions --------------------------------------------------------
 

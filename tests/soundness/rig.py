@@ -53,7 +53,7 @@ class Rig:
         self.files, self.objects = open_files(), left_on_soft0()
         self.context = rp.open_device(device)
         self.pd = rp.PD(self.context)
-        self.cq = rp.CQ(self.context)
+        self.cq = rp.CQ(self.context, 4096)
         self.memory = Memory(4096)
         self.mr = rp.MR(self.pd, self.memory, BINDABLE)
         self.a, self.b = self.queue_pair(max_inline_data=64, **options), self.queue_pair()

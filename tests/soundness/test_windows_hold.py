@@ -94,39 +94,16 @@ def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
 
 
 @isolated(silent=True)
-def test_window_that_is_invalidated_lets_its_region_go(device):
+def test_region_under_an_invalidated_window_can_be_closed(device):
+    """It is held until the window goes or is bound anew, and nothing stands against closing it."""
     rig, mw, _, ref = bound(device, "TYPE_2")
     rig.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey))
     rig.cq.wait(1)[0].check()
     gc.collect()
-    assert ref() is None
+    assert ref() is not None
     mw.close()
-    rig.close()
-
-
-@isolated(silent=True)
-def test_failed_bind_holds_no_region(device):
-    """Its completion is an error: the access flags go beyond the region's."""
-    rig = Rig(device)
-    mw = rp.MW(rig.pd)
-    memory = Memory(SIZE)
-    ref = weakref.ref(memory)
-    mr = rp.MR(rig.pd, memory, BINDABLE)
-    qp = rig.queue_pair(checked=False)
-    other = rig.queue_pair()
-    qp.connect(other.endpoint())
-    other.connect(qp.endpoint())
-    qp.post_send(
-        rp.BindMW(
-            mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr + SIZE, length=SIZE,
-            mw_access_flags=READ_WRITE,
-        )
-    )  # fmt: skip
-    assert rig.cq.wait(1)[0].status is not rp.WCStatus.SUCCESS
-    del mr, memory
     gc.collect()
     assert ref() is None
-    rig.more += [mw, other, qp]
     rig.close()
 
 
@@ -168,9 +145,9 @@ def test_region_that_could_not_be_deregistered_keeps_its_memory_and_says_so(soft
     rig = Rig(soft)
     memory = Memory(SIZE)
     ref = weakref.ref(memory)
+    rig.context._provider = Refuses(rig.context._provider, "dereg_mr")
     mr = rp.MR(rig.pd, memory, BINDABLE)
     addr, rkey = mr.addr, mr.rkey
-    rig.context._provider = Refuses(rig.context._provider, "dereg_mr")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         del memory, mr
@@ -192,18 +169,21 @@ def test_queue_pair_that_could_not_be_destroyed_keeps_its_memory(soft):
     memory = Memory(SIZE)
     ref = weakref.ref(memory)
     mr = rp.MR(rig.pd, memory, BINDABLE)
-    rig.b.post_recv(rp.RecvWR(mr[:64]))
     rig.context._provider = Refuses(rig.context._provider, "destroy_qp")
+    rig.b = rig.queue_pair()
+    rig.a.to_reset()
+    rig.a.connect(rig.b.endpoint(), rnr_retry=1)
+    rig.b.connect(rig.a.endpoint(), rnr_retry=1)
+    rig.b.post_recv(rp.RecvWR(mr[:64]))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         del memory, mr
         rig.b = None  # type: ignore[assignment]
         gc.collect()
-    assert ref() is not None, "the memory has been let go, and the queue pair writes there"
+    kept = ref()
+    assert kept is not None, "the memory has been let go, and the queue pair writes there"
     rig.mr.buffer[:8] = b"the mail"
     rig.a.post_send(rp.Send(rig.mr[:8]))
     rig.cq.wait(1)
-    kept = ref()
-    assert kept is not None
     assert bytes(kept[:8]) == b"the mail"
     assert any(issubclass(w.category, ResourceWarning) for w in said), said
