@@ -86,18 +86,18 @@ class MR(Resource):
     """
 
     __slots__ = (
-        "_addr", "_end", "_given", "_length", "_lkey", "_memory", "_rkey", "_writable", "access",
+        "_access", "_addr", "_end", "_given", "_length", "_lkey", "_memory", "_rkey", "_writable",
         "buffer", "pd",
     )  # fmt: skip
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        self.access = Access(access)
-        needs_local = self.access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
-        if needs_local and not self.access & Access.LOCAL_WRITE:
+        self._access = Access(access)
+        needs_local = self._access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
+        if needs_local and not self._access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
-        self._writable = bool(self.access & Access.LOCAL_WRITE)
+        self._writable = bool(self._access & Access.LOCAL_WRITE)
         self._given = not isinstance(memory, int)
         if isinstance(memory, int):
             if memory < 1:
@@ -111,19 +111,20 @@ class MR(Resource):
         provider = pd.context._provider
         try:
             handle = self._make(
-                provider.reg_mr, (pd, ffi.cast("char *", start), self._length, self.access),
-                provider.dereg_mr, (pd,), self._memory, self.access,
+                provider.reg_mr, (pd, ffi.cast("char *", start), self._length, self._access),
+                provider.dereg_mr, (pd,), self._memory, self._access,
             )  # fmt: skip
         except VerbsError as error:
             error.hint = error.hint or _why_not_registered(error.errno, self._length)
             raise
-        zero_based = self.access & Access.ZERO_BASED
+        zero_based = self._access & Access.ZERO_BASED
         self._addr = 0 if zero_based else start
         self._end = self._addr + self._length
         self._lkey: int = handle.lkey
         self._rkey: int = handle.rkey
 
     # Nobody sets these: peers are told them, and SGEs are made of them.
+    access: Access = property(operator.attrgetter("_access"))  # type: ignore[assignment]
     addr: int = property(operator.attrgetter("_addr"))  # type: ignore[assignment]
     end: int = property(operator.attrgetter("_end"))  # type: ignore[assignment]
     length: int = property(operator.attrgetter("_length"))  # type: ignore[assignment]

@@ -33,9 +33,14 @@ static PyObject *swap(PyObject **at, PyObject *object)
 /* Whether it is; else with an exception. */
 static int is_open(struct prepared *p)
 {
+	struct post post;
+
 	if (p->sent)
 		return 1;
-	PyErr_Format(PyExc_RuntimeError, "%S is closed", (PyObject *)p);
+	memset(&post, 0, offsetof(struct post, few));
+	post.one = (PyObject *)p;
+	post.refusal.rule = "list_closed";
+	rp_raise_refusal((PyObject *)p->queue, p->owner, &post, 0, -1);
 	return 0;
 }
 
