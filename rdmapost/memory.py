@@ -54,6 +54,11 @@ class PD(Resource):
         self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
 
 
+def _fixed(name: str, doc: str) -> Any:
+    """Return a property that reads an attribute, and cannot be set."""
+    return property(operator.attrgetter(name), doc=doc)
+
+
 class MR(Resource):
     """A memory region: memory that the device may use (ibv_reg_mr(3)).
 
@@ -124,13 +129,13 @@ class MR(Resource):
         self._rkey: int = handle.rkey
 
     # Nobody sets these: peers are told them, and SGEs are made of them.
-    access: Access = property(operator.attrgetter("_access"))  # type: ignore[assignment]
-    addr: int = property(operator.attrgetter("_addr"))  # type: ignore[assignment]
-    end: int = property(operator.attrgetter("_end"))  # type: ignore[assignment]
-    length: int = property(operator.attrgetter("_length"))  # type: ignore[assignment]
-    lkey: int = property(operator.attrgetter("_lkey"))  # type: ignore[assignment]
-    rkey: int = property(operator.attrgetter("_rkey"))  # type: ignore[assignment]
-    writable: bool = property(operator.attrgetter("_writable"))  # type: ignore[assignment]
+    access: Access = _fixed("_access", "What may be done with it.")
+    addr: int = _fixed("_addr", "Address of the first byte; 0 if access has ZERO_BASED.")
+    end: int = _fixed("_end", "Address behind the last byte.")
+    length: int = _fixed("_length", "Bytes.")
+    lkey: int = _fixed("_lkey", "Key for local use, in SGEs.")
+    rkey: int = _fixed("_rkey", "Key that a peer names.")
+    writable: bool = _fixed("_writable", "Whether the device may write there (Access.LOCAL_WRITE).")
 
     def __str__(self) -> str:
         return f"MR of {self._length} bytes (lkey {self._lkey:#x})" if self._made() else self._kind
