@@ -521,7 +521,7 @@ def test_a_number_that_closes_its_prepared_list_is_told(pair, pd):
             return 1 << 64
 
     for name in ("wr_id", "rkey"):
-        with pytest.raises(rp.ClosedError, match="the prepared list is closed"):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
             setattr(item, name, Closing())
 
 

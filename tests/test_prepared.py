@@ -226,7 +226,7 @@ def test_closing(rc):
             rc.mine.close()
     assert batch.closed
     for call in (batch.post, post):
-        with pytest.raises(rp.ClosedError, match="the prepared list is closed"):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
             call()
     rc.wait()
     other = rc.a.prepare(write(rc))

@@ -137,6 +137,7 @@ static void note_bound(const struct post *post, struct request *r)
 	const struct ibv_send_wr *wr = (void *)(post->records + r->record);
 
 	((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
+	r->unbound = rp_bind(r->mw, r->mr);
 }
 
 static struct rp_outcome outcome_of(int64_t result, size_t count)
@@ -244,8 +245,6 @@ static int settle(struct queue *q, struct post *post, size_t in)
 		PyObject *tag;
 		int failed;
 
-		if (r->mw && r->mr)
-			Py_XDECREF(rp_bind(r->mw, r->mr));
 		if (!r->tagged)
 			continue;
 		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged,
@@ -390,10 +389,10 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 			take_back(q, r);
 		else if (outcome.code)
 			outcome.posted = -1; /* the device may complete it yet */
+		if (outcome.posted)
+			r->unbound = rp_bind(r->mw, r->mr);
 	}
 	rp_end_post(q, &turn);
-	if (outcome.posted)
-		Py_XDECREF(rp_bind(r->mw, r->mr));
 	if (PyErr_Occurred())
 		answer = NULL;
 	else if (outcome.code)

@@ -64,6 +64,7 @@ struct request {
 	uint64_t hdr_len;
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
 	PyObject *tag; /* the handle of a TAG_DEL */
+	PyObject *unbound; /* the region that a window was bound to before */
 	struct rp_handle *ah, *mw, *mr; /* held */
 	PyObject *hdr; /* likewise */
 	int num_sge, named;

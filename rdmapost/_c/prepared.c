@@ -33,15 +33,11 @@ static PyObject *swap(PyObject **at, PyObject *object)
 /* Whether it is; else with an exception. */
 static int is_open(struct prepared *p)
 {
-	struct post post;
-
-	if (p->sent)
-		return 1;
-	memset(&post, 0, offsetof(struct post, few));
-	post.one = (PyObject *)p;
-	post.refusal.rule = "list_closed";
-	rp_raise_refusal((PyObject *)p->queue, p->owner, &post, 0, -1);
-	return 0;
+	if (!p->sent)
+		Py_XDECREF(PyObject_CallMethod((PyObject *)p->queue,
+					       "_list_closed", "n",
+					       (Py_ssize_t)p->post.count));
+	return p->sent != NULL;
 }
 
 /* ---- preparing ----------------------------------------------------------- */

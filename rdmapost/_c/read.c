@@ -618,6 +618,7 @@ void rp_free_post(struct post *post)
 		Py_XDECREF(r->wr_id);
 		Py_XDECREF(r->wr_id_of_tag);
 		Py_XDECREF(r->tag);
+		Py_XDECREF(r->unbound);
 	}
 	Py_XDECREF(post->refusal.name);
 	Py_XDECREF(post->refusal.value);

@@ -296,6 +296,8 @@ class World:
         self._raises: list[int] = []
         self._log = _Log(self)
         self._countdown = 0
+        # One object for all: CPython does not hold a profile function while it runs.
+        self._profiler = self._profile
 
     # ---- calls --------------------------------------------------------------
 
@@ -345,7 +347,7 @@ class World:
                 if self.interrupts == "timer":
                     signal.setitimer(signal.ITIMER_REAL, (1 + draw.below(300)) * 1e-6)
                 else:
-                    sys.setprofile(self._profile)
+                    sys.setprofile(self._profiler)
                 return what(*args, **options)
             finally:
                 self._armed = self._again = False
@@ -401,7 +403,8 @@ class World:
 
     def on_unraisable(self, raised: Any) -> None:
         error = raised.exc_value
-        if not isinstance(error, Hostile | KeyboardInterrupt):
+        # A close in the middle of a verb takes effect later: what refuses it then is told here.
+        if not isinstance(error, Hostile | KeyboardInterrupt | rp.InUseError):
             self.found("unraisable", error, f"{raised.err_msg} {raised.object!r:.100}")
 
     def on_warning(self, message: Any, category: Any, *_: Any, **__: Any) -> None:
