@@ -65,7 +65,7 @@ Use = Callable[[Any, dict[str, Any]], Any]
 
 def group() -> str:
     """A multicast group of this thread's own."""
-    return f"ff02::{threading.get_ident() & 0xFFFF:x}"
+    return f"ff02::{threading.get_ident() % 0xFFFF + 1:x}"
 
 
 AGAINST_CLOSE: dict[str, tuple[Make, Use]] = {

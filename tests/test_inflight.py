@@ -603,14 +603,15 @@ def test_count_wraps_around(pair, context):
     qp.post_send([quiet, quiet, write(pair, pair.mine, 12)])
     batch.post()
     assert qp.outstanding.send == 11
+    depth = qp.max_send_wr
     with pytest.raises(rp.PostError, match="the queue is full"):
-        qp.post_send([quiet] * 6)
-    assert qp.outstanding.send == 16
-    for wr_id, left in ((11, 14), (20, 13), (21, 12), (22, 11), (12, 8), (20, 7), (21, 6)):
+        qp.post_send([quiet] * (depth - 10))
+    assert qp.outstanding.send == depth
+    for wr_id, done in ((11, 2), (20, 3), (21, 4), (22, 5), (12, 8), (20, 9), (21, 10)):
         assert [wc.wr_id for wc in pair.wait(1)] == [wr_id]
-        assert qp.outstanding.send == left
+        assert qp.outstanding.send == depth - done
         assert gone(named)
-    assert list(counted) == [(1 << 32) + 10, (1 << 32) + 4]
+    assert list(counted) == [(1 << 32) + depth - 6, (1 << 32) + 4]
     batch.close()
     qp.to_reset()
     assert qp.outstanding.send == 0

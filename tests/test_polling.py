@@ -252,7 +252,7 @@ def test_closing_a_cq_ends_the_threads_that_wait_for_it(context):
         cq.close()
         ended(threads)
         assert cq.closed
-        assert errors == ["CQ of 128 entries is closed"] * len(threads)
+        assert errors == [f"CQ of {cq.cqe} entries is closed"] * len(threads)
 
 
 def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):

@@ -234,7 +234,7 @@ static inline int make_room(struct post *post, size_t bytes, size_t owners)
 static int read_sge(struct post *post, struct request *r, PyObject *from,
 		    struct ibv_sge *sge)
 {
-	uint64_t number[3];
+	uint64_t number[3] = { 0 };
 	PyObject *owner;
 
 	if ((PyObject *)Py_TYPE(from) != rp_known.sge || PyTuple_Size(from) != 4)
@@ -361,7 +361,7 @@ static int read_field(struct post *post, struct request *r,
 		      const struct field *field, PyObject *value)
 {
 	unsigned int bits = 8 * (unsigned int)field->size;
-	uint64_t number;
+	uint64_t number = 0;
 	int read;
 
 	switch (field->what) {
@@ -418,7 +418,7 @@ static void put_head(const struct queue *q, struct post *post,
 static int read_wr_id(struct post *post, struct request *r)
 {
 	PyObject *value = get(r, &r->kind->wr_id);
-	uint64_t number;
+	uint64_t number = 0;
 	int read = value ? rp_read_number(post, r->kind->wr_id.name, value, 64,
 				       &number) : refuse_for_exception(post);
 
