@@ -245,9 +245,11 @@ int rp_in_verb(void)
 
 static void push(struct rp_use *use, struct rp_handle *h)
 {
+	struct rp_thread *me = rp_thread();
+
 	use->handle = h;
-	use->below = rp_thread()->top;
-	rp_thread()->top = use;
+	use->below = me->top;
+	me->top = use;
 }
 
 int rp_begin_use(struct rp_handle *h, struct rp_use *use)
@@ -262,8 +264,10 @@ static void close_put_off(void);
 
 static void pop(struct rp_use *use)
 {
-	rp_thread()->top = use->below;
-	if (!rp_thread()->top && rp_thread()->first_put_off && !rp_thread()->draining)
+	struct rp_thread *me = rp_thread();
+
+	me->top = use->below;
+	if (!me->top && me->first_put_off && !me->draining)
 		close_put_off();
 }
 

@@ -404,7 +404,7 @@ class World:
     def on_unraisable(self, raised: Any) -> None:
         error = raised.exc_value
         # A close in the middle of a verb takes effect later: what refuses it then is told here.
-        if not isinstance(error, Hostile | KeyboardInterrupt | rp.InUseError):
+        if not isinstance(error, Hostile | KeyboardInterrupt | rp.InUseError | rp.VerbsError):
             self.found("unraisable", error, f"{raised.err_msg} {raised.object!r:.100}")
 
     def on_warning(self, message: Any, category: Any, *_: Any, **__: Any) -> None:
@@ -492,6 +492,9 @@ class World:
                 try:
                     thing.close()
                 except Exception as error:
+                    # What a finalizer could not destroy, and has said so, keeps its parents.
+                    if isinstance(error, rp.InUseError) and self.leaks_told:
+                        return
                     self.found("close", error, f"a {kind} cannot be closed: {error}")
                     return
         thing = ref = None
