@@ -164,7 +164,8 @@ def test_verb_against_close_raises_that_it_is_closed(verb, device):
                     thing.close()
                     closed = True
                 except rp.InUseError as error:
-                    assert str(thing) in str(error)  # noqa: PT017
+                    # A window has another key after each bind.
+                    assert str(thing).split(" (")[0] in str(error)  # noqa: PT017
                     assert time.monotonic() < deadline, "it is refused again and again"
         assert len(raised) == 1
         error = raised[0]
