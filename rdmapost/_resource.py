@@ -17,20 +17,14 @@ import errno
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 from ._binding import door, ffi
 from .errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
 
-__all__ = ["Child", "Resource", "join", "leave", "let_go", "resource_at"]
+__all__ = ["Resource", "resource_at"]
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-
-
-class Child(Protocol):
-    """What depends on resources and is none itself: a prepared list."""
-
-    _parents: tuple[Resource, ...]
 
 
 class Resource(door.Handle):
@@ -96,15 +90,11 @@ class Resource(door.Handle):
         return f"<rdmapost.{type(self).__name__} {self}{' (closed)' if self.closed else ''}>"
 
     def _open_children(self) -> list[Any]:
-        found: list[Any] = [
+        return [
             handle
             for handle in reversed(door.open_handles())
             if not handle._inner and any(parent is self for parent in handle._parents)
         ]
-        return found + [child for ref in self._others() if (child := ref()) is not None]
-
-    def _open_resources(self) -> list[Resource]:
-        return [child for child in self._open_children() if isinstance(child, Resource)]
 
     def _refuse_children(self) -> NoReturn:
         names = [str(child) for child in self._open_children()]
@@ -159,23 +149,6 @@ def resource_at(address: int) -> Resource | None:
     """Return the open resource whose struct is at an address."""
     found: Resource | None = door.handle_at(address)
     return found
-
-
-def join(child: Child, parent: Resource) -> None:
-    """Let a child depend on a parent, which cannot be closed before it."""
-    parent._join(child)
-
-
-def leave(child: Child) -> None:
-    """Let a child, closed now, depend on nothing any more."""
-    # It has its parents until none knows it: an interrupt may come at any moment.
-    for parent in child._parents:
-        parent._leave(child)
-    child._parents = ()
-
-
-let_go = leave
-"""Let a child that is garbage leave; in the middle of a verb, what that closes is put off."""
 
 
 @atexit.register

@@ -614,74 +614,6 @@ static PyObject *get_parents(PyObject *self, void *unused)
 	return parents;
 }
 
-/* ---- children that are no handles: prepared lists ------------------------- */
-
-/* _join(child): it must be closed before this handle. */
-static PyObject *handle_join(PyObject *self, PyObject *child)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *key = PyLong_FromVoidPtr(child);
-	PyObject *ref = PyWeakref_NewRef(child, NULL);
-	int failed = !key || !ref;
-
-	if (!failed && !enter(h, CHILD)) {
-		rp_raise_closed(h);
-		failed = 1;
-	} else if (!failed) {
-		RP_BEGIN(h);
-		if (!h->others)
-			h->others = PyDict_New();
-		if (!h->others)
-			failed = 1;
-		else if (PyDict_Contains(h->others, key) == 1 ||
-			 PyDict_SetItem(h->others, key, ref))
-			failed = PyErr_Occurred() ? 1 : 2;
-		RP_END();
-		if (failed)
-			leave(h, CHILD);
-	}
-	Py_XDECREF(ref);
-	Py_XDECREF(key);
-	if (failed == 1)
-		return NULL;
-	Py_RETURN_NONE;
-}
-
-/* _leave(child): it need not any more. */
-static PyObject *handle_leave(PyObject *self, PyObject *child)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *key = PyLong_FromVoidPtr(child);
-	int known;
-
-	if (!key)
-		return NULL;
-	RP_BEGIN(h);
-	known = h->others ? PyDict_Contains(h->others, key) : 0;
-	if (known == 1 && PyDict_DelItem(h->others, key))
-		known = -1;
-	RP_END();
-	Py_DECREF(key);
-	if (known < 0)
-		return NULL;
-	if (known)
-		leave(h, CHILD);
-	Py_RETURN_NONE;
-}
-
-/* _others(): the weak references to them. */
-static PyObject *handle_others(PyObject *self, PyObject *unused)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *found;
-
-	(void)unused;
-	RP_BEGIN(h);
-	found = h->others ? PyDict_Values(h->others) : PyList_New(0);
-	RP_END();
-	return found;
-}
-
 /* ---- closing -------------------------------------------------------------- */
 
 /* Call a method that may refuse; 0, or -1 with an exception. */
@@ -1086,14 +1018,6 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(h->parents);
 	Py_VISIT(h->keeps);
 	Py_VISIT(h->bound);
-	Py_VISIT(h->others);
-	return 0;
-}
-
-/* What an open handle holds stays: the finalizer has closed it, or it is kept. */
-static int handle_clear(PyObject *self)
-{
-	Py_CLEAR(((struct rp_handle *)self)->others);
 	return 0;
 }
 
@@ -1136,7 +1060,6 @@ static void handle_dealloc(PyObject *self)
 	Py_XDECREF(h->parents);
 	Py_XDECREF(h->keeps);
 	Py_XDECREF(h->bound);
-	Py_XDECREF(h->others);
 	release_memory(self);
 	Py_DECREF(type);
 }
@@ -1148,9 +1071,6 @@ static PyMethodDef handle_methods[] = {
 	  NULL },
 	{ "_live", handle_live, METH_NOARGS,
 	  "Return the struct, or raise ClosedError." },
-	{ "_join", handle_join, METH_O, NULL },
-	{ "_leave", handle_leave, METH_O, NULL },
-	{ "_others", handle_others, METH_NOARGS, NULL },
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done.\n\n"
 	  "It waits for the verbs that other threads are in the middle of. "
@@ -1190,7 +1110,6 @@ static PyMemberDef handle_members[] = {
 static PyType_Slot handle_slots[] = {
 	{ Py_tp_new, handle_new },
 	{ Py_tp_traverse, handle_traverse },
-	{ Py_tp_clear, handle_clear },
 	{ Py_tp_finalize, handle_finalize },
 	{ Py_tp_dealloc, handle_dealloc },
 	{ Py_tp_methods, handle_methods },

@@ -27,7 +27,6 @@ struct rp_handle {
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* what must not go before it: memory */
 	PyObject *bound; /* the region that a window is bound to, or NULL */
-	PyObject *others; /* children that are no handles: weak references by id */
 	struct rp_handle *newer, *older; /* among all that are open */
 	struct rp_handle *next; /* among those to close after a verb */
 	uintptr_t closer; /* the thread that closes it, or 0 */

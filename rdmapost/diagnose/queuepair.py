@@ -284,7 +284,7 @@ def check_completions(seen: Seen) -> Iterable[Finding]:
 
 def _check_cq(cq: CQ, seen: Seen) -> Finding:
     outstanding = capacity = 0
-    users = cq._open_resources()
+    users = cq._open_children()
     shared: dict[int, SRQ] = {}
     for user in users:
         sends, receives = _what_completes(user, cq, shared)
