@@ -427,7 +427,7 @@ static size_t settle(struct poller *p, const struct ibv_wc *wc,
 		}
 		if (p->extended && matched && !whole)
 			rp_match(queue, wc[i].wr_id);
-		s->wr_id = rp_complete(queue, wc[i].wr_id);
+		s->wr_id = rp_complete(queue, wc[i].wr_id, wc[i].status);
 		if (!s->wr_id)
 			continue;
 		s->made = NULL;

@@ -63,6 +63,26 @@ static PyMethodDef functions[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
+int rp_add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type)
+{
+	PyObject *made = PyType_FromSpec(spec);
+	int failed = !made || (name && PyModule_AddObjectRef(module, name, made));
+
+	if (type)
+		*type = made; /* held for ever */
+	else
+		Py_XDECREF(made);
+	return failed ? -1 : 0;
+}
+
+void rp_free(PyObject *self)
+{
+	PyTypeObject *type = Py_TYPE(self);
+
+	((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+	Py_DECREF(type);
+}
+
 PyMODINIT_FUNC PyInit__verbs(void)
 {
 	PyObject *module = rp_cffi_init();

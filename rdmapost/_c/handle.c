@@ -6,7 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHUT (1ull << 63)
+#define SHUT RP_SHUT
 #define CHILD (1ull << 32)
 #define VERBS(word) ((word) & UINT32_MAX)
 #define CHILDREN(word) (((word) & ~SHUT) >> 32)
@@ -36,31 +36,32 @@ static struct {
 static unsigned int process = 1;
 static int exiting;
 
-/* What a thread uses, and what it is to close when it uses nothing. */
-struct rp_thread {
-	struct rp_use *top;
-	struct rp_handle *first_put_off, *last_put_off;
-	int draining;
-};
-
+_Thread_local struct rp_thread *rp_current;
 static _Thread_local struct rp_thread its_own;
-static _Thread_local struct rp_thread *stands_for;
 
-struct rp_thread *rp_thread(void)
+struct rp_thread *rp_first_thread(void)
 {
-	return stands_for ? stands_for : &its_own;
+	static uint32_t threads;
+
+	if (!its_own.mark)
+		its_own.mark = (uint64_t)process << 32 |
+			       __atomic_add_fetch(&threads, 1, __ATOMIC_RELAXED);
+	return rp_current = &its_own;
 }
 
 void rp_stand_for(struct rp_thread *thread)
 {
-	stands_for = thread;
+	rp_current = thread;
 }
 
 static void after_fork(void)
 {
+	struct rp_thread *me = rp_thread();
+
 	process++;
-	/* The parent's. */
-	*rp_thread() = (struct rp_thread){ .top = NULL };
+	/* The rest is the parent's. */
+	*me = (struct rp_thread){ .mark = (uint64_t)process << 32 | (uint32_t)me->mark };
+	its_own.mark = me->mark;
 }
 
 static uintptr_t this_thread(void)
@@ -76,11 +77,6 @@ static int is_foreign(const struct rp_handle *h)
 static uint64_t load(const uint64_t *word)
 {
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
-}
-
-unsigned int rp_process(void)
-{
-	return process;
 }
 
 /* ---- all that are open ---------------------------------------------------- */
@@ -214,7 +210,7 @@ static void put_off(struct rp_handle *h, char who)
 static void close_quietly(struct rp_handle *h);
 
 /* A user is gone: if nobody else can reach the handle, its last user closes it. */
-static void look_after(struct rp_handle *h)
+void rp_look_after(struct rp_handle *h)
 {
 	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || exiting ||
 	    !rp_is_open(h) || is_busy(h))
@@ -230,7 +226,7 @@ static void leave(struct rp_handle *h, uint64_t user)
 	if (h->process != process)
 		return;
 	__atomic_sub_fetch(&h->word, user, __ATOMIC_SEQ_CST);
-	look_after(h);
+	rp_look_after(h);
 }
 
 int rp_is_open(const struct rp_handle *h)
@@ -252,15 +248,19 @@ static void push(struct rp_use *use, struct rp_handle *h)
 	me->top = use;
 }
 
-int rp_begin_use(struct rp_handle *h, struct rp_use *use)
+int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *h, struct rp_use *use)
 {
+	(void)me;
 	if (!enter(h, 1))
 		return -1;
 	push(use, h);
 	return 0;
 }
 
-static void close_put_off(void);
+int rp_begin_use(struct rp_handle *h, struct rp_use *use)
+{
+	return rp_begin_use_by(rp_thread(), h, use);
+}
 
 static void pop(struct rp_use *use)
 {
@@ -268,40 +268,66 @@ static void pop(struct rp_use *use)
 
 	me->top = use->below;
 	if (!me->top && me->first_put_off && !me->draining)
-		close_put_off();
+		rp_close_put_off();
 }
 
 void rp_end_use(struct rp_use *use)
 {
-	/* Still in the middle of it: nothing is closed before the word is right. */
-	leave(use->handle, 1);
-	pop(use);
+	rp_end_use_by(rp_thread(), use);
 }
 
 void rp_unname(struct rp_handle *h)
 {
 	if (h->process != process)
 		return;
-	__atomic_sub_fetch(&h->posted, 1, __ATOMIC_SEQ_CST);
-	look_after(h);
+	RP_ADD(&h->posted, -1);
+	rp_look_after(h);
 }
 
-PyObject *rp_bind(struct rp_handle *mw, struct rp_handle *mr)
+/* ---- windows -------------------------------------------------------------- */
+
+struct rp_bound {
+	struct rp_handle *mr;
+	struct rp_bound *next;
+};
+
+/* Let go of the regions that a window was bound to; may run any code of Python's. */
+static void unbind(struct rp_bound *bound)
 {
-	PyObject *old;
+	while (bound) {
+		struct rp_bound *next = bound->next;
 
-	if (mr)
-		__atomic_add_fetch(&mr->windows, 1, __ATOMIC_SEQ_CST);
-	old = __atomic_exchange_n(&mw->bound, Py_XNewRef((PyObject *)mr),
-				  __ATOMIC_SEQ_CST);
-	if (old) {
-		struct rp_handle *before = (struct rp_handle *)old;
-
-		__atomic_sub_fetch(&before->windows, 1, __ATOMIC_SEQ_CST);
-		if (before->abandoned && !is_busy(before))
-			put_off(before, BY_FINALIZER);
+		RP_ADD(&bound->mr->windows, -1);
+		rp_look_after(bound->mr);
+		Py_DECREF((PyObject *)bound->mr);
+		PyMem_Free(bound);
+		bound = next;
 	}
-	return old;
+}
+
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
+{
+	struct rp_bound *new = NULL, *old = NULL;
+
+	if (!mw->cdata || mw->process != process)
+		return;
+	if (mr) {
+		/* Where memory runs out it is held for ever. */
+		new = PyMem_Malloc(sizeof(*new));
+		RP_ADD(&mr->windows, 1);
+		Py_INCREF((PyObject *)mr);
+	}
+	RP_BEGIN(mw);
+	if (sure) {
+		old = mw->bound;
+		mw->bound = NULL;
+	}
+	if (new) {
+		*new = (struct rp_bound){ mr, mw->bound };
+		mw->bound = new;
+	}
+	RP_END();
+	unbind(old);
 }
 
 void rp_raise_closed(struct rp_handle *h)
@@ -733,7 +759,8 @@ static int finish(struct rp_handle *h)
 
 /* What a handle holds while it is open. */
 struct held {
-	PyObject *cdata, *destroy, *parents, *keeps, *bound;
+	PyObject *cdata, *destroy, *parents, *keeps;
+	struct rp_bound *bound;
 };
 
 /* Note that the struct is gone.  Runs no code of Python's. */
@@ -742,7 +769,8 @@ static void note_destroyed(struct rp_handle *h, struct held *held)
 	held->destroy = h->destroy;
 	held->parents = h->parents;
 	held->keeps = h->keeps;
-	held->bound = __atomic_exchange_n(&h->bound, NULL, __ATOMIC_SEQ_CST);
+	held->bound = h->bound;
+	h->bound = NULL;
 	held->cdata = h->cdata;
 	h->address = NULL;
 	h->destroy = h->parents = h->keeps = NULL;
@@ -759,13 +787,7 @@ static void let_go(struct held *held)
 
 	PyErr_Fetch(&type, &value, &trace);
 	leave_parents(held->parents, PyTuple_Size(held->parents));
-	if (held->bound) {
-		struct rp_handle *mr = (struct rp_handle *)held->bound;
-
-		__atomic_sub_fetch(&mr->windows, 1, __ATOMIC_SEQ_CST);
-		look_after(mr);
-	}
-	Py_XDECREF(held->bound);
+	unbind(held->bound);
 	Py_XDECREF(held->keeps);
 	Py_DECREF(held->cdata);
 	Py_DECREF(held->destroy);
@@ -879,7 +901,7 @@ static void close_quietly(struct rp_handle *h)
 }
 
 /* Close what this thread was to close while it was in a verb. */
-static void close_put_off(void)
+void rp_close_put_off(void)
 {
 	PyObject *type, *value, *trace;
 
@@ -950,29 +972,11 @@ static PyObject *handle_close_at_exit(PyObject *self, PyObject *unused)
 /* _bind(mr): a window is bound to a region, or with None to nothing. */
 static PyObject *handle_bind(PyObject *self, PyObject *mr)
 {
-	struct rp_use uses[2];
-	PyObject *old;
-	int used = 0;
-
 	if (mr != Py_None && !rp_is_handle(mr)) {
 		PyErr_SetString(PyExc_TypeError, "it is not a handle");
 		return NULL;
 	}
-	if (rp_begin_use((struct rp_handle *)self, &uses[used])) {
-		rp_raise_closed((struct rp_handle *)self);
-		return NULL;
-	}
-	used++;
-	if (mr != Py_None &&
-	    rp_begin_use((struct rp_handle *)mr, &uses[used++])) {
-		rp_raise_closed((struct rp_handle *)mr);
-		end_uses(uses, 1);
-		return NULL;
-	}
-	old = rp_bind((struct rp_handle *)self,
-		      mr == Py_None ? NULL : (struct rp_handle *)mr);
-	end_uses(uses, used);
-	Py_XDECREF(old);
+	rp_bind((struct rp_handle *)self, mr == Py_None ? NULL : (struct rp_handle *)mr, 1);
 	Py_RETURN_NONE;
 }
 
@@ -1017,7 +1021,8 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(h->destroy);
 	Py_VISIT(h->parents);
 	Py_VISIT(h->keeps);
-	Py_VISIT(h->bound);
+	for (struct rp_bound *b = h->bound; b; b = b->next)
+		Py_VISIT((PyObject *)b->mr);
 	return 0;
 }
 
@@ -1052,14 +1057,15 @@ static void handle_dealloc(PyObject *self)
 			 * stands on must stay.
 			 */
 			h->cdata = h->destroy = h->parents = NULL;
-			h->keeps = h->bound = NULL;
+			h->keeps = NULL;
+			h->bound = NULL;
 		}
 	}
 	Py_XDECREF(h->cdata);
 	Py_XDECREF(h->destroy);
 	Py_XDECREF(h->parents);
 	Py_XDECREF(h->keeps);
-	Py_XDECREF(h->bound);
+	unbind(h->bound);
 	release_memory(self);
 	Py_DECREF(type);
 }
