@@ -32,12 +32,8 @@ PyObject *rp_cffi_init(void);
 #define RP_METHOD_NAMED(name, function)                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
-/*
- * Read `count` integers, each in 0..most[i], which all `nargs` arguments must
- * be; 0, or -1 with an exception.
- */
-int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
-		    const uint64_t *most, uint64_t *into);
+/* Make a type, and add it to the module; it is held for ever.  NULL with an exception. */
+PyObject *rp_add_type(PyObject *module, PyType_Spec *spec);
 
 /* ---- lock.c: who posts to a queue, or closes it, holds its lock --------- */
 
