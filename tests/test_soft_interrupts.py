@@ -379,7 +379,7 @@ control(
     "destroy_cq",
     lambda b: (announcing_cq(b),),
 )
-control("get_cq_event", lambda b: (with_event(b),))
+control("get_cq_event", lambda b: (with_event(b), {}))
 control("get_async_event", lambda b: (with_async_event(b), {}))
 control("destroy_srq", lambda b: (b.srq(SRQType.TM),))
 control("modify_srq", lambda b: (b.srq(), srq_attr(2), int(SRQAttrMask.LIMIT)))

@@ -56,13 +56,6 @@ static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
 #define RP_METHOD_NAMED(name, function)                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
-/*
- * Read `count` integers, each in 0..most[i], which all `nargs` arguments must
- * be; 0, or -1 with an exception.
- */
-int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
-		    const uint64_t *most, uint64_t *into);
-
 /* Make a type, keep it for ever in `type` where that is given, and add it to the module. */
 int rp_add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type);
 

@@ -27,22 +27,24 @@ struct rp_handle {
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* what must not go before it: memory */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
-	struct rp_handle *newer, *older; /* among all that are open */
 	struct rp_handle *next; /* among those to close after a verb */
 	uintptr_t closer; /* the thread that closes it, or 0 */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that made it */
 	int pid; /* of that process */
 	unsigned int access; /* of a memory region */
-	char made; /* or about to be */
+	char state;
 	char releasing; /* its closer may still use it */
-	char unfinished; /* destroyed, and _forget() has not come to its end */
 	char abandoned; /* finalized: its last user closes it */
 	char kept; /* the device would not let it go */
 	char put_off; /* to be closed after a verb */
 };
 
 extern PyObject *rp_handle_type;
+
+/* What the end of the interpreter has come to, or 0. */
+enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
+extern int rp_exiting;
 
 /* A handle in use by a verb of a thread, the innermost first. */
 struct rp_use {

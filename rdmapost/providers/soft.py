@@ -294,14 +294,12 @@ class SoftProvider(Queues):
         _extended_cqs.pop(cq.handle, None)
 
     @verb
-    def get_cq_event(self, channel: Any) -> Any:
+    def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
         made = _channel_of(channel, "ibv_get_cq_event").take()
-        return None if made is None else made.handle
-
-    drop_cq_event = get_cq_event
-
-    def ack_cq_events(self, cq: Any, count: int) -> None:
-        pass
+        if made is None:
+            return None
+        door.on_commit(into.__setitem__, address_of(made.handle), None)
+        return True
 
 
 def _channel_of(channel: Any, name: str) -> Channel:
