@@ -32,6 +32,7 @@ from .base import DeviceInfo, GIDEntry
 from .soft_queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, Queues
 from .soft_state import (
     OpenHandles,
+    bind_verbs,
     bound,
     context_of,
     contexts,
@@ -102,6 +103,9 @@ class SoftProvider(Queues):
 
     kind = "soft"
     spin_ns = 0
+
+    def __init__(self) -> None:
+        bind_verbs(self)
 
     # ---- devices ------------------------------------------------------------
 
