@@ -95,6 +95,7 @@ struct post {
 	PyObject **owners; /* of every SGE: borrowed from what the requests hold */
 	size_t owned, owner_room;
 	struct refusal refusal; /* of the request at `count` */
+	PyObject *outdone; /* the value of a refusal that an earlier request's replaced */
 	/* Enough for most; not initialised. */
 	struct request few[2];
 	PyObject *few_owners[8];

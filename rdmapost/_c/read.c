@@ -622,6 +622,7 @@ void rp_free_post(struct post *post)
 	}
 	Py_XDECREF(post->refusal.name);
 	Py_XDECREF(post->refusal.value);
+	Py_XDECREF(post->outdone);
 	Py_XDECREF(post->wrs);
 	if (post->requests != post->few)
 		PyMem_Free(post->requests);

@@ -26,6 +26,8 @@ static int no(struct post *post, const char *rule, uint64_t a)
 
 static int no_because_of(struct post *post, const char *rule, void *object)
 {
+	/* A later one in the list may have been refused as it was read. */
+	post->outdone = post->refusal.value;
 	post->refusal.value = Py_XNewRef((PyObject *)object);
 	return no(post, rule, 0);
 }
