@@ -844,6 +844,9 @@ static PyObject *poller_put_back(PyObject *self, PyObject *wcs)
 
 	if (count < 0)
 		return NULL;
+	/* In the middle of another verb the lock may be another thread's, which waits for us. */
+	if (!count)
+		Py_RETURN_NONE;
 	held = enter(&p->waiters, 0);
 	if (reserve(p, (size_t)count)) {
 		leave(&p->waiters, held);

@@ -188,8 +188,8 @@ def hunt(options: Any) -> int:
         known[0] += 1
         if known[0] == 1:
             print(f"after {done} operations, program {program}: {finding['signature']}", flush=True)
+            _show(options, finding)
             if not options.keep_going:
-                _show(options, finding)
                 return 1
         program += 1
     seconds = time.monotonic() - started
