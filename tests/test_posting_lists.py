@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import weakref
 
 import pytest
 from support import Pair, needs
@@ -194,6 +195,20 @@ def test_error_of_a_field_is_the_callers_and_nothing_is_posted(rc):
         rc.a.post_send([*writes(rc, 2), Odd(rc.mine[:1])])
     assert rc.a.outstanding.send == 0
     rc.works()
+
+
+@pytest.mark.parametrize("post", ["post_send", "prepare"])
+def test_list_with_two_wrong_work_requests_lets_go_of_both_values(rc, post):
+    class Unreadable:
+        pass
+
+    unreadable = Unreadable()
+    gone = weakref.ref(unreadable)
+    beside = rc.mine[:8]._replace(addr=rc.mine.addr - 8)
+    with pytest.raises(rp.PostError, match="outside"):
+        getattr(rc.a, post)([rp.Send(beside), rp.Send(rc.mine[:8], wr_id=unreadable)])
+    del unreadable
+    assert gone() is None
 
 
 # ---- full queues, and what is outstanding ----------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
 import threading
 
 import pytest
@@ -256,6 +257,19 @@ def test_a_list_that_nobody_holds_lets_go_at_once(rc):
     batch[0].wr_id = 5
     del batch
     rc.mine.close()
+
+
+def test_the_collector_may_take_a_list_together_with_its_region(rc, pd, monkeypatch):
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    data = bytearray(64)
+    region = rp.MR(pd, data)
+    garbage: list[object] = [rc.a.prepare(rp.Send(region[:8]))]
+    garbage.append(garbage)
+    del region, garbage
+    gc.collect()
+    assert told == []
+    data.extend(b"nobody holds it")
 
 
 def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):

@@ -901,3 +901,42 @@ def test_destroy_that_is_refused_says_why_and_changes_nothing():
         assert caught.value.errno == errno.EBUSY
         assert b.digest() == before
     b.close()
+
+
+@pytest.mark.parametrize("count", [-1, "none"])
+def test_wrong_poll_in_the_middle_of_a_verb_does_not_wait_for_another_threads_poll(count):
+    """That one has the completion queue, and waits for the device."""
+    code = """
+import signal, sys, threading, time
+import rdmapost as rp
+from rdmapost.providers import soft_provider, soft_state
+
+signal.alarm(20)
+cq = rp.CQ(rp.open_device("soft0"))
+inside, begun = threading.Event(), threading.Event()
+count = int(sys.argv[1]) if sys.argv[1] != "none" else None
+
+def poll():
+    inside.wait(20)
+    begun.set()
+    cq.poll()
+
+def alloc(self, context):
+    inside.set()
+    begun.wait(20)
+    for _ in range(100):  # at one of these the other waits for the device
+        time.sleep(1e-3)
+        try:
+            cq.poll(count)
+        except (ValueError, TypeError) as error:
+            said = type(error).__name__
+    return said
+
+thread = threading.Thread(target=poll)
+thread.start()
+print(soft_state.verb(alloc).__get__(soft_provider())(None))
+thread.join(20)
+print(thread.is_alive())
+"""
+    said = "ValueError" if count == -1 else "TypeError"
+    assert prints(code, str(count)).split() == [said, "False"]

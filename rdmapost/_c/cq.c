@@ -724,6 +724,9 @@ static PyObject *put_back(PyObject *self, PyObject *wcs)
 
 	if (count < 0)
 		return NULL;
+	/* In the middle of another verb the lock may be another thread's, which waits for us. */
+	if (!count)
+		Py_RETURN_NONE;
 	held = enter(p, 0);
 	failed = reserve(p, (size_t)count);
 	while (!failed && count--) {

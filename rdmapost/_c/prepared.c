@@ -205,6 +205,15 @@ static int let_go(PyObject *self)
 	return 0;
 }
 
+/*
+ * Let go before the collector takes any object of the same garbage apart: a
+ * region is closed by the last that names it, and must be whole then.
+ */
+static void prepared_finalize(PyObject *self)
+{
+	let_go(self);
+}
+
 static void prepared_dealloc(PyObject *self)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -315,6 +324,7 @@ static PyType_Slot prepared_slots[] = {
 	{ Py_tp_dealloc, prepared_dealloc },
 	{ Py_tp_traverse, prepared_traverse },
 	{ Py_tp_clear, let_go },
+	{ Py_tp_finalize, prepared_finalize },
 	{ Py_tp_methods, prepared_methods },
 	{ Py_tp_getset, prepared_getset },
 	{ Py_sq_length, prepared_length },

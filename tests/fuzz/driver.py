@@ -25,6 +25,8 @@ _STATUS = struct.Struct("QQ")
 _FOUND = 70
 """Exit status of a worker that has found something."""
 _SHRINKING_S = 60.0
+_WARM_SEED, _WARMING = 12345, 20
+"""Programs that each worker begins with, so that what Python keeps is there."""
 
 
 class Finding(dict[str, Any]):
@@ -64,8 +66,8 @@ def work(options: Any) -> int:
         keep = frozenset(int(place) for place in options.keep.split(",") if place)
     tell = print if options.program is not None else None
     # What runs first imports and caches: not in a program that is to be replayed.
-    for index in range(3):
-        run(plan_of(12345, index, 1))
+    for index in range(_WARMING):
+        run(plan_of(_WARM_SEED, index, 1))
     gc.collect()
     gc.freeze()
     with open(options.worker, "r+b") as file, mmap.mmap(file.fileno(), _STATUS.size) as status:
@@ -188,8 +190,8 @@ def hunt(options: Any) -> int:
         known[0] += 1
         if known[0] == 1:
             print(f"after {done} operations, program {program}: {finding['signature']}", flush=True)
+            _show(options, finding)
             if not options.keep_going:
-                _show(options, finding)
                 return 1
         program += 1
     seconds = time.monotonic() - started

@@ -13,7 +13,13 @@ from world import Memory, World, filled
 import rdmapost as rp
 from rdmapost import Access, QPType, SRQType
 
-__all__ = ["ALL", "acting", "closing", "join", "make_mr", "make_pair", "make_srq", "num", "wr_id"]
+__all__ = [
+    "ALL", "NEVER", "acting", "closing", "join", "make_mr", "make_pair", "make_srq", "num",
+    "wr_id",
+]  # fmt: skip
+
+NEVER = 31
+"""A timeout of hours, for an acknowledgement."""
 
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
 
@@ -134,7 +140,7 @@ def join(world: World, draw: Draw, a: Any, b: Any) -> None:
     if None in ends:
         return
     # Nothing that depends on time, where the seed alone is to replay it.
-    more = {"rnr_retry": 0, "retry_cnt": 0, "timeout": 1}
+    more = {"rnr_retry": 0, "retry_cnt": 0, "timeout": NEVER if world.serial else 1}
     if not world.serial and draw.one_in(2):
         more = {"rnr_retry": 1, "min_rnr_timer": 1, "retry_cnt": 1, "timeout": 1}
     access = draw.among(ALL & ~Access.LOCAL_WRITE, Access.REMOTE_WRITE, 0, int(ALL))

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import selectors
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import hostile
 import numpy as np
 from draw import Draw
-from making import ALL, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
+from making import ALL, NEVER, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
 from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
 from world import ALPHABET, Hostile, World
 
@@ -187,6 +188,29 @@ def async_event(world: World, draw: Draw) -> None:
             world.overrun = True
 
 
+class _TimelessSelector(selectors.DefaultSelector):
+    """Lets time pass when there is nothing else to do, and at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        found = super().select(0 if timeout else timeout)
+        if timeout and not found:
+            self.now += timeout
+        return found
+
+
+class _TimelessLoop(asyncio.SelectorEventLoop):
+    """An event loop in which what comes first does not depend on how fast the machine is."""
+
+    def __init__(self) -> None:
+        self._timeless = _TimelessSelector()
+        super().__init__(self._timeless)
+
+    def time(self) -> float:
+        return self._timeless.now
+
+
 def in_asyncio(world: World, draw: Draw) -> None:
     """Wait in tasks of an event loop, and close and cancel what they wait for."""
     cqs = [cq for cq in (world.pick("CQ", draw), world.pick("CQ", draw)) if cq is not None]
@@ -201,24 +225,23 @@ def in_asyncio(world: World, draw: Draw) -> None:
         if context is not None and choices[1] < 3:
             waits.append(aio.get_async_event(context, 0.0005))
         tasks = [asyncio.ensure_future(each) for each in waits]
-        await asyncio.sleep(0)
-        if choices[2] < 4:
-            act()
-        if choices[3] < 3 and tasks:
-            tasks[0].cancel()
-        for task in tasks:
-            try:
-                await task
-            except asyncio.CancelledError:
-                pass
-            except Exception as error:
-                failed.append(error)
+        try:
+            await asyncio.sleep(0)
+            if choices[2] < 4:
+                act()
+            if choices[3] < 3 and tasks:
+                tasks[0].cancel()
+        finally:
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    failed.append(ended)
 
     failed: list[Exception] = []
 
     def turn() -> None:
         # An interrupt in asyncio's own code would be asyncio's trouble.
-        asyncio.run(some())
+        with asyncio.Runner(loop_factory=_TimelessLoop if world.serial else None) as runner:
+            runner.run(some())
 
     armed, world.interrupts = world.interrupts, ""
     try:
@@ -363,7 +386,10 @@ def make_wrong(world: World, draw: Draw) -> None:
         world.call(rp.SRQ, pd, draw.among(0, 1 << 20, -1), draw.among(0, 1, 1000))
     elif kind == 6 and qp is not None:
         name = draw.among("qp_state", "path_mtu", "timeout", "nothing", "rq_psn", "dest_qp_num")
-        world.call(qp.modify, **{name: num(world, draw, draw.below(70), 1, 2)})
+        value = draw.below(70)
+        if name == "timeout" and world.serial:
+            value |= NEVER
+        world.call(qp.modify, **{name: num(world, draw, value, NEVER, 2)})
     else:
         gid = rp.GID(bytes(draw.below(256) for _ in range(16)))
         attr = rp.AHAttr(
@@ -425,6 +451,18 @@ def change_state(world: World, draw: Draw) -> None:
         world.call(qp.to_rts)
 
 
+_FIRST, _WORD = slice(0, 8), ALPHABET[:8]
+
+
+def write_locally(mr: Any) -> None:
+    """Write to a region's memory, as long as it is one: what is written later is a finding."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        buffer = mr.buffer
+        # From here on nothing is allocated, so nothing is finalised and closes it.
+        if not mr.closed:
+            buffer[_FIRST] = _WORD
+
+
 def query(world: World, draw: Draw) -> None:
     """Ask for things that change nothing."""
     qp, cq, mr = (world.pick(kind, draw) for kind in ("QP", "CQ", "MR"))
@@ -447,8 +485,7 @@ def query(world: World, draw: Draw) -> None:
         bounds = (draw.among(None, 0, -8, 1 << 70, "x"), draw.among(None, 8, -1, 1 << 64, 1.5))
         world.call(mr.__getitem__, slice(*bounds, draw.among(None, None, 1)))
     elif kind == 6 and mr is not None and int(mr.access) & 1:
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            mr.buffer[:8] = ALPHABET[:8]
+        write_locally(mr)
     elif kind == 7 and qp is not None:
         verb = qp.attach_mcast if draw.one_in(2) else qp.detach_mcast
         world.call(verb, draw.among("ff0e::1", "ff0e::2", "::1", b"x"))

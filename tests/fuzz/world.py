@@ -27,7 +27,7 @@ from draw import Draw, mix
 
 import rdmapost as rp
 
-__all__ = ["ALPHABET", "Hostile", "Memory", "World", "filled", "residue"]
+__all__ = ["ALPHABET", "Hostile", "Memory", "World", "filled", "renumber", "residue"]
 
 ALPHABET = bytes(range(0xA0, 0xB0)) + b"\0"
 """The only bytes that registered memory and inline data start with."""
@@ -84,6 +84,16 @@ def residue() -> dict[str, int]:
     for name in ("_channels", "_extended_cqs"):
         counted[name] = len(getattr(soft, name, ()))
     return counted
+
+
+def renumber() -> None:
+    """Have the soft device number things as a new one does, if it is empty.
+
+    A program then does the same by itself as after others.
+    """
+    device = provider_parts()[2].device
+    if not (device.qps or device.srqs or device.memory.regions_by_lkey or device.memory._by_rkey):
+        device.__init__(device.name)
 
 
 def _descriptors() -> dict[str, str]:
