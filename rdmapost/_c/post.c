@@ -11,7 +11,8 @@
 /* How many more work requests the queue takes. */
 static uint64_t room(const struct queue *q)
 {
-	uint64_t outstanding = q->in_flight->posted - q->in_flight->done;
+	const struct rp_in_flight *in_flight = q->in_flight;
+	uint64_t outstanding = in_flight->posted - in_flight->done;
 
 	return q->room > outstanding ? q->room - outstanding : 0;
 }
@@ -23,10 +24,8 @@ static int check_tags(struct queue *q, struct post *post, const struct request *
 
 	if (r->kind->opcode != IBV_WR_TAG_ADD)
 		return 1;
-	if (q->checked && q->max_num_tags && list->posted - list->done + *adds >= q->max_num_tags) {
-		post->refusal.rule = "list_full";
-		return 0;
-	}
+	if (q->checked && q->max_num_tags && list->posted - list->done + *adds >= q->max_num_tags)
+		return rp_refuse(post, "list_full", 0);
 	++*adds;
 	return 1;
 }
@@ -54,8 +53,9 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 static void record(struct queue *q, struct post *post, struct request *r)
 {
 	struct ibv_send_wr *wr = (void *)(post->records + r->record);
-	struct rp_entry entry = { .wr_id = Py_NewRef(r->wr_id), .count = 1, .state = RP_POSTED };
+	struct rp_entry entry = { .wr_id = r->wr_id, .count = 1, .state = RP_POSTED };
 
+	r->wr_id = NULL;
 	/* Inline data has been copied when the call returns: the request holds it till then. */
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE)) {
 		entry.held = r->held;
@@ -63,8 +63,10 @@ static void record(struct queue *q, struct post *post, struct request *r)
 		r->held = r->mw ? Py_NewRef(r->held) : NULL;
 		r->named = 0;
 	}
-	if (r->mw)
+	if (r->mw) {
+		post->binds = 1;
 		entry.state = post->binding && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
+	}
 	if (q->in_flight->tagged)
 		entry.removes = record_tags(q->in_flight->tagged, r, (void *)wr, &entry);
 	/* Every work request begins with its wr_id. */
@@ -81,7 +83,7 @@ static size_t record_each(struct queue *q, struct rp_handle *owner, struct post 
 		struct request *r = &post->requests[admitted];
 
 		if (admitted == left)
-			post->refusal.rule = "full";
+			rp_refuse(post, "full", 0);
 		if (admitted == left || !rp_check(q, owner, post, r) ||
 		    (q->in_flight->tagged && !check_tags(q, post, r, &adds)))
 			break;
@@ -117,7 +119,7 @@ static void take_back(struct queue *q, struct request *r)
 	rp_unrecord(q->in_flight, r->ticket, 1, &taken);
 	if (r->tagged)
 		rp_unrecord(q->in_flight->tagged, r->tagged, 1, &tagged);
-	Py_XDECREF(taken.wr_id); /* the request has it too */
+	r->wr_id = taken.wr_id;
 	r->wr_id_of_tag = tagged.wr_id;
 	if (!r->held) {
 		r->held = taken.held ? taken.held : tagged.held;
@@ -176,7 +178,7 @@ static void submit(struct queue *q, struct rp_handle *owner, struct post *post,
 	}
 	for (size_t i = count; i-- > in;)
 		take_back(q, &post->requests[i]);
-	for (size_t i = 0; !sent && !post->binding && i < in; i++) {
+	for (size_t i = 0; post->binds && !post->binding && i < in; i++) {
 		const struct request *r = &post->requests[i];
 		const struct ibv_send_wr *wr = (void *)(post->records + r->record);
 
@@ -222,11 +224,11 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 }
 
 /* A TAG_ADD's handle is for the caller; 0, or -1 with an exception. */
-static int give_handles(struct queue *q, struct post *post, size_t in)
+static int give_handles(struct queue *q, struct post *post, const struct rp_outcome *outcome)
 {
 	int failed = 0;
 
-	for (size_t i = 0; !failed && i < in; i++) {
+	for (int64_t i = 0; !failed && i < outcome->posted; i++) {
 		struct request *r = &post->requests[i];
 		const struct ibv_ops_wr *op = (void *)(post->records + r->record);
 		PyObject *tag;
@@ -240,81 +242,145 @@ static int give_handles(struct queue *q, struct post *post, size_t in)
 	return failed;
 }
 
-int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
+static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
 	turn->me = rp_thread();
 	if (rp_begin_use_by(turn->me, owner, &turn->use)) {
 		rp_raise_closed(owner);
 		return -1;
 	}
-	turn->nested = RP_LOAD(&q->lock->owner) == turn->me->mark;
-	if (turn->nested || rp_try_for(q->lock, turn->me) || !rp_take(q->lock))
+	turn->nested = 0;
+	if (rp_try_for(q->lock, turn->me))
+		return 0;
+	turn->nested = rp_owns(q->lock);
+	if (turn->nested || !rp_take(q->lock))
 		return 0;
 	rp_end_use(&turn->use);
 	return -1;
 }
 
-void rp_end_post(struct queue *q, struct rp_turn *turn)
+static inline void end(struct queue *q, struct rp_turn *turn)
 {
 	if (!turn->nested)
 		rp_give_quickly(q->lock);
-	rp_drop_done(q->in_flight);
 	rp_end_use_by(turn->me, &turn->use);
 }
 
-PyObject *rp_post(struct queue *q, struct rp_handle *owner, struct post *post,
-		  struct rp_sent *const *sent)
+int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
-	size_t readable = post->count - (!sent && post->refusal.rule), count = 0, in;
-	struct rp_outcome outcome = { 0, 0 };
-	struct refusal *why = &post->refusal, refused;
-	const char *rule = NULL;
-	PyObject *wrs = NULL;
-	struct rp_turn turn;
-	int closed, failed = 0;
+	return begin(q, owner, turn);
+}
 
-	if (rp_begin_post(q, owner, &turn))
-		return NULL;
-	closed = sent && !*sent;
-	if (closed || !readable)
-		;
-	else if (!q->ready)
-		rule = "not_ready";
-	else if (rp_reserve(q->in_flight, sent ? 1 : readable) ||
-		 (q->in_flight->tagged && rp_reserve(q->in_flight->tagged, readable)))
-		failed = 1;
-	else if (!sent)
-		count = record_each(q, owner, post, readable);
-	else if (room(q) < readable)
-		rule = "full";
-	else
-		count = record_list(q, post, *sent);
-	if (count)
-		submit(q, owner, post, sent ? *sent : NULL, count, &outcome);
-	in = outcome.posted < 0 ? 0 : (size_t)outcome.posted;
-	if (sent && (rule || outcome.code)) {
-		/* The list may be closed before it is said. */
-		wrs = Py_NewRef(post->wrs);
-		refused = (struct refusal){ .rule = rule };
-		why = &refused;
-		count = rule && strcmp(rule, "full") == 0 ? room(q) : 0;
-	} else if (rule) {
-		why->rule = rule;
-	}
-	rp_end_post(q, &turn);
-	if (closed)
-		return rp_raise_list_closed(q, post);
-	if (failed || (post->binding && PyErr_Occurred()) ||
-	    (!sent && q->in_flight->tagged && give_handles(q, post, in)))
-		return NULL;
-	if (!outcome.code && (sent ? !wrs : !why->rule))
-		Py_RETURN_NONE;
-	wrs = wrs ? wrs : wrs_of(post);
-	if (!outcome.code)
-		return rp_raise_refusal(q, owner, wrs, why, count, (Py_ssize_t)in);
+void rp_end_post(struct queue *q, struct rp_turn *turn)
+{
+	end(q, turn);
+}
+
+/* Why a post has not gone in, or not all of it. */
+struct failure {
+	const char *rule; /* of ours */
+	size_t index;
+	struct rp_outcome outcome; /* the device's */
+	PyObject *wrs; /* owned: a prepared list may be closed before it is said */
+};
+
+/* Takes over the reference to the work requests. */
+static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, struct post *post,
+			       const struct failure *why)
+{
+	struct refusal plain = { .rule = why->rule };
+	PyObject *wrs = why->wrs ? why->wrs : wrs_of(post);
+
+	if (!why->outcome.code)
+		return rp_raise_refusal(q, owner, wrs, why->wrs ? &plain : &post->refusal, why->index,
+					(Py_ssize_t)why->outcome.posted);
 	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
-							(PyObject *)owner, wrs, outcome.code,
-							(long long)outcome.posted), wrs);
+							(PyObject *)owner, wrs, why->outcome.code,
+							(long long)why->outcome.posted), wrs);
+}
+
+/* Check and record; how many, or -1 with an exception. */
+static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struct post *post,
+				 struct rp_sent *sent, size_t count, const char **rule)
+{
+	if (!q->ready)
+		*rule = "not_ready";
+	else if (rp_reserve(q->in_flight, sent ? 1 : count) ||
+		 (q->in_flight->tagged && rp_reserve(q->in_flight->tagged, count)))
+		return -1;
+	else if (!sent)
+		return (Py_ssize_t)record_each(q, owner, post, count);
+	else if (room(q) < count)
+		*rule = "full";
+	else
+		return (Py_ssize_t)record_list(q, post, sent);
+	return 0;
+}
+
+PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
+		       struct rp_sent *const *sent)
+{
+	struct failure why = { .rule = NULL };
+	Py_ssize_t taken = 0;
+	struct rp_turn turn;
+	int open;
+
+	if (begin(q, owner, &turn))
+		return NULL;
+	open = *sent != NULL;
+	if (open)
+		taken = take_in(q, owner, post, *sent, post->count, &why.rule);
+	if (taken > 0)
+		submit(q, owner, post, *sent, post->count, &why.outcome);
+	if (why.rule || why.outcome.code) {
+		why.wrs = Py_NewRef(post->wrs);
+		why.index = why.rule && !strcmp(why.rule, "full") ? room(q) : 0;
+	}
+	end(q, &turn);
+	if (!open)
+		return rp_raise_list_closed(q, post);
+	if (why.wrs)
+		return raise_failure(q, owner, post, &why);
+	return taken < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post *post)
+{
+	size_t readable = post->count - (post->refusal.rule != NULL);
+	struct failure why = { .rule = NULL };
+	Py_ssize_t taken = 0;
+	struct rp_turn turn;
+
+	if (begin(q, owner, &turn))
+		return NULL;
+	if (readable)
+		taken = take_in(q, owner, post, NULL, readable, &why.rule);
+	if (taken > 0)
+		submit(q, owner, post, NULL, (size_t)taken, &why.outcome);
+	end(q, &turn);
+	if (taken < 0 || (post->binding && PyErr_Occurred()) ||
+	    (q->in_flight->tagged && give_handles(q, post, &why.outcome)))
+		return NULL;
+	if (why.rule)
+		rp_refuse(post, why.rule, 0);
+	if (!why.outcome.code && !post->refusal.rule)
+		Py_RETURN_NONE;
+	why.index = (size_t)taken;
+	return raise_failure(q, owner, post, &why);
+}
+
+/* Whether it is a handle; nearly always of the same class. */
+static int is_owner(struct queue *q, PyObject *object)
+{
+	PyObject *type = (PyObject *)Py_TYPE(object);
+
+	if (RP_LOAD(&q->owner_type) == type)
+		return 1;
+	if (!rp_is_handle(object))
+		return 0;
+	if (!RP_LOAD(&q->owner_type))
+		RP_STORE(&q->owner_type, Py_NewRef(type));
+	return 1;
 }
 
 /* post(owner, wrs): the queue pair or SRQ; a work request, or a sequence of them. */
@@ -324,12 +390,12 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args, Py_ssize_t na
 	struct post post;
 	PyObject *answer;
 
-	if (nargs != 2 || !q->lock || !rp_is_handle(args[0])) {
+	if (nargs != 2 || !q->lock || !is_owner(q, args[0])) {
 		PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
 		return NULL;
 	}
 	answer = rp_read(q, args[1], &post) ? NULL :
-		 rp_post(q, (struct rp_handle *)args[0], &post, NULL);
+		 post_read(q, (struct rp_handle *)args[0], &post);
 	rp_free_post(&post);
 	return answer;
 }
@@ -354,7 +420,7 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 	binding.at = (void *)(uintptr_t)at;
 	if (!rp_read(q, wr, &post)) {
 		post.binding = &binding;
-		answer = rp_post(q, (struct rp_handle *)object, &post, NULL);
+		answer = post_read(q, (struct rp_handle *)object, &post);
 	}
 	rp_free_post(&post);
 	return answer;
@@ -425,6 +491,7 @@ static int queue_traverse(PyObject *self, visitproc visit, void *arg)
 {
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT((PyObject *)((struct queue *)self)->in_flight);
+	Py_VISIT(((struct queue *)self)->owner_type);
 	return 0;
 }
 
@@ -435,6 +502,7 @@ static void queue_dealloc(PyObject *self)
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)q->in_flight);
 	Py_XDECREF((PyObject *)q->lock);
+	Py_XDECREF(q->owner_type);
 	rp_free(self);
 }
 

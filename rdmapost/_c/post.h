@@ -44,6 +44,7 @@ struct kind {
 	int writes; /* the device writes to its buffers */
 	int atomic;
 	int has_sges;
+	int has_offsets; /* of all that follows */
 	struct rp_slot wr_id, sg_list, flags;
 	int fields;
 	struct field field[FIELDS];
@@ -56,7 +57,7 @@ struct request {
 	PyObject *wr_id;
 	PyObject *held; /* as in struct rp_entry */
 	int holds, named; /* so many in a tuple; whether rp_name_all() has been called */
-	int exact, num_sge; /* of no subclass */
+	int exact, num_sge; /* whether it is of no subclass, and slots can be read */
 	size_t record; /* its offset among the records */
 	size_t owners; /* of its SGEs, the index of the first */
 	uint64_t flags;
@@ -95,12 +96,20 @@ struct post {
 	PyObject **owners; /* of every SGE: borrowed from what the requests hold */
 	size_t owned, owner_room;
 	struct binding *binding; /* where that is what posts it */
+	int binds; /* windows */
 	struct refusal refusal; /* of the request that is the last */
 	/* Enough for most; not initialised. */
 	struct request few[2];
 	PyObject *few_owners[8];
 	_Alignas(8) char small[512];
 };
+
+/* Refuse by a rule: always 0. */
+static inline int rp_refuse(struct post *post, const char *rule, uint64_t a)
+{
+	post->refusal = (struct refusal){ .rule = rule, .a = a, .owned = post->refusal.owned };
+	return 0;
+}
 
 struct queue {
 	PyObject_HEAD
@@ -116,6 +125,7 @@ struct queue {
 	uint64_t max_num_tags;
 	struct ibv_pd *pd;
 	const struct kind *last; /* class that was posted */
+	PyObject *owner_type; /* of what owns it */
 	char takes[KINDS];
 	uint32_t flags[KINDS]; /* those that are allowed */
 };
@@ -154,7 +164,14 @@ PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
 /* ---- read.c ------------------------------------------------------------- */
 
 /* The class of a work request, a subclass's too, or NULL. */
-const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type);
+const struct kind *rp_find_kind(struct queue *q, PyTypeObject *type);
+
+static inline const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type)
+{
+	const struct kind *last = RP_LOAD(&q->last);
+
+	return last && (PyTypeObject *)last->type == type ? last : rp_find_kind(q, type);
+}
 
 /* Read all, up to the first that cannot be; 0, or -1 with an exception. */
 int rp_read(struct queue *q, PyObject *wrs, struct post *post);
@@ -183,9 +200,9 @@ void rp_link(const struct post *post, size_t index, size_t count);
 
 extern PyObject *rp_queue_type;
 
-/* Steps 2 to 5; what a prepared list takes along is at `sent`, else NULL.  None, or NULL. */
-PyObject *rp_post(struct queue *q, struct rp_handle *owner, struct post *post,
-		  struct rp_sent *const *sent);
+/* Steps 2 to 5 for a prepared list: what it takes along is at `sent`.  None, or NULL. */
+PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
+		       struct rp_sent *const *sent);
 
 /* Have Python raise a PostError, or where posted is -1 a ValueError: always NULL. */
 PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *wrs,
@@ -204,6 +221,17 @@ struct rp_turn {
 };
 int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn);
 void rp_end_post(struct queue *q, struct rp_turn *turn);
+
+/* As rp_name_all(), and quick for a region; `in_use` is a handle of this process. */
+static inline PyObject *rp_name_held(PyObject *held, const struct rp_handle *in_use)
+{
+	struct rp_handle *handle = (struct rp_handle *)held;
+
+	if (!held || !rp_has_type(held, rp_known.mr))
+		return rp_name_all(held);
+	rp_name(handle);
+	return handle->process != in_use->process || RP_LOAD(&handle->word) & RP_SHUT ? held : NULL;
+}
 
 /* ---- rules.c ------------------------------------------------------------ */
 

@@ -63,7 +63,7 @@ static Py_ssize_t check_all(struct prepared *p)
 		struct request *r = &post->requests[i];
 
 		if (r->kind->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND)
-			post->refusal.rule = "bind_prepared";
+			rp_refuse(post, "bind_prepared", 0);
 		else if (rp_check(p->queue, p->owner, post, r))
 			continue;
 		return (Py_ssize_t)i;
@@ -227,7 +227,7 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 
 	(void)unused;
 	if (p->queue)
-		return rp_post(p->queue, p->owner, &p->post, &p->sent);
+		return rp_post_list(p->queue, p->owner, &p->post, &p->sent);
 	PyErr_SetString(PyExc_TypeError, "it has not been initialised");
 	return NULL;
 }
@@ -401,9 +401,7 @@ static int read_value(struct item *item, PyObject *name, PyObject *value, uint64
 	post.refusal = (struct refusal){ .rule = NULL };
 	read = rp_read_number(&post, name, value, most, number);
 	if (read > 0 && aligned && *number % 8) {
-		post.refusal.rule = "misaligned";
-		post.refusal.a = *number;
-		read = 0;
+		read = rp_refuse(&post, "misaligned", *number);
 	}
 	if (!read)
 		refuse_value(p, &p->post.requests[item->index], &post.refusal);
@@ -496,8 +494,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 		goto out;
 	new = post.requests;
 	if (!post.refusal.rule && new->num_sge != r->num_sge) {
-		post.refusal.rule = "other_num_sge";
-		post.refusal.a = (uint64_t)new->num_sge;
+		rp_refuse(&post, "other_num_sge", (uint64_t)new->num_sge);
 		post.refusal.b = (uint64_t)r->num_sge;
 	}
 	if (!post.refusal.rule) {
