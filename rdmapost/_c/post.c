@@ -6,6 +6,68 @@
  */
 #include "post.h"
 
+/* ---- the device ----------------------------------------------------------- */
+
+/* Every work request begins with its wr_id and the next. */
+struct link {
+	uint64_t wr_id;
+	struct link *next;
+};
+#define BEGINS(type)                                                            \
+	(offsetof(type, wr_id) == offsetof(struct link, wr_id) &&               \
+	 offsetof(type, next) == offsetof(struct link, next))
+_Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
+		       BEGINS(struct ibv_ops_wr),
+	       "work requests begin with something else");
+/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
+struct outcome {
+	int code;
+	int64_t posted;
+};
+
+/*
+ * Providers return a positive errno, a negative one (siw), or 0 with *bad set
+ * (a partial post); on some paths *bad is left alone, or points nowhere we
+ * know.  So *bad starts as NULL and counts only if the chain contains it.
+ */
+static struct link *record_at(const struct post *post, size_t index)
+{
+	return (void *)(post->records + post->requests[index].record);
+}
+
+static struct outcome failed(int code, const struct link *chain, const void *bad, size_t count)
+{
+	int64_t posted = 0;
+
+	while (chain && chain != bad) {
+		chain = chain->next;
+		posted++;
+	}
+	if (!code && (!bad || !chain))
+		return (struct outcome){ 0, (int64_t)count };
+	code = code ? abs(code) : EIO;
+	if (!bad || !chain)
+		/* Nothing of an unsupported call goes in; of another, who knows. */
+		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
+	return (struct outcome){ code, posted };
+}
+
+static inline struct outcome submit(int verb, void *object, void *records, size_t count)
+{
+	union {
+		struct ibv_send_wr *send;
+		struct ibv_recv_wr *recv;
+		struct ibv_ops_wr *op;
+	} bad = { NULL };
+	int code = verb == SEND	    ? ibv_post_send(object, records, &bad.send) :
+		   verb == RECV	    ? ibv_post_recv(object, records, &bad.recv) :
+		   verb == SRQ_RECV ? ibv_post_srq_recv(object, records, &bad.recv) :
+				      ibv_post_srq_ops(object, records, &bad.op);
+
+	return code || bad.send ? failed(code, records, bad.send, count) :
+				  (struct outcome){ 0, (int64_t)count };
+}
+
 /* ---- with the lock held -------------------------------------------------- */
 
 /* How many more work requests the queue takes. */
@@ -48,6 +110,22 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 		return 0;
 	wr->tm.handle = tag->value;
 	return (uint32_t)tag->ticket;
+}
+
+void rp_link(const struct post *post, size_t index, size_t count)
+{
+	const struct request *r = &post->requests[index];
+	char *at = post->records + r->record;
+
+	record_at(post, index)->next = index + 1 < count ? record_at(post, index + 1) : NULL;
+	if (r->num_sge)
+		*(struct ibv_sge **)(void *)(at + rp_heads[r->kind->verb].sg_list) = rp_sges(post, r);
+	if (r->ah)
+		((struct ibv_send_wr *)(void *)at)->wr.ud.ah = r->ah->address;
+	if (r->mw)
+		((struct ibv_send_wr *)(void *)at)->bind_mw.mw = r->mw->address;
+	if (r->mr)
+		((struct ibv_send_wr *)(void *)at)->bind_mw.bind_info.mr = r->mr->address;
 }
 
 static void record(struct queue *q, struct post *post, struct request *r)
@@ -103,11 +181,9 @@ static size_t record_list(struct queue *q, struct post *post, struct rp_sent *se
 						       .count = (uint32_t)post->count,
 						       .state = RP_POSTED });
 
-	for (size_t i = 0; i < post->count; i++) {
-		uint64_t *wr_id = (void *)(post->records + post->requests[i].record);
-
-		*wr_id = (ticket & ~(uint64_t)UINT32_MAX) | ((ticket + i) & UINT32_MAX);
-	}
+	for (size_t i = 0; i < post->count; i++)
+		record_at(post, i)->wr_id = (ticket & ~(uint64_t)UINT32_MAX) |
+					    ((ticket + i) & UINT32_MAX);
 	return post->count;
 }
 
@@ -131,14 +207,14 @@ static void take_back(struct queue *q, struct request *r)
 }
 
 /* Bind a window of type 1: a device's code may run, and raise where it has done nothing. */
-static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
+static struct outcome bind(struct rp_handle *owner, const struct post *post)
 {
 	const struct binding *b = post->binding;
 	const struct request *r = post->requests;
 	const struct ibv_send_wr *from = (void *)post->records;
 	struct ibv_mw *mw = r->mw->address;
 	uint32_t rkey = mw->rkey;
-	struct rp_outcome outcome;
+	struct outcome outcome;
 	PyObject *done;
 	int code;
 
@@ -147,7 +223,7 @@ static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
 	b->at->bind_info = from->bind_mw.bind_info;
 	done = PyObject_CallFunctionObjArgs(b->call, owner->cdata, r->mw->cdata, b->bind, NULL);
 	code = !done ? EIO : done == Py_None ? 0 : abs((int)PyLong_AsLong(done));
-	outcome = (struct rp_outcome){ code, !code };
+	outcome = (struct outcome){ code, !code };
 	if (code)
 		mw->rkey = rkey;
 	if (done && code && !b->sure && code != EOPNOTSUPP && code != ENOSYS)
@@ -158,31 +234,30 @@ static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
 }
 
 /* What a driver did not take is taken back, the latest first. */
-static void submit(struct queue *q, struct rp_handle *owner, struct post *post,
-		   const struct rp_sent *sent, size_t count, struct rp_outcome *outcome)
+static void take_back_each(struct queue *q, struct post *post, size_t count, int64_t posted)
 {
 	/* Where nobody knows, all counts as posted, so that its memory stays. */
-	size_t in = count;
-	struct rp_entry taken;
+	while (posted >= 0 && count-- > (size_t)posted)
+		take_back(q, &post->requests[count]);
+}
 
-	*outcome = post->binding ? bind(owner, post) :
-				   rp_post_records(q->verb, owner->address, post->records, count);
-	if (outcome->code && outcome->posted >= 0)
-		in = (size_t)outcome->posted;
-	if (sent && in < count) {
-		uint64_t ticket = *(uint64_t *)(void *)(post->records + post->requests[in].record);
+static void take_back_list(struct queue *q, const struct post *post, int64_t posted)
+{
+	struct rp_entry taken = { .wr_id = NULL };
 
-		rp_unrecord(q->in_flight, ticket, count - in, &taken);
-		Py_XDECREF(taken.wr_id); /* the list has it too */
-		return;
-	}
-	for (size_t i = count; i-- > in;)
-		take_back(q, &post->requests[i]);
-	for (size_t i = 0; post->binds && !post->binding && i < in; i++) {
+	if (posted >= 0)
+		rp_unrecord(q->in_flight, record_at(post, (size_t)posted)->wr_id,
+			    post->count - (size_t)posted, &taken);
+	Py_XDECREF(taken.wr_id); /* the list has it too */
+}
+
+/* A driver takes the key that the next bind replaces from the window's struct. */
+static void put_keys(const struct post *post, size_t count)
+{
+	for (size_t i = 0; i < count; i++) {
 		const struct request *r = &post->requests[i];
 		const struct ibv_send_wr *wr = (void *)(post->records + r->record);
 
-		/* A driver takes the key that the next bind replaces from the window's struct. */
 		if (r->mw && r->mw->address)
 			((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
 	}
@@ -224,11 +299,11 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 }
 
 /* A TAG_ADD's handle is for the caller; 0, or -1 with an exception. */
-static int give_handles(struct queue *q, struct post *post, const struct rp_outcome *outcome)
+static int give_handles(struct queue *q, struct post *post, int64_t in)
 {
 	int failed = 0;
 
-	for (int64_t i = 0; !failed && i < outcome->posted; i++) {
+	for (int64_t i = 0; !failed && i < in; i++) {
 		struct request *r = &post->requests[i];
 		const struct ibv_ops_wr *op = (void *)(post->records + r->record);
 		PyObject *tag;
@@ -276,27 +351,13 @@ void rp_end_post(struct queue *q, struct rp_turn *turn)
 	end(q, turn);
 }
 
-/* Why a post has not gone in, or not all of it. */
-struct failure {
-	const char *rule; /* of ours */
-	size_t index;
-	struct rp_outcome outcome; /* the device's */
-	PyObject *wrs; /* owned: a prepared list may be closed before it is said */
-};
-
 /* Takes over the reference to the work requests. */
-static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, struct post *post,
-			       const struct failure *why)
+static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, PyObject *wrs,
+			       struct outcome outcome)
 {
-	struct refusal plain = { .rule = why->rule };
-	PyObject *wrs = why->wrs ? why->wrs : wrs_of(post);
-
-	if (!why->outcome.code)
-		return rp_raise_refusal(q, owner, wrs, why->wrs ? &plain : &post->refusal, why->index,
-					(Py_ssize_t)why->outcome.posted);
 	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
-							(PyObject *)owner, wrs, why->outcome.code,
-							(long long)why->outcome.posted), wrs);
+							(PyObject *)owner, wrs, outcome.code,
+							(long long)outcome.posted), wrs);
 }
 
 /* Check and record; how many, or -1 with an exception. */
@@ -320,53 +381,70 @@ static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struc
 PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent)
 {
-	struct failure why = { .rule = NULL };
+	struct outcome outcome = { 0, 0 };
+	const char *rule = NULL;
+	PyObject *wrs = NULL;
 	Py_ssize_t taken = 0;
 	struct rp_turn turn;
+	size_t index = 0;
 	int open;
 
 	if (begin(q, owner, &turn))
 		return NULL;
 	open = *sent != NULL;
 	if (open)
-		taken = take_in(q, owner, post, *sent, post->count, &why.rule);
+		taken = take_in(q, owner, post, *sent, post->count, &rule);
 	if (taken > 0)
-		submit(q, owner, post, *sent, post->count, &why.outcome);
-	if (why.rule || why.outcome.code) {
-		why.wrs = Py_NewRef(post->wrs);
-		why.index = why.rule && !strcmp(why.rule, "full") ? room(q) : 0;
+		outcome = submit(q->verb, owner->address, post->records, post->count);
+	if (rule || outcome.code) {
+		/* The list may be closed before it is said. */
+		wrs = Py_NewRef(post->wrs);
+		index = rule && !strcmp(rule, "full") ? room(q) : 0;
+		if (outcome.code)
+			take_back_list(q, post, outcome.posted);
 	}
 	end(q, &turn);
+	if (outcome.code)
+		return raise_failure(q, owner, wrs, outcome);
+	if (rule)
+		return rp_raise_refusal(q, owner, wrs, &(struct refusal){ .rule = rule }, index, 0);
 	if (!open)
 		return rp_raise_list_closed(q, post);
-	if (why.wrs)
-		return raise_failure(q, owner, post, &why);
 	return taken < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post *post)
 {
 	size_t readable = post->count - (post->refusal.rule != NULL);
-	struct failure why = { .rule = NULL };
+	struct outcome outcome = { 0, 0 };
+	const char *rule = NULL;
 	Py_ssize_t taken = 0;
 	struct rp_turn turn;
 
 	if (begin(q, owner, &turn))
 		return NULL;
 	if (readable)
-		taken = take_in(q, owner, post, NULL, readable, &why.rule);
+		taken = take_in(q, owner, post, NULL, readable, &rule);
 	if (taken > 0)
-		submit(q, owner, post, NULL, (size_t)taken, &why.outcome);
+		outcome = post->binding ? bind(owner, post) :
+					  submit(q->verb, owner->address, post->records,
+						 (size_t)taken);
+	if (outcome.code)
+		take_back_each(q, post, (size_t)taken, outcome.posted);
+	if (post->binds && !post->binding)
+		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	end(q, &turn);
 	if (taken < 0 || (post->binding && PyErr_Occurred()) ||
-	    (q->in_flight->tagged && give_handles(q, post, &why.outcome)))
+	    (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
 		return NULL;
-	if (why.rule)
-		rp_refuse(post, why.rule, 0);
-	if (!why.outcome.code && !post->refusal.rule)
-		Py_RETURN_NONE;
-	why.index = (size_t)taken;
-	return raise_failure(q, owner, post, &why);
+	if (outcome.code)
+		return raise_failure(q, owner, wrs_of(post), outcome);
+	if (rule)
+		rp_refuse(post, rule, 0);
+	if (post->refusal.rule)
+		return rp_raise_refusal(q, owner, wrs_of(post), &post->refusal, (size_t)taken,
+					(Py_ssize_t)outcome.posted);
+	Py_RETURN_NONE;
 }
 
 /* Whether it is a handle; nearly always of the same class. */

@@ -17,6 +17,14 @@
 
 enum { KINDS = 24, FIELDS = 8 };
 
+/* The verbs that post, as rdmapost/fields.py numbers them. */
+enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
+
+/* Of the record that each takes: its size, and where in it the SGEs are pointed to. */
+extern const struct rp_head {
+	size_t size, sg_list;
+} rp_heads[];
+
 /* What a field of a work request is; rdmapost/fields.py says it of each. */
 enum {
 	NUMBER = 'n', /* as it is, in host order */
@@ -179,6 +187,16 @@ int rp_read(struct queue *q, PyObject *wrs, struct post *post);
 /* Let go of all that was read; may run any code of Python's. */
 void rp_free_post(struct post *post);
 
+/* Read an int that fits; runs no code of Python's.  Whether it was one; if not, an exception may be set. */
+static inline int rp_read_int(PyObject *value, uint64_t most, uint64_t *number)
+{
+	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
+		return 0;
+	/* Of the same width as unsigned long long, whose call takes four times as long. */
+	*number = PyLong_AsUnsignedLong(value);
+	return *number <= most && (*number != (uint64_t)-1 || !PyErr_Occurred());
+}
+
 /* Read an integer in 0..most: 1, or 0 where it is refused, or -1 with an exception. */
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
 		   uint64_t *number);
@@ -187,18 +205,22 @@ int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t 
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
 /* Its SGEs: in the record, and as a tuple of Python's. */
-struct ibv_sge *rp_sges(const struct post *post, const struct request *r);
+static inline struct ibv_sge *rp_sges(const struct post *post, const struct request *r)
+{
+	return (void *)(post->records + r->record + rp_heads[r->kind->verb].size);
+}
+
 PyObject *rp_make_sges(const struct post *post, const struct request *r);
 
 /* Write a number as its field has it. */
 void rp_put_number(const struct field *field, void *at, uint64_t number);
 
-/* Point a record at its SGEs, at the next and at the structs that it names. */
-void rp_link(const struct post *post, size_t index, size_t count);
-
 /* ---- post.c ------------------------------------------------------------- */
 
 extern PyObject *rp_queue_type;
+
+/* Point a record at its SGEs, at the next and at the structs that it names. */
+void rp_link(const struct post *post, size_t index, size_t count);
 
 /* Steps 2 to 5 for a prepared list: what it takes along is at `sent`.  None, or NULL. */
 PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,

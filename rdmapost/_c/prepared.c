@@ -384,14 +384,14 @@ static int refuse_value(struct prepared *p, const struct request *r, const struc
 	return -1;
 }
 
-/* Read a number for a work request of a list that is open; 0, or -1 with an exception. */
-static int read_value(struct item *item, PyObject *name, PyObject *value, uint64_t most, int aligned,
-		      uint64_t *number)
+/* Read what is no int that fits for a work request of a list; 0, or -1 with an exception. */
+static int read_value(struct prepared *p, const struct request *r, PyObject *name, PyObject *value,
+		      uint64_t most, int aligned, uint64_t *number)
 {
-	struct prepared *p = item->list;
 	struct post post;
 	int read;
 
+	PyErr_Clear();
 	if (!value) {
 		PyErr_Format(PyExc_AttributeError, "%U cannot be deleted", name);
 		return -1;
@@ -400,11 +400,10 @@ static int read_value(struct item *item, PyObject *name, PyObject *value, uint64
 		return -1;
 	post.refusal = (struct refusal){ .rule = NULL };
 	read = rp_read_number(&post, name, value, most, number);
-	if (read > 0 && aligned && *number % 8) {
+	if (read > 0 && aligned && *number % 8)
 		read = rp_refuse(&post, "misaligned", *number);
-	}
 	if (!read)
-		refuse_value(p, &p->post.requests[item->index], &post.refusal);
+		refuse_value(p, r, &post.refusal);
 	Py_XDECREF(post.refusal.owned);
 	return read > 0 ? 0 : -1;
 }
@@ -430,7 +429,7 @@ static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 	if (!p)
 		return -1;
 	r = &p->post.requests[item->index];
-	if (read_value(item, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
+	if (read_value(p, r, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
 		return -1;
 	wr_id = PyLong_FromUnsignedLongLong(number);
 	sent = wr_id ? make_sent(p, item->index, wr_id, NULL) : NULL;
@@ -616,18 +615,22 @@ static PyObject *number_get(PyObject *self, PyObject *object, PyObject *type)
 
 static int number_set(PyObject *self, PyObject *object, PyObject *value)
 {
-	struct item *item = (struct item *)object;
 	const struct field *field;
+	const struct request *r;
+	struct prepared *p;
 	uint64_t number;
+	int aligned;
 	void *at;
 
 	field = place((struct number *)self, object, &at);
-	if (!field ||
-	    read_value(item, field->slot.name, value, field->most,
-		       item->list->queue->checked &&
-			       item->list->post.requests[item->index].kind->atomic &&
-			       field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr),
-		       &number))
+	if (!field)
+		return -1;
+	p = ((struct item *)object)->list;
+	r = &p->post.requests[((struct item *)object)->index];
+	aligned = r->kind->atomic && p->queue->checked &&
+		  field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr);
+	if ((!value || !p->sent || aligned || !rp_read_int(value, field->most, &number)) &&
+	    read_value(p, r, field->slot.name, value, field->most, aligned, &number))
 		return -1;
 	rp_put_number(field, at, number);
 	return 0;

@@ -14,9 +14,7 @@ int rp_kinds_known;
 struct rp_known rp_known;
 static PyObject *sge_names[3];
 
-static const struct {
-	size_t size, sg_list; /* of a record, and where in it the SGEs are pointed to */
-} heads[] = {
+const struct rp_head rp_heads[] = {
 	[SEND] = { sizeof(struct ibv_send_wr), offsetof(struct ibv_send_wr, sg_list) },
 	[RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
 	[SRQ_RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
@@ -74,23 +72,13 @@ static int refuse_for_exception(struct post *post)
 
 /* ---- reading a value: 1, or 0 where it is refused, or -1 with an exception -- */
 
-/* Read an int that fits; runs no code of Python's.  Whether it was one. */
-static inline int read_int(PyObject *value, uint64_t most, uint64_t *number)
-{
-	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
-		return 0;
-	/* Of the same width as unsigned long long, whose call takes four times as long. */
-	*number = PyLong_AsUnsignedLong(value);
-	return *number <= most && (*number != (uint64_t)-1 || !PyErr_Occurred());
-}
-
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
 		   uint64_t *number)
 {
 	PyObject *index;
 	int read;
 
-	if (read_int(value, most, number))
+	if (rp_read_int(value, most, number))
 		return 1;
 	PyErr_Clear();
 	if (PyLong_Check(value))
@@ -127,7 +115,7 @@ static inline int read_attribute(struct post *post, const struct request *r,
 	PyObject *value = peek(r, slot);
 	int read;
 
-	if (value && read_int(value, most, number))
+	if (value && rp_read_int(value, most, number))
 		return 1;
 	PyErr_Clear();
 	value = get(r, slot);
@@ -250,7 +238,7 @@ static int read_sge(struct post *post, struct request *r, PyObject *from, struct
 	for (int i = 0; i < 3; i++) {
 		uint64_t most = i ? UINT32_MAX : UINT64_MAX;
 		PyObject *value = PyTuple_GetItem(from, i);
-		int read = read_int(value, most, &number[i]) ? 1 :
+		int read = rp_read_int(value, most, &number[i]) ? 1 :
 			   rp_read_number(post, sge_names[i], value, most, &number[i]);
 
 		if (read < 1)
@@ -405,7 +393,7 @@ static int read_wr_id(struct post *post, struct request *r)
 	uint64_t number;
 	int read;
 
-	if (value && PyLong_CheckExact(value) && read_int(value, UINT64_MAX, &number)) {
+	if (value && PyLong_CheckExact(value) && rp_read_int(value, UINT64_MAX, &number)) {
 		r->wr_id = Py_NewRef(value);
 		return 1;
 	}
@@ -439,7 +427,7 @@ static void put_head(int verb, char *at, const struct request *r)
 /* Read one more; 1, or 0 where it is refused, or -1 with an exception. */
 static int read_next(struct queue *q, struct post *post, PyObject *wr, const struct kind *kind)
 {
-	size_t size = heads[q->verb].size;
+	size_t size = rp_heads[q->verb].size;
 	PyObject *sg_list;
 	struct request *r = room_for_request(post);
 	int read;
@@ -536,16 +524,11 @@ int rp_read(struct queue *q, PyObject *wrs, struct post *post)
 	return (kind ? read_next(q, post, wrs, kind) : read_list(q, wrs, post)) < 0 ? -1 : 0;
 }
 
-struct ibv_sge *rp_sges(const struct post *post, const struct request *r)
-{
-	return (void *)(post->records + r->record + heads[r->kind->verb].size);
-}
-
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post)
 {
 	const struct request *from = &of->requests[index];
 	struct request *r = post->few;
-	size_t size = heads[from->kind->verb].size;
+	size_t size = rp_heads[from->kind->verb].size;
 
 	begin(post, from->wr);
 	*r = (struct request){ .wr = from->wr, .kind = from->kind, .flags = from->flags,
@@ -597,23 +580,6 @@ void rp_free_post(struct post *post)
 		PyMem_Free(post->records);
 }
 
-void rp_link(const struct post *post, size_t index, size_t count)
-{
-	const struct request *r = &post->requests[index];
-	char *at = post->records + r->record;
-	struct ibv_recv_wr *head = (void *)at; /* as all begin */
-
-	head->next = index + 1 < count ? (void *)(post->records + r[1].record) : NULL;
-	if (r->num_sge)
-		*(struct ibv_sge **)(void *)(at + heads[r->kind->verb].sg_list) = rp_sges(post, r);
-	if (r->ah)
-		((struct ibv_send_wr *)(void *)at)->wr.ud.ah = r->ah->address;
-	if (r->mw)
-		((struct ibv_send_wr *)(void *)at)->bind_mw.mw = r->mw->address;
-	if (r->mr)
-		((struct ibv_send_wr *)(void *)at)->bind_mw.bind_info.mr = r->mr->address;
-}
-
 /* ---- which classes there are --------------------------------------------- */
 
 /* describe_resources(SGE, MR, MW, AH) */
@@ -649,7 +615,7 @@ static int describe_field(struct kind *kind, PyObject *row)
 	field->size = (size_t)size;
 	field->most = size >= 8 ? UINT64_MAX : size ? UINT64_MAX >> (64 - 8 * size) : 0;
 	if (at < 0 || size < 0 ||
-	    field->at + field->size > heads[kind->verb].size) {
+	    field->at + field->size > rp_heads[kind->verb].size) {
 		PyErr_SetString(PyExc_ValueError, "a field is not in the struct");
 		return -1;
 	}
