@@ -7,8 +7,7 @@
 _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
 	       "rdmapost is for 64-bit machines");
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
-_Static_assert(sizeof(struct ibv_wc_tm_info) == 16,
-	       "struct ibv_wc_tm_info has changed");
+_Static_assert(sizeof(struct ibv_wc_tm_info) == 16, "struct ibv_wc_tm_info has changed");
 
 static int64_t now_ns(void)
 {
@@ -24,8 +23,7 @@ struct queue {
 	struct ibv_cq_ex *cq_ex;
 };
 
-static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc,
-			    struct ibv_wc_tm_info *tm)
+static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	memset(wc, 0, sizeof(*wc));
 	memset(tm, 0, sizeof(*tm));
@@ -49,8 +47,7 @@ static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc,
 		ibv_wc_read_tm_info(cq, tm);
 }
 
-static int poll_once(struct queue from, int max, struct ibv_wc *wc,
-		     struct ibv_wc_tm_info *tm)
+static int poll_once(struct queue from, int max, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	struct ibv_poll_cq_attr attr = {0};
 	int n = 0;
@@ -70,8 +67,7 @@ static int poll_once(struct queue from, int max, struct ibv_wc *wc,
 }
 
 static int poll_until(struct queue from, struct ibv_wc *wc,
-		      struct ibv_wc_tm_info *tm, int max, int min,
-		      int64_t spin_ns)
+		      struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns)
 {
 	int64_t end = 0;
 	int got = 0;
@@ -81,8 +77,7 @@ static int poll_until(struct queue from, struct ibv_wc *wc,
 		return -1;
 	}
 	for (;;) {
-		int n = poll_once(from, max - got, wc + got,
-				  tm ? tm + got : NULL);
+		int n = poll_once(from, max - got, wc + got, tm ? tm + got : NULL);
 
 		if (n < 0 || n > max - got) {
 			/* What was polled before the failure is not lost. */
@@ -101,8 +96,7 @@ static int poll_until(struct queue from, struct ibv_wc *wc,
 	}
 }
 
-int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
-	       int64_t spin_ns)
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min, int64_t spin_ns)
 {
 	struct queue from = { .cq = cq };
 

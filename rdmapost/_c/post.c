@@ -512,8 +512,7 @@ static int take_kinds(struct queue *q, PyObject *kinds)
 		int index;
 		unsigned int flags;
 
-		if (!PyArg_ParseTuple(PyTuple_GetItem(kinds, i), "iI", &index,
-				      &flags))
+		if (!PyArg_ParseTuple(PyTuple_GetItem(kinds, i), "iI", &index, &flags))
 			return -1;
 		if (index < 0 || index >= rp_kinds_known) {
 			PyErr_SetString(PyExc_ValueError, "no such class");
@@ -542,8 +541,7 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(
-		    args, kwargs, "iO!O!pKKppiKKKKO!", names, &q->verb,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!O!pKKppiKKKKO!", names, &q->verb,
 		    rp_in_flight_type, &in_flight, rp_lock_type, &lock,
 		    &q->checked, &pd, &room, &q->datagram, &q->binds,
 		    &q->max_sge, &max_msg_size, &max_inline, &max_header,

@@ -149,8 +149,7 @@ extern struct rp_known {
 /* ---- region.c, buffer.c: SGEs, and memory that is not registered ---------- */
 
 /* Make an SGE; `owner` is an MR, a buffer or None. */
-PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey,
-		      PyObject *owner);
+PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey, PyObject *owner);
 
 PyObject *rp_make_buffer(PyObject *of);
 
@@ -166,8 +165,7 @@ struct rp_tag_handle {
 	uint32_t value; /* the device's name for it */
 };
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
-			     uint32_t value);
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint32_t value);
 
 /* ---- read.c ------------------------------------------------------------- */
 
@@ -258,7 +256,6 @@ static inline PyObject *rp_name_held(PyObject *held, const struct rp_handle *in_
 /* ---- rules.c ------------------------------------------------------------ */
 
 /* Name what a work request holds, and check it; the queue's lock is held.  Whether it may be posted. */
-int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post,
-	     struct request *r);
+int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r);
 
 #endif

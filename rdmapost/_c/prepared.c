@@ -286,8 +286,7 @@ static PyObject *prepared_names(PyObject *self, PyObject *resource)
 		PyObject *held = p->post.requests[i].held;
 
 		if (held == resource ||
-		    (held && PyTuple_CheckExact(held) &&
-		     PySequence_Contains(held, resource) > 0))
+		    (held && PyTuple_CheckExact(held) && PySequence_Contains(held, resource) > 0))
 			Py_RETURN_TRUE;
 	}
 	Py_RETURN_FALSE;
@@ -351,8 +350,7 @@ static int item_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	}
 	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index))
 		return -1;
-	if (index < 0 ||
-	    (size_t)index >= ((struct prepared *)list)->post.count) {
+	if (index < 0 || (size_t)index >= ((struct prepared *)list)->post.count) {
 		PyErr_SetString(PyExc_IndexError, "no such work request");
 		return -1;
 	}
@@ -582,8 +580,7 @@ static const struct field *place(struct number *n, PyObject *object, void **at)
 	if (PyObject_TypeCheck(object, (PyTypeObject *)item_type) && item->list) {
 		r = &item->list->post.requests[item->index];
 		kind = r->kind;
-		if (kind->type == n->kind && n->index >= 0 &&
-		    n->index < kind->fields) {
+		if (kind->type == n->kind && n->index >= 0 && n->index < kind->fields) {
 			*at = item->list->post.records + r->record +
 			      kind->field[n->index].at;
 			return &kind->field[n->index];
@@ -608,8 +605,7 @@ static PyObject *number_get(PyObject *self, PyObject *object, PyObject *type)
 		return PyLong_FromUnsignedLongLong(*(uint64_t *)at);
 	if (field->size == 2)
 		return PyLong_FromUnsignedLong(*(uint16_t *)at);
-	return PyLong_FromUnsignedLong(field->what == NETWORK ?
-					       be32toh(*(uint32_t *)at) :
+	return PyLong_FromUnsignedLong(field->what == NETWORK ? be32toh(*(uint32_t *)at) :
 					       *(uint32_t *)at);
 }
 

@@ -311,8 +311,7 @@ static int read_header(struct post *post, struct request *r, const struct field 
 	int held;
 
 	if (!buffer && !PyErr_ExceptionMatches(PyExc_TypeError) &&
-	    !PyErr_ExceptionMatches(PyExc_BufferError) &&
-	    !PyErr_ExceptionMatches(PyExc_ValueError))
+	    !PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError))
 		return -1;
 	if (!buffer) {
 		PyErr_Clear();
@@ -360,7 +359,7 @@ static int read_object(struct post *post, struct request *r, const struct field 
 
 static int read_field(struct post *post, struct request *r, const struct field *field)
 {
-	uint64_t number;
+	uint64_t number = 0;
 	PyObject *value;
 	int read;
 
@@ -390,7 +389,7 @@ static int read_wr_id(struct post *post, struct request *r)
 {
 	const struct rp_slot *slot = &r->kind->wr_id;
 	PyObject *value = peek(r, slot);
-	uint64_t number;
+	uint64_t number = 0;
 	int read;
 
 	if (value && PyLong_CheckExact(value) && rp_read_int(value, UINT64_MAX, &number)) {
@@ -614,8 +613,7 @@ static int describe_field(struct kind *kind, PyObject *row)
 	field->at = (size_t)at;
 	field->size = (size_t)size;
 	field->most = size >= 8 ? UINT64_MAX : size ? UINT64_MAX >> (64 - 8 * size) : 0;
-	if (at < 0 || size < 0 ||
-	    field->at + field->size > rp_heads[kind->verb].size) {
+	if (at < 0 || size < 0 || field->at + field->size > rp_heads[kind->verb].size) {
 		PyErr_SetString(PyExc_ValueError, "a field is not in the struct");
 		return -1;
 	}
@@ -647,11 +645,9 @@ static PyObject *describe_wr(PyObject *self, PyObject *args)
 			return NULL;
 	kind.has_sges = PyObject_HasAttrString(kind.type, "sg_list");
 	if (rp_find_slot(kind.type, "wr_id", &kind.wr_id) ||
-	    (kind.has_sges &&
-	     rp_find_slot(kind.type, "sg_list", &kind.sg_list)) ||
+	    (kind.has_sges && rp_find_slot(kind.type, "sg_list", &kind.sg_list)) ||
 	    (kind.verb != RECV &&
-	     rp_find_slot(kind.type, kind.verb == SEND ? "send_flags" : "flags",
-			  &kind.flags)))
+	     rp_find_slot(kind.type, kind.verb == SEND ? "send_flags" : "flags", &kind.flags)))
 		return NULL;
 	kind.has_offsets = RP_READS_SLOTS && kind.wr_id.offset &&
 			   (kind.flags.offset || !kind.flags.name) &&

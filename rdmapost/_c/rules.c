@@ -9,8 +9,7 @@
  */
 #include "post.h"
 
-static const struct ibv_send_wr *send_wr(const struct post *post,
-					 const struct request *r)
+static const struct ibv_send_wr *send_wr(const struct post *post, const struct request *r)
 {
 	return (const void *)(post->records + r->record);
 }
@@ -135,8 +134,7 @@ static int check_atomic(struct post *post, const struct request *r)
 	if (r->num_sge != 1 || rp_sges(post, r)->length != 8)
 		return rp_refuse(post, "atomic_sge", 0);
 	if (send_wr(post, r)->wr.atomic.remote_addr % 8)
-		return rp_refuse(post, "misaligned",
-			  send_wr(post, r)->wr.atomic.remote_addr);
+		return rp_refuse(post, "misaligned", send_wr(post, r)->wr.atomic.remote_addr);
 	return 1;
 }
 
@@ -288,8 +286,7 @@ static int check_op(const struct queue *q, struct post *post, const struct reque
 	const struct ibv_ops_wr *wr = (void *)(post->records + r->record);
 	uint64_t sync = r->flags & IBV_OPS_TM_SYNC;
 
-	if (r->kind->opcode == IBV_WR_TAG_DEL && q->max_num_tags &&
-	    !check_tag_handle(q, post, r))
+	if (r->kind->opcode == IBV_WR_TAG_DEL && q->max_num_tags && !check_tag_handle(q, post, r))
 		return 0;
 	if (!q->checked)
 		return 1;
