@@ -60,14 +60,6 @@ class Resource(door.Handle):
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
 
-    @property
-    def _handle(self) -> Any:
-        """The struct, or None where it is closed."""
-        try:
-            return self._live()
-        except ClosedError:
-            return None
-
     def __init__(self, handle: Any = None, *parents: Resource) -> None:
         """Make one that is nothing of the device's, but depends on what is."""
         self._make(_anchor, (), _nothing, parents, handle)
@@ -184,7 +176,7 @@ def _close_all() -> None:
     parents, which are older.
     """
     door.exiting(False)
-    for handle in sorted(reversed(open_handles()), key=lambda handle: handle._rank):
+    for handle in sorted(open_handles()[::-1], key=lambda handle: handle._rank):
         with contextlib.suppress(RdmaError):
             handle.close()
     door.exiting(True)

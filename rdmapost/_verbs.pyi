@@ -13,13 +13,13 @@ class Handle:
     @property
     def closed(self) -> bool: ...
     @property
+    def _handle(self) -> Any: ...
+    @property
     def _parents(self) -> tuple[Any, ...]: ...
     # Its last user closes it.
     _abandoned: bool
     @property
     def _pid(self) -> int: ...
-    @property
-    def _posted(self) -> int: ...
     def close(self) -> None: ...
 
     # Be what create(*args) returns, a child of each parent; return its struct.  `keeps` stays as
@@ -44,7 +44,7 @@ def describe_handles(
     to_number: Callable[[Any], Any], open: dict[int, Any], /,
 ) -> None: ...  # fmt: skip
 
-# The interpreter is about to close all handles: threads that this wakes end without a word.  Then it
+# The interpreter is about to close all handles: threads that this wakes end without a word.  Or it
 # has closed them all: finalizers do nothing.
 def exiting(closed_all: bool, /) -> None: ...
 

@@ -274,35 +274,24 @@ PyObject *rp_bind(struct rp_handle *mw, struct rp_handle *mr)
 void rp_raise_closed(struct rp_handle *h)
 {
 	if (state_of(h) != NEW && h->process != process)
-		PyErr_Format(python.closed,
-			     "%S was opened by process %d; open the device "
-			     "again", h, h->pid);
+		PyErr_Format(python.closed, "%S was opened by process %d; open the device again",
+			     h, h->pid);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
 }
 
 /* ---- what provider functions return --------------------------------------- */
 
-/* Read the errno that cffi has saved; another call of cffi's may change it. */
-static int saved_errno(void)
+/* Raise what a function says by an errno, its negative, or -1 with the errno that cffi has saved. */
+static void raise_failed(PyObject *function, long code)
 {
-	PyObject *number = PyObject_GetAttrString(python.ffi, "errno");
-	long code = number ? PyLong_AsLong(number) : 0;
+	/* Read at once: another call of cffi's may change it. */
+	PyObject *number = code == -1 ? PyObject_GetAttrString(python.ffi, "errno") :
+					PyLong_FromLong(labs(code));
 
+	if (number)
+		Py_XDECREF(PyObject_CallFunctionObjArgs(python.failed, function, number, NULL));
 	Py_XDECREF(number);
-	PyErr_Clear();
-	return (int)code;
-}
-
-static void raise_failed(PyObject *function, int code)
-{
-	PyObject *nothing = PyObject_CallFunction(python.failed, "Oi",
-						  function, code);
-
-	if (nothing) {
-		Py_DECREF(nothing);
-		PyErr_SetString(PyExc_SystemError, "no exception was raised");
-	}
 }
 
 /* Read where a cdata points to; 0, or -1 with an exception. */
@@ -328,8 +317,7 @@ static int succeeded(PyObject *function, PyObject *result)
 	if (!code)
 		return 1;
 	if (!PyErr_Occurred())
-		raise_failed(function,
-			     code == -1 ? saved_errno() : (int)labs(code));
+		raise_failed(function, code);
 	return 0;
 }
 
@@ -351,8 +339,7 @@ static int join_parents(PyObject *parents)
 		PyObject *parent = PyTuple_GetItem(parents, i);
 
 		if (!rp_is_handle(parent))
-			PyErr_SetString(PyExc_TypeError,
-					"a parent is not a handle");
+			PyErr_SetString(PyExc_TypeError, "a parent is not a handle");
 		else if (!enter((struct rp_handle *)parent, CHILD))
 			rp_raise_closed((struct rp_handle *)parent);
 		else
@@ -414,7 +401,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 		return -1;
 	}
 	if (!h->address) {
-		raise_failed(create, saved_errno());
+		raise_failed(create, -1);
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
@@ -476,22 +463,19 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
  */
 static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "create", "args", "destroy", "parents",
-				 "keeps", "access", NULL };
+	static char *names[] = { "create", "args", "destroy", "parents", "keeps", "access", NULL };
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *made;
 	unsigned int access = 0;
 	char state = NEW;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names,
-					 &create, &PyTuple_Type, &values,
-					 &destroy, &PyTuple_Type, &parents,
-					 &keeps, &access))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names, &create,
+					 &PyTuple_Type, &values, &destroy, &PyTuple_Type,
+					 &parents, &keeps, &access))
 		return NULL;
 	if (!__atomic_compare_exchange_n(&h->state, &state, MAKING, 0, __ATOMIC_SEQ_CST,
 					 __ATOMIC_SEQ_CST)) {
-		PyErr_Format(PyExc_RuntimeError,
-			     "%S has been made; __init__ is not called again",
+		PyErr_Format(PyExc_RuntimeError, "%S has been made; __init__ is not called again",
 			     self);
 		return NULL;
 	}
@@ -546,6 +530,16 @@ static PyObject *handle_live(PyObject *self, PyObject *unused)
 	if (!cdata)
 		rp_raise_closed(h);
 	return cdata;
+}
+
+/* The struct, or None where it is closed. */
+static PyObject *get_handle(PyObject *self, void *unused)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	PyObject *cdata = get_held(h, &h->cdata);
+
+	(void)unused;
+	return cdata ? cdata : Py_NewRef(Py_None);
 }
 
 static PyObject *get_closed(PyObject *self, void *unused)
@@ -683,6 +677,7 @@ static int destroy(struct rp_handle *h)
 		set_state(h, DESTROYED);
 		unlist(h);
 	}
+	h->refused = !done;
 	Py_XDECREF(result);
 	pop(&use);
 	return done ? 0 : -1;
@@ -732,6 +727,7 @@ static int close_now(struct rp_handle *h)
 
 	if (stopped)
 		return stopped < 0 ? -1 : 0;
+	h->refused = 0;
 	if (state_of(h) == OPEN)
 		stopped = release(h, &pause) || destroy(h);
 	if (stopped)
@@ -781,12 +777,15 @@ static void close_quietly(struct rp_handle *h)
 	Py_INCREF((PyObject *)h);
 	for (int i = 0; failed && i < MOST_INTERRUPTS; i++) {
 		failed = close_now(h);
-		if (failed && PyErr_ExceptionMatches(python.error))
-			break;
-		if (failed)
+		if (failed && !PyErr_ExceptionMatches(python.error))
 			interrupted |= report(h);
+		else if (h->refused || is_busy(h))
+			break;
+		/* Or its last user has left meanwhile, and did not close it: we were. */
+		PyErr_Clear();
 	}
-	if (failed && state_of(h) == OPEN)
+	/* If it is in use again, its last user closes it. */
+	if (failed && state_of(h) == OPEN && !is_busy(h))
 		keep(h);
 	PyErr_Clear();
 	if (interrupted)
@@ -850,14 +849,12 @@ static PyObject *do_nothing(PyObject *self, PyObject *unused)
 
 /* ---- the type ------------------------------------------------------------- */
 
-static PyObject *handle_new(PyTypeObject *type, PyObject *args,
-			    PyObject *kwargs)
+static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	struct rp_handle *h;
+	struct rp_handle *h = (struct rp_handle *)PyType_GenericAlloc(type, 0);
 
 	(void)args;
 	(void)kwargs;
-	h = (struct rp_handle *)PyType_GenericAlloc(type, 0);
 	if (h)
 		h->word = SHUT;
 	return (PyObject *)h;
@@ -909,19 +906,16 @@ static void handle_dealloc(PyObject *self)
 }
 
 static PyMethodDef handle_methods[] = {
-	{ "_make", (PyCFunction)(void (*)(void))handle_make,
-	  METH_VARARGS | METH_KEYWORDS, NULL },
+	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done.\n\n"
-	  "It waits for the verbs that other threads are in the middle of. "
-	  "In the middle of\na verb of this thread (a signal handler, a "
-	  "finalizer) it is put off until that\nhas ended.  In the child of "
-	  "a fork it does nothing.\n\n"
+	  "It waits for the verbs that other threads are in the middle of. In the middle of\n"
+	  "a verb of this thread (a signal handler, a finalizer) it is put off until that\n"
+	  "has ended.  In the child of a fork it does nothing.\n\n"
 	  "Raises:\n"
-	  "    InUseError: others that depend on it are open; it stays open "
-	  "too.\n"
+	  "    InUseError: others that depend on it are open; it stays open too.\n"
 	  "    VerbsError: the device refused; it stays open too.\n" },
 	{ "_wake", do_nothing, METH_NOARGS, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
@@ -931,6 +925,7 @@ static PyMethodDef handle_methods[] = {
 };
 
 static PyGetSetDef handle_getset[] = {
+	{ "_handle", get_handle, NULL, NULL, NULL },
 	{ "_parents", get_parents, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
@@ -940,7 +935,6 @@ static PyMemberDef handle_members[] = {
 	/* Whether its last user closes it. */
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
-	{ "_posted", T_ULONGLONG, offsetof(struct rp_handle, posted), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 
