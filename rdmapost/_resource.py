@@ -94,7 +94,7 @@ class Resource(door.Handle):
     def _open_children(self) -> list[Any]:
         return [
             handle
-            for handle in open_handles()
+            for handle in reversed(open_handles())
             if not handle._inner and any(parent is self for parent in handle._parents)
         ]
 
@@ -155,8 +155,9 @@ door.describe_handles(
 
 
 def open_handles() -> list[Any]:
-    """Return what this process has opened and not closed, the oldest first."""
-    found = [one() if isinstance(one, weakref.ref) else one for one in _open.copy().values()]
+    """Return what this process has opened and not closed, the newest first."""
+    listed = reversed(_open.copy().values())
+    found = [one() if isinstance(one, weakref.ref) else one for one in listed]
     return [handle for handle in found if handle is not None and not handle.closed]
 
 
@@ -176,7 +177,7 @@ def _close_all() -> None:
     parents, which are older.
     """
     door.exiting(False)
-    for handle in sorted(open_handles()[::-1], key=lambda handle: handle._rank):
+    for handle in sorted(open_handles(), key=lambda handle: handle._rank):
         with contextlib.suppress(RdmaError):
             handle.close()
     door.exiting(True)

@@ -87,8 +87,8 @@ int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void 
 			return -1;
 		}
 		*cq = cq_events[head % 64];
-	} while (!__atomic_compare_exchange_n(&cq_head, &head, head + 1, 0, __ATOMIC_SEQ_CST,
-					      __ATOMIC_SEQ_CST));
+	} while (!__atomic_compare_exchange_n(&cq_head, &head, head + 1, 0,
+		__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 	return 0;
 }
 

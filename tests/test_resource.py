@@ -89,7 +89,7 @@ def test_closed_window_is_named_by_its_kind(pd):
     mw = rp.MW(pd)
     mw.close()
     assert str(mw) == "MW"
-    with pytest.raises(rp.ClosedError, match="^MW is closed$"):
+    with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
         mw.next_rkey()
 
 
