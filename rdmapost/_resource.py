@@ -45,8 +45,7 @@ class Resource(door.Handle):
       device wants done first, or InUseError;
     - then ``destroy``;
     - ``_forget``, once the struct is gone.  It is called again where an
-      interrupt has ended it;
-    - or else ``_restore``, where the resource stays open.
+      interrupt has ended it.
     """
 
     __slots__ = ("__weakref__",)

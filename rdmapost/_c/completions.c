@@ -69,22 +69,24 @@ PyObject *rp_make_completion(const struct rp_settled *settled)
 		tm ? PyLong_FromUnsignedLongLong(tm->tag) : Py_NewRef(Py_None),
 		number_if(tm != NULL, tm ? tm->priv : 0),
 	};
-	PyObject *tuple = PyTuple_New(FIELDS), *args = NULL, *completion = NULL;
-	int whole = tuple != NULL;
+	PyObject *args = NULL, *tuple = NULL, *completion = NULL;
+	int whole = 1;
 
-	for (int i = 0; i < FIELDS; i++) {
+	for (int i = 0; i < FIELDS; i++)
 		whole = whole && fields[i];
-		if (tuple)
-			PyTuple_SetItem(tuple, i, fields[i]);
-		else
-			Py_XDECREF(fields[i]);
-	}
 	if (whole)
+		tuple = PyTuple_Pack(FIELDS, fields[0], fields[1], fields[2], fields[3], fields[4],
+				     fields[5], fields[6], fields[7], fields[8], fields[9],
+				     fields[10], fields[11], fields[12], fields[13], fields[14],
+				     fields[15]);
+	if (tuple)
 		args = PyTuple_Pack(1, tuple);
 	if (args)
 		completion = made_of.new_tuple((PyTypeObject *)made_of.type, args, NULL);
 	Py_XDECREF(args);
 	Py_XDECREF(tuple);
+	for (int i = 0; i < FIELDS; i++)
+		Py_XDECREF(fields[i]);
 	return completion;
 }
 

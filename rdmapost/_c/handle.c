@@ -94,11 +94,6 @@ static uint64_t load(const uint64_t *word)
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-unsigned int rp_process(void)
-{
-	return process;
-}
-
 /* An exception that is set, put aside. */
 struct error {
 	PyObject *type, *value, *trace;
@@ -180,16 +175,22 @@ static void put_off(struct rp_handle *h, char who)
 
 static void close_quietly(struct rp_handle *h);
 
-/* A user is gone: if nobody else can reach the handle, its last user closes it. */
-static void look_after(struct rp_handle *h)
+static void close_abandoned(struct rp_handle *h)
 {
-	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || rp_exiting == RP_CLOSED_ALL ||
-	    is_done(h) || (state_of(h) == OPEN && !rp_is_open(h)) || is_busy(h))
+	if (rp_exiting == RP_CLOSED_ALL || is_done(h) ||
+	    (state_of(h) == OPEN && !rp_is_open(h)) || is_busy(h))
 		return;
 	if (rp_thread()->top)
 		put_off(h, BY_FINALIZER);
 	else
 		close_quietly(h);
+}
+
+/* A user is gone: if nobody else can reach the handle, its last user closes it. */
+static void look_after(struct rp_handle *h)
+{
+	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST))
+		close_abandoned(h);
 }
 
 static void leave(struct rp_handle *h, uint64_t user)
@@ -294,18 +295,6 @@ static void raise_failed(PyObject *function, long code)
 	Py_XDECREF(number);
 }
 
-/* Read where a cdata points to; 0, or -1 with an exception. */
-static int read_address(PyObject *cdata, void **address)
-{
-	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, cdata, NULL);
-	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
-
-	*address = number ? PyLong_AsVoidPtr(number) : NULL;
-	Py_XDECREF(number);
-	Py_XDECREF(cast);
-	return number && !PyErr_Occurred() ? 0 : -1;
-}
-
 /* Whether a call that returns 0, an errno, its negative, or -1 with errno did well. */
 static int succeeded(PyObject *function, PyObject *result)
 {
@@ -393,9 +382,15 @@ static void end_uses(struct rp_use *uses, int used)
 /* Take what was made; 0, or -1 with an exception and nothing made. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
-	if (read_address(made, &h->address)) {
-		struct error error = save_error();
+	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
+	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
+	struct error error;
 
+	h->address = number ? PyLong_AsVoidPtr(number) : NULL;
+	Py_XDECREF(number);
+	Py_XDECREF(cast);
+	if (!number) {
+		error = save_error();
 		Py_XDECREF(PyObject_CallFunctionObjArgs(h->destroy, made, NULL));
 		restore_error(error);
 		return -1;
@@ -475,8 +470,8 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 		return NULL;
 	if (!__atomic_compare_exchange_n(&h->state, &state, MAKING, 0, __ATOMIC_SEQ_CST,
 					 __ATOMIC_SEQ_CST)) {
-		PyErr_Format(PyExc_RuntimeError, "%S has been made; __init__ is not called again",
-			     self);
+		PyErr_Format(PyExc_RuntimeError,
+			     "%S has been made; __init__ is not called again", self);
 		return NULL;
 	}
 	h->process = process;
@@ -656,7 +651,6 @@ static int release(struct rp_handle *h, struct pause *pause)
 		ask(h, "_refuse_posted"); /* it raises */
 		return -1;
 	}
-	/* A handler that runs in there may have used it. */
 	h->releasing = 0;
 	return 0;
 }
@@ -681,19 +675,6 @@ static int destroy(struct rp_handle *h)
 	Py_XDECREF(result);
 	pop(&use);
 	return done ? 0 : -1;
-}
-
-/* It stays open, after all. */
-static void reopen(struct rp_handle *h)
-{
-	struct error error = save_error();
-
-	h->releasing = 1;
-	if (ask(h, "_restore"))
-		PyErr_WriteUnraisable((PyObject *)h);
-	h->releasing = 0;
-	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
-	restore_error(error);
 }
 
 /*
@@ -730,10 +711,11 @@ static int close_now(struct rp_handle *h)
 	h->refused = 0;
 	if (state_of(h) == OPEN)
 		stopped = release(h, &pause) || destroy(h);
-	if (stopped)
-		reopen(h);
-	else
+	if (!stopped)
 		finish(h);
+	h->releasing = 0;
+	if (stopped) /* it stays open, after all */
+		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	end_claim(h);
 	return PyErr_Occurred() ? -1 : 0;
 }
@@ -811,7 +793,7 @@ static void close_put_off(void)
 			me->last_put_off = NULL;
 		who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
 		if (who == BY_FINALIZER)
-			look_after(h);
+			close_abandoned(h);
 		else if (!is_done(h) && close_now(h))
 			interrupted |= report(h);
 		Py_DECREF((PyObject *)h);
@@ -878,7 +860,7 @@ static void handle_finalize(PyObject *self)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	look_after(h);
+	close_abandoned(h);
 }
 
 static void handle_dealloc(PyObject *self)
@@ -919,7 +901,6 @@ static PyMethodDef handle_methods[] = {
 	  "    VerbsError: the device refused; it stays open too.\n" },
 	{ "_wake", do_nothing, METH_NOARGS, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
-	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

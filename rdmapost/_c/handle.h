@@ -109,7 +109,4 @@ struct rp_thread;
 struct rp_thread *rp_thread(void);
 void rp_stand_for(struct rp_thread *thread);
 
-/* Generation of this process: one more in each child of a fork. */
-unsigned int rp_process(void);
-
 #endif
