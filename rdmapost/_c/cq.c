@@ -46,6 +46,7 @@ struct poller {
 	int64_t spin_ns;
 	struct rp_settled *backlog, **end; /* what is settled, and where the next is put */
 	size_t there; /* of these */
+	struct rp_settled *returned; /* goes in front of it; who puts it here needs no lock */
 	struct rp_settled *spare; /* for what is polled next */
 	size_t spares;
 };
@@ -342,9 +343,10 @@ static int reserve(struct poller *p, size_t count)
 	return 0;
 }
 
-/* Put a list in front of the backlog. */
-static void put_first(struct poller *p, struct rp_settled *list)
+/* Put what has been returned in front of the backlog. */
+static void take_returned(struct poller *p)
 {
+	struct rp_settled *list = __atomic_exchange_n(&p->returned, NULL, __ATOMIC_SEQ_CST);
 	struct rp_settled **last = &list;
 
 	for (; *last; last = &(*last)->next)
@@ -466,6 +468,8 @@ static void gather(struct poller *p, const struct rp_handle *handle, struct orde
 	do {
 		touched.count = polled = 0;
 		held = enter(p, order->nested);
+		if (held != BUSY)
+			take_returned(p);
 		if (held == TAKEN && p->there < wanted) {
 			uint64_t lacking = wanted - p->there;
 
@@ -497,13 +501,28 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 	return next;
 }
 
-/* Put back what is not delivered. */
-static void put_back(struct poller *p, struct rp_settled *list)
+/*
+ * Put back what is not delivered.  Where the lock is another's, who takes it next
+ * finds it: in the middle of a verb we do not wait.
+ */
+static void put_back(struct poller *p, struct rp_settled *list, int nested)
 {
-	enum held held = enter(p, 0);
+	struct rp_settled **last = &list;
+	enum held held;
 
-	put_first(p, list);
-	wake_waiters(p);
+	while (*last)
+		last = &(*last)->next;
+	if (last == &list)
+		return;
+	*last = __atomic_load_n(&p->returned, __ATOMIC_SEQ_CST);
+	while (!__atomic_compare_exchange_n(&p->returned, last, list, 0, __ATOMIC_SEQ_CST,
+					    __ATOMIC_SEQ_CST))
+		;
+	held = enter(p, nested);
+	if (held != BUSY) {
+		take_returned(p);
+		wake_waiters(p);
+	}
 	leave(p, held);
 }
 
@@ -532,7 +551,7 @@ static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct o
 
 		Py_XDECREF(wc);
 		if (failed) {
-			put_back(p, list);
+			put_back(p, list, order->nested);
 			return -1;
 		}
 	}
@@ -713,14 +732,14 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
 
 		if (!s) {
-			put_back(POLLER(self), list);
+			put_back(POLLER(self), list, rp_in_verb());
 			return PyErr_NoMemory();
 		}
 		s->made = Py_NewRef(PyList_GetItem(wcs, i));
 		s->next = list;
 		list = s;
 	}
-	put_back(POLLER(self), list);
+	put_back(POLLER(self), list, rp_in_verb());
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
@@ -780,6 +799,7 @@ static void poller_dealloc(PyObject *self)
 	struct poller *p = POLLER(self);
 
 	PyObject_GC_UnTrack(self);
+	take_returned(p);
 	while (p->backlog)
 		p->backlog = free_settled(p->backlog);
 	while (p->spare) {
