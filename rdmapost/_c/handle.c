@@ -400,8 +400,9 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
-	set_state(h, OPEN);
 	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+	/* From now on it can be closed. */
+	set_state(h, OPEN);
 	return 0;
 }
 
