@@ -88,6 +88,7 @@ int rp_owns(const struct rp_lock *lock);
 
 /* A completion whose work request is retired; it owns its references. */
 struct rp_settled {
+	struct rp_settled *next;
 	struct ibv_wc wc;
 	struct ibv_wc_tm_info tm;
 	int has_tm;
