@@ -48,8 +48,8 @@ class WorkQueue(door.WorkQueue):
 
     def take(self) -> WQE:
         """Remove the first of the work requests."""
-        pending = self.pending
-        return door.made(pending.appendleft, pending.popleft)
+        wqe: WQE = door.take(self.pending)
+        return wqe
 
     def clear(self) -> None:
         """Forget everything."""
