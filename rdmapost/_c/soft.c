@@ -86,33 +86,36 @@ static PyType_Spec wqe_spec = {
 	.slots = wqe_slots,
 };
 
-/* ---- work queues --------------------------------------------------------- */
+/* ---- queues -------------------------------------------------------------- */
+
+/* A work queue; or a completion queue, of which the first part is all that matters. */
+struct queue {
+	PyObject_HEAD
+	PyObject *pending; /* a deque: WQEs that are not done; or entries that are not polled */
+	unsigned int armed; /* what the next event is for: 0 is nothing, or one of those below */
+	unsigned int depth, max_sge, max_inline, max_tso_header;
+	unsigned int used; /* slots */
+	unsigned int silent; /* done without a completion; their slots wait for one */
+	unsigned int last_handle; /* of the entries in a matching list */
+	unsigned int refuses; /* the errno of every post, or 0 */
+	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
+	PyObject *faults; /* of sends: (a call, a dict), to be made where the dict is not empty */
+	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
+};
+
+enum { ARMED_SOLICITED = 1, ARMED_NEXT };
 
 static PyTypeObject *queue_type;
 
-struct work_queue {
-	PyObject_HEAD
-	PyObject *pending; /* a deque: the work requests that are not done */
-	PyObject *faults; /* of sends: (a call, a dict), to be made where the dict is not empty */
-	PyObject *slots; /* of operations: the work queue of the list's entries */
-	unsigned int depth, max_sge, max_inline, max_tso_header;
-	unsigned int used; /* slots */
-	unsigned int incoming; /* slots of what waits for a verb to end */
-	unsigned int silent;
-	unsigned int last_handle; /* of the entries in a matching list */
-	int refuses; /* the errno of every post, or 0 */
-	int prompt; /* what is posted is to be carried out, not to wait for a message */
-};
-
-#define NUMBER(name) MEMBER(work_queue, T_UINT, name, name)
+#undef OBJECT
+#undef U32
+#define OBJECT(name) MEMBER(queue, T_OBJECT, name, name)
+#define U32(name) MEMBER(queue, T_UINT, name, name)
 
 static PyMemberDef queue_members[] = {
-	NUMBER(depth), NUMBER(max_sge), NUMBER(max_inline), NUMBER(max_tso_header),
-	NUMBER(used), NUMBER(silent),
-	MEMBER(work_queue, T_INT, refuses, refuses), MEMBER(work_queue, T_INT, prompt, prompt),
-	MEMBER(work_queue, T_OBJECT, pending, pending),
-	MEMBER(work_queue, T_OBJECT, faults, faults), MEMBER(work_queue, T_OBJECT, slots, slots),
-	{ NULL, 0, 0, 0, NULL },
+	OBJECT(pending), U32(armed), U32(depth), U32(max_sge), U32(max_inline),
+	U32(max_tso_header), U32(used), U32(silent), U32(refuses), U32(prompt), OBJECT(faults),
+	OBJECT(slots), { NULL, 0, 0, 0, NULL },
 };
 
 static void queue_dealloc(PyObject *self)
@@ -128,118 +131,68 @@ static PyType_Slot queue_slots[] = {
 };
 
 static PyType_Spec queue_spec = {
-	.name = "rdmapost._verbs.WorkQueue",
-	.basicsize = sizeof(struct work_queue),
+	.name = "rdmapost._verbs.DeviceQueue",
+	.basicsize = sizeof(struct queue),
 	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
 	.slots = queue_slots,
 };
 
-/* An operation that adds an entry takes a slot of the matching list, too. */
-static struct work_queue *list_of(const struct work_queue *queue, const struct wqe *wqe)
+/* A part of what a handle stands for, as a new reference; NULL where there is no such queue. */
+static struct queue *find_queue(uint32_t handle, enum rp_name name)
 {
-	return queue->slots && wqe->opcode == IBV_WR_TAG_ADD ? (void *)queue->slots : NULL;
+	PyObject *found = rp_soft_part(handle, name);
+
+	if (found && !PyObject_TypeCheck(found, queue_type))
+		Py_CLEAR(found);
+	return (struct queue *)found;
 }
 
-/* Count a WQE as one that is accepted later, or (-1) as one that no longer is. */
-static void expect(struct work_queue *queue, PyObject *wqe, unsigned int count)
+static int is_full(const struct queue *queue)
 {
-	struct work_queue *list = list_of(queue, (struct wqe *)wqe);
-
-	queue->incoming += count;
-	if (list)
-		list->incoming += count;
+	return queue->used >= queue->depth;
 }
 
-/* Put a WQE where it takes its slots; 0 or an errno. */
-static int accept(struct work_queue *queue, PyObject *wqe)
+/* Take slots of a queue, or free them where there are less than none. */
+static void use_slots(struct queue *queue, int slots)
 {
-	struct work_queue *list = list_of(queue, (struct wqe *)wqe);
-
-	if (rp_append(queue->pending, wqe))
-		return ENOMEM;
-	queue->used++;
-	if (list)
-		list->used++;
-	return 0;
-}
-
-static int is_full(const struct work_queue *queue)
-{
-	return queue->used + queue->incoming >= queue->depth;
-}
-
-/* ---- what waits until the verb is over ----------------------------------- */
-
-static PyObject *aside; /* a list */
-
-/* What a completion queue's next event is for. */
-enum { NOT_ARMED, ARMED_SOLICITED, ARMED_NEXT };
-
-static void arm(PyObject *cq, unsigned int how)
-{
-	PyObject *armed = PyObject_GetAttr(cq, rp_names[ARMED]), *wanted = NULL;
-
-	/* A pending wish for any entry is not narrowed. */
-	if (armed && PyLong_AsUnsignedLong(armed) < how)
-		wanted = PyLong_FromUnsignedLong(how);
-	if (wanted)
-		PyObject_GenericSetAttr(cq, rp_names[ARMED], wanted);
-	Py_XDECREF(armed);
-	Py_XDECREF(wanted);
-	PyErr_Clear();
-}
-
-/*
- * Accept a WQE for a work queue; or, without one, free `count` slots of it, or arm a completion
- * queue.  In the middle of a verb that waits for its end.  Returns 0 or an errno.
- */
-static int settle(int nested, PyObject *target, PyObject *wqe, unsigned int count)
-{
-	struct work_queue *queue = (struct work_queue *)target;
-	PyObject *what;
-	int failed;
-
-	if (nested) {
-		what = Py_BuildValue("(OOI)", target, wqe ? wqe : Py_None, count);
-		failed = !what || PyList_Append(aside, what);
-		Py_XDECREF(what);
-		PyErr_Clear();
-		if (!failed && wqe)
-			expect(queue, wqe, 1);
-		return failed ? ENOMEM : 0;
-	}
-	if (!PyObject_TypeCheck(target, queue_type))
-		arm(target, count);
-	else if (wqe)
-		return accept(queue, wqe);
+	if (slots < 0 && queue->used < (unsigned int)-slots)
+		queue->used = 0;
 	else
-		queue->used -= count < queue->used ? count : queue->used;
-	return 0;
+		queue->used += (unsigned int)slots;
 }
 
-void rp_soft_forget(void)
+/* use_slots(queue, slots), for on_commit. */
+static PyObject *soft_use_slots(PyObject *self, PyObject *args)
 {
-	rp_clear(aside);
+	PyObject *queue;
+	int slots;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!i", queue_type, &queue, &slots))
+		return NULL;
+	use_slots((struct queue *)queue, slots);
+	Py_RETURN_NONE;
 }
 
-void rp_soft_settle_all(void)
+static void arm(struct queue *queue, unsigned int how)
 {
-	PyObject *what, *target, *wqe;
-	unsigned int count;
-
-	while ((what = rp_shift(aside))) {
-		if (PyArg_ParseTuple(what, "OOI", &target, &wqe, &count) && wqe != Py_None) {
-			expect((struct work_queue *)target, wqe, -1u);
-			/* What has been destroyed or reset since forgets it. */
-			if (!((struct work_queue *)target)->refuses)
-				settle(0, target, wqe, 0);
-		} else {
-			settle(0, target, NULL, count);
-		}
-		Py_DECREF(what);
-	}
+	/* A pending wish for any entry is not narrowed. */
+	if (how > queue->armed || !how)
+		queue->armed = how;
 }
 
+/* arm(queue, how), which also takes it back that a queue is no longer armed (0). */
+static PyObject *soft_arm(PyObject *self, PyObject *args)
+{
+	PyObject *queue;
+	unsigned int how;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!I", queue_type, &queue, &how))
+		return NULL;
+	arm((struct queue *)queue, how);
+	Py_RETURN_NONE;
+}
 
 /* ---- reading: these return 0 or an errno --------------------------------- */
 
@@ -280,7 +233,7 @@ static int read_inline(struct wqe *wqe, const struct ibv_send_wr *wr, unsigned i
 	return wqe->data && wqe->sges ? 0 : ENOMEM;
 }
 
-static int read_send(struct wqe *wqe, const struct work_queue *queue, enum ibv_qp_type type,
+static int read_send(struct wqe *wqe, const struct queue *queue, enum ibv_qp_type type,
 		     const struct ibv_send_wr *wr)
 {
 	int code = read_sges(wqe, wr->sg_list, wr->num_sge, queue->max_sge);
@@ -315,9 +268,9 @@ static int read_send(struct wqe *wqe, const struct work_queue *queue, enum ibv_q
 }
 
 /* TAG_ADD takes one of the list's slots and sets tm.handle; TAG_DEL must name one it has given. */
-static int read_op(struct wqe *wqe, const struct work_queue *queue, struct ibv_ops_wr *op)
+static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr *op)
 {
-	struct work_queue *list = (struct work_queue *)queue->slots;
+	struct queue *list = (struct queue *)queue->slots;
 	int adds = op->opcode == IBV_WR_TAG_ADD, code;
 
 	wqe->opcode = op->opcode;
@@ -336,7 +289,7 @@ static int read_op(struct wqe *wqe, const struct work_queue *queue, struct ibv_o
 /* ---- posting ------------------------------------------------------------- */
 
 /* Take one work request in. */
-static int take_in(enum posts what, enum ibv_qp_type type, int nested, struct work_queue *queue,
+static int take_in(enum posts what, enum ibv_qp_type type, int nested, struct queue *queue,
 		   void *wr)
 {
 	static const size_t sizes[] = { sizeof(struct ibv_send_wr), sizeof(struct ibv_recv_wr),
@@ -367,8 +320,14 @@ static int take_in(enum posts what, enum ibv_qp_type type, int nested, struct wo
 	else
 		code = read_sges(wqe, recv->sg_list, recv->num_sge, queue->max_sge);
 	PyErr_Clear();
-	if (!code)
-		code = settle(nested, (PyObject *)queue, (PyObject *)wqe, 0);
+	if (!code && rp_append(queue->pending, (PyObject *)wqe))
+		code = ENOMEM;
+	if (!code) {
+		use_slots(queue, 1);
+		/* An operation that adds an entry takes a slot of the matching list, too. */
+		if (what == OPERATIONS && wqe->opcode == IBV_WR_TAG_ADD)
+			use_slots((struct queue *)queue->slots, 1);
+	}
 	Py_DECREF((PyObject *)wqe);
 	return code;
 }
@@ -378,12 +337,10 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 {
 	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
 	PyGILState_STATE gil = PyGILState_Ensure();
-	int nested = rp_soft_enter(), code = EINVAL, any = 0;
-	PyObject *found = rp_soft_part(handle, names[what]);
-	struct work_queue *queue = (struct work_queue *)found;
+	int nested = rp_soft_enter(), any = 0;
+	struct queue *queue = find_queue(handle, names[what]);
+	int code = queue ? 0 : EINVAL;
 
-	if (found && PyObject_TypeCheck(found, queue_type))
-		code = 0;
 	while (wr && !code) {
 		code = take_in(what, type, nested, queue, wr);
 		if (code)
@@ -395,7 +352,7 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	if (any && queue->prompt)
 		rp_soft_start(handle);
 	rp_soft_leave(nested);
-	Py_XDECREF(found);
+	Py_XDECREF((PyObject *)queue);
 	PyGILState_Release(gil);
 	if (code)
 		*bad = wr;
@@ -435,33 +392,33 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_i
 {
 	PyGILState_STATE gil = PyGILState_Ensure();
 	int nested = rp_soft_enter(), count = 0;
-	PyObject *entries = rp_soft_part(handle, ENTRIES), *taken;
-	Py_ssize_t there = entries ? PyObject_Size(entries) : 0;
+	struct queue *cq = find_queue(handle, NAMES);
+	Py_ssize_t there = cq ? PyObject_Size(cq->pending) : 0;
 
 	if (nested && there)
-		there -= rp_journal_count(entries);
+		there -= rp_journal_count(cq->pending);
 	/* Who is interrupted may never see what the poll returns: that stays for the next. */
 	if (rp_soft_raises())
 		there = 0;
 	for (; count < most && count < there; count++) {
+		PyObject *taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
 		const struct entry *entry;
 
-		taken = PyObject_CallMethodObjArgs(entries, rp_names[POPLEFT], NULL);
 		if (!taken)
 			break;
 		entry = (void *)PyBytes_AsString(PyTuple_GetItem(taken, 0));
 		wc[count] = entry->wc;
 		if (tm)
 			tm[count] = entry->tm;
-		settle(nested, PyTuple_GetItem(taken, 1), NULL,
-			       (unsigned int)PyLong_AsUnsignedLong(PyTuple_GetItem(taken, 2)));
+		use_slots((struct queue *)PyTuple_GetItem(taken, 1),
+		      -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
 		Py_DECREF(taken);
 	}
 	PyErr_Clear();
 	rp_soft_leave(nested);
-	Py_XDECREF(entries);
+	Py_XDECREF((PyObject *)cq);
 	PyGILState_Release(gil);
-	if (entries)
+	if (cq)
 		return count;
 	errno = EINVAL;
 	return -1;
@@ -475,16 +432,15 @@ static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
 	PyGILState_STATE gil = PyGILState_Ensure();
-	int nested = rp_soft_enter(), code = EINVAL;
-	PyObject *found = rp_soft_part(cq->handle, NAMES);
+	int nested = rp_soft_enter();
+	struct queue *found = find_queue(cq->handle, NAMES);
 
 	if (found)
-		code = settle(nested, found, NULL,
-				      solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
+		arm(found, solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
 	rp_soft_leave(nested);
-	Py_XDECREF(found);
+	Py_XDECREF((PyObject *)found);
 	PyGILState_Release(gil);
-	return code;
+	return found ? 0 : EINVAL;
 }
 
 /* ---- a context ---------------------------------------------------------- */
@@ -568,14 +524,20 @@ void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
 	cq->cq.read_tm_info = read_tm_info;
 }
 
+static PyMethodDef functions[] = {
+	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
+	{ "arm", soft_arm, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
 int rp_add_soft(PyObject *module)
 {
 	/* Held for ever. */
-	aside = PyList_New(0);
 	wqe_type = (PyTypeObject *)PyType_FromSpec(&wqe_spec);
 	queue_type = (PyTypeObject *)PyType_FromSpec(&queue_spec);
-	if (!aside || !wqe_type || !queue_type ||
-	    PyModule_AddObjectRef(module, "WQE", (PyObject *)wqe_type))
+	if (!wqe_type || !queue_type ||
+	    PyModule_AddObjectRef(module, "WQE", (PyObject *)wqe_type) ||
+	    PyModule_AddObjectRef(module, "DeviceQueue", (PyObject *)queue_type))
 		return -1;
-	return PyModule_AddObjectRef(module, "WorkQueue", (PyObject *)queue_type);
+	return PyModule_AddFunctions(module, functions);
 }

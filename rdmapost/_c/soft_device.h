@@ -18,7 +18,7 @@
 /* ---- soft_journal.c ------------------------------------------------------ */
 
 /* The names of attributes and methods that C looks up. */
-enum rp_name { SQ, RQ, QUEUE, OPS, ENTRIES, ARMED, APPEND, APPENDLEFT, POPLEFT, NAMES };
+enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, NAMES };
 extern PyObject *rp_names[NAMES];
 
 /* Make a call, which is a tuple of a callable and its arguments; NULL if it raised. */
@@ -42,12 +42,6 @@ Py_ssize_t rp_journal_count(PyObject *deque);
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
-/* ---- soft.c --------------------------------------------------------------- */
-
-/* Do what waits for a verb to end; or forget it, after a fork. */
-void rp_soft_settle_all(void);
-void rp_soft_forget(void);
-
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 
 /* What the device is, as rdmapost/providers/soft_state.py gave it (rdmapost/_verbs.pyi). */
@@ -59,7 +53,7 @@ PyObject *rp_soft_given(enum rp_part which);
 
 /*
  * Begin a verb, with what is due by now.  Returns 1 if this thread is in the middle of another one:
- * what the verb changes then waits for the end of that.
+ * what the verb changes must then do whether that is committed or taken back.
  */
 int rp_soft_enter(void);
 /* End it, when what has become possible by it has been carried out. */

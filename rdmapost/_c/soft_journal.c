@@ -73,6 +73,13 @@ void rp_journal_begin(void)
 	active = 1;
 }
 
+void rp_journal_forget(void)
+{
+	active = 0;
+	rp_clear(later);
+	rp_clear(undo);
+}
+
 void rp_journal_commit(void)
 {
 	active = 0;
@@ -83,8 +90,7 @@ void rp_journal_commit(void)
 			PyErr_WriteUnraisable(PyList_GetItem(later, i));
 		Py_XDECREF(done);
 	}
-	rp_clear(later);
-	rp_clear(undo);
+	rp_journal_forget();
 }
 
 void rp_journal_rollback(void)
@@ -101,16 +107,8 @@ void rp_journal_rollback(void)
 			PyErr_Clear();
 		Py_XDECREF(done);
 	}
-	rp_clear(later);
-	rp_clear(undo);
+	rp_journal_forget();
 	PyErr_Restore(type, value, trace);
-}
-
-void rp_journal_forget(void)
-{
-	active = 0;
-	rp_clear(later);
-	rp_clear(undo);
 }
 
 Py_ssize_t rp_journal_count(PyObject *deque)
@@ -255,8 +253,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_journal(PyObject *module)
 {
-	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "entries",
-						  "armed", "append", "appendleft", "popleft" };
+	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "append", "appendleft", "popleft" };
 	PyObject *record = PyType_FromSpec(&record_spec);
 
 	for (int i = 0; i < NAMES; i++) {

@@ -218,12 +218,10 @@ static void carry_on(void)
 {
 	PyObject *object;
 
-	rp_soft_settle_all();
 	while (!doomed && (object = rp_shift(rp_soft_given(READY)))) {
 		while (work(object))
-			rp_soft_settle_all();
+			;
 		Py_DECREF(object);
-		rp_soft_settle_all();
 	}
 }
 
@@ -236,7 +234,6 @@ int rp_soft_enter(void)
 	rp_take(lock);
 	if (forked) {
 		rp_journal_forget();
-		rp_soft_forget();
 		rp_clear(rp_soft_given(READY));
 		call = PyTuple_Pack(1, rp_soft_given(RESET));
 		forked = !call || !rp_soft_step(call);
@@ -284,33 +281,22 @@ static void after_fork(void)
 		doomed = 1;
 }
 
-/* A new reference, or NULL without an exception. */
-static PyObject *find(uint32_t handle)
-{
-	PyObject *key = PyLong_FromUnsignedLong(handle), *found = NULL;
-
-	if (key)
-		found = Py_XNewRef(PyDict_GetItemWithError(rp_soft_given(OBJECTS), key));
-	Py_XDECREF(key);
-	PyErr_Clear();
-	return found;
-}
-
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 {
-	PyObject *object = find(handle), *found;
+	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *found;
 
-	if (!object || name == NAMES)
-		return object;
-	found = PyObject_GetAttr(object, rp_names[name]);
-	Py_DECREF(object);
+	if (key)
+		object = PyDict_GetItemWithError(rp_soft_given(OBJECTS), key);
+	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
+					  Py_XNewRef(object);
+	Py_XDECREF(key);
 	PyErr_Clear();
 	return found;
 }
 
 void rp_soft_start(uint32_t handle)
 {
-	PyObject *object = find(handle);
+	PyObject *object = rp_soft_part(handle, NAMES);
 
 	if (object && PyList_Append(rp_soft_given(READY), object))
 		PyErr_Clear();

@@ -72,32 +72,32 @@ class Channel(door.Record):
             self.signal()
 
 
-class CompletionQueue(door.Record):
+class CompletionQueue(door.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        entries: what a poll, in C, takes: the bytes of a completion, the queue whose slots it
+        pending: what a poll, in C, takes: the bytes of a completion, the queue whose slots it
             frees, and how many.
         armed: what the next event is for: 0 is nothing, 1 what is solicited, 2 anything.
     """
 
     def __init__(self, capacity: int, channel: Channel | None) -> None:
         self.capacity = capacity
-        self.entries: deque[tuple[bytes, WorkQueue, int]] = deque()
-        self.armed = _NOT_ARMED
+        self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
         self.channel = channel
         self.handle: Any = None
         self.users = 0
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if there is no room: the queue overruns."""
-        entries = self.entries
+        entries = self.pending
         if len(entries) >= self.capacity:
             return False
         fields, queue, frees, solicited, tag = entry
         door.put(entries, (_wc(*fields) + tag, queue, frees))
         if self.armed and (self.armed == _ARMED_NEXT or solicited or fields[1]):
-            self.armed = _NOT_ARMED
+            door.undo(door.arm, self, self.armed)
+            door.arm(self, _NOT_ARMED)
             if self.channel is not None:
                 door.put(self.channel.events, self)
                 self.channel.signal()
@@ -105,7 +105,7 @@ class CompletionQueue(door.Record):
 
     def forget(self, queue: WorkQueue) -> None:
         """Drop the entries of a queue that is being destroyed or reset."""
-        door.on_commit(door.forget, self.entries, queue)
+        door.on_commit(door.forget, self.pending, queue)
 
 
 class EventQueue(door.Record):

@@ -142,7 +142,7 @@ class MatchingList(door.Record):
         if handle not in self._entries:
             return False
         self._drop(handle)
-        self.slots.used -= 1
+        door.on_commit(door.use_slots, self.slots, -1)
         return True
 
     def _drop(self, handle: int) -> None:
@@ -316,8 +316,8 @@ class _Rendezvous:
         # The FIN is the request again, but for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
-        door.put(self._qp.sq.pending, read)
-        door.put(self._qp.sq.pending, fin)
+        door.on_commit(self._qp.sq.pending.append, read)
+        door.on_commit(self._qp.sq.pending.append, fin)
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:
