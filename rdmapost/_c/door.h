@@ -139,7 +139,7 @@ int rp_add_read(PyObject *module);
 int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
 int rp_add_soft_journal(PyObject *module);
-int rp_add_soft_queue(PyObject *module);
+int rp_add_soft(PyObject *module);
 int rp_add_soft_verb(PyObject *module);
 
 #endif
