@@ -14,7 +14,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -22,7 +24,7 @@ from typing import Any, NoReturn, Self
 from ._binding import door, ffi
 from .errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
 
-__all__ = ["Resource", "resource_at"]
+__all__ = ["Resource", "open_handles", "resource_at"]
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -58,6 +60,14 @@ class Resource(door.Handle):
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
 
+    @property
+    def _handle(self) -> Any:
+        """The struct, or None where it is closed."""
+        try:
+            return self._live()
+        except ClosedError:
+            return None
+
     def __init__(self, handle: Any = None, *parents: Resource) -> None:
         """Make one that is nothing of the device's, but depends on what is."""
         self._make(_anchor, (), _nothing, parents, handle)
@@ -92,7 +102,7 @@ class Resource(door.Handle):
     def _open_children(self) -> list[Any]:
         return [
             handle
-            for handle in reversed(door.open_handles())
+            for handle in open_handles()
             if not handle._inner and any(parent is self for parent in handle._parents)
         ]
 
@@ -142,13 +152,28 @@ def _failed(function: Callable[..., Any], code: int) -> NoReturn:
     raise (UnsupportedError if code in _UNSUPPORTED else VerbsError)(call, code or errno.EIO)
 
 
-door.describe_handles(ClosedError, RdmaError, _failed, ffi, ffi.typeof("uintptr_t"))
+_open: dict[int, Any] = {}
+"""What is open and where in memory, in the order of making, as weak references; what a device would
+not let go, itself."""
+
+door.describe_handles(
+    ClosedError, RdmaError, _failed, ffi, functools.partial(ffi.cast, ffi.typeof("uintptr_t")),
+    _open,
+)  # fmt: skip
 
 
-def resource_at(address: int) -> Resource | None:
-    """Return the open resource whose struct is at an address."""
-    found: Resource | None = door.handle_at(address)
-    return found
+def open_handles() -> list[Any]:
+    """Return what this process has opened and not closed, the oldest first."""
+    found = [one() if isinstance(one, weakref.ref) else one for one in _open.copy().values()]
+    return [handle for handle in found if handle is not None and not handle.closed]
+
+
+def resource_at(struct: Any) -> Resource | None:
+    """Return the open resource that a struct is of."""
+    for handle in open_handles():
+        if handle._handle == struct:
+            return handle  # type: ignore[no-any-return]
+    return None
 
 
 @atexit.register
@@ -158,7 +183,8 @@ def _close_all() -> None:
     Windows go before queue pairs and regions, and children before their
     parents, which are older.
     """
-    for handle in sorted(door.open_handles(), key=lambda handle: handle._rank):
+    door.exiting(False)
+    for handle in sorted(reversed(open_handles()), key=lambda handle: handle._rank):
         with contextlib.suppress(RdmaError):
-            handle._close_at_exit()
-    door.end_handles()
+            handle.close()
+    door.exiting(True)

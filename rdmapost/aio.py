@@ -111,7 +111,7 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
     with _sleeping(source, waiter, timeout):
         while True:
             source.look()
-            if (cq := channel._kept_event()) is not None:
+            if (cq := channel._next_event()) is not None:
                 return cq
             if waiter.expired:
                 return None
@@ -317,12 +317,11 @@ class _Shared(_Events):
         self._channel._unclaim(self._tell)
 
     def heard(self) -> list[CQ]:
+        self._channel._take_all_events()
         heard = []
-        while (cq := self._channel._event_for_tasks()) is not None:
+        while (cq := self._channel._next_event(self.queues)) is not None:
             heard.append(cq)
-        unasked = [cq for cq in heard if cq not in self.queues]
-        self._channel._keep_events(unasked)
-        if unasked:
+        if self._channel._events:
             for waiter in self.waiters:
                 waiter.wake()
         return heard

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import operator
 import os
 import select
+import time
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 from ._arguments import expect
@@ -43,7 +42,7 @@ class CompChannel(Resource):
         VerbsError: the device has no more.
     """
 
-    __slots__ = ("_cqs", "_get_event", "_kept", "_waiters", "context")
+    __slots__ = ("_cqs", "_events", "_get_event", "_poller", "context")
 
     _kind = "completion channel"
     _rank = 6
@@ -52,20 +51,20 @@ class CompChannel(Resource):
         expect("context", context, Context)
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
-        self._kept: deque[CQ] = deque()
-        """Whose events an event loop has taken, and nobody has asked for yet."""
-        self._waiters = door.Waiters()
+        self._events: dict[int, None] = {}
+        """Events that are taken, and that nobody has been told of: of which CQs' structs."""
+        self._poller = door.Poller({}, False, 0, -1, None)
         provider = context._provider
         handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)
         )
         # An event that another thread took must not block this one.
         os.set_blocking(handle.fd, False)
-        self._get_event = functools.partial(provider.get_cq_event, handle)
+        self._get_event = functools.partial(provider.get_cq_event, handle, self._events)
 
     def _wake(self) -> None:
-        if hasattr(self, "_waiters"):
-            self._waiters.release()
+        if hasattr(self, "_poller"):
+            self._poller.release()
 
     def _claim(self, tell: Callable[[], object]) -> None:
         """Let an event loop take all events, for the tasks that wait for them.
@@ -73,35 +72,21 @@ class CompChannel(Resource):
         Args:
             tell: called, in any thread, when the channel is closed.
         """
-        if not self._waiters.claim(tell):
+        if not self._poller.claim(tell):
             raise RdmaError(
                 f"a thread waits in get_cq_event() on this {self}, and takes the events that "
                 "tasks would wait for: let either threads or tasks wait"
             )
 
     def _unclaim(self, tell: Callable[[], object]) -> None:
-        self._waiters.unclaim(tell)
-
-    def _cq_at(self, address: int) -> CQ | None:
-        """Return the CQ whose struct is at an address, if it is still there."""
-        found = self._cqs.get(address)
-        return None if found is None else found()
-
-    def _keep_events(self, cqs: list[CQ]) -> None:
-        """Keep events that an event loop has taken for whoever asks."""
-        self._kept.extend(cqs)
-
-    def _kept_event(self) -> CQ | None:
-        """Return a CQ whose event an event loop has taken and nobody has asked for."""
-        while self._kept:
-            cq = self._kept.popleft()
-            if not cq.closed:
-                return cq
-        return None
+        self._poller.unclaim(tell)
 
     def _announced_by(self, cq: CQ) -> None:
         """Know a CQ by its struct, which is all that an event tells."""
-        self._cqs[address_of(cq._handle)] = weakref.ref(cq)
+        address = address_of(cq._handle)
+        # Of one that is closed, and was at the same address.
+        self._events.pop(address, None)
+        self._cqs[address] = weakref.ref(cq)
 
     def fileno(self) -> int:
         """Return the file descriptor; it is readable when there is an event.
@@ -131,29 +116,51 @@ class CompChannel(Resource):
 
         See ibv_get_cq_event(3).
         """
-        event = self._waiters.until(self, self.fileno(), self._take_event, timeout, False)
-        if event is NotImplemented:
-            raise RdmaError(
-                f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
-            )
-        return event  # type: ignore[no-any-return]
-
-    def _event_for_tasks(self) -> CQ | None:
-        """Return the CQ of the next event that is there, or None."""
-        return self._waiters.until(  # type: ignore[no-any-return]
-            self, -1, self._take_event, 0.0, True
-        )
-
-    def _take_event(self) -> CQ | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            if (kept := self._kept_event()) is not None:
-                return kept
-            struct = self._get_event()
-            if struct is None:
-                return None
-            self.context._provider.ack_cq_events(struct, 1)
-            if (cq := self._cq_at(address_of(struct))) is not None:
+            left = None if deadline is None else deadline - time.monotonic()
+            there = self._poller.until(self, self.fileno(), self._take_event, left, False)
+            if there is NotImplemented:
+                raise RdmaError(
+                    f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
+                )
+            # Another thread may be told of it instead.
+            if (cq := self._next_event()) is not None or there is None:
                 return cq
+
+    def _take_event(self) -> object:
+        """Take an event, unless one is taken already; return None where there is none."""
+        if not self._events:
+            self._get_event()
+        return self._events or None
+
+    def _take_all_events(self) -> None:
+        """Take the events that are there, for tasks."""
+        while self._poller.until(self, -1, self._get_event, 0.0, True) is not None:
+            pass
+
+    def _next_event(self, cqs: Container[CQ] | None = None) -> CQ | None:
+        """Return the CQ of an event that is taken, and forget that; None if there is none.
+
+        Args:
+            cqs: only of these.
+        """
+        for address in self._events.copy():
+            known = self._cqs.get(address)
+            cq = None if known is None else known()
+            if cq is not None and cq.closed:
+                cq = None
+            if cq is not None and cqs is not None and cq not in cqs:
+                continue
+            try:
+                # After this there is no call, hence no interrupt, until the caller has it.
+                del self._events[address]
+            except KeyError:
+                # Another thread is told of this one.
+                continue
+            if cq is not None:
+                return cq
+        return None
 
 
 class OwnChannel(CompChannel):
@@ -162,10 +169,6 @@ class OwnChannel(CompChannel):
     __slots__ = ()
 
     _inner = True
-
-
-# Runs before what closes all resources (_resource.py), because it is registered later.
-atexit.register(door.end_waits)
 
 
 def wait_readable(fd: int, seconds: float | None) -> bool:

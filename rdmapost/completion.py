@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from ._resource import Resource
 from .channel import CompChannel, OwnChannel
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
-from .errors import CompletionError, RdmaError, VerbsError, WaitTimeout
+from .errors import ClosedError, CompletionError, RdmaError, VerbsError, WaitTimeout
 from .grh import Datagram, read_datagram
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class CQ(Resource):
         self.channel = channel
         announces = OwnChannel(context) if channel is None else channel
         self._channel = announces._live()
-        self._drop = functools.partial(provider.drop_cq_event, self._channel)
+        self._drop = functools.partial(provider.get_cq_event, self._channel, {})
         self._poller = door.Poller(
             context._queues, tm_info, provider.spin_ns, self._channel.fd, self._drop
         )
@@ -169,7 +170,7 @@ class CQ(Resource):
             (context, announces),
         )  # fmt: skip
         if channel is None:
-            announces._abandon()
+            announces._abandoned = True
         self._extended = tm_info
         self.cqe: int = handle.cqe
         if channel is not None:
@@ -199,8 +200,7 @@ class CQ(Resource):
         if self.channel is None:
             self._live()
             raise RdmaError(f"{self} has no channel to announce completions on: CQ(channel=...)")
-        if error := self._poller.notify(self, bool(solicited_only)):
-            raise VerbsError("ibv_req_notify_cq", error)
+        self._poller.notify(self, bool(solicited_only))
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
         """Return the completions that are there now, without waiting.
@@ -306,7 +306,8 @@ class CQ(Resource):
 
     def _look(self, count: int) -> int:
         """Ask for the next event, then poll until there are `count`; return how many there are."""
-        return self._poller.look(self, count)
+        self._poller.notify(self, False)
+        return self._poller.fill(self, count)
 
     def _take(self, count: int, promised: int = 0) -> list[WC] | None:
         """Return exactly `count` if there are `promised` more now, else None."""
@@ -336,4 +337,5 @@ class CQ(Resource):
         Devices differ in what they do to completions of a destroyed QP; taken
         here, they are delivered on all of them.
         """
-        self._poller.keep(self, self.cqe)
+        with contextlib.suppress(ClosedError, VerbsError):
+            self._poller.fill(self, self._poller.fill(self, 0) + self.cqe)

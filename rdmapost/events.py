@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from ._binding import address_of
 from ._resource import Resource, resource_at
 from .channel import wait_readable
 from .device import Context
@@ -67,7 +66,7 @@ def _next(context: Context) -> AsyncEvent | None:
     for key, taken in events.copy().items():
         number, element = context._provider.read_async_event(taken)
         if element is not None and not isinstance(element, int):
-            element = resource_at(address_of(element))
+            element = resource_at(element)
         found = AsyncEvent(_type_of(number), element)
         try:
             # After this there is no call, hence no interrupt, until the caller has it.

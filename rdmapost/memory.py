@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._arguments import expect
 from ._binding import door, ffi, start_of
-from ._resource import Resource
+from ._resource import Resource, open_handles
 from .device import Context
 from .enums import Access, MWType
 from .errors import InUseError, VerbsError
@@ -299,7 +299,7 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
     """
     batches = [
         str(batch)
-        for handle in door.open_handles()
+        for handle in open_handles()
         for batch in list(getattr(handle, "_batches", ()))
         if batch._names(resource_)
     ]

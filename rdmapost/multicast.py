@@ -18,7 +18,12 @@ class Multicast(Steps):
 
     __slots__ = ("_groups",)
 
-    _groups: set[tuple[GID, int]]
+    _groups: dict[tuple[GID, int], bool]
+    """All that it ever was attached to, and whether it still is: for words, and to leave them.
+
+    Between a verb and the note of it another thread may have done the opposite.  So
+    only the device knows what it is attached to, and no group is ever taken out.
+    """
 
     def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
         """Receive what is sent to a multicast group, too (UD).
@@ -42,17 +47,14 @@ class Multicast(Steps):
         See ibv_attach_mcast(3).
         """
         group = self._group(gid, lid)
-        self._live()
-        known = group in self._groups
         # Before the call, which an interrupt may end.
-        self._groups.add(group)
+        self._groups.setdefault(group, False)
         try:
             self._verb(self.pd.context._provider.attach_mcast, *group)
         except VerbsError as error:
-            if not known:
-                self._groups.discard(group)
             error.hint = error.hint or self._why_not_attached(error.errno)
             raise
+        self._groups[group] = True
 
     def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
         """Receive no more of what is sent to a multicast group.
@@ -67,25 +69,29 @@ class Multicast(Steps):
             VerbsError: the device refused.
         """
         group = self._group(gid, lid)
-        if group not in self._groups:
-            self._live()  # closing it leaves all groups
-            attached = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in self._groups))
+        try:
+            self._detach(*group)
+        except VerbsError:
+            if self._groups.get(group):
+                raise
+            attached = ", ".join(
+                sorted(f"{gid} (lid {lid})" for (gid, lid), on in self._groups.copy().items() if on)
+            )
             raise RdmaError(
                 f"{self} is not attached to {group[0]} (lid {lid}), but to "
                 f"{attached or 'no multicast group'}"
-            )
-        self._detach(*group)
+            ) from None
 
     def _detach(self, gid: GID, lid: int) -> None:
         self._verb(self.pd.context._provider.detach_mcast, gid, lid)
-        self._groups.discard((gid, lid))
+        self._groups[gid, lid] = False
 
     def _leave_groups(self) -> None:
         """Detach from every group: a queue pair that is attached cannot be destroyed."""
-        for gid, lid in list(self._groups):
-            # Where it is not attached, after an interrupt; else the destruction says why not.
+        for group in self._groups.copy():
+            # Where it is not attached; else the destruction says why not.
             with contextlib.suppress(VerbsError):
-                self._detach(gid, lid)
+                self._detach(*group)
 
     def _group(self, gid: GID | bytes | str, lid: int) -> tuple[GID, int]:
         if self.qp_type is not QPType.UD:

@@ -149,7 +149,7 @@ class QP(Multicast):
         port = context.query_port(port_num)
         self._gid_index = gid_index
         self._gid = None
-        self._groups = set()
+        self._groups = {}
         self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 

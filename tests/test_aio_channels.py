@@ -196,7 +196,7 @@ def test_threads_and_tasks_do_not_share_the_events_of_a_channel(context, pd, sta
         found = []
         thread = threading.Thread(target=lambda: found.append(channel.get_cq_event(30)))
         thread.start()
-        while not channel._waiters.waiting:
+        while not channel._poller.waiting:
             await asyncio.sleep(0.001)
         with pytest.raises(rp.RdmaError, match="a thread waits in get_cq_event"):
             await cq.completions()

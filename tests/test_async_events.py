@@ -1,4 +1,4 @@
-"""Asynchronous events of libibverbs that are new, and events when an interrupt comes.
+"""Asynchronous events of libibverbs that are new; they and a CQ's events when an interrupt comes.
 
 No device here gives events on demand, so a library with the benchmarks' null device does.
 """
@@ -58,6 +58,40 @@ void ibv_ack_async_event(struct ibv_async_event *event)
 	(void)event;
 	acknowledged++;
 }
+
+static struct ibv_cq *cq_events[64];
+static unsigned int cq_head, cq_tail, cq_acknowledged;
+
+void event_add_cq(struct ibv_cq *cq);
+unsigned int event_cq_acknowledged(void);
+
+void event_add_cq(struct ibv_cq *cq)
+{
+	cq_events[cq_tail++ % 64] = cq;
+}
+
+unsigned int event_cq_acknowledged(void)
+{
+	return cq_acknowledged;
+}
+
+int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context)
+{
+	(void)channel;
+	(void)cq_context;
+	if (cq_head == cq_tail) {
+		errno = EAGAIN;
+		return -1;
+	}
+	*cq = cq_events[cq_head++ % 64];
+	return 0;
+}
+
+void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int count)
+{
+	(void)cq;
+	cq_acknowledged += count;
+}
 """
 
 SETUP = """
@@ -65,6 +99,7 @@ import ctypes, os, signal, sys
 import rdmapost as rp
 library = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
 library.event_add_qp.argtypes = [ctypes.c_int, ctypes.c_void_p]
+library.event_add_cq.argtypes = [ctypes.c_void_p]
 context = rp.open_device("null0")
 """
 
@@ -205,3 +240,50 @@ def test_threads_that_take_events_share_them_out(said) -> None:
                 taken.append(event.element)
         print(sorted(taken) == list(range(3000)), library.event_acknowledged())
     """) == ["True 3000"]
+
+
+def test_interrupt_at_any_moment_loses_no_event_of_a_cq_and_acknowledges_it_once(said) -> None:
+    """ibv_destroy_cq(3) waits for ever where one is not acknowledged."""
+    lines = said("""
+        from rdmapost._binding import address_of
+        channel = rp.CompChannel(context)
+        cq, other = rp.CQ(context, channel=channel), rp.CQ(context, channel=channel)
+        for moment in range(1, 400):
+            library.event_add_cq(address_of(other._handle))
+            hit, found = interrupted(lambda: channel.get_cq_event(0), moment)
+            # Taken or not, none is left that is not acknowledged.
+            taken = library.event_cq_acknowledged()
+            assert taken in (moment - 1, moment), (moment, taken)
+            if hit:
+                found = channel.get_cq_event(0)
+            assert found is other, (moment, found)
+            assert channel.get_cq_event(0) is None, moment
+            assert library.event_cq_acknowledged() == moment, moment
+            if not hit: break
+        print(moment)
+    """)
+    assert 5 < int(lines[0]) < 400
+
+
+def test_threads_that_take_events_of_cqs_share_them_out(said) -> None:
+    """One announcement wakes one thread, and none is left behind."""
+    assert said("""
+        import threading
+        from rdmapost._binding import address_of
+        sys.setswitchinterval(1e-6)
+        channel = rp.CompChannel(context)
+        cqs = [rp.CQ(context, channel=channel) for _ in range(60)]
+        taken = []
+        def take():
+            while (cq := channel.get_cq_event(0)) is not None:
+                taken.append(cq)
+        for turn in range(50):
+            for cq in cqs:
+                library.event_add_cq(address_of(cq._handle))
+            threads = [threading.Thread(target=take) for _ in range(4)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join(60)
+            take()
+        print(sorted(map(id, taken)) == sorted(50 * [*map(id, cqs)]))
+        print(library.event_cq_acknowledged())
+    """) == ["True", "3000"]

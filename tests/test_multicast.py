@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support import ALL, GRH, needs
 
@@ -171,6 +173,30 @@ def test_attached_again_after_it_was_detached(connect, group):
         pair.a.detach_mcast(group)
     with pytest.raises(rp.RdmaError, match=f"{pair.a} is not attached to {group}"):
         pair.a.detach_mcast(group)
+
+
+def test_group_that_threads_attach_and_detach_at_once_can_be_left(pd, cq, group, monkeypatch):
+    """Between what the device does and the note of it another thread may attach it again."""
+    qp = rp.QP(pd, QPType.UD, cq)
+    qp.connect()
+    qp.attach_mcast(group)
+    provider = type(pd.context._provider)
+    detach = provider.detach_mcast
+
+    def detach_then_attach(self, *args):
+        detach.__get__(self)(*args)
+        monkeypatch.undo()
+        again = threading.Thread(target=qp.attach_mcast, args=(group,))
+        again.start()
+        again.join(20)
+
+    monkeypatch.setattr(provider, "detach_mcast", detach_then_attach)
+    qp.detach_mcast(group)
+    # It is attached, whoever was first to say so: it can be detached, and closing leaves it.
+    qp.detach_mcast(group)
+    qp.attach_mcast(group)
+    qp.close()
+    assert qp.closed
 
 
 # ---- what is refused --------------------------------------------------------------

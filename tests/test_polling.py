@@ -267,7 +267,7 @@ def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while channel._waiters.waiting < len(threads):
+    while channel._poller.waiting < len(threads):
         time.sleep(0.001)
     channel.close()
     ended(threads)

@@ -207,14 +207,14 @@ class Bench:
             [len(table) for table in soft_state._tables],
             [
                 (
-                    qp.state, qp.sq.used, len(qp.sq), qp.sq.silent, qp.sq.refuses, qp.rq.used,
-                    len(qp.rq), qp.rq.refuses, qp.retries, qp.rnr_retries, qp.due > 0,
+                    qp.state, qp.sq.used, len(qp.sq.pending), qp.sq.silent, qp.sq.refuses,
+                    qp.rq.used, len(qp.rq.pending), qp.rq.refuses, qp.retries, qp.rnr_retries, qp.due > 0,
                     qp.established, {**qp.attr, "dest_qp_num": 0, "ah_attr": 0},
                 )
                 for qp in device.qps.values()
             ],
             [
-                (srq.users, srq.limit, srq.queue.used, len(srq.queue))
+                (srq.users, srq.limit, srq.queue.used, len(srq.queue.pending))
                 + ((len(srq.tags._entries), len(srq.tags._held), srq.tags.slots.used,
                     srq.tags.ops.used, srq.tags._seen) if srq.tags else ())
                 for srq in device.srqs.values()
@@ -379,7 +379,7 @@ control(
     "destroy_cq",
     lambda b: (announcing_cq(b),),
 )
-control("get_cq_event", lambda b: (with_event(b),))
+control("get_cq_event", lambda b: (with_event(b), {}))
 control("get_async_event", lambda b: (with_async_event(b), {}))
 control("destroy_srq", lambda b: (b.srq(SRQType.TM),))
 control("modify_srq", lambda b: (b.srq(), srq_attr(2), int(SRQAttrMask.LIMIT)))
@@ -777,7 +777,7 @@ def settled(digest: list[Any]) -> Any:
 FORKED = """
 import os, signal
 import rdmapost as rp
-from rdmapost._binding import ffi, lib
+from rdmapost._binding import door, ffi, lib
 from rdmapost.providers import soft_provider, soft_state
 provider = soft_provider()
 context = provider.open_device("soft0")
@@ -826,8 +826,7 @@ def alloc(self, context):
     inside.set()
     assert go.wait(20)
 
-verb = soft_state.verb(alloc).__get__(provider)
-thread = threading.Thread(target=verb, args=(context,))
+thread = threading.Thread(target=door.verb, args=(alloc, provider, context))
 thread.start()
 assert inside.wait(20)
 fork()
@@ -851,7 +850,7 @@ def fork_here():
 
 before = soft_state.device.port_mtu
 try:
-    soft_state.verb(alloc).__get__(provider)(context)
+    door.verb(alloc, provider, context)
 except RuntimeError as error:
     assert not pid and "forked in the middle of a verb" in str(error)
     assert soft_state.device.port_mtu == before

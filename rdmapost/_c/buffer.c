@@ -1,6 +1,8 @@
 /* Memory that is not registered, held for inline data and for a TSO's header. */
 #include "post.h"
 
+#include <structmember.h>
+
 struct buffer {
 	PyObject_HEAD
 	Py_buffer view;
@@ -22,14 +24,16 @@ PyObject *rp_make_buffer(PyObject *of)
 	return (PyObject *)b;
 }
 
-uint64_t rp_buffer_start(PyObject *buffer)
+uint64_t rp_buffer_start(PyObject *buffer, uint64_t *length)
 {
-	return (uintptr_t)((struct buffer *)buffer)->view.buf;
-}
+	const Py_buffer *view = &((struct buffer *)buffer)->view;
 
-uint64_t rp_buffer_length(PyObject *buffer)
-{
-	return (uint64_t)((struct buffer *)buffer)->view.len;
+	if (PyBytes_CheckExact(buffer)) {
+		*length = (uint64_t)PyBytes_Size(buffer);
+		return (uintptr_t)PyBytes_AsString(buffer);
+	}
+	*length = (uint64_t)view->len;
+	return (uintptr_t)view->buf;
 }
 
 static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -57,14 +61,12 @@ static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void buffer_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct buffer *b = (struct buffer *)self;
 
 	PyObject_GC_UnTrack(self);
 	if (b->held)
 		PyBuffer_Release(&b->view);
-	PyObject_GC_Del(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static PyObject *buffer_str(PyObject *self)
@@ -73,22 +75,10 @@ static PyObject *buffer_str(PyObject *self)
 				    ((struct buffer *)self)->view.len);
 }
 
-static PyObject *buffer_addr(PyObject *self, void *unused)
-{
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(rp_buffer_start(self));
-}
-
-static PyObject *buffer_length(PyObject *self, void *unused)
-{
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(rp_buffer_length(self));
-}
-
-static PyGetSetDef buffer_getset[] = {
-	{ "addr", buffer_addr, NULL, NULL, NULL },
-	{ "length", buffer_length, NULL, NULL, NULL },
-	{ NULL, NULL, NULL, NULL, NULL },
+static PyMemberDef buffer_members[] = {
+	{ "addr", T_ULONGLONG, offsetof(struct buffer, view.buf), READONLY, NULL },
+	{ "length", T_PYSSIZET, offsetof(struct buffer, view.len), READONLY, NULL },
+	{ NULL, 0, 0, 0, NULL },
 };
 
 static PyType_Slot buffer_slots[] = {
@@ -96,7 +86,7 @@ static PyType_Slot buffer_slots[] = {
 	{ Py_tp_str, buffer_str },
 	{ Py_tp_dealloc, buffer_dealloc },
 	{ Py_tp_traverse, buffer_traverse },
-	{ Py_tp_getset, buffer_getset },
+	{ Py_tp_members, buffer_members },
 	{ 0, NULL },
 };
 
@@ -109,7 +99,5 @@ static PyType_Spec buffer_spec = {
 
 int rp_add_buffer(PyObject *module)
 {
-	rp_known.buffer = PyType_FromSpec(&buffer_spec); /* held for ever */
-	return rp_known.buffer ? PyModule_AddObjectRef(module, "Buffer",
-						       rp_known.buffer) : -1;
+	return rp_add_type(module, &buffer_spec, "Buffer", &rp_known.buffer);
 }

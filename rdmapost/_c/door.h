@@ -13,16 +13,40 @@
 /* cffi's own init function (build_ffi.py renames it). */
 PyObject *rp_cffi_init(void);
 
-/* Where there is no GIL: one thread at a time in what stands between, for an object. */
+/*
+ * Where there is no GIL: one thread at a time in what stands between RP_BEGIN and RP_END, for an
+ * object, and atomic words.  With one, whoever touches any of these holds it.
+ */
 #ifdef Py_GIL_DISABLED
 #define RP_READS_SLOTS 0 /* another thread may set one right now */
 #define RP_BEGIN(object) Py_BEGIN_CRITICAL_SECTION((PyObject *)(object))
 #define RP_END() Py_END_CRITICAL_SECTION()
+#define RP_LOAD(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)
+#define RP_STORE(at, value) __atomic_store_n(at, value, __ATOMIC_SEQ_CST)
+#define RP_ADD(at, more) __atomic_add_fetch(at, more, __ATOMIC_SEQ_CST)
 #else
 #define RP_READS_SLOTS 1
 #define RP_BEGIN(object) (void)(object); {
 #define RP_END() }
+#define RP_LOAD(at) (*(at))
+#define RP_STORE(at, value) (void)(*(at) = (value))
+#define RP_ADD(at, more) (*(at) += (more))
 #endif
+
+/* Put a new word in place if the old one is there; else tell what is there. */
+static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
+{
+#ifdef Py_GIL_DISABLED
+	return __atomic_compare_exchange_n(at, old, new, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+#else
+	if (*at != *old) {
+		*old = *at;
+		return 0;
+	}
+	*at = new;
+	return 1;
+#endif
+}
 
 /* ---- door.c ------------------------------------------------------------- */
 
@@ -32,26 +56,22 @@ PyObject *rp_cffi_init(void);
 #define RP_METHOD_NAMED(name, function)                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
-/*
- * Read `count` integers, each in 0..most[i], which all `nargs` arguments must
- * be; 0, or -1 with an exception.
- */
-int rp_read_numbers(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t count,
-		    const uint64_t *most, uint64_t *into);
+/* Make a type, keep it for ever in `type` where that is given, and add it to the module. */
+int rp_add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type);
+
+/* The end of a tp_dealloc: give the memory back, and the reference to the type. */
+void rp_free(PyObject *self);
 
 /* ---- lock.c: who posts to a queue, or closes it, holds its lock --------- */
 
+struct rp_thread;
+
 struct rp_lock {
 	PyObject_HEAD
-	unsigned long owner; /* the thread that holds it, or 0 */
-	unsigned int forks; /* that there had been when it was last looked at */
-#ifdef Py_GIL_DISABLED
-	pthread_mutex_t mutex;
-#else
+	uint64_t owner; /* the mark of the thread that holds it, or 0 */
 	int waiting; /* threads */
-	int woken; /* one of these is about to look again */
+	unsigned int woken; /* the process in which one of these is about to look again, or 0 */
 	PyThread_type_lock given; /* what they sleep on */
-#endif
 };
 
 extern PyObject *rp_lock_type;
@@ -91,40 +111,12 @@ struct rp_slot {
 /* Find where the objects of a class have it; 0, or -1 with an exception. */
 int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot);
 
-/* Return a new reference to what an object of exactly that class has there, or NULL. */
-static inline PyObject *rp_get_slot(PyObject *object,
-				    const struct rp_slot *slot)
+/* Where an object of exactly that class has it; NULL where that is not known, or not to be read. */
+static inline PyObject **rp_slot_at(PyObject *object, const struct rp_slot *slot)
 {
-	PyObject *value;
-
-	if (RP_READS_SLOTS && slot->offset)
-		return Py_XNewRef(*(PyObject **)(void *)((char *)object +
-							 slot->offset));
-	value = PyObject_GetAttr(object, slot->name);
-	if (!value)
-		PyErr_Clear();
-	return value;
+	return RP_READS_SLOTS && slot->offset ?
+		       (PyObject **)(void *)((char *)object + slot->offset) : NULL;
 }
-
-/* Set it, as an assignment does; 0, or -1 with an exception. */
-static inline int rp_set_slot(PyObject *object, const struct rp_slot *slot,
-			      PyObject *value)
-{
-	PyObject **at = (PyObject **)(void *)((char *)object + slot->offset);
-	PyObject *old;
-
-	if (!RP_READS_SLOTS || !slot->offset)
-		return PyObject_SetAttr(object, slot->name, value);
-	old = *at;
-	*at = Py_NewRef(value);
-	Py_XDECREF(old);
-	return 0;
-}
-
-/* Whether it is a number in 0..most, which is written; NULL is none. */
-int rp_to_number(PyObject *value, uint64_t most, uint64_t *number);
-int rp_get_number(PyObject *object, const struct rp_slot *slot, uint64_t most,
-		  uint64_t *number);
 
 static inline int rp_has_type(PyObject *object, PyObject *type)
 {

@@ -6,7 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHUT (1ull << 63)
+#define SHUT RP_SHUT
 #define CHILD (1ull << 32)
 #define VERBS(word) ((word) & UINT32_MAX)
 #define CHILDREN(word) (((word) & ~SHUT) >> 32)
@@ -14,14 +14,18 @@
 enum {
 	MAX_ARGS = 8,
 	LONGEST_PAUSE_US = 1000,
-	WAIT_AT_EXIT_MS = 1000,
+	WAIT_AT_EXIT_US = 1000000,
 	MOST_INTERRUPTS = 16, /* of one hook that must come to its end */
 };
 
-/* Who closes. */
-enum { NOBODY, BY_CALLER, BY_FINALIZER, AT_EXIT };
+/* Who is to close what is put off. */
+enum { NOBODY, BY_CALLER, BY_FINALIZER };
+
+/* What has become of a handle.  Who closes a DESTROYED one calls _forget(). */
+enum { NEW, MAKING, OPEN, DESTROYED, GONE };
 
 PyObject *rp_handle_type;
+int rp_exiting;
 
 /* Given by rdmapost/_resource.py, and held for ever. */
 static struct {
@@ -29,38 +33,38 @@ static struct {
 	PyObject *error; /* RdmaError */
 	PyObject *failed; /* called with a function and an errno: raises */
 	PyObject *ffi;
-	PyObject *cast; /* ffi.cast */
-	PyObject *number; /* what cffi calls uintptr_t */
+	PyObject *to_number; /* makes a number of a pointer of cffi's */
+	PyObject *open; /* a dict: of those that are open, weak references */
 } python;
 
 static unsigned int process = 1;
-static int exiting;
 
-/* What a thread uses, and what it is to close when it uses nothing. */
-struct rp_thread {
-	struct rp_use *top;
-	struct rp_handle *first_put_off, *last_put_off;
-	int draining;
-};
-
+_Thread_local struct rp_thread *rp_current;
 static _Thread_local struct rp_thread its_own;
-static _Thread_local struct rp_thread *stands_for;
 
-struct rp_thread *rp_thread(void)
+struct rp_thread *rp_first_thread(void)
 {
-	return stands_for ? stands_for : &its_own;
+	static uint32_t threads;
+
+	if (!its_own.mark)
+		its_own.mark = (uint64_t)process << 32 |
+			       __atomic_add_fetch(&threads, 1, __ATOMIC_RELAXED);
+	return rp_current = &its_own;
 }
 
 void rp_stand_for(struct rp_thread *thread)
 {
-	stands_for = thread;
+	rp_current = thread;
 }
 
 static void after_fork(void)
 {
+	struct rp_thread *me = rp_thread();
+
 	process++;
-	/* The parent's. */
-	*rp_thread() = (struct rp_thread){ .top = NULL };
+	/* The rest is the parent's. */
+	*me = (struct rp_thread){ .mark = (uint64_t)process << 32 | (uint32_t)me->mark };
+	its_own.mark = me->mark;
 }
 
 static uintptr_t this_thread(void)
@@ -68,9 +72,22 @@ static uintptr_t this_thread(void)
 	return (uintptr_t)rp_thread();
 }
 
-static int is_foreign(const struct rp_handle *h)
+static int state_of(const struct rp_handle *h)
 {
-	return h->made && h->process != process;
+	return __atomic_load_n(&h->state, __ATOMIC_SEQ_CST);
+}
+
+static void set_state(struct rp_handle *h, char state)
+{
+	__atomic_store_n(&h->state, state, __ATOMIC_SEQ_CST);
+}
+
+/* Whether there is nothing to close here. */
+static int is_done(const struct rp_handle *h)
+{
+	int state = state_of(h);
+
+	return h->process != process || !(state == OPEN || state == DESTROYED);
 }
 
 static uint64_t load(const uint64_t *word)
@@ -78,98 +95,44 @@ static uint64_t load(const uint64_t *word)
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-unsigned int rp_process(void)
+/* An exception that is set, put aside. */
+struct error {
+	PyObject *type, *value, *trace;
+};
+
+static struct error save_error(void)
 {
-	return process;
+	struct error error;
+
+	PyErr_Fetch(&error.type, &error.value, &error.trace);
+	return error;
 }
 
-/* ---- all that are open ---------------------------------------------------- */
-
-static struct rp_handle *newest;
-
-#ifdef Py_GIL_DISABLED
-static PyMutex list_mutex;
-#define LOCK_LIST() PyMutex_Lock(&list_mutex)
-#define UNLOCK_LIST() PyMutex_Unlock(&list_mutex)
-#define MAY_BE_LISTED(object) PyUnstable_EnableTryIncRef(object)
-#define TRY_INCREF(object) PyUnstable_TryIncRef(object)
-#else
-/* Whoever has the GIL. */
-#define LOCK_LIST() (void)0
-#define UNLOCK_LIST() (void)0
-#define MAY_BE_LISTED(object) (void)(object)
-static int TRY_INCREF(PyObject *object)
+static void restore_error(struct error error)
 {
-	if (Py_REFCNT(object) <= 0)
-		return 0;
-	Py_INCREF(object);
-	return 1;
-}
-#endif
-
-static void add_to_list(struct rp_handle *h)
-{
-	MAY_BE_LISTED((PyObject *)h);
-	LOCK_LIST();
-	h->older = newest;
-	if (newest)
-		newest->newer = h;
-	newest = h;
-	UNLOCK_LIST();
+	PyErr_Restore(error.type, error.value, error.trace);
 }
 
-static void remove_from_list(struct rp_handle *h)
+/* Put something into the dict of those that are open, or with NULL take it out; 0, or -1. */
+static int list_as(struct rp_handle *h, PyObject *value)
 {
-	LOCK_LIST();
-	if (h->newer)
-		h->newer->older = h->older;
-	else if (newest == h)
-		newest = h->older;
-	if (h->older)
-		h->older->newer = h->newer;
-	h->newer = h->older = NULL;
-	UNLOCK_LIST();
+	PyObject *key = PyLong_FromVoidPtr(h);
+	int failed = !key || (value ? PyDict_SetItem(python.open, key, value) :
+				      PyDict_DelItem(python.open, key));
+
+	Py_XDECREF(key);
+	return failed ? -1 : 0;
 }
 
-/* Count those that are wanted, and put new references to them into `into` where it is given. */
-static size_t take_listed(PyObject **into, size_t room, const void *address)
+/* Runs no code of Python's. */
+static void unlist(struct rp_handle *h)
 {
-	size_t count = 0;
+	struct error error = save_error();
 
-	LOCK_LIST();
-	for (struct rp_handle *h = newest; h; h = h->older) {
-		if (h->process != process ||
-		    (address && h->address != address))
-			continue;
-		if (into && (count == room || !TRY_INCREF((PyObject *)h)))
-			continue;
-		if (into)
-			into[count] = (PyObject *)h;
-		count++;
-	}
-	UNLOCK_LIST();
-	return count;
-}
-
-/* A list of those that are open, the newest first; with an address, only the one that is there. */
-static PyObject *list_open(const void *address)
-{
-	size_t count = take_listed(NULL, 0, address);
-	PyObject **found = PyMem_Calloc(count + 1, sizeof(*found));
-	PyObject *list = NULL;
-
-	if (!found)
-		return PyErr_NoMemory();
-	count = take_listed(found, count, address);
-	list = PyList_New((Py_ssize_t)count);
-	for (size_t i = 0; i < count; i++) {
-		if (list)
-			PyList_SetItem(list, (Py_ssize_t)i, found[i]);
-		else
-			Py_DECREF(found[i]);
-	}
-	PyMem_Free(found);
-	return list;
+	/* It is not there where memory ran out: what is closed is passed over. */
+	if (list_as(h, NULL))
+		PyErr_Clear();
+	restore_error(error);
 }
 
 /* ---- users ---------------------------------------------------------------- */
@@ -214,10 +177,10 @@ static void put_off(struct rp_handle *h, char who)
 static void close_quietly(struct rp_handle *h);
 
 /* A user is gone: if nobody else can reach the handle, its last user closes it. */
-static void look_after(struct rp_handle *h)
+void rp_look_after(struct rp_handle *h)
 {
-	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || exiting ||
-	    !rp_is_open(h) || is_busy(h))
+	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || rp_exiting == RP_CLOSED_ALL ||
+	    is_done(h) || (state_of(h) == OPEN && !rp_is_open(h)) || is_busy(h))
 		return;
 	if (rp_thread()->top)
 		put_off(h, BY_FINALIZER);
@@ -230,7 +193,7 @@ static void leave(struct rp_handle *h, uint64_t user)
 	if (h->process != process)
 		return;
 	__atomic_sub_fetch(&h->word, user, __ATOMIC_SEQ_CST);
-	look_after(h);
+	rp_look_after(h);
 }
 
 int rp_is_open(const struct rp_handle *h)
@@ -252,15 +215,19 @@ static void push(struct rp_use *use, struct rp_handle *h)
 	me->top = use;
 }
 
-int rp_begin_use(struct rp_handle *h, struct rp_use *use)
+int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *h, struct rp_use *use)
 {
+	(void)me;
 	if (!enter(h, 1))
 		return -1;
 	push(use, h);
 	return 0;
 }
 
-static void close_put_off(void);
+int rp_begin_use(struct rp_handle *h, struct rp_use *use)
+{
+	return rp_begin_use_by(rp_thread(), h, use);
+}
 
 static void pop(struct rp_use *use)
 {
@@ -268,45 +235,71 @@ static void pop(struct rp_use *use)
 
 	me->top = use->below;
 	if (!me->top && me->first_put_off && !me->draining)
-		close_put_off();
+		rp_close_put_off();
 }
 
 void rp_end_use(struct rp_use *use)
 {
-	/* Still in the middle of it: nothing is closed before the word is right. */
-	leave(use->handle, 1);
-	pop(use);
+	rp_end_use_by(rp_thread(), use);
 }
 
 void rp_unname(struct rp_handle *h)
 {
 	if (h->process != process)
 		return;
-	__atomic_sub_fetch(&h->posted, 1, __ATOMIC_SEQ_CST);
-	look_after(h);
+	RP_ADD(&h->posted, -1);
+	rp_look_after(h);
 }
 
-PyObject *rp_bind(struct rp_handle *mw, struct rp_handle *mr)
+/* ---- windows -------------------------------------------------------------- */
+
+struct rp_bound {
+	struct rp_handle *mr;
+	struct rp_bound *next;
+};
+
+/* Let go of the regions that a window was bound to; may run any code of Python's. */
+static void unbind(struct rp_bound *bound)
 {
-	PyObject *old;
+	while (bound) {
+		struct rp_bound *next = bound->next;
 
-	if (mr)
-		__atomic_add_fetch(&mr->windows, 1, __ATOMIC_SEQ_CST);
-	old = __atomic_exchange_n(&mw->bound, Py_XNewRef((PyObject *)mr),
-				  __ATOMIC_SEQ_CST);
-	if (old) {
-		struct rp_handle *before = (struct rp_handle *)old;
-
-		__atomic_sub_fetch(&before->windows, 1, __ATOMIC_SEQ_CST);
-		if (before->abandoned && !is_busy(before))
-			put_off(before, BY_FINALIZER);
+		RP_ADD(&bound->mr->windows, -1);
+		rp_look_after(bound->mr);
+		Py_DECREF((PyObject *)bound->mr);
+		PyMem_Free(bound);
+		bound = next;
 	}
-	return old;
+}
+
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
+{
+	struct rp_bound *new = NULL, *old = NULL;
+
+	if (state_of(mw) != OPEN || mw->process != process)
+		return;
+	if (mr) {
+		/* Where memory runs out it is held for ever. */
+		new = PyMem_Malloc(sizeof(*new));
+		RP_ADD(&mr->windows, 1);
+		Py_INCREF((PyObject *)mr);
+	}
+	RP_BEGIN(mw);
+	if (sure) {
+		old = mw->bound;
+		mw->bound = NULL;
+	}
+	if (new) {
+		*new = (struct rp_bound){ mr, mw->bound };
+		mw->bound = new;
+	}
+	RP_END();
+	unbind(old);
 }
 
 void rp_raise_closed(struct rp_handle *h)
 {
-	if (is_foreign(h))
+	if (state_of(h) != NEW && h->process != process)
 		PyErr_Format(python.closed,
 			     "%S was opened by process %d; open the device "
 			     "again", h, h->pid);
@@ -341,9 +334,7 @@ static void raise_failed(PyObject *function, int code)
 /* Read where a cdata points to; 0, or -1 with an exception. */
 static int read_address(PyObject *cdata, void **address)
 {
-	PyObject *cast = PyObject_CallFunctionObjArgs(python.cast,
-						      python.number, cdata,
-						      NULL);
+	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, cdata, NULL);
 	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
 
 	*address = number ? PyLong_AsVoidPtr(number) : NULL;
@@ -400,11 +391,13 @@ static int join_parents(PyObject *parents)
 
 /*
  * Call a function with what arguments stand for: a handle for its struct.  All
- * handles among them are in use meanwhile.  `uses` has room for MAX_ARGS.
+ * handles among them are in use meanwhile.  `self` stands for the first one,
+ * unless it is NULL.  `uses` has room for MAX_ARGS.
  */
-static PyObject *call(PyObject *function, PyObject *const *args,
-		      Py_ssize_t nargs, struct rp_use *uses, int *used)
+static PyObject *call(PyObject *function, PyObject *self, PyObject *args, struct rp_use *uses,
+		      int *used)
 {
+	Py_ssize_t nargs = PyTuple_Size(args);
 	PyObject *given, *result;
 
 	*used = 0;
@@ -413,25 +406,20 @@ static PyObject *call(PyObject *function, PyObject *const *args,
 		return NULL;
 	}
 	given = PyTuple_New(nargs);
-	if (!given)
-		return NULL;
-	for (Py_ssize_t i = 0; i < nargs; i++) {
-		struct rp_handle *h = (struct rp_handle *)args[i];
+	for (Py_ssize_t i = 0; given && i < nargs; i++) {
+		PyObject *arg = self && !i ? self : PyTuple_GetItem(args, i);
+		struct rp_handle *h = rp_is_handle(arg) ? (struct rp_handle *)arg : NULL;
 
-		if (!rp_is_handle(args[i])) {
-			PyTuple_SetItem(given, i, Py_NewRef(args[i]));
-			continue;
-		}
-		if (rp_begin_use(h, &uses[*used])) {
+		if (h && rp_begin_use(h, &uses[*used])) {
 			rp_raise_closed(h);
-			Py_DECREF(given);
-			return NULL;
+			Py_CLEAR(given);
+		} else {
+			*used += h != NULL;
+			PyTuple_SetItem(given, i, Py_NewRef(h ? h->cdata : arg));
 		}
-		++*used;
-		PyTuple_SetItem(given, i, Py_NewRef(h->cdata));
 	}
-	result = PyObject_Call(function, given, NULL);
-	Py_DECREF(given);
+	result = given ? PyObject_Call(function, given, NULL) : NULL;
+	Py_XDECREF(given);
 	return result;
 }
 
@@ -442,62 +430,70 @@ static void end_uses(struct rp_use *uses, int used)
 }
 
 /* Take what was made; 0, or -1 with an exception and nothing made. */
-static int take_made(struct rp_handle *h, PyObject *create, PyObject *made,
-		     PyObject *destroy)
+static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
-	PyObject *undone;
-
 	if (read_address(made, &h->address)) {
-		PyObject *type, *value, *trace;
+		struct error error = save_error();
 
-		PyErr_Fetch(&type, &value, &trace);
-		undone = PyObject_CallFunctionObjArgs(destroy, made, NULL);
-		Py_XDECREF(undone);
-		PyErr_Restore(type, value, trace);
+		Py_XDECREF(PyObject_CallFunctionObjArgs(h->destroy, made, NULL));
+		restore_error(error);
 		return -1;
 	}
 	if (!h->address) {
 		raise_failed(create, saved_errno());
 		return -1;
 	}
+	h->cdata = Py_NewRef(made);
+	set_state(h, OPEN);
+	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	return 0;
 }
 
-static int make(struct rp_handle *h, PyObject *create, PyObject *args,
-		PyObject *destroy, PyObject *parents)
+/* Let go of all that it holds, but for its parents' knowing of it. */
+static void drop_held(struct rp_handle *h, char state)
+{
+	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps };
+	struct error error = save_error();
+	struct rp_use use;
+	struct rp_bound *bound = h->bound;
+
+	h->bound = NULL;
+	h->cdata = h->destroy = h->parents = h->keeps = NULL;
+	set_state(h, state);
+	/* What nobody holds any more is closed when that is over. */
+	push(&use, h);
+	unbind(bound);
+	for (size_t i = 0; i < sizeof(held) / sizeof(held[0]); i++)
+		Py_XDECREF(held[i]);
+	pop(&use);
+	restore_error(error);
+}
+
+/* Be what a function returns; a new reference to that, or NULL. */
+static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 {
 	struct rp_use uses[MAX_ARGS], own;
-	PyObject *given[MAX_ARGS], *made;
-	Py_ssize_t nargs = PyTuple_Size(args);
-	int used = 0, failed;
+	PyObject *listed, *made = NULL;
+	int used = 0;
 
-	if (nargs > MAX_ARGS) {
-		PyErr_SetString(PyExc_TypeError, "too many arguments");
-		return -1;
-	}
-	for (Py_ssize_t i = 0; i < nargs; i++)
-		given[i] = PyTuple_GetItem(args, i);
-	if (join_parents(parents))
-		return -1;
+	if (join_parents(h->parents))
+		return NULL;
 	push(&own, h);
-	made = call(create, given, nargs, uses, &used);
-	/* From here on no code of Python's runs before the handle has it. */
-	failed = !made || take_made(h, create, made, destroy);
-	if (!failed) {
-		h->cdata = made;
-		h->destroy = Py_NewRef(destroy);
-		h->parents = Py_NewRef(parents);
-		h->process = process;
-		add_to_list(h);
-		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+	listed = PyWeakref_NewRef((PyObject *)h, NULL);
+	if (listed && !list_as(h, listed)) {
+		made = call(create, NULL, args, uses, &used);
+		/* From here on no code of Python's runs before the handle has it. */
+		if (made && take_made(h, create, made))
+			Py_CLEAR(made);
+		if (!made)
+			unlist(h);
 	}
+	Py_XDECREF(listed);
 	end_uses(uses, used);
 	pop(&own);
-	if (failed) {
-		Py_XDECREF(made);
-		leave_parents(parents, PyTuple_Size(parents));
-	}
-	return failed ? -1 : 0;
+	if (!made)
+		leave_parents(h->parents, PyTuple_Size(h->parents));
+	return made;
 }
 
 /*
@@ -509,15 +505,17 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	static char *names[] = { "create", "args", "destroy", "parents",
 				 "keeps", "access", NULL };
 	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *create, *values, *destroy, *parents, *keeps = NULL;
+	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *made;
 	unsigned int access = 0;
+	char state = NEW;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names,
 					 &create, &PyTuple_Type, &values,
 					 &destroy, &PyTuple_Type, &parents,
 					 &keeps, &access))
 		return NULL;
-	if (__atomic_exchange_n(&h->made, 1, __ATOMIC_SEQ_CST)) {
+	if (!__atomic_compare_exchange_n(&h->state, &state, MAKING, 0, __ATOMIC_SEQ_CST,
+					 __ATOMIC_SEQ_CST)) {
 		PyErr_Format(PyExc_RuntimeError,
 			     "%S has been made; __init__ is not called again",
 			     self);
@@ -527,91 +525,70 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	h->pid = (int)getpid();
 	h->access = access;
 	h->keeps = Py_XNewRef(keeps);
-	if (make(h, create, values, destroy, parents)) {
-		PyObject *type, *value, *trace;
-
-		PyErr_Fetch(&type, &value, &trace);
-		Py_CLEAR(h->keeps);
-		h->made = 0;
-		PyErr_Restore(type, value, trace);
-		return NULL;
-	}
-	return Py_NewRef(h->cdata);
+	h->destroy = Py_NewRef(destroy);
+	h->parents = Py_NewRef(parents);
+	made = make(h, create, values);
+	if (!made)
+		drop_held(h, NEW);
+	return made;
 }
 
 /* ---- using ---------------------------------------------------------------- */
 
 /* _verb(function, *args): call it with this handle's struct and args. */
-static PyObject *handle_verb(PyObject *self, PyObject *const *args,
-			     Py_ssize_t nargs)
+static PyObject *handle_verb(PyObject *self, PyObject *args)
 {
 	struct rp_use uses[MAX_ARGS];
-	PyObject *given[MAX_ARGS], *result;
+	PyObject *function, *result;
 	int used;
 
-	if (nargs < 1 || nargs > MAX_ARGS) {
-		PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+	function = PyTuple_GetItem(args, 0);
+	if (!function)
 		return NULL;
-	}
-	given[0] = self;
-	for (Py_ssize_t i = 1; i < nargs; i++)
-		given[i] = args[i];
-	result = call(args[0], given, nargs, uses, &used);
+	result = call(function, self, args, uses, &used);
 	end_uses(uses, used);
 	return result;
+}
+
+/* Return what it has there, or NULL without an exception where it is closed. */
+static PyObject *get_held(struct rp_handle *h, PyObject *const *held)
+{
+	PyObject *value;
+
+	if (!enter(h, 1))
+		return NULL;
+	value = Py_NewRef(*held);
+	leave(h, 1);
+	return value;
 }
 
 /* _live(): the struct, or ClosedError. */
 static PyObject *handle_live(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *cdata;
+	PyObject *cdata = get_held(h, &h->cdata);
 
 	(void)unused;
-	if (!enter(h, 1)) {
+	if (!cdata)
 		rp_raise_closed(h);
-		return NULL;
-	}
-	cdata = Py_NewRef(h->cdata);
-	leave(h, 1);
 	return cdata;
-}
-
-static PyObject *get_handle(PyObject *self, void *unused)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-
-	(void)unused;
-	if (!enter(h, 1))
-		Py_RETURN_NONE;
-	PyObject *cdata = Py_NewRef(h->cdata);
-	leave(h, 1);
-	return cdata;
-}
-
-static int is_closed(struct rp_handle *h)
-{
-	return h->process != process ||
-	       !__atomic_load_n(&h->cdata, __ATOMIC_SEQ_CST);
 }
 
 static PyObject *get_closed(PyObject *self, void *unused)
 {
+	struct rp_handle *h = (struct rp_handle *)self;
+
 	(void)unused;
-	return PyBool_FromLong(is_closed((struct rp_handle *)self));
+	return PyBool_FromLong(h->process != process || state_of(h) != OPEN);
 }
 
 static PyObject *get_parents(PyObject *self, void *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *parents;
+	PyObject *parents = get_held(h, &h->parents);
 
 	(void)unused;
-	if (!enter(h, 1))
-		return PyTuple_New(0);
-	parents = Py_NewRef(h->parents);
-	leave(h, 1);
-	return parents;
+	return parents ? parents : PyTuple_New(0);
 }
 
 /* ---- closing -------------------------------------------------------------- */
@@ -625,9 +602,10 @@ static int ask(struct rp_handle *h, const char *method)
 	return done ? 0 : -1;
 }
 
+/* A wait for other threads; at exit it has an end. */
 struct pause {
-	long us; /* of the next one */
-	long left_us; /* of all, or -1 for no end */
+	long us; /* of the next sleep */
+	long all_us;
 };
 
 /* Sleep a little, and look at signals; 0, -1 with an exception, or 1 where time is up. */
@@ -635,7 +613,7 @@ static int sleep_on(struct pause *pause)
 {
 	struct timespec time = { 0, pause->us * 1000 };
 
-	if (pause->left_us >= 0 && (pause->left_us -= pause->us) < 0)
+	if (rp_exiting && (pause->all_us += pause->us) > WAIT_AT_EXIT_US)
 		return 1;
 	Py_BEGIN_ALLOW_THREADS
 	nanosleep(&time, NULL);
@@ -645,47 +623,50 @@ static int sleep_on(struct pause *pause)
 	return PyErr_CheckSignals();
 }
 
-static void reopen(struct rp_handle *h)
+/* Be who closes it, if nobody does. */
+static int claim(struct rp_handle *h)
 {
-	h->releasing = 0;
+	uintptr_t nobody = 0;
+
+	return __atomic_compare_exchange_n(&h->closer, &nobody, this_thread(), 0,
+					   __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
+
+static void end_claim(struct rp_handle *h)
+{
 	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
-	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 }
 
 /*
- * Let nobody begin to use it.  Returns 1; 0 where it is closed, or this thread
- * is closing it; -1 with an exception.
+ * Be who closes it, and let nobody begin to use it.  Returns 0; 1 where it is closed, this
+ * thread is closing it, or time is up; -1 with an exception.
  */
 static int shut(struct rp_handle *h, struct pause *pause)
 {
-	for (;;) {
-		uint64_t word = load(&h->word);
+	uint64_t word;
+	int stopped;
 
-		if (!(word & SHUT)) {
-			if (CHILDREN(word)) {
-				ask(h, "_refuse_children"); /* it raises */
-				return -1;
-			}
-			if (!__atomic_compare_exchange_n(
-				    &h->word, &word, word | SHUT, 0,
-				    __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-				continue;
-			__atomic_store_n(&h->closer, this_thread(),
-					 __ATOMIC_SEQ_CST);
+	while (!claim(h)) {
+		if (__atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread())
 			return 1;
-		}
-		if (is_closed(h) ||
-		    __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) ==
-			    this_thread())
-			return 0;
 		/* Another thread closes it: wait for what comes of that. */
-		switch (sleep_on(pause)) {
-		case -1:
-			return -1;
-		case 1:
-			return 0;
-		}
+		stopped = sleep_on(pause);
+		if (stopped)
+			return stopped;
 	}
+	word = load(&h->word);
+	while (state_of(h) == OPEN && !CHILDREN(word) &&
+	       !__atomic_compare_exchange_n(&h->word, &word, word | SHUT, 0, __ATOMIC_SEQ_CST,
+					    __ATOMIC_SEQ_CST))
+		;
+	if (state_of(h) == GONE || (state_of(h) == OPEN && CHILDREN(word))) {
+		end_claim(h);
+		if (state_of(h) == GONE)
+			return 1;
+		ask(h, "_refuse_children"); /* it raises */
+		return -1;
+	}
+	return 0;
 }
 
 /* All that comes before the destruction; 0, -1 with an exception, or 1 where time is up. */
@@ -712,68 +693,7 @@ static int release(struct rp_handle *h, struct pause *pause)
 	return 0;
 }
 
-/* Call _forget() until it has come to its end; the first exception of an interrupt remains. */
-static int finish(struct rp_handle *h)
-{
-	PyObject *type = NULL, *value = NULL, *trace = NULL;
-
-	for (int i = 0; h->unfinished && i < MOST_INTERRUPTS; i++) {
-		if (!ask(h, "_forget"))
-			h->unfinished = 0;
-		else if (type)
-			PyErr_Clear();
-		else
-			PyErr_Fetch(&type, &value, &trace);
-	}
-	if (!type)
-		return 0;
-	PyErr_Restore(type, value, trace);
-	return -1;
-}
-
-/* What a handle holds while it is open. */
-struct held {
-	PyObject *cdata, *destroy, *parents, *keeps, *bound;
-};
-
-/* Note that the struct is gone.  Runs no code of Python's. */
-static void note_destroyed(struct rp_handle *h, struct held *held)
-{
-	held->destroy = h->destroy;
-	held->parents = h->parents;
-	held->keeps = h->keeps;
-	held->bound = __atomic_exchange_n(&h->bound, NULL, __ATOMIC_SEQ_CST);
-	held->cdata = h->cdata;
-	h->address = NULL;
-	h->destroy = h->parents = h->keeps = NULL;
-	h->unfinished = 1;
-	__atomic_store_n(&h->cdata, NULL, __ATOMIC_SEQ_CST);
-	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
-	remove_from_list(h);
-}
-
-/* Leave the parents, which _forget() may have used, and drop all that was held. */
-static void let_go(struct held *held)
-{
-	PyObject *type, *value, *trace;
-
-	PyErr_Fetch(&type, &value, &trace);
-	leave_parents(held->parents, PyTuple_Size(held->parents));
-	if (held->bound) {
-		struct rp_handle *mr = (struct rp_handle *)held->bound;
-
-		__atomic_sub_fetch(&mr->windows, 1, __ATOMIC_SEQ_CST);
-		look_after(mr);
-	}
-	Py_XDECREF(held->bound);
-	Py_XDECREF(held->keeps);
-	Py_DECREF(held->cdata);
-	Py_DECREF(held->destroy);
-	Py_DECREF(held->parents);
-	PyErr_Restore(type, value, trace);
-}
-
-static int destroy(struct rp_handle *h, struct held *held)
+static int destroy(struct rp_handle *h)
 {
 	struct rp_use use;
 	PyObject *result;
@@ -783,40 +703,69 @@ static int destroy(struct rp_handle *h, struct held *held)
 	result = PyObject_CallFunctionObjArgs(h->destroy, h->cdata, NULL);
 	done = succeeded(h->destroy, result);
 	/* From a call that did well to here no code of Python's has run. */
-	if (done)
-		note_destroyed(h, held);
+	if (done) {
+		h->address = NULL;
+		h->kept = 0;
+		set_state(h, DESTROYED);
+		unlist(h);
+	}
 	Py_XDECREF(result);
 	pop(&use);
 	return done ? 0 : -1;
 }
 
-/* Close it, now; 0, or -1 with an exception. */
-static int close_now(struct rp_handle *h, char who)
+/* It stays open, after all. */
+static void reopen(struct rp_handle *h)
 {
-	struct pause pause = { 1, who == AT_EXIT ? WAIT_AT_EXIT_MS * 1000L :
-						   -1 };
-	struct held held;
-	int stopped = shut(h, &pause);
+	struct error error = save_error();
 
-	if (stopped < 0)
-		return -1;
-	if (!stopped)
-		return finish(h);
-	stopped = release(h, &pause);
-	if (!stopped && !destroy(h, &held)) {
-		stopped = finish(h);
-		let_go(&held);
-		return stopped;
-	}
-	PyObject *type, *value, *trace;
-
-	PyErr_Fetch(&type, &value, &trace);
 	h->releasing = 1;
 	if (ask(h, "_restore"))
 		PyErr_WriteUnraisable((PyObject *)h);
-	reopen(h);
-	PyErr_Restore(type, value, trace);
-	return stopped > 0 ? 0 : -1;
+	h->releasing = 0;
+	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+	restore_error(error);
+}
+
+/*
+ * Call _forget() until it has come to its end, then let go of all that is held.
+ * 0, or -1 with the first exception of an interrupt, which did not end it.
+ */
+static int finish(struct rp_handle *h)
+{
+	struct error first = { NULL, NULL, NULL };
+	int forgotten = 0;
+
+	for (int i = 0; !forgotten && i < MOST_INTERRUPTS; i++) {
+		forgotten = !ask(h, "_forget");
+		if (!forgotten && !first.type)
+			first = save_error();
+		PyErr_Clear();
+	}
+	if (forgotten) {
+		leave_parents(h->parents, PyTuple_Size(h->parents));
+		drop_held(h, GONE);
+	}
+	restore_error(first);
+	return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Close it, now; 0, or -1 with an exception. */
+static int close_now(struct rp_handle *h)
+{
+	struct pause pause = { 1, 0 };
+	int stopped = shut(h, &pause);
+
+	if (stopped)
+		return stopped < 0 ? -1 : 0;
+	if (state_of(h) == OPEN)
+		stopped = release(h, &pause) || destroy(h);
+	if (stopped)
+		reopen(h);
+	else
+		finish(h);
+	end_claim(h);
+	return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Say what nobody can be told by an exception; whether it was a Ctrl-C, to be raised again. */
@@ -833,156 +782,88 @@ static int report(struct rp_handle *h)
 /* Keep what the device keeps for the life of the process, with its memory and its parents. */
 static void keep(struct rp_handle *h)
 {
-	PyObject *type, *value, *trace, *said;
+	struct error error = save_error();
+	PyObject *said;
 
-	PyErr_Fetch(&type, &value, &trace);
-	if (!h->kept) {
-		h->kept = 1;
-		Py_INCREF((PyObject *)h);
+	if (!__atomic_exchange_n(&h->kept, 1, __ATOMIC_SEQ_CST)) {
+		if (list_as(h, (PyObject *)h))
+			Py_INCREF((PyObject *)h);
+		PyErr_Clear();
 		said = PyObject_CallMethod((PyObject *)h, "_warn_kept", "O",
-					   value ? value : Py_None);
+					   error.value ? error.value : Py_None);
 		if (!said)
 			PyErr_WriteUnraisable((PyObject *)h);
 		Py_XDECREF(said);
 	}
-	Py_XDECREF(type);
-	Py_XDECREF(value);
-	Py_XDECREF(trace);
+	restore_error(error);
 }
 
 /* Close what nobody can reach. */
 static void close_quietly(struct rp_handle *h)
 {
-	PyObject *type, *value, *trace;
+	struct error error = save_error();
 	int interrupted = 0, failed = 1;
 
-	PyErr_Fetch(&type, &value, &trace);
 	Py_INCREF((PyObject *)h);
 	for (int i = 0; failed && i < MOST_INTERRUPTS; i++) {
-		failed = close_now(h, BY_FINALIZER);
+		failed = close_now(h);
 		if (failed && PyErr_ExceptionMatches(python.error))
 			break;
 		if (failed)
 			interrupted |= report(h);
 	}
-	if (failed && h->cdata) {
+	if (failed && state_of(h) == OPEN)
 		keep(h);
-	} else if (h->kept && !h->cdata) {
-		h->kept = 0;
-		Py_DECREF((PyObject *)h);
-	}
 	PyErr_Clear();
 	if (interrupted)
 		PyErr_SetInterrupt();
 	Py_DECREF((PyObject *)h);
-	PyErr_Restore(type, value, trace);
+	restore_error(error);
 }
 
 /* Close what this thread was to close while it was in a verb. */
-static void close_put_off(void)
+void rp_close_put_off(void)
 {
-	PyObject *type, *value, *trace;
-
+	struct error error = save_error();
+	struct rp_thread *me = rp_thread();
 	int interrupted = 0;
 
-	PyErr_Fetch(&type, &value, &trace);
-	rp_thread()->draining = 1;
-	while (rp_thread()->first_put_off) {
-		struct rp_handle *h = rp_thread()->first_put_off;
+	me->draining = 1;
+	while (me->first_put_off) {
+		struct rp_handle *h = me->first_put_off;
 		char who;
 
-		rp_thread()->first_put_off = h->next;
-		if (!rp_thread()->first_put_off)
-			rp_thread()->last_put_off = NULL;
-		who = __atomic_exchange_n(&h->put_off, NOBODY,
-					  __ATOMIC_SEQ_CST);
-		if (is_foreign(h) || !(h->cdata || h->unfinished))
-			;
-		else if (who == BY_CALLER && close_now(h, BY_CALLER))
+		me->first_put_off = h->next;
+		if (!h->next)
+			me->last_put_off = NULL;
+		who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
+		if (who == BY_FINALIZER)
+			rp_look_after(h);
+		else if (!is_done(h) && close_now(h))
 			interrupted |= report(h);
-		else if (who == BY_FINALIZER && !exiting && !is_busy(h))
-			close_quietly(h);
 		Py_DECREF((PyObject *)h);
 	}
-	rp_thread()->draining = 0;
+	me->draining = 0;
 	if (interrupted)
 		PyErr_SetInterrupt();
-	PyErr_Restore(type, value, trace);
-}
-
-/* Whether there is nothing to close here. */
-static int is_done(struct rp_handle *h)
-{
-	return h->process != process || !(h->cdata || h->unfinished);
-}
-
-static PyObject *close_by(PyObject *self, char who)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-	int failed = 0;
-
-	Py_INCREF((PyObject *)h);
-	if (is_done(h))
-		;
-	else if (rp_thread()->top)
-		put_off(h, who);
-	else
-		failed = close_now(h, who);
-	Py_DECREF((PyObject *)h);
-	if (failed)
-		return NULL;
-	Py_RETURN_NONE;
+	restore_error(error);
 }
 
 static PyObject *handle_close(PyObject *self, PyObject *unused)
 {
+	struct rp_handle *h = (struct rp_handle *)self;
+	int failed = 0;
+
 	(void)unused;
-	return close_by(self, BY_CALLER);
-}
-
-/* _close_at_exit(): as close(), and never wait for long. */
-static PyObject *handle_close_at_exit(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	return close_by(self, AT_EXIT);
-}
-
-/* _bind(mr): a window is bound to a region, or with None to nothing. */
-static PyObject *handle_bind(PyObject *self, PyObject *mr)
-{
-	struct rp_use uses[2];
-	PyObject *old;
-	int used = 0;
-
-	if (mr != Py_None && !rp_is_handle(mr)) {
-		PyErr_SetString(PyExc_TypeError, "it is not a handle");
-		return NULL;
-	}
-	if (rp_begin_use((struct rp_handle *)self, &uses[used])) {
-		rp_raise_closed((struct rp_handle *)self);
-		return NULL;
-	}
-	used++;
-	if (mr != Py_None &&
-	    rp_begin_use((struct rp_handle *)mr, &uses[used++])) {
-		rp_raise_closed((struct rp_handle *)mr);
-		end_uses(uses, 1);
-		return NULL;
-	}
-	old = rp_bind((struct rp_handle *)self,
-		      mr == Py_None ? NULL : (struct rp_handle *)mr);
-	end_uses(uses, used);
-	Py_XDECREF(old);
-	Py_RETURN_NONE;
-}
-
-/* _abandon(): the last user closes it; the caller has made one. */
-static PyObject *handle_abandon(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	__atomic_store_n(&((struct rp_handle *)self)->abandoned, 1,
-			 __ATOMIC_SEQ_CST);
-	Py_RETURN_NONE;
+	Py_INCREF(self);
+	if (is_done(h))
+		;
+	else if (rp_in_verb())
+		put_off(h, BY_CALLER);
+	else
+		failed = close_now(h);
+	Py_DECREF(self);
+	return failed ? NULL : Py_NewRef(Py_None);
 }
 
 /* What a hook does where a class has nothing to do. */
@@ -1017,7 +898,8 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(h->destroy);
 	Py_VISIT(h->parents);
 	Py_VISIT(h->keeps);
-	Py_VISIT(h->bound);
+	for (struct rp_bound *b = h->bound; b; b = b->next)
+		Py_VISIT((PyObject *)b->mr);
 	return 0;
 }
 
@@ -1025,15 +907,8 @@ static void handle_finalize(PyObject *self)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 
-	if (exiting || !h->made || is_done(h))
-		return;
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	if (h->cdata && is_busy(h))
-		return;
-	if (rp_thread()->top)
-		put_off(h, BY_FINALIZER);
-	else
-		close_quietly(h);
+	rp_look_after(h);
 }
 
 static void handle_dealloc(PyObject *self)
@@ -1043,23 +918,19 @@ static void handle_dealloc(PyObject *self)
 	freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_GC_UnTrack(self);
-	if (h->cdata) {
-		remove_from_list(h);
-		if (h->process == process) {
-			/*
-			 * The interpreter ends, or a subclass has a finalizer
-			 * of its own: the device has it still, so what it
-			 * stands on must stay.
-			 */
-			h->cdata = h->destroy = h->parents = NULL;
-			h->keeps = h->bound = NULL;
-		}
+	if (state_of(h) == OPEN)
+		unlist(h);
+	/*
+	 * If it is open the interpreter ends, or a subclass has a finalizer of its own: the
+	 * device has it still, so what it stands on must stay.
+	 */
+	if (state_of(h) != OPEN || h->process != process) {
+		Py_XDECREF(h->cdata);
+		Py_XDECREF(h->destroy);
+		Py_XDECREF(h->parents);
+		Py_XDECREF(h->keeps);
+		unbind(h->bound);
 	}
-	Py_XDECREF(h->cdata);
-	Py_XDECREF(h->destroy);
-	Py_XDECREF(h->parents);
-	Py_XDECREF(h->keeps);
-	Py_XDECREF(h->bound);
 	release_memory(self);
 	Py_DECREF(type);
 }
@@ -1067,10 +938,8 @@ static void handle_dealloc(PyObject *self)
 static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make,
 	  METH_VARARGS | METH_KEYWORDS, NULL },
-	{ "_verb", (PyCFunction)(void (*)(void))handle_verb, METH_FASTCALL,
-	  NULL },
-	{ "_live", handle_live, METH_NOARGS,
-	  "Return the struct, or raise ClosedError." },
+	{ "_verb", handle_verb, METH_VARARGS, NULL },
+	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done.\n\n"
 	  "It waits for the verbs that other threads are in the middle of. "
@@ -1081,10 +950,7 @@ static PyMethodDef handle_methods[] = {
 	  "    InUseError: others that depend on it are open; it stays open "
 	  "too.\n"
 	  "    VerbsError: the device refused; it stays open too.\n" },
-	{ "_close_at_exit", handle_close_at_exit, METH_NOARGS, NULL },
-	{ "_abandon", handle_abandon, METH_NOARGS, NULL },
 	{ "_wake", do_nothing, METH_NOARGS, NULL },
-	{ "_bind", handle_bind, METH_O, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
 	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },
@@ -1092,18 +958,16 @@ static PyMethodDef handle_methods[] = {
 };
 
 static PyGetSetDef handle_getset[] = {
-	{ "_handle", get_handle, NULL, NULL, NULL },
 	{ "_parents", get_parents, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 
 static PyMemberDef handle_members[] = {
-	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned),
-	  READONLY, NULL },
+	/* Whether its last user closes it. */
+	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
-	{ "_posted", T_ULONGLONG, offsetof(struct rp_handle, posted),
-	  READONLY, NULL },
+	{ "_posted", T_ULONGLONG, offsetof(struct rp_handle, posted), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 
@@ -1127,67 +991,27 @@ static PyType_Spec handle_spec = {
 
 /* ---- for Python ----------------------------------------------------------- */
 
-/* describe_handles(ClosedError, RdmaError, failed, ffi, uintptr_t) */
+/* describe_handles(ClosedError, RdmaError, failed, ffi, to_number, open), held for ever */
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
-	if (!PyArg_ParseTuple(args, "OOOOO", &python.closed, &python.error,
-			      &python.failed, &python.ffi, &python.number))
+	if (!PyArg_ParseTuple(args, "OOOOOO!", &python.closed, &python.error, &python.failed,
+			      &python.ffi, &python.to_number, &PyDict_Type, &python.open))
 		return NULL;
-	python.cast = PyObject_GetAttrString(python.ffi, "cast");
-	if (!python.cast)
-		return NULL;
-	Py_INCREF(python.closed);
-	Py_INCREF(python.error);
-	Py_INCREF(python.failed);
-	Py_INCREF(python.ffi);
-	Py_INCREF(python.number);
-	Py_RETURN_NONE;
+	return Py_NewRef(Py_NewRef(args));
 }
 
-/* open_handles(): those of this process that are open, the newest first. */
-static PyObject *open_handles(PyObject *self, PyObject *unused)
+/* exiting(closed_all): the interpreter is about to close all handles, or has done so. */
+static PyObject *exiting(PyObject *self, PyObject *closed_all)
 {
 	(void)self;
-	(void)unused;
-	return list_open(NULL);
-}
-
-/* handle_at(address): the open handle whose struct is there, or None. */
-static PyObject *handle_at(PyObject *self, PyObject *address)
-{
-	void *pointer = PyLong_AsVoidPtr(address);
-	PyObject *list, *found;
-
-	(void)self;
-	if (!pointer) {
-		if (PyErr_Occurred())
-			return NULL;
-		Py_RETURN_NONE;
-	}
-	list = list_open(pointer);
-	if (!list)
-		return NULL;
-	found = PyList_Size(list) ? PyList_GetItem(list, 0) : Py_None;
-	Py_INCREF(found);
-	Py_DECREF(list);
-	return found;
-}
-
-/* end_handles(): finalizers do nothing any more. */
-static PyObject *end_handles(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	exiting = 1;
+	rp_exiting = closed_all == Py_True ? RP_CLOSED_ALL : RP_CLOSING_ALL;
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
 	{ "describe_handles", describe_handles, METH_VARARGS, NULL },
-	{ "open_handles", open_handles, METH_NOARGS, NULL },
-	{ "handle_at", handle_at, METH_O, NULL },
-	{ "end_handles", end_handles, METH_NOARGS, NULL },
+	{ "exiting", exiting, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -1199,9 +1023,6 @@ int rp_add_handle(PyObject *module)
 		pthread_atfork(NULL, NULL, after_fork);
 		watches_forks = 1;
 	}
-	rp_handle_type = PyType_FromSpec(&handle_spec); /* held for ever */
-	if (!rp_handle_type ||
-	    PyModule_AddObjectRef(module, "Handle", rp_handle_type))
-		return -1;
-	return PyModule_AddFunctions(module, functions);
+	return rp_add_type(module, &handle_spec, "Handle", &rp_handle_type) ||
+	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -26,17 +26,15 @@ struct rp_handle {
 	PyObject *destroy; /* called with cdata */
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* what must not go before it: memory */
-	PyObject *bound; /* the region that a window is bound to, or NULL */
-	struct rp_handle *newer, *older; /* among all that are open */
+	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* among those to close after a verb */
 	uintptr_t closer; /* the thread that closes it, or 0 */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that made it */
 	int pid; /* of that process */
 	unsigned int access; /* of a memory region */
-	char made; /* or about to be */
+	char state;
 	char releasing; /* its closer may still use it */
-	char unfinished; /* destroyed, and _forget() has not come to its end */
 	char abandoned; /* finalized: its last user closes it */
 	char kept; /* the device would not let it go */
 	char put_off; /* to be closed after a verb */
@@ -44,11 +42,38 @@ struct rp_handle {
 
 extern PyObject *rp_handle_type;
 
-/* A handle in use by a verb of this thread, the innermost first. */
+/* What the end of the interpreter has come to, or 0. */
+enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
+extern int rp_exiting;
+
+/* A handle in use by a verb of a thread, the innermost first. */
 struct rp_use {
 	struct rp_handle *handle;
 	struct rp_use *below;
 };
+
+/*
+ * What tells threads apart: what each uses, and what it is to close when it uses nothing.  A thread
+ * may stand for another one that waits for it: it holds the locks, and is in the middle of the
+ * verbs, of that one; NULL ends that.
+ */
+struct rp_thread {
+	uint64_t mark; /* the generation of the process, and in the low 32 bits a number */
+	struct rp_use *top;
+	struct rp_handle *first_put_off, *last_put_off;
+	int draining;
+};
+
+extern _Thread_local struct rp_thread *rp_current; /* NULL where nobody has asked for it */
+struct rp_thread *rp_first_thread(void);
+void rp_stand_for(struct rp_thread *thread);
+
+static inline struct rp_thread *rp_thread(void)
+{
+	struct rp_thread *me = rp_current;
+
+	return me ? me : rp_first_thread();
+}
 
 static inline int rp_is_handle(PyObject *object)
 {
@@ -78,10 +103,45 @@ int rp_in_verb(void);
 /* Raise what tells why a handle cannot be used. */
 void rp_raise_closed(struct rp_handle *handle);
 
+/* The two, for who knows its thread. */
+#define RP_SHUT (1ull << 63)
+int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use);
+void rp_look_after(struct rp_handle *handle);
+void rp_close_put_off(void);
+
+static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle,
+				  struct rp_use *use)
+{
+	uint64_t word = RP_LOAD(&handle->word);
+
+	if (handle->process != me->mark >> 32 || word & RP_SHUT ||
+	    !rp_swap_word(&handle->word, &word, word + 1))
+		return rp_begin_use_shut(me, handle, use);
+	use->handle = handle;
+	use->below = me->top;
+	me->top = use;
+	return 0;
+}
+
+static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
+{
+	struct rp_handle *handle = use->handle;
+
+	/* Still in the middle of it: nothing is closed before the word is right. */
+	if (handle->process == me->mark >> 32) {
+		RP_ADD(&handle->word, -1);
+		if (RP_LOAD(&handle->abandoned))
+			rp_look_after(handle);
+	}
+	me->top = use->below;
+	if (!me->top && me->first_put_off && !me->draining)
+		rp_close_put_off();
+}
+
 /* A work request in flight names it; the caller is in the middle of a use of it. */
 static inline void rp_name(struct rp_handle *handle)
 {
-	__atomic_add_fetch(&handle->posted, 1, __ATOMIC_SEQ_CST);
+	RP_ADD(&handle->posted, 1);
 }
 
 /*
@@ -91,22 +151,30 @@ static inline void rp_name(struct rp_handle *handle)
 void rp_unname(struct rp_handle *handle);
 
 /*
- * A window is bound to a region from now on, or to none (NULL): it holds that.
- * The caller is in the middle of a use of both.
- * Returns what it held before, or NULL, for the caller to release where
- * Python code may run.  Runs none itself.
+ * A bind of a window is done.  Where it went well, `mr` is what the window holds from now on, or
+ * nothing (NULL), and what it held before it does not; where nobody knows (`sure` is 0), both.
+ * The window and the region are named.  May run any Python code.
  */
-PyObject *rp_bind(struct rp_handle *mw, struct rp_handle *mr);
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure);
 
-/*
- * What tells threads apart.  A thread may stand for another one that waits for it: it
- * holds the locks, and is in the middle of the verbs, of that one.  NULL ends that.
- */
-struct rp_thread;
-struct rp_thread *rp_thread(void);
-void rp_stand_for(struct rp_thread *thread);
+/* ---- lock.c, quickly ------------------------------------------------------ */
 
-/* Generation of this process: one more in each child of a fork. */
-unsigned int rp_process(void);
+/* Wake one who waits for a lock that has been given. */
+void rp_wake(struct rp_lock *lock);
+
+/* Who held it before a fork does not exist after it. */
+static inline int rp_try_for(struct rp_lock *lock, const struct rp_thread *me)
+{
+	uint64_t owner = RP_LOAD(&lock->owner);
+
+	return (!owner || (owner ^ me->mark) >> 32) && rp_swap_word(&lock->owner, &owner, me->mark);
+}
+
+static inline void rp_give_quickly(struct rp_lock *lock)
+{
+	RP_STORE(&lock->owner, 0);
+	if (RP_LOAD(&lock->waiting))
+		rp_wake(lock);
+}
 
 #endif

@@ -1,49 +1,44 @@
 /* What is posted and not known to be done (inflight.h). */
-#include "inflight.h"
+#include "post.h"
 
 #include <structmember.h>
-
-enum { FREE, POSTED, DONE, MATCHED, EARLY };
 
 PyObject *rp_in_flight_type, *rp_sent_type;
 
 /* ---- what an entry holds ------------------------------------------------ */
 
-static int is_handle(PyObject *object)
+/* Name a handle, or what is in a tuple, or name it no longer; the first that is not open, or NULL. */
+static PyObject *each(PyObject *held, int unname)
 {
-	static PyTypeObject *known; /* a region's, nearly always */
+	PyObject *closed = NULL, *one;
 
-	if (Py_TYPE(object) == known)
-		return 1;
-	if (!PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type))
-		return 0;
-	if (!known)
-		known = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
-	return 1;
-}
-
-static void each(PyObject *held, void (*f)(struct rp_handle *))
-{
 	if (!held || held == Py_None)
-		return;
-	if (is_handle(held)) {
-		f((struct rp_handle *)held);
-		return;
+		return NULL;
+	if (PyTuple_CheckExact(held)) {
+		for (Py_ssize_t i = PyTuple_Size(held); i--;) {
+			one = each(PyTuple_GetItem(held, i), unname);
+			closed = one ? one : closed;
+		}
+		return closed;
 	}
-	if (!PyTuple_CheckExact(held))
-		return;
-	for (Py_ssize_t i = 0; i < PyTuple_Size(held); i++)
-		each(PyTuple_GetItem(held, i), f);
+	if (!rp_has_type(held, rp_known.mr) && !rp_is_handle(held))
+		return NULL;
+	if (unname) {
+		rp_unname((struct rp_handle *)held);
+		return NULL;
+	}
+	rp_name((struct rp_handle *)held);
+	return rp_is_open((struct rp_handle *)held) ? NULL : held;
 }
 
-void rp_name_all(PyObject *held)
+PyObject *rp_name_all(PyObject *held)
 {
-	each(held, rp_name);
+	return each(held, 0);
 }
 
 void rp_unname_all(PyObject *held)
 {
-	each(held, rp_unname);
+	each(held, 1);
 }
 
 /* ---- the entries -------------------------------------------------------- */
@@ -53,24 +48,23 @@ static struct rp_entry *at(const struct rp_in_flight *q, uint64_t index)
 	return &q->entries[index & (q->size - 1)];
 }
 
-static int grow(struct rp_in_flight *q)
+static int grow_once(struct rp_in_flight *q)
 {
 	size_t size = q->size ? 2 * q->size : 16;
-	struct rp_entry *entries = PyMem_Calloc(size, sizeof(*entries));
+	struct rp_entry *entries = PyMem_Malloc(size * sizeof(*entries));
 
 	if (!entries) {
 		PyErr_NoMemory();
 		return -1;
 	}
-	if (q->in_order) {
-		for (size_t i = q->dropped; i != q->end; i++)
-			entries[i & (size - 1)] = *at(q, i);
-	} else {
-		for (size_t i = 0; i < q->size; i++)
-			entries[i] = q->entries[i];
+	for (size_t i = q->dropped; q->in_order && i != q->end; i++)
+		entries[i & (size - 1)] = *at(q, i);
+	if (!q->in_order) {
+		if (q->size)
+			memcpy(entries, q->entries, q->size * sizeof(*entries));
 		for (size_t i = size; i-- > q->size;) {
-			entries[i].count = q->first;
-			q->first = i + 1;
+			entries[i] = (struct rp_entry){ .count = q->free };
+			q->free = (uint32_t)i + 1;
 		}
 	}
 	PyMem_Free(q->entries);
@@ -79,72 +73,56 @@ static int grow(struct rp_in_flight *q)
 	return 0;
 }
 
-static size_t room(const struct rp_in_flight *q)
-{
-	/* In any order, entries that are done count as taken until they are dropped. */
-	return q->size - (q->end - (q->in_order ? q->dropped : 0));
-}
-
-int rp_reserve(struct rp_in_flight *q, size_t count)
+int rp_grow(struct rp_in_flight *q, size_t count)
 {
 	int failed = 0;
 
 	RP_BEGIN(q);
-	while (!failed && room(q) < count)
-		failed = grow(q);
+	while (!failed && q->size - (q->end - q->dropped) < count)
+		failed = grow_once(q);
 	RP_END();
 	return failed;
 }
 
-/* A slot's number and how often it has been used: a stale ticket finds nobody. */
-static uint64_t slot_ticket(const struct rp_in_flight *q, size_t index)
+/*
+ * The end of a slot's ticket, which is not 0: 1 + its index, and how often it has been used, so that
+ * a stale ticket finds nobody.
+ */
+static uint32_t end_of_ticket(const struct rp_in_flight *q, size_t index)
 {
-	return q->base | (uint64_t)q->entries[index].generation << 24 | index;
+	return (uint32_t)q->entries[index].generation << 24 | (uint32_t)(index + 1);
 }
 
-uint64_t rp_record(struct rp_in_flight *q, PyObject *wr_id, PyObject *held,
-		   uint64_t count, uint64_t removes)
+struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *ticket)
 {
-	struct rp_entry *entry;
-	uint64_t ticket;
+	struct rp_entry *entry = &q->entries[q->free - 1];
 
-	RP_BEGIN(q);
-	if (q->in_order) {
-		entry = at(q, q->end);
-		ticket = q->base | (q->posted & UINT32_MAX);
-	} else {
-		ticket = slot_ticket(q, q->first - 1);
-		entry = &q->entries[q->first - 1];
-		q->first = entry->count;
-	}
+	*ticket = q->base | end_of_ticket(q, q->free - 1);
+	q->free = entry->count;
 	q->end++;
-	entry->wr_id = wr_id;
-	entry->held = held;
-	entry->count = count;
-	entry->removes = removes;
-	entry->state = POSTED;
-	q->posted += count;
-	RP_END();
-	return ticket;
+	return entry;
+}
+
+static int is_there(const struct rp_entry *entry)
+{
+	return entry->state != RP_FREE && entry->state != RP_DONE;
 }
 
 /* The entry in any order that a ticket names, while it is outstanding. */
 static struct rp_entry *find(const struct rp_in_flight *q, uint64_t ticket)
 {
-	size_t index = ticket & 0xFFFFFF;
+	size_t index = (size_t)(ticket & 0xFFFFFF) - 1;
 
-	if (index >= q->size || slot_ticket(q, index) != ticket ||
-	    q->entries[index].state == FREE || q->entries[index].state == DONE)
-		return NULL;
-	return &q->entries[index];
+	return index < q->size && end_of_ticket(q, index) == (uint32_t)ticket &&
+	       is_there(&q->entries[index]) ? &q->entries[index] : NULL;
 }
 
 /* Leave an entry in any order to rp_drop_done(). */
 static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 {
-	entry->state = DONE;
-	entry->count = q->dropped;
-	q->dropped = (size_t)(entry - q->entries) + 1;
+	entry->state = RP_DONE;
+	entry->count = q->retired;
+	q->retired = (uint32_t)(entry - q->entries) + 1;
 	q->done++;
 }
 
@@ -153,24 +131,36 @@ static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 	PyObject *wr_id = entry->wr_id;
 
 	if ((PyObject *)Py_TYPE(wr_id) == rp_sent_type)
-		wr_id = PyTuple_GetItem(((struct rp_sent *)wr_id)->wr_ids,
-					(Py_ssize_t)index);
+		wr_id = PyTuple_GetItem(((struct rp_sent *)wr_id)->wr_ids, (Py_ssize_t)index);
 	return Py_XNewRef(wr_id);
 }
 
 /* A TAG_DEL is done: its receive is, too, unless a message was faster. */
-static void release(struct rp_in_flight *tagged, uint64_t ticket)
+static void release(struct rp_in_flight *tagged, uint32_t ticket)
 {
 	struct rp_entry *entry;
 
 	RP_BEGIN(tagged);
 	entry = find(tagged, ticket);
-	if (entry && entry->state == POSTED)
+	if (entry && entry->state == RP_POSTED)
 		retire(tagged, entry);
 	RP_END();
 }
 
-static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket)
+/*
+ * Note what has become of a bind.  An error is that of the last entry; whether one before it, whose
+ * completion nobody asked for, was carried out nobody knows.
+ */
+static void note_bind(struct rp_entry *entry, int last, int status)
+{
+	if (status == IBV_WC_SUCCESS)
+		entry->state = entry->state == RP_BIND ? RP_BOUND : RP_UNBOUND;
+	else if (last && (status == IBV_WC_MW_BIND_ERR || status == IBV_WC_LOC_QP_OP_ERR ||
+			  status == IBV_WC_LOC_PROT_ERR))
+		entry->state = RP_POSTED;
+}
+
+static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket, int status)
 {
 	uint64_t ahead = (ticket - q->done) & UINT32_MAX;
 	PyObject *wr_id = NULL;
@@ -191,6 +181,8 @@ static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket)
 		q->begun = 0;
 		q->first++;
 		ahead -= ahead < left ? ahead : left;
+		if (entry->state >= RP_BIND)
+			note_bind(entry, wr_id != NULL, status);
 		if (entry->removes && q->tagged)
 			release(q->tagged, entry->removes);
 	}
@@ -200,25 +192,21 @@ static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket)
 static PyObject *complete_any(struct rp_in_flight *q, uint64_t ticket)
 {
 	struct rp_entry *entry = find(q, ticket);
-	PyObject *wr_id;
+	PyObject *wr_id = entry ? Py_NewRef(entry->wr_id) : NULL;
 
-	if (!entry)
-		return NULL;
-	wr_id = Py_NewRef(entry->wr_id);
-	if (entry->state == EARLY)
-		entry->state = MATCHED;
-	else
+	if (entry && entry->state == RP_EARLY)
+		entry->state = RP_MATCHED;
+	else if (entry)
 		retire(q, entry);
 	return wr_id;
 }
 
-PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket)
+PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket, int status)
 {
 	PyObject *wr_id;
 
 	RP_BEGIN(q);
-	wr_id = q->in_order ? complete_in_order(q, ticket) :
-			      complete_any(q, ticket);
+	wr_id = q->in_order ? complete_in_order(q, ticket, status) : complete_any(q, ticket);
 	RP_END();
 	return wr_id;
 }
@@ -230,7 +218,7 @@ void rp_match(struct rp_in_flight *q, uint64_t ticket)
 	RP_BEGIN(q);
 	entry = q->in_order ? NULL : find(q, ticket);
 	if (entry)
-		entry->state = EARLY;
+		entry->state = RP_EARLY;
 	RP_END();
 }
 
@@ -239,8 +227,7 @@ int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket)
 	int found;
 
 	RP_BEGIN(q);
-	found = q->in_order ? ((ticket - q->done) & UINT32_MAX) <
-				      q->posted - q->done :
+	found = q->in_order ? ((ticket - q->done) & UINT32_MAX) < q->posted - q->done :
 			      find(q, ticket) != NULL;
 	RP_END();
 	return found;
@@ -248,54 +235,57 @@ int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket)
 
 static void free_slot(struct rp_in_flight *q, struct rp_entry *entry)
 {
-	entry->wr_id = entry->held = NULL;
-	entry->state = FREE;
-	entry->generation++;
-	entry->count = q->first;
-	q->first = (size_t)(entry - q->entries) + 1;
+	*entry = (struct rp_entry){ .count = q->free,
+				    .generation = (unsigned char)(entry->generation + 1) };
+	q->free = (uint32_t)(entry - q->entries) + 1;
 	q->end--;
 }
 
 /* Take out the next entry that is done; whether there was one. */
 static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 {
-	struct rp_entry *entry;
-	int there;
+	int there = 1;
 
 	RP_BEGIN(q);
-	if (q->in_order) {
-		there = q->dropped != q->first;
-		if (there)
-			*taken = *at(q, q->dropped++);
-	} else {
-		there = q->dropped != 0;
-		if (there) {
-			size_t number = q->dropped;
+	if (q->dropped != q->first) {
+		*taken = *at(q, q->dropped++);
+	} else if (q->retired) {
+		struct rp_entry *entry = &q->entries[q->retired - 1];
 
-			entry = &q->entries[number - 1];
-			*taken = *entry;
-			q->dropped = entry->count;
-			free_slot(q, entry);
-		}
+		*taken = *entry;
+		q->retired = entry->count;
+		free_slot(q, entry);
+	} else {
+		there = 0;
 	}
 	RP_END();
 	return there;
 }
 
-void rp_let_go(struct rp_entry *entry)
+/* May run any code of Python's. */
+static void let_go(struct rp_entry *entry)
 {
+	if (entry->state >= RP_BIND) {
+		PyObject *mr = PyTuple_GetItem(entry->held, 1);
+
+		/* Whoever does not know leaves what was bound before, and holds both. */
+		if (entry->state != RP_UNBIND)
+			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->held, 0),
+				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
+				entry->state != RP_BIND);
+	}
 	rp_unname_all(entry->held);
 	Py_XDECREF(entry->held);
 	Py_XDECREF(entry->wr_id);
 }
 
-void rp_drop_done(struct rp_in_flight *q)
+void rp_drop_all_done(struct rp_in_flight *q)
 {
 	struct rp_entry entry;
 
 	while (take_done(q, &entry))
 		/* It may come here again: nothing is remembered across it. */
-		rp_let_go(&entry);
+		let_go(&entry);
 	if (q->tagged)
 		rp_drop_done(q->tagged);
 }
@@ -319,7 +309,7 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count,
 		entry = at(q, q->end - 1);
 		q->posted -= count;
 		if (entry->count > count) {
-			entry->count -= count;
+			entry->count -= (uint32_t)count;
 		} else {
 			*taken = *entry;
 			q->end--;
@@ -338,8 +328,7 @@ static void clear(struct rp_in_flight *q)
 		q->first = q->end;
 	} else {
 		for (size_t i = 0; i < q->size; i++)
-			if (q->entries[i].state != FREE &&
-			    q->entries[i].state != DONE)
+			if (is_there(&q->entries[i]))
 				retire(q, &q->entries[i]);
 	}
 	RP_END();
@@ -396,26 +385,14 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args,
 	return (PyObject *)q;
 }
 
-/* Go through the entries that are there, done or not. */
-static struct rp_entry *entry_there(struct rp_in_flight *q, size_t i)
-{
-	struct rp_entry *entry;
-
-	if (q->in_order)
-		return q->dropped + i == q->end ? NULL : at(q, q->dropped + i);
-	entry = i < q->size ? &q->entries[i] : NULL;
-	return entry;
-}
-
 static int in_flight_traverse(PyObject *self, visitproc visit, void *arg)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
-	struct rp_entry *entry;
 
 	Py_VISIT(Py_TYPE(self));
-	for (size_t i = 0; (entry = entry_there(q, i)); i++) {
-		Py_VISIT(entry->wr_id);
-		Py_VISIT(entry->held);
+	for (size_t i = q->dropped; i != (q->in_order ? q->end : q->size); i++) {
+		Py_VISIT(at(q, i)->wr_id);
+		Py_VISIT(at(q, i)->held);
 	}
 	Py_VISIT(q->tagged);
 	return 0;
@@ -429,16 +406,13 @@ static int in_flight_clear(PyObject *self)
 
 static void in_flight_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
-	freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_GC_UnTrack(self);
 	clear(q);
 	PyMem_Free(q->entries);
 	Py_XDECREF((PyObject *)q->tagged);
-	free(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static PyObject *in_flight_clear_all(PyObject *self, PyObject *unused)
@@ -454,8 +428,7 @@ static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index,
 {
 	if (!q->in_order) {
 		for (size_t i = 0; i < q->size; i++)
-			if (q->entries[i].state != FREE &&
-			    q->entries[i].state != DONE && !index--) {
+			if (is_there(&q->entries[i]) && !index--) {
 				*within = 0;
 				return &q->entries[i];
 			}
@@ -576,7 +549,6 @@ PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held)
 
 	if (!sent)
 		return NULL;
-	sent->count = (uint64_t)PyTuple_Size(wr_ids);
 	sent->wr_ids = wr_ids;
 	sent->held = held;
 	rp_name_all(held);
@@ -593,15 +565,13 @@ static int sent_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void sent_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct rp_sent *sent = (struct rp_sent *)self;
 
 	PyObject_GC_UnTrack(self);
 	rp_unname_all(sent->held);
 	Py_XDECREF(sent->wr_ids);
 	Py_XDECREF(sent->held);
-	PyObject_GC_Del(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static PyType_Slot sent_slots[] = {
@@ -620,9 +590,6 @@ static PyType_Spec sent_spec = {
 
 int rp_add_in_flight(PyObject *module)
 {
-	rp_in_flight_type = PyType_FromSpec(&in_flight_spec); /* held for ever */
-	rp_sent_type = PyType_FromSpec(&sent_spec);
-	return rp_in_flight_type && rp_sent_type ?
-		       PyModule_AddObjectRef(module, "InFlight",
-					     rp_in_flight_type) : -1;
+	return rp_add_type(module, &sent_spec, NULL, &rp_sent_type) ||
+	       rp_add_type(module, &in_flight_spec, "InFlight", &rp_in_flight_type) ? -1 : 0;
 }

@@ -12,12 +12,18 @@
 
 #include "handle.h"
 
+/* What an entry is; a bind whose outcome nobody knows stays one. */
+enum {
+	RP_FREE, RP_POSTED, RP_DONE, RP_MATCHED, RP_EARLY,
+	RP_BIND, RP_UNBIND, RP_BOUND, RP_UNBOUND,
+};
+
 /* A work request, or a prepared list of them. */
 struct rp_entry {
 	PyObject *wr_id; /* an int, or a struct rp_sent */
-	PyObject *held; /* one resource, a tuple of them, or NULL */
-	uint64_t count; /* of work requests; in a free or done slot the next */
-	uint64_t removes; /* the tagged receive that a TAG_DEL removes, or 0 */
+	PyObject *held; /* one object, a tuple of them (of a bind the window and the region), or NULL */
+	uint32_t count; /* of work requests; in a free or done slot the next */
+	uint32_t removes; /* the end of the ticket of the receive that a TAG_DEL removes, or 0 */
 	unsigned char generation, state;
 };
 
@@ -31,11 +37,12 @@ struct rp_in_flight {
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */
 	/*
-	 * In order: a ring; from `dropped` to `first` the entries are done but
-	 * still there.  In any order: slots; `first` is the first free one, and
-	 * `dropped` the first that is done, each 1 + its index or 0.
+	 * In order: a ring; from `dropped` to `first` the entries are done but still there.
+	 * In any order: slots, `end` of them taken; `free` and `retired` are lists of them,
+	 * each 1 + the index of the first, or 0.
 	 */
 	size_t dropped, first, end;
+	uint32_t free, retired;
 	int in_order;
 };
 
@@ -48,15 +55,39 @@ extern PyObject *rp_in_flight_type;
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket);
 
 /* Make room for so many more entries; 0, or -1 with an exception. */
-int rp_reserve(struct rp_in_flight *q, size_t count);
+int rp_grow(struct rp_in_flight *q, size_t count);
+
+static inline int rp_reserve(struct rp_in_flight *q, size_t count)
+{
+	/* Entries that are done count as taken until they are dropped. */
+	return RP_READS_SLOTS && q->size - (q->end - q->dropped) >= count ? 0 : rp_grow(q, count);
+}
 
 /*
  * Record what is about to be posted, where there is room, and return its ticket;
  * those of a list follow it.  Takes over the references and the naming (rp_name)
  * of what is held.
  */
-uint64_t rp_record(struct rp_in_flight *q, PyObject *wr_id, PyObject *held,
-		   uint64_t count, uint64_t removes);
+struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *ticket);
+
+static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
+{
+	struct rp_entry *entry;
+	uint64_t ticket;
+
+	RP_BEGIN(q);
+	if (q->in_order) {
+		entry = &q->entries[q->end++ & (q->size - 1)];
+		ticket = q->base | (q->posted & UINT32_MAX);
+	} else {
+		entry = rp_take_slot(q, &ticket);
+		what.generation = entry->generation;
+	}
+	*entry = what;
+	q->posted += what.count;
+	RP_END();
+	return ticket;
+}
 
 /*
  * Take back what was recorded with this ticket and not posted: a work request, or the
@@ -68,16 +99,19 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count,
 		 struct rp_entry *taken);
 
 /*
- * Retire a work request and, where the queue completes in order, all before it.
- * Returns a new reference to the caller's wr_id, or NULL without an exception
- * where the ticket is not outstanding.  Runs no code of Python's: what is
+ * Retire a work request that has completed with a status and, where the queue completes in
+ * order, all before it.  Returns a new reference to the caller's wr_id, or NULL without an
+ * exception where the ticket is not outstanding.  Runs no code of Python's: what is
  * retired is let go of by rp_drop_done(), which may run any.
  */
-PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket);
-void rp_drop_done(struct rp_in_flight *q);
+PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket, int status);
+void rp_drop_all_done(struct rp_in_flight *q);
 
-/* Let go of what an entry has that was taken out; may run any code of Python's. */
-void rp_let_go(struct rp_entry *entry);
+static inline void rp_drop_done(struct rp_in_flight *q)
+{
+	if (!RP_READS_SLOTS || q->dropped != q->first || q->retired || q->tagged)
+		rp_drop_all_done(q);
+}
 
 /* A message has matched this tagged receive, and its data will follow. */
 void rp_match(struct rp_in_flight *q, uint64_t ticket);
@@ -85,8 +119,11 @@ void rp_match(struct rp_in_flight *q, uint64_t ticket);
 /* Whether a ticket is outstanding. */
 int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket);
 
-/* Let what is held (see rp_entry) be named by a work request in flight, or no longer. */
-void rp_name_all(PyObject *held);
+/*
+ * Let what is held (see rp_entry) be named by a work request in flight, or no longer.  Returns the
+ * first handle of it that is not open, borrowed, or NULL.
+ */
+PyObject *rp_name_all(PyObject *held);
 void rp_unname_all(PyObject *held);
 
 /* ---- a prepared list in flight ------------------------------------------ */
@@ -94,7 +131,6 @@ void rp_unname_all(PyObject *held);
 /* What a post of a prepared list takes along; it does not change while it is in flight. */
 struct rp_sent {
 	PyObject_HEAD
-	uint64_t count;
 	PyObject *wr_ids; /* a tuple */
 	PyObject *held; /* a tuple with what each holds, or None */
 };

@@ -8,108 +8,105 @@
 
 /* ---- with the lock held -------------------------------------------------- */
 
-static int64_t submit(const struct queue *q, void *object, void *records)
+/* How many more work requests the queue takes. */
+static uint64_t room(const struct queue *q)
 {
-	switch (q->verb) {
-	case SEND:
-		return rp_post_send(object, records);
-	case RECV:
-		return rp_post_recv(object, records);
-	case SRQ_RECV:
-		return rp_post_srq_recv(object, records);
-	default:
-		return rp_post_srq_ops(object, records);
-	}
+	uint64_t outstanding = q->in_flight->posted - q->in_flight->done;
+
+	return q->room > outstanding ? q->room - outstanding : 0;
 }
 
-static int is_full(const struct queue *q, size_t more)
+/* A list of tagged receives has its own limit; `adds` counts those that this post adds. */
+static int check_tags(struct queue *q, struct post *post, const struct request *r, size_t *adds)
 {
-	return q->in_flight->posted - q->in_flight->done + more >= q->room;
-}
-
-/* Hold what it names, and check it; whether it may be posted. */
-static int admit(struct queue *q, struct rp_handle *owner, struct post *post,
-		 size_t index, size_t *adds, int type_1)
-{
-	struct request *r = &post->requests[index];
 	struct rp_in_flight *list = q->in_flight->tagged;
-	int add = list && r->kind->opcode == IBV_WR_TAG_ADD;
 
-	if (is_full(q, index)) {
-		post->refusal.rule = "full";
-		return 0;
-	}
-	rp_name_all(r->held);
-	r->named = 1;
-	if (!rp_check(q, owner, post, r, type_1))
-		return 0;
-	if (add && q->checked && q->max_num_tags &&
-	    list->posted - list->done + *adds >= q->max_num_tags) {
+	if (r->kind->opcode != IBV_WR_TAG_ADD)
+		return 1;
+	if (q->checked && q->max_num_tags && list->posted - list->done + *adds >= q->max_num_tags) {
 		post->refusal.rule = "list_full";
 		return 0;
 	}
-	*adds += (size_t)add;
+	++*adds;
 	return 1;
 }
 
-/* Give the records' references to what is held; the request keeps its own if it needs them. */
-static PyObject *give(struct request *r, int keep)
+/* Record a tagged receive that is added, and name the one that is removed; return that. */
+static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct ibv_ops_wr *wr,
+			    struct rp_entry *entry)
 {
-	PyObject *held = r->held;
+	struct rp_tag_handle *tag = (void *)r->tag;
 
-	if (keep && held) {
-		Py_INCREF(held);
-		rp_name_all(held);
-	} else {
-		r->held = NULL;
-		r->named = 0;
+	if (r->wr_id_of_tag) {
+		r->tagged = rp_record(list, (struct rp_entry){ .wr_id = r->wr_id_of_tag,
+							       .held = entry->held, .count = 1,
+							       .state = RP_POSTED });
+		r->wr_id_of_tag = NULL;
+		entry->held = NULL;
+		wr->tm.add.recv_wr_id = r->tagged;
 	}
-	return held;
-}
-
-void rp_put_pointers(struct post *post, const struct request *r)
-{
-	char *at = post->records + r->record;
-
-	for (int i = 0; i < r->kind->fields; i++) {
-		const struct field *field = &r->kind->field[i];
-		struct rp_handle *h = field->what == ADDRESS_HANDLE ? r->ah :
-				      field->what == WINDOW ? r->mw :
-				      field->what == REGION ? r->mr : NULL;
-
-		if (h)
-			*(void **)(void *)(at + field->at) = h->address;
-	}
+	if (!tag || tag->list != list)
+		return 0;
+	wr->tm.handle = tag->value;
+	return (uint32_t)tag->ticket;
 }
 
 static void record(struct queue *q, struct post *post, struct request *r)
 {
-	struct rp_in_flight *list = q->in_flight->tagged;
-	char *at = post->records + r->record;
-	PyObject *held = NULL;
-	uint64_t removes = 0;
+	struct ibv_send_wr *wr = (void *)(post->records + r->record);
+	struct rp_entry entry = { .wr_id = Py_NewRef(r->wr_id), .count = 1, .state = RP_POSTED };
 
-	if (r->ah || r->mw || r->mr)
-		rp_put_pointers(post, r);
 	/* Inline data has been copied when the call returns: the request holds it till then. */
-	if (q->verb != SEND || !(r->flags & IBV_SEND_INLINE))
-		held = give(r, r->mw != NULL);
-	if (r->wr_id_of_tag) {
-		r->tagged = rp_record(list, r->wr_id_of_tag, held, 1, 0);
-		r->wr_id_of_tag = NULL;
-		((struct ibv_ops_wr *)(void *)at)->tm.add.recv_wr_id = r->tagged;
-		held = NULL;
+	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE)) {
+		entry.held = r->held;
+		/* A window is looked at when the device has returned. */
+		r->held = r->mw ? Py_NewRef(r->held) : NULL;
+		r->named = 0;
 	}
-	if (r->tag && ((struct rp_tag_handle *)(void *)r->tag)->list == list) {
-		struct rp_tag_handle *tag = (void *)r->tag;
-
-		removes = tag->ticket;
-		((struct ibv_ops_wr *)(void *)at)->tm.handle = tag->value;
-	}
-	r->ticket = rp_record(q->in_flight, Py_NewRef(r->wr_id), held, 1,
-			      removes);
+	if (r->mw)
+		entry.state = post->binding && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
+	if (q->in_flight->tagged)
+		entry.removes = record_tags(q->in_flight->tagged, r, (void *)wr, &entry);
 	/* Every work request begins with its wr_id. */
-	*(uint64_t *)(void *)at = r->ticket;
+	wr->wr_id = r->ticket = rp_record(q->in_flight, entry);
+}
+
+/* Check and record one after another; how many. */
+static size_t record_each(struct queue *q, struct rp_handle *owner, struct post *post, size_t count)
+{
+	uint64_t left = room(q);
+	size_t admitted = 0, adds = 0;
+
+	for (; admitted < count; admitted++) {
+		struct request *r = &post->requests[admitted];
+
+		if (admitted == left)
+			post->refusal.rule = "full";
+		if (admitted == left || !rp_check(q, owner, post, r) ||
+		    (q->in_flight->tagged && !check_tags(q, post, r, &adds)))
+			break;
+	}
+	for (size_t i = 0; i < admitted; i++) {
+		record(q, post, &post->requests[i]);
+		rp_link(post, i, admitted);
+	}
+	return admitted;
+}
+
+/* Record a prepared list with one entry: its work requests have consecutive tickets. */
+static size_t record_list(struct queue *q, struct post *post, struct rp_sent *sent)
+{
+	uint64_t ticket = rp_record(q->in_flight,
+				    (struct rp_entry){ .wr_id = Py_NewRef((PyObject *)sent),
+						       .count = (uint32_t)post->count,
+						       .state = RP_POSTED });
+
+	for (size_t i = 0; i < post->count; i++) {
+		uint64_t *wr_id = (void *)(post->records + post->requests[i].record);
+
+		*wr_id = (ticket & ~(uint64_t)UINT32_MAX) | ((ticket + i) & UINT32_MAX);
+	}
+	return post->count;
 }
 
 /* Take back what was recorded; the requests let go of it. */
@@ -131,141 +128,127 @@ static void take_back(struct queue *q, struct request *r)
 	}
 }
 
-/* A driver takes the key that the next bind replaces from the window's struct. */
-static void note_bound(const struct post *post, struct request *r)
+/* Bind a window of type 1: a device's code may run, and raise where it has done nothing. */
+static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
 {
-	const struct ibv_send_wr *wr = (void *)(post->records + r->record);
+	const struct binding *b = post->binding;
+	const struct request *r = post->requests;
+	const struct ibv_send_wr *from = (void *)post->records;
+	struct ibv_mw *mw = r->mw->address;
+	uint32_t rkey = mw->rkey;
+	struct rp_outcome outcome;
+	PyObject *done;
+	int code;
 
-	((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
-	r->unbound = rp_bind(r->mw, r->mr);
-}
-
-static struct rp_outcome outcome_of(int64_t result, size_t count)
-{
-	struct rp_outcome outcome = { (int)(result & UINT32_MAX),
-				   (result >> 32) - 1 };
-
-	if (!result)
-		outcome.posted = (int64_t)count;
-	else if (outcome.posted < 0 && (outcome.code == EOPNOTSUPP ||
-					outcome.code == ENOSYS))
-		/* Nothing of an unsupported call goes in; of another, who knows. */
-		outcome.posted = 0;
+	b->at->wr_id = r->ticket;
+	b->at->send_flags = from->send_flags;
+	b->at->bind_info = from->bind_mw.bind_info;
+	done = PyObject_CallFunctionObjArgs(b->call, owner->cdata, r->mw->cdata, b->bind, NULL);
+	code = !done ? EIO : done == Py_None ? 0 : abs((int)PyLong_AsLong(done));
+	outcome = (struct rp_outcome){ code, !code };
+	if (code)
+		mw->rkey = rkey;
+	if (done && code && !b->sure && code != EOPNOTSUPP && code != ENOSYS)
+		/* The device may complete it yet. */
+		outcome.posted = -1;
+	Py_XDECREF(done);
 	return outcome;
 }
 
-struct rp_outcome rp_submit(const struct queue *q, void *object, void *records,
-			    size_t count)
+/* What a driver did not take is taken back, the latest first. */
+static void submit(struct queue *q, struct rp_handle *owner, struct post *post,
+		   const struct rp_sent *sent, size_t count, struct rp_outcome *outcome)
 {
-	return outcome_of(submit(q, object, records), count);
-}
-
-/*
- * Check, record and submit; the number of those admitted, or -1 with an exception.
- * Of those that the device did not take, it says in `outcome`.
- */
-static Py_ssize_t post_locked(struct queue *q, struct rp_handle *owner,
-			      struct post *post, struct rp_outcome *outcome)
-{
-	size_t readable = post->count - (post->refusal.rule != NULL);
-	size_t count = 0, adds = 0, in;
-
-	if (!q->ready && readable) {
-		post->refusal.rule = "not_ready";
-		return 0;
-	}
-	if (rp_reserve(q->in_flight, readable) ||
-	    (q->in_flight->tagged &&
-	     rp_reserve(q->in_flight->tagged, readable)))
-		return -1;
-	while (count < readable && admit(q, owner, post, count, &adds, 0))
-		count++;
-	if (!count)
-		return 0;
-	for (size_t i = 0; i < count; i++)
-		record(q, post, &post->requests[i]);
-	rp_link(q, post, count);
-	*outcome = rp_submit(q, owner->address, post->records, count);
 	/* Where nobody knows, all counts as posted, so that its memory stays. */
-	in = outcome->posted < 0 ? count : (size_t)outcome->posted;
+	size_t in = count;
+	struct rp_entry taken;
+
+	*outcome = post->binding ? bind(owner, post) :
+				   rp_post_records(q->verb, owner->address, post->records, count);
+	if (outcome->code && outcome->posted >= 0)
+		in = (size_t)outcome->posted;
+	if (sent && in < count) {
+		uint64_t ticket = *(uint64_t *)(void *)(post->records + post->requests[in].record);
+
+		rp_unrecord(q->in_flight, ticket, count - in, &taken);
+		Py_XDECREF(taken.wr_id); /* the list has it too */
+		return;
+	}
 	for (size_t i = count; i-- > in;)
 		take_back(q, &post->requests[i]);
-	for (size_t i = 0; i < in; i++)
-		if (post->requests[i].mw)
-			note_bound(post, &post->requests[i]);
-	return (Py_ssize_t)count;
+	for (size_t i = 0; !sent && !post->binding && i < in; i++) {
+		const struct request *r = &post->requests[i];
+		const struct ibv_send_wr *wr = (void *)(post->records + r->record);
+
+		/* A driver takes the key that the next bind replaces from the window's struct. */
+		if (r->mw && r->mw->address)
+			((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
+	}
 }
 
 /* ---- without the lock ---------------------------------------------------- */
 
-/* Have Python raise a PostError: always NULL. */
-PyObject *rp_raise_refusal(PyObject *queue, struct rp_handle *owner,
-			   struct post *post, size_t index, Py_ssize_t posted)
+static PyObject *wrs_of(const struct post *post)
 {
-	const struct refusal *why = &post->refusal;
-	PyObject *wrs = rp_wrs(post);
-	PyObject *done = wrs ? PyObject_CallMethod(
-		queue, "_refused", "OOnnsOOKK(KII)", (PyObject *)owner,
-		wrs, (Py_ssize_t)index, posted, why->rule,
-		why->name ? why->name : Py_None,
+	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->one);
+}
+
+/* It raises, whatever comes: always NULL. */
+static PyObject *raised(PyObject *done, PyObject *wrs)
+{
+	Py_XDECREF(done);
+	Py_XDECREF(wrs);
+	if (!PyErr_Occurred())
+		PyErr_SetString(PyExc_SystemError, "nothing was raised");
+	return NULL;
+}
+
+/* Takes over the reference to the work requests, which may be NULL. */
+PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *wrs,
+			   const struct refusal *why, size_t index, Py_ssize_t posted)
+{
+	return raised(!wrs ? NULL : PyObject_CallMethod(
+		(PyObject *)q, "_refused", "OOnnsOOKK(KII)", (PyObject *)owner, wrs,
+		(Py_ssize_t)index, posted, why->rule, why->name ? why->name : Py_None,
 		why->value ? why->value : Py_None, (unsigned long long)why->a,
-		(unsigned long long)why->b, (unsigned long long)why->sge.addr,
-		why->sge.length, why->sge.lkey) : NULL;
-
-	Py_XDECREF(wrs);
-	Py_XDECREF(done);
-	if (!PyErr_Occurred())
-		PyErr_SetString(PyExc_SystemError, "a refusal was not raised");
-	return NULL;
+		(unsigned long long)why->b, (unsigned long long)why->sge.addr, why->sge.length,
+		why->sge.lkey), wrs);
 }
 
-PyObject *rp_raise_failure(struct queue *q, struct rp_handle *owner,
-			   const struct post *post, struct rp_outcome outcome)
+PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 {
-	PyObject *wrs = rp_wrs(post);
-	PyObject *done = !wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
-					     (PyObject *)owner, wrs,
-					     outcome.code,
-					     (long long)outcome.posted);
-
-	Py_XDECREF(wrs);
-	Py_XDECREF(done);
-	if (!PyErr_Occurred())
-		PyErr_SetString(PyExc_SystemError, "a failure was not raised");
-	return NULL;
+	return raised(PyObject_CallMethod((PyObject *)q, "_list_closed", "n",
+					  (Py_ssize_t)post->count), NULL);
 }
 
-/* What follows from a post for the caller's objects; 0, or -1 with an exception. */
-static int settle(struct queue *q, struct post *post, size_t in)
+/* A TAG_ADD's handle is for the caller; 0, or -1 with an exception. */
+static int give_handles(struct queue *q, struct post *post, size_t in)
 {
-	for (size_t i = 0; i < in; i++) {
+	int failed = 0;
+
+	for (size_t i = 0; !failed && i < in; i++) {
 		struct request *r = &post->requests[i];
-		const struct ibv_ops_wr *op =
-			(void *)(post->records + r->record);
+		const struct ibv_ops_wr *op = (void *)(post->records + r->record);
 		PyObject *tag;
-		int failed;
 
 		if (!r->tagged)
 			continue;
-		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged,
-					 op->tm.handle);
+		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged, op->tm.handle);
 		failed = !tag || PyObject_SetAttrString(r->wr, "handle", tag);
 		Py_XDECREF(tag);
-		if (failed)
-			return -1;
 	}
-	return 0;
+	return failed;
 }
 
-int rp_begin_post(struct queue *q, struct rp_handle *owner,
-		  struct rp_turn *turn)
+int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
-	if (rp_begin_use(owner, &turn->use)) {
+	turn->me = rp_thread();
+	if (rp_begin_use_by(turn->me, owner, &turn->use)) {
 		rp_raise_closed(owner);
 		return -1;
 	}
-	turn->nested = rp_owns(q->lock);
-	if (turn->nested || !rp_take(q->lock))
+	turn->nested = RP_LOAD(&q->lock->owner) == turn->me->mark;
+	if (turn->nested || rp_try_for(q->lock, turn->me) || !rp_take(q->lock))
 		return 0;
 	rp_end_use(&turn->use);
 	return -1;
@@ -274,59 +257,79 @@ int rp_begin_post(struct queue *q, struct rp_handle *owner,
 void rp_end_post(struct queue *q, struct rp_turn *turn)
 {
 	if (!turn->nested)
-		rp_give(q->lock);
+		rp_give_quickly(q->lock);
 	rp_drop_done(q->in_flight);
-	rp_end_use(&turn->use);
+	rp_end_use_by(turn->me, &turn->use);
 }
 
-static struct rp_handle *to_handle(PyObject *object)
+PyObject *rp_post(struct queue *q, struct rp_handle *owner, struct post *post,
+		  struct rp_sent *const *sent)
 {
-	static PyTypeObject *known; /* a queue pair's, nearly always */
+	size_t readable = post->count - (!sent && post->refusal.rule), count = 0, in;
+	struct rp_outcome outcome = { 0, 0 };
+	struct refusal *why = &post->refusal, refused;
+	const char *rule = NULL;
+	PyObject *wrs = NULL;
+	struct rp_turn turn;
+	int closed, failed = 0;
 
-	if (Py_TYPE(object) == known)
-		return (struct rp_handle *)object;
-	if (PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type)) {
-		if (Py_TYPE(object) != known)
-			known = (PyTypeObject *)Py_NewRef((PyObject *)Py_TYPE(object));
-		return (struct rp_handle *)object;
+	if (rp_begin_post(q, owner, &turn))
+		return NULL;
+	closed = sent && !*sent;
+	if (closed || !readable)
+		;
+	else if (!q->ready)
+		rule = "not_ready";
+	else if (rp_reserve(q->in_flight, sent ? 1 : readable) ||
+		 (q->in_flight->tagged && rp_reserve(q->in_flight->tagged, readable)))
+		failed = 1;
+	else if (!sent)
+		count = record_each(q, owner, post, readable);
+	else if (room(q) < readable)
+		rule = "full";
+	else
+		count = record_list(q, post, *sent);
+	if (count)
+		submit(q, owner, post, sent ? *sent : NULL, count, &outcome);
+	in = outcome.posted < 0 ? 0 : (size_t)outcome.posted;
+	if (sent && (rule || outcome.code)) {
+		/* The list may be closed before it is said. */
+		wrs = Py_NewRef(post->wrs);
+		refused = (struct refusal){ .rule = rule };
+		why = &refused;
+		count = rule && strcmp(rule, "full") == 0 ? room(q) : 0;
+	} else if (rule) {
+		why->rule = rule;
 	}
-	PyErr_SetString(PyExc_TypeError, "expected what owns the queue");
-	return NULL;
+	rp_end_post(q, &turn);
+	if (closed)
+		return rp_raise_list_closed(q, post);
+	if (failed || (post->binding && PyErr_Occurred()) ||
+	    (!sent && q->in_flight->tagged && give_handles(q, post, in)))
+		return NULL;
+	if (!outcome.code && (sent ? !wrs : !why->rule))
+		Py_RETURN_NONE;
+	wrs = wrs ? wrs : wrs_of(post);
+	if (!outcome.code)
+		return rp_raise_refusal(q, owner, wrs, why, count, (Py_ssize_t)in);
+	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
+							(PyObject *)owner, wrs, outcome.code,
+							(long long)outcome.posted), wrs);
 }
 
 /* post(owner, wrs): the queue pair or SRQ; a work request, or a sequence of them. */
-static PyObject *queue_post(PyObject *self, PyObject *const *args,
-			    Py_ssize_t nargs)
+static PyObject *queue_post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	struct queue *q = (struct queue *)self;
-	struct rp_handle *owner = nargs == 2 ? to_handle(args[0]) : NULL;
-	struct rp_outcome outcome = { 0, 0 };
-	PyObject *answer = NULL;
-	Py_ssize_t count;
-	struct rp_turn turn;
 	struct post post;
-	size_t in;
+	PyObject *answer;
 
-	if (!owner || !q->lock) {
-		if (!PyErr_Occurred())
-			PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
+	if (nargs != 2 || !q->lock || !rp_is_handle(args[0])) {
+		PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
 		return NULL;
 	}
-	if (rp_read(q, args[1], &post) || rp_begin_post(q, owner, &turn)) {
-		rp_free_post(&post);
-		return NULL;
-	}
-	count = post.count ? post_locked(q, owner, &post, &outcome) : 0;
-	rp_end_post(q, &turn);
-	in = count < 1 || outcome.posted < 0 ? 0 : (size_t)outcome.posted;
-	if (count < 0 || settle(q, &post, in))
-		answer = NULL;
-	else if (outcome.code)
-		answer = rp_raise_failure(q, owner, &post, outcome);
-	else if (post.refusal.rule)
-		answer = rp_raise_refusal(self, owner, &post, (size_t)count, (Py_ssize_t)in);
-	else
-		answer = Py_NewRef(Py_None);
+	answer = rp_read(q, args[1], &post) ? NULL :
+		 rp_post(q, (struct rp_handle *)args[0], &post, NULL);
 	rp_free_post(&post);
 	return answer;
 }
@@ -340,68 +343,19 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args,
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct queue *q = (struct queue *)self;
-	struct ibv_mw_bind *bind;
-	struct rp_outcome outcome = { 0, 0 };
-	PyObject *object, *wr, *call, *struct_bind, *done = NULL, *answer = NULL;
+	PyObject *object, *wr, *answer = NULL;
+	struct binding binding;
 	unsigned long long at;
-	struct rp_handle *owner;
-	struct request *r;
-	struct rp_turn turn;
 	struct post post;
-	size_t adds = 0;
-	int sure, admitted = 0;
 
-	if (!PyArg_ParseTuple(args, "OOOOKp", &object, &wr, &call, &struct_bind,
-			      &at, &sure))
+	if (!PyArg_ParseTuple(args, "O!OOOKp", rp_handle_type, &object, &wr, &binding.call,
+			      &binding.bind, &at, &binding.sure))
 		return NULL;
-	bind = (void *)(uintptr_t)at;
-	owner = to_handle(object);
-	if (!owner)
-		return NULL;
-	if (rp_read(q, wr, &post) || rp_begin_post(q, owner, &turn)) {
-		rp_free_post(&post);
-		return NULL;
+	binding.at = (void *)(uintptr_t)at;
+	if (!rp_read(q, wr, &post)) {
+		post.binding = &binding;
+		answer = rp_post(q, (struct rp_handle *)object, &post, NULL);
 	}
-	r = &post.requests[0];
-	if (!q->ready)
-		post.refusal.rule = "not_ready";
-	if (!post.refusal.rule && !rp_reserve(q->in_flight, 1))
-		admitted = admit(q, owner, &post, 0, &adds, 1);
-	if (admitted) {
-		const struct ibv_send_wr *from = (void *)post.records;
-		struct ibv_mw *mw = r->mw->address;
-		uint32_t rkey = mw->rkey;
-
-		record(q, &post, r);
-		bind->wr_id = r->ticket;
-		bind->send_flags = from->send_flags;
-		bind->bind_info = from->bind_mw.bind_info;
-		done = PyObject_CallFunctionObjArgs(call, owner->cdata,
-						    r->mw->cdata, struct_bind,
-						    NULL);
-		outcome.code = done && done != Py_None ?
-				       abs((int)PyLong_AsLong(done)) : 0;
-		outcome.posted = done && !outcome.code;
-		if (!outcome.posted)
-			mw->rkey = rkey;
-		if (!done || (outcome.code && (sure || outcome.code == EOPNOTSUPP ||
-					       outcome.code == ENOSYS)))
-			take_back(q, r);
-		else if (outcome.code)
-			outcome.posted = -1; /* the device may complete it yet */
-		if (outcome.posted)
-			r->unbound = rp_bind(r->mw, r->mr);
-	}
-	rp_end_post(q, &turn);
-	if (PyErr_Occurred())
-		answer = NULL;
-	else if (outcome.code)
-		answer = rp_raise_failure(q, owner, &post, outcome);
-	else if (post.refusal.rule)
-		answer = rp_raise_refusal(self, owner, &post, 0, 0);
-	else
-		answer = Py_NewRef(Py_None);
-	Py_XDECREF(done);
 	rp_free_post(&post);
 	return answer;
 }
@@ -476,15 +430,12 @@ static int queue_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void queue_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct queue *q = (struct queue *)self;
-	freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)q->in_flight);
 	Py_XDECREF((PyObject *)q->lock);
-	free(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 /* set_ready(ready): whether the state of the queue takes work requests. */
@@ -524,7 +475,5 @@ PyObject *rp_queue_type;
 
 int rp_add_queue(PyObject *module)
 {
-	rp_queue_type = PyType_FromSpec(&queue_spec); /* held for ever */
-	return rp_queue_type ? PyModule_AddObjectRef(module, "Queue",
-						     rp_queue_type) : -1;
+	return rp_add_type(module, &queue_spec, "Queue", &rp_queue_type);
 }

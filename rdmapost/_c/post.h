@@ -17,9 +17,6 @@
 
 enum { KINDS = 24, FIELDS = 8 };
 
-/* The verbs, as rdmapost/posting.py numbers them. */
-enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
-
 /* What a field of a work request is; rdmapost/fields.py says it of each. */
 enum {
 	NUMBER = 'n', /* as it is, in host order */
@@ -35,6 +32,7 @@ enum {
 struct field {
 	struct rp_slot slot;
 	size_t at, size; /* in the struct */
+	uint64_t most;
 	int what;
 };
 
@@ -51,37 +49,39 @@ struct kind {
 	struct field field[FIELDS];
 };
 
-/* A work request as it was read. */
+/* A work request as it was read; what it refers to is held. */
 struct request {
 	PyObject *wr;
 	const struct kind *kind;
 	PyObject *wr_id;
 	PyObject *held; /* as in struct rp_entry */
+	int holds, named; /* so many in a tuple; whether rp_name_all() has been called */
+	int exact, num_sge; /* of no subclass */
 	size_t record; /* its offset among the records */
 	size_t owners; /* of its SGEs, the index of the first */
-	uint64_t ticket, tagged; /* as recorded; of a tagged receive */
 	uint64_t flags;
-	uint64_t hdr_len;
+	uint64_t ticket, tagged; /* as recorded; of a tagged receive */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
 	PyObject *tag; /* the handle of a TAG_DEL */
-	PyObject *unbound; /* the region that a window was bound to before */
-	struct rp_handle *ah, *mw, *mr; /* held */
-	PyObject *hdr; /* likewise */
-	int num_sge, named;
+	struct rp_handle *ah, *mw, *mr;
+	PyObject *hdr;
+	uint64_t hdr_len;
 };
 
 /* Why a work request is refused: a rule, and what its text needs. */
 struct refusal {
 	const char *rule; /* a name in rdmapost/rules.py, or NULL */
-	PyObject *name, *value; /* owned, or NULL */
+	PyObject *name, *value; /* borrowed: what was read is held */
+	PyObject *owned; /* what could not be read */
 	uint64_t a, b;
 	struct ibv_sge sge;
 };
 
-/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
-struct rp_outcome {
-	int code;
-	int64_t posted;
+/* A call that binds a window of type 1; see queue_bind_mw() in post.c. */
+struct binding {
+	PyObject *call, *bind;
+	struct ibv_mw_bind *at;
+	int sure;
 };
 
 /* A list of work requests on its way. */
@@ -94,8 +94,8 @@ struct post {
 	size_t used, size;
 	PyObject **owners; /* of every SGE: borrowed from what the requests hold */
 	size_t owned, owner_room;
-	struct refusal refusal; /* of the request at `count` */
-	PyObject *outdone; /* the value of a refusal that an earlier request's replaced */
+	struct binding *binding; /* where that is what posts it */
+	struct refusal refusal; /* of the request that is the last */
 	/* Enough for most; not initialised. */
 	struct request few[2];
 	PyObject *few_owners[8];
@@ -115,6 +115,7 @@ struct queue {
 	uint64_t max_inline_data, max_tso_header;
 	uint64_t max_num_tags;
 	struct ibv_pd *pd;
+	const struct kind *last; /* class that was posted */
 	char takes[KINDS];
 	uint32_t flags[KINDS]; /* those that are allowed */
 };
@@ -134,8 +135,9 @@ PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey,
 		      PyObject *owner);
 
 PyObject *rp_make_buffer(PyObject *of);
-uint64_t rp_buffer_start(PyObject *buffer);
-uint64_t rp_buffer_length(PyObject *buffer);
+
+/* Where it is, and its length; also of bytes. */
+uint64_t rp_buffer_start(PyObject *buffer, uint64_t *length);
 
 /* ---- tag.c: an entry of a matching list ---------------------------------- */
 
@@ -152,27 +154,20 @@ PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
 /* ---- read.c ------------------------------------------------------------- */
 
 /* The class of a work request, a subclass's too, or NULL. */
-const struct kind *rp_kind_of(int verb, PyObject *type);
+const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type);
 
 /* Read all, up to the first that cannot be; 0, or -1 with an exception. */
 int rp_read(struct queue *q, PyObject *wrs, struct post *post);
 
-/* Return the work requests as a tuple, a new reference; NULL with an exception. */
-PyObject *rp_wrs(const struct post *post);
-
 /* Let go of all that was read; may run any code of Python's. */
 void rp_free_post(struct post *post);
 
-/* Read an sg_list into SGEs behind what was read: 1, or 0 where it is refused, or -1. */
-int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list);
-
-/* Read an integer of so many bits: likewise. */
-int rp_read_number(struct post *post, PyObject *name, PyObject *value,
-		   unsigned int bits, uint64_t *number);
+/* Read an integer in 0..most: 1, or 0 where it is refused, or -1 with an exception. */
+int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
+		   uint64_t *number);
 
 /* Read another sg_list for one work request of a post into a post of its own; as rp_read. */
-int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list,
-		   struct post *post);
+int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
 /* Its SGEs: in the record, and as a tuple of Python's. */
 struct ibv_sge *rp_sges(const struct post *post, const struct request *r);
@@ -181,25 +176,21 @@ PyObject *rp_make_sges(const struct post *post, const struct request *r);
 /* Write a number as its field has it. */
 void rp_put_number(const struct field *field, void *at, uint64_t number);
 
-/* Point the records of the first so many at their SGEs and at each other. */
-void rp_link(const struct queue *q, struct post *post, size_t count);
+/* Point a record at its SGEs, at the next and at the structs that it names. */
+void rp_link(const struct post *post, size_t index, size_t count);
 
 /* ---- post.c ------------------------------------------------------------- */
 
 extern PyObject *rp_queue_type;
 
-/* Have Python raise a PostError: always NULL. */
-PyObject *rp_raise_refusal(PyObject *queue, struct rp_handle *owner,
-			   struct post *post, size_t index, Py_ssize_t posted);
-PyObject *rp_raise_failure(struct queue *q, struct rp_handle *owner,
-			   const struct post *post, struct rp_outcome outcome);
+/* Steps 2 to 5; what a prepared list takes along is at `sent`, else NULL.  None, or NULL. */
+PyObject *rp_post(struct queue *q, struct rp_handle *owner, struct post *post,
+		  struct rp_sent *const *sent);
 
-/* Write the addresses of the structs that a work request names into its record. */
-void rp_put_pointers(struct post *post, const struct request *r);
-
-/* Hand linked records to the device. */
-struct rp_outcome rp_submit(const struct queue *q, void *object, void *records,
-			    size_t count);
+/* Have Python raise a PostError, or where posted is -1 a ValueError: always NULL. */
+PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *wrs,
+			   const struct refusal *why, size_t index, Py_ssize_t posted);
+PyObject *rp_raise_list_closed(struct queue *q, const struct post *post);
 
 /*
  * Use what owns the queue, and take the lock, unless this thread has it already: a
@@ -207,17 +198,17 @@ struct rp_outcome rp_submit(const struct queue *q, void *object, void *records,
  * written in Python.  0, or -1 with an exception.
  */
 struct rp_turn {
+	struct rp_thread *me;
 	struct rp_use use;
 	int nested;
 };
-int rp_begin_post(struct queue *q, struct rp_handle *owner,
-		  struct rp_turn *turn);
+int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn);
 void rp_end_post(struct queue *q, struct rp_turn *turn);
 
 /* ---- rules.c ------------------------------------------------------------ */
 
-/* Check one against its queue, whose lock is held; whether it may be posted. */
+/* Name what a work request holds, and check it; the queue's lock is held.  Whether it may be posted. */
 int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post,
-	     struct request *r, int type_1);
+	     struct request *r);
 
 #endif

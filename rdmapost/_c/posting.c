@@ -7,9 +7,15 @@
 _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
 	       "rdmapost is for 64-bit machines");
 /* Every work request begins with its wr_id and the next. */
-_Static_assert(offsetof(struct ibv_send_wr, wr_id) == 0 &&
-		       offsetof(struct ibv_recv_wr, wr_id) == 0 &&
-		       offsetof(struct ibv_ops_wr, wr_id) == 0,
+struct link {
+	uint64_t wr_id;
+	struct link *next;
+};
+#define BEGINS(type)                                                            \
+	(offsetof(type, wr_id) == offsetof(struct link, wr_id) &&               \
+	 offsetof(type, next) == offsetof(struct link, next))
+_Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
+		       BEGINS(struct ibv_ops_wr),
 	       "work requests begin with something else");
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
 _Static_assert(sizeof(struct ibv_wc_tm_info) == 16,
@@ -20,44 +26,37 @@ _Static_assert(sizeof(struct ibv_wc_tm_info) == 16,
  * (a partial post); on some paths *bad is left alone, or points nowhere we
  * know.  So *bad starts as NULL and counts only if the chain contains it.
  */
-#define POST_RECORDS(type, call, object)                                      \
-	do {                                                                  \
-		type *bad = NULL;                                             \
-		int64_t index = 0, named = 0;                                 \
-		int rc;                                                       \
-		if (!object || !records)                                      \
-			return EINVAL;                                        \
-		rc = call(object, records, &bad);                             \
-		if (!rc && !bad)                                              \
-			return 0;                                             \
-		for (type *wr = records; wr && bad; wr = wr->next) {          \
-			index++;                                              \
-			if (wr == bad)                                        \
-				named = index;                                \
-		}                                                             \
-		if (!rc)                                                      \
-			rc = named ? EIO : 0;                                 \
-		return (rc < 0 ? -(int64_t)rc : rc) | named << 32;            \
-	} while (0)
-
-int64_t rp_post_send(struct ibv_qp *qp, void *records)
+static struct rp_outcome failed(int code, const struct link *chain, const void *bad, size_t count)
 {
-	POST_RECORDS(struct ibv_send_wr, ibv_post_send, qp);
+	int64_t posted = 0;
+
+	while (chain && chain != bad) {
+		chain = chain->next;
+		posted++;
+	}
+	if (!code && (!bad || !chain))
+		return (struct rp_outcome){ 0, (int64_t)count };
+	code = code ? abs(code) : EIO;
+	if (!bad || !chain)
+		/* Nothing of an unsupported call goes in; of another, who knows. */
+		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
+	return (struct rp_outcome){ code, posted };
 }
 
-int64_t rp_post_recv(struct ibv_qp *qp, void *records)
+struct rp_outcome rp_post_records(int verb, void *object, void *records, size_t count)
 {
-	POST_RECORDS(struct ibv_recv_wr, ibv_post_recv, qp);
-}
+	union {
+		struct ibv_send_wr *send;
+		struct ibv_recv_wr *recv;
+		struct ibv_ops_wr *op;
+	} bad = { NULL };
+	int code = verb == SEND	    ? ibv_post_send(object, records, &bad.send) :
+		   verb == RECV	    ? ibv_post_recv(object, records, &bad.recv) :
+		   verb == SRQ_RECV ? ibv_post_srq_recv(object, records, &bad.recv) :
+				      ibv_post_srq_ops(object, records, &bad.op);
 
-int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records)
-{
-	POST_RECORDS(struct ibv_recv_wr, ibv_post_srq_recv, srq);
-}
-
-int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records)
-{
-	POST_RECORDS(struct ibv_ops_wr, ibv_post_srq_ops, srq);
+	return code || bad.send ? failed(code, records, bad.send, count) :
+				  (struct rp_outcome){ 0, (int64_t)count };
 }
 
 static int64_t now_ns(void)

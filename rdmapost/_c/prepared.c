@@ -14,7 +14,7 @@ struct prepared {
 	PyObject_HEAD
 	struct queue *queue;
 	struct rp_handle *owner;
-	struct rp_sent *sent; /* NULL once it is closed */
+	struct rp_sent *sent; /* NULL once it is closed; the queue's lock is held to change it */
 	PyObject **sg_lists; /* a tuple of SGEs each, or NULL */
 	struct post post;
 };
@@ -33,16 +33,28 @@ static PyObject *swap(PyObject **at, PyObject *object)
 /* Whether it is; else with an exception. */
 static int is_open(struct prepared *p)
 {
-	if (!p->sent)
-		Py_XDECREF(PyObject_CallMethod((PyObject *)p->queue,
-					       "_list_closed", "n",
-					       (Py_ssize_t)p->post.count));
-	return p->sent != NULL;
+	if (!RP_LOAD(&p->sent))
+		rp_raise_list_closed(p->queue, &p->post);
+	return RP_LOAD(&p->sent) != NULL;
+}
+
+/* Hold the queue's lock, as this thread may already; 0, or -1 with an exception. */
+static int lock(struct prepared *p, int *nested)
+{
+	*nested = rp_owns(p->queue->lock);
+	return *nested ? 0 : rp_take(p->queue->lock);
+}
+
+static void unlock(struct prepared *p, int nested)
+{
+	if (!nested)
+		rp_give(p->queue->lock);
 }
 
 /* ---- preparing ----------------------------------------------------------- */
 
-static int check_all(struct prepared *p)
+/* Check all; the index of the first that is refused, or -1. */
+static Py_ssize_t check_all(struct prepared *p)
 {
 	struct post *post = &p->post;
 	size_t readable = post->count - (post->refusal.rule != NULL);
@@ -50,39 +62,43 @@ static int check_all(struct prepared *p)
 	for (size_t i = 0; i < readable; i++) {
 		struct request *r = &post->requests[i];
 
-		rp_name_all(r->held);
-		r->named = 1;
-		if (r->kind->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND) {
+		if (r->kind->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND)
 			post->refusal.rule = "bind_prepared";
-			return (int)i;
-		}
-		if (!rp_check(p->queue, p->owner, post, r, 0))
-			return (int)i;
+		else if (rp_check(p->queue, p->owner, post, r))
+			continue;
+		return (Py_ssize_t)i;
 	}
-	return post->refusal.rule ? (int)readable : -1;
+	return post->refusal.rule ? (Py_ssize_t)readable : -1;
 }
 
-/* Make what posts take along; 0, or -1 with an exception. */
-static int make_sent(struct prepared *p)
+/*
+ * Make what posts take along: of each work request its wr_id and what it holds till it is done.
+ * Those of one, `index`, may be others; NULL for as it is.  NULL with an exception.
+ */
+static PyObject *make_sent(struct prepared *p, size_t index, PyObject *wr_id,
+			   const struct request *other)
 {
 	Py_ssize_t count = (Py_ssize_t)p->post.count;
-	PyObject *wr_ids = PyTuple_New(count), *held = PyTuple_New(count);
+	PyObject *wr_ids = PyTuple_New(count), *held = PyTuple_New(count), *sent = NULL;
 
 	for (Py_ssize_t i = 0; wr_ids && held && i < count; i++) {
-		struct request *r = &p->post.requests[i];
-		int kept = r->held && !(p->queue->verb == SEND &&
-					r->flags & IBV_SEND_INLINE);
+		const struct request *r = &p->post.requests[i];
+		int changed = (size_t)i == index;
+		PyObject *holds = changed && other ? other->held : r->held;
 
-		PyTuple_SetItem(wr_ids, i, Py_NewRef(r->wr_id));
-		PyTuple_SetItem(held, i, Py_NewRef(kept ? r->held : Py_None));
+		/* Inline data has been copied when a post returns. */
+		if (!holds || (p->queue->verb == SEND && r->flags & IBV_SEND_INLINE))
+			holds = Py_None;
+		PyTuple_SetItem(wr_ids, i, Py_NewRef(changed && wr_id ? wr_id : r->wr_id));
+		PyTuple_SetItem(held, i, Py_NewRef(holds));
 	}
 	if (wr_ids && held)
-		p->sent = (struct rp_sent *)rp_make_sent(wr_ids, held);
-	if (p->sent)
-		return 0;
-	Py_XDECREF(wr_ids);
-	Py_XDECREF(held);
-	return -1;
+		sent = rp_make_sent(wr_ids, held);
+	if (!sent) {
+		Py_XDECREF(wr_ids);
+		Py_XDECREF(held);
+	}
+	return sent;
 }
 
 static int keep_sg_lists(struct prepared *p)
@@ -105,46 +121,48 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	struct prepared *p = (struct prepared *)self;
 	PyObject *queue, *owner, *wrs;
+	Py_ssize_t refused;
 	struct rp_turn turn;
-	int refused = -1, failed;
+	int failed;
 
 	(void)kwargs;
 	if (p->queue) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue,
-			      rp_handle_type, &owner, &wrs))
+	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
 		return -1;
 	p->queue = (struct queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
 	/* The list lives longer than this call: it has a reference of its own. */
-	if (rp_kind_of(p->queue->verb, (PyObject *)Py_TYPE(wrs)))
-		wrs = PyTuple_Pack(1, wrs);
-	else
-		Py_INCREF(wrs);
+	wrs = rp_kind_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
 	if (!wrs)
 		return -1;
 	failed = rp_read(p->queue, wrs, &p->post);
 	Py_DECREF(wrs);
-	if (failed ||
-	    rp_begin_post(p->queue, p->owner, &turn))
+	if (failed || rp_begin_post(p->queue, p->owner, &turn))
 		return -1;
 	refused = check_all(p);
+	for (size_t i = 0; refused < 0 && i < p->post.count; i++)
+		rp_link(&p->post, i, p->post.count);
 	rp_end_post(p->queue, &turn);
 	if (refused >= 0) {
-		rp_raise_refusal(queue, p->owner, &p->post, (size_t)refused, 0);
+		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,
+				 (size_t)refused, 0);
 		return -1;
 	}
 	if (!p->post.count) {
-		PyErr_SetString(PyExc_ValueError,
-				"a prepared list has at least one work request");
+		PyErr_SetString(PyExc_ValueError, "a prepared list has at least one work request");
 		return -1;
 	}
-	for (size_t i = 0; i < p->post.count; i++)
-		rp_put_pointers(&p->post, &p->post.requests[i]);
-	rp_link(p->queue, &p->post, p->post.count);
-	return make_sent(p) || keep_sg_lists(p) ? -1 : 0;
+	if (p->post.count > UINT32_MAX) {
+		PyErr_SetString(PyExc_ValueError, "no queue holds so many work requests");
+		return -1;
+	}
+	if (keep_sg_lists(p))
+		return -1;
+	p->sent = (struct rp_sent *)make_sent(p, p->post.count, NULL, NULL);
+	return p->sent ? 0 : -1;
 }
 
 static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
@@ -165,17 +183,16 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 /* Let go of what the list holds; what is outstanding stays held. */
-static void let_go(struct prepared *p)
+static int let_go(PyObject *self)
 {
-	struct rp_sent *sent = p->sent;
+	struct prepared *p = (struct prepared *)self;
+	PyObject *sent = swap((PyObject **)(void *)&p->sent, NULL);
 	PyObject *wrs = swap(&p->post.wrs, NULL);
 
-	p->sent = NULL;
 	for (size_t i = 0; i < p->post.count; i++) {
 		struct request *r = &p->post.requests[i];
-		PyObject *held = r->held;
+		PyObject *held = swap(&r->held, NULL);
 
-		r->held = NULL;
 		if (r->named)
 			rp_unname_all(held);
 		r->named = 0;
@@ -183,13 +200,8 @@ static void let_go(struct prepared *p)
 		if (p->sg_lists)
 			Py_CLEAR(p->sg_lists[i]);
 	}
-	Py_XDECREF((PyObject *)sent);
+	Py_XDECREF(sent);
 	Py_XDECREF(wrs);
-}
-
-static int prepared_clear(PyObject *self)
-{
-	let_go((struct prepared *)self);
 	return 0;
 }
 
@@ -199,107 +211,59 @@ static int prepared_clear(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	let_go((struct prepared *)self);
+	let_go(self);
 }
 
 static void prepared_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct prepared *p = (struct prepared *)self;
-	freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_GC_UnTrack(self);
-	let_go(p);
+	let_go(self);
 	PyMem_Free(p->sg_lists);
 	if (p->queue)
 		rp_free_post(&p->post);
 	Py_XDECREF((PyObject *)p->queue);
 	Py_XDECREF((PyObject *)p->owner);
-	free(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
-/* ---- posting ------------------------------------------------------------- */
-
-/* Post with the lock held; the rule that refuses it, or NULL. */
-static const char *post_locked(struct prepared *p, struct rp_outcome *outcome)
-{
-	struct rp_in_flight *q = p->queue->in_flight;
-	size_t count = p->post.count;
-	struct rp_entry taken;
-	uint64_t ticket;
-
-	if (!p->queue->ready)
-		return "not_ready";
-	if (q->posted - q->done + count > p->queue->room)
-		return "full";
-	ticket = rp_record(q, Py_NewRef((PyObject *)p->sent), NULL, count, 0);
-	for (size_t i = 0; i < count; i++) {
-		*(uint64_t *)(void *)(p->post.records +
-				      p->post.requests[i].record) =
-			(ticket & ~(uint64_t)UINT32_MAX) |
-			((ticket + i) & UINT32_MAX);
-	}
-	*outcome = rp_submit(p->queue, p->owner->address, p->post.records, count);
-	if (outcome->posted >= 0 && (uint64_t)outcome->posted < count) {
-		rp_unrecord(q, ticket + (uint64_t)outcome->posted,
-			    count - (uint64_t)outcome->posted, &taken);
-		/* The list has it too. */
-		Py_XDECREF(taken.wr_id);
-	}
-	return NULL;
-}
+/* ---- the list ------------------------------------------------------------ */
 
 static PyObject *prepared_post(PyObject *self, PyObject *unused)
 {
 	struct prepared *p = (struct prepared *)self;
-	struct rp_outcome outcome = { 0, 0 };
-	const char *rule;
-	struct rp_turn turn;
-	struct post said; /* the list may be closed before it is said */
-	uint64_t left;
 
 	(void)unused;
-	if (!p->queue || rp_begin_post(p->queue, p->owner, &turn))
-		return NULL;
-	memset(&said, 0, offsetof(struct post, few));
-	said.wrs = p->sent ? Py_NewRef(p->post.wrs) : NULL;
-	rule = !p->sent || rp_reserve(p->queue->in_flight, 1) ?
-		       "" : post_locked(p, &outcome);
-	left = p->queue->room - (p->queue->in_flight->posted -
-				 p->queue->in_flight->done);
-	rp_end_post(p->queue, &turn);
-	if (!said.wrs) {
-		Py_XDECREF(PyObject_CallMethod((PyObject *)p->queue,
-					       "_list_closed", "n",
-					       (Py_ssize_t)p->post.count));
-	} else if (rule && *rule) {
-		said.refusal.rule = rule;
-		rp_raise_refusal((PyObject *)p->queue, p->owner, &said,
-				 strcmp(rule, "full") ? 0 :
-				 left < p->post.count ? left : 0, 0);
-	} else if (outcome.code) {
-		rp_raise_failure(p->queue, p->owner, &said, outcome);
-	}
-	Py_XDECREF(said.wrs);
-	if (PyErr_Occurred())
-		return NULL;
-	Py_RETURN_NONE;
+	if (p->queue)
+		return rp_post(p->queue, p->owner, &p->post, &p->sent);
+	PyErr_SetString(PyExc_TypeError, "it has not been initialised");
+	return NULL;
 }
 
 static PyObject *prepared_close(PyObject *self, PyObject *unused)
 {
 	struct prepared *p = (struct prepared *)self;
+	PyObject *sent;
+	int nested;
 
 	(void)unused;
-	let_go(p);
+	if (!p->queue)
+		Py_RETURN_NONE;
+	/* Whoever posts it has what it takes along by now. */
+	if (lock(p, &nested))
+		return NULL;
+	sent = swap((PyObject **)(void *)&p->sent, NULL);
+	unlock(p, nested);
+	let_go(self);
+	Py_XDECREF(sent);
 	Py_RETURN_NONE;
 }
 
 static PyObject *prepared_closed(PyObject *self, void *unused)
 {
 	(void)unused;
-	return PyBool_FromLong(!((struct prepared *)self)->sent);
+	return PyBool_FromLong(!RP_LOAD(&((struct prepared *)self)->sent));
 }
 
 static Py_ssize_t prepared_length(PyObject *self)
@@ -359,7 +323,7 @@ static PyType_Slot prepared_slots[] = {
 	{ Py_tp_init, prepared_init },
 	{ Py_tp_dealloc, prepared_dealloc },
 	{ Py_tp_traverse, prepared_traverse },
-	{ Py_tp_clear, prepared_clear },
+	{ Py_tp_clear, let_go },
 	{ Py_tp_finalize, prepared_finalize },
 	{ Py_tp_methods, prepared_methods },
 	{ Py_tp_getset, prepared_getset },
@@ -416,72 +380,45 @@ static int item_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void item_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
-	freefunc free = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)((struct item *)self)->list);
-	free(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 /* Raise a ValueError for what was refused of a work request: always -1. */
-static int refuse_value(struct prepared *p, struct post *post, size_t index)
+static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
 {
-	PyObject *wr;
-
 	/* Reading the value may have closed the list. */
-	if (!is_open(p))
-		return -1;
-	wr = Py_NewRef(p->post.requests[index].wr);
-	post->one = wr;
-	rp_raise_refusal((PyObject *)p->queue, p->owner, post, 0, -1);
-	post->one = NULL;
-	Py_DECREF(wr);
+	if (is_open(p))
+		rp_raise_refusal(p->queue, p->owner, PyTuple_Pack(1, r->wr), why, 0, -1);
 	return -1;
 }
 
-/*
- * Make another version of what posts take along, which is then put in place by
- * swap_sent(); NULL with an exception.
- */
-static struct rp_sent *change_sent(struct prepared *p, size_t index,
-				   PyObject *wr_id, PyObject *held)
+/* Read a number for a work request of a list that is open; 0, or -1 with an exception. */
+static int read_value(struct item *item, PyObject *name, PyObject *value, uint64_t most, int aligned,
+		      uint64_t *number)
 {
-	Py_ssize_t count = (Py_ssize_t)p->post.count;
-	PyObject *wr_ids = PyTuple_New(count), *all = PyTuple_New(count);
-	struct rp_sent *sent = NULL, *old = p->sent;
+	struct prepared *p = item->list;
+	struct post post;
+	int read;
 
-	/* Making the tuples may have run a finalizer that closed the list. */
-	for (Py_ssize_t i = 0; old && wr_ids && all && i < count; i++) {
-		PyObject *id = PyTuple_GetItem(old->wr_ids, i);
-		PyObject *had = PyTuple_GetItem(old->held, i);
-		int changed = (size_t)i == index;
-
-		PyTuple_SetItem(wr_ids, i,
-				Py_NewRef(changed && wr_id ? wr_id : id));
-		PyTuple_SetItem(all, i,
-				Py_NewRef(changed && held ? held : had));
+	if (!value) {
+		PyErr_Format(PyExc_AttributeError, "%U cannot be deleted", name);
+		return -1;
 	}
-	if (old && wr_ids && all)
-		sent = (struct rp_sent *)rp_make_sent(wr_ids, all);
-	if (!sent) {
-		Py_XDECREF(wr_ids);
-		Py_XDECREF(all);
+	if (!is_open(p))
+		return -1;
+	post.refusal = (struct refusal){ .rule = NULL };
+	read = rp_read_number(&post, name, value, most, number);
+	if (read > 0 && aligned && *number % 8) {
+		post.refusal.rule = "misaligned";
+		post.refusal.a = *number;
+		read = 0;
 	}
-	if (!sent && !PyErr_Occurred())
-		is_open(p);
-	return sent;
-}
-
-/* Return what is to be released; NULL, and nothing is swapped, where the list is closed. */
-static struct rp_sent *swap_sent(struct prepared *p, struct rp_sent *sent)
-{
-	struct rp_sent *old = p->sent;
-
-	if (old)
-		p->sent = sent;
-	return old;
+	if (!read)
+		refuse_value(p, &p->post.requests[item->index], &post.refusal);
+	Py_XDECREF(post.refusal.owned);
+	return read > 0 ? 0 : -1;
 }
 
 static PyObject *item_wr_id(PyObject *self, void *unused)
@@ -489,43 +426,41 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	struct item *item = (struct item *)self;
 
 	(void)unused;
-	if (!item->list)
-		return Py_NewRef(Py_None);
-	return Py_NewRef(item->list->post.requests[item->index].wr_id);
+	return Py_NewRef(item->list ? item->list->post.requests[item->index].wr_id : Py_None);
 }
 
 static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
-	struct post post;
-	uint64_t number;
-	PyObject *name, *wr_id;
-	struct rp_sent *sent, *old;
+	struct prepared *p = item->list;
+	PyObject *wr_id, *sent;
 	struct request *r;
-	int read, failed;
+	uint64_t number;
+	int nested, changed;
 
 	(void)unused;
-	if (!item->list || !value || !is_open(item->list))
+	if (!p)
 		return -1;
-	memset(&post, 0, offsetof(struct post, few));
-	name = item->list->post.requests[item->index].kind->wr_id.name;
-	read = rp_read_number(&post, name, value, 64, &number);
-	failed = read < 0 ? -1 : read ? 0 :
-		 refuse_value(item->list, &post, item->index);
-	Py_XDECREF(post.refusal.name);
-	Py_XDECREF(post.refusal.value);
-	if (failed)
+	r = &p->post.requests[item->index];
+	if (read_value(item, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
 		return -1;
 	wr_id = PyLong_FromUnsignedLongLong(number);
-	sent = wr_id ? change_sent(item->list, item->index, wr_id, NULL) : NULL;
-	old = sent ? swap_sent(item->list, sent) : NULL;
-	if (old) {
-		r = &item->list->post.requests[item->index];
+	sent = wr_id ? make_sent(p, item->index, wr_id, NULL) : NULL;
+	if (!sent || lock(p, &nested)) {
+		Py_XDECREF(wr_id);
+		Py_XDECREF(sent);
+		return -1;
+	}
+	/* Making them may have run a finalizer that closed the list. */
+	changed = p->sent != NULL;
+	if (changed) {
+		sent = swap((PyObject **)(void *)&p->sent, sent);
 		wr_id = swap(&r->wr_id, wr_id);
 	}
-	Py_XDECREF(wr_id);
-	Py_XDECREF((PyObject *)(old ? old : sent));
-	return old ? 0 : -1;
+	unlock(p, nested);
+	Py_DECREF(wr_id);
+	Py_DECREF(sent);
+	return changed || is_open(p) ? 0 : -1;
 }
 
 static PyObject *item_sg_list(PyObject *self, void *unused)
@@ -538,68 +473,63 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 	return sges ? Py_NewRef(sges) : PyTuple_New(0);
 }
 
-/* Let another SGE list take the place of one with as many SGEs. */
-static int put_sges(struct prepared *p, size_t index, struct post *post)
+/* Let another SGE list take the place of one with as many SGEs; the queue's lock is held. */
+static void put_sges(struct prepared *p, size_t index, struct post *post, PyObject **sent,
+		     PyObject **sges)
 {
 	struct request *r = &p->post.requests[index], *new = post->requests;
 	size_t count = (size_t)r->num_sge;
-	int kept = !(p->queue->verb == SEND && r->flags & IBV_SEND_INLINE);
-	PyObject *held = kept && new->held ? new->held : Py_None;
-	struct rp_sent *sent = change_sent(p, index, NULL, held), *old;
-	PyObject *sges = sent ? rp_make_sges(post, new) : NULL;
 
-	/* From here on no code of Python's runs until all of it is in place. */
-	old = sges ? swap_sent(p, sent) : NULL;
-	if (old) {
-		memcpy(rp_sges(&p->post, r), rp_sges(post, new),
-		       count * sizeof(struct ibv_sge));
-		memcpy(p->post.owners + r->owners, post->owners,
-		       count * sizeof(PyObject *));
-		new->held = swap(&r->held, new->held);
-		sges = swap(&p->sg_lists[index], sges);
-	}
-	Py_XDECREF(sges);
-	Py_XDECREF((PyObject *)(old ? old : sent));
-	return old ? 0 : -1;
+	memcpy(rp_sges(&p->post, r), rp_sges(post, new), count * sizeof(struct ibv_sge));
+	memcpy(p->post.owners + r->owners, post->owners, count * sizeof(PyObject *));
+	/* Both are named. */
+	new->held = swap(&r->held, new->held);
+	*sent = swap((PyObject **)(void *)&p->sent, *sent);
+	*sges = swap(&p->sg_lists[index], *sges);
 }
 
 static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
+	PyObject *sent = NULL, *sges = NULL;
+	struct request *r, *new;
 	struct rp_turn turn;
 	struct post post;
-	int failed, right = 0;
+	int done = 0;
 
 	(void)unused;
 	if (!p || !value || !is_open(p))
 		return -1;
-	failed = rp_reread_sges(&p->post, item->index, value, &post);
-	if (!failed && !post.refusal.rule &&
-	    post.requests->num_sge != p->post.requests[item->index].num_sge) {
+	r = &p->post.requests[item->index];
+	if (rp_reread_sges(&p->post, item->index, value, &post))
+		goto out;
+	new = post.requests;
+	if (!post.refusal.rule && new->num_sge != r->num_sge) {
 		post.refusal.rule = "other_num_sge";
-		post.refusal.a = (uint64_t)post.requests->num_sge;
-		post.refusal.b =
-			(uint64_t)p->post.requests[item->index].num_sge;
+		post.refusal.a = (uint64_t)new->num_sge;
+		post.refusal.b = (uint64_t)r->num_sge;
 	}
-	if (!failed && !post.refusal.rule) {
-		failed = rp_begin_post(p->queue, p->owner, &turn);
-		if (!failed) {
-			rp_name_all(post.requests->held);
-			post.requests->named = 1;
-			right = rp_check(p->queue, p->owner, &post,
-					 post.requests, 0);
-			rp_end_post(p->queue, &turn);
-		}
+	if (!post.refusal.rule) {
+		sges = rp_make_sges(&post, new);
+		sent = sges ? make_sent(p, item->index, NULL, new) : NULL;
+		if (!sent || rp_begin_post(p->queue, p->owner, &turn))
+			goto out;
+		done = rp_check(p->queue, p->owner, &post, new) && p->sent;
+		/* No code of Python's runs until all of it is in place. */
+		if (done)
+			put_sges(p, item->index, &post, &sent, &sges);
+		rp_end_post(p->queue, &turn);
 	}
-	if (right)
-		failed = p->sent ? put_sges(p, item->index, &post) : -1;
-	else if (!failed)
-		failed = refuse_value(p, &post, item->index);
-	rp_free_post(&post);
-	if (failed && !PyErr_Occurred())
+	if (post.refusal.rule)
+		refuse_value(p, r, &post.refusal);
+	else if (!done)
 		is_open(p);
-	return failed;
+out:
+	rp_free_post(&post);
+	Py_XDECREF(sent);
+	Py_XDECREF(sges);
+	return done ? 0 : -1;
 }
 
 static PyGetSetDef item_getset[] = {
@@ -652,11 +582,8 @@ static int number_init(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static void number_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
-
 	Py_XDECREF(((struct number *)self)->kind);
-	PyObject_Free(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 /* The field, and where an item has it; NULL with an exception. */
@@ -702,41 +629,21 @@ static PyObject *number_get(PyObject *self, PyObject *object, PyObject *type)
 
 static int number_set(PyObject *self, PyObject *object, PyObject *value)
 {
-	struct prepared *p;
+	struct item *item = (struct item *)object;
 	const struct field *field;
-	struct post post;
 	uint64_t number;
-	int read, failed;
 	void *at;
 
 	field = place((struct number *)self, object, &at);
-	if (!field)
+	if (!field ||
+	    read_value(item, field->slot.name, value, field->most,
+		       item->list->queue->checked &&
+			       item->list->post.requests[item->index].kind->atomic &&
+			       field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr),
+		       &number))
 		return -1;
-	p = ((struct item *)object)->list;
-	if (!value) {
-		PyErr_Format(PyExc_AttributeError, "%U cannot be deleted",
-			     field->slot.name);
-		return -1;
-	}
-	if (!is_open(p))
-		return -1;
-	memset(&post, 0, offsetof(struct post, few));
-	read = rp_read_number(&post, field->slot.name, value,
-			      8 * (unsigned int)field->size, &number);
-	if (read > 0 && p->queue->checked && number % 8 &&
-	    p->post.requests[((struct item *)object)->index].kind->atomic &&
-	    field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr)) {
-		post.refusal.rule = "misaligned";
-		post.refusal.a = number;
-		read = 0;
-	}
-	if (read > 0)
-		rp_put_number(field, at, number);
-	failed = read < 0 ? -1 : read ? 0 :
-		 refuse_value(p, &post, ((struct item *)object)->index);
-	Py_XDECREF(post.refusal.name);
-	Py_XDECREF(post.refusal.value);
-	return failed;
+	rp_put_number(field, at, number);
+	return 0;
 }
 
 static PyType_Slot number_slots[] = {
@@ -756,16 +663,7 @@ static PyType_Spec number_spec = {
 
 int rp_add_prepared(PyObject *module)
 {
-	PyObject *number = PyType_FromSpec(&number_spec);
-	int failed;
-
-	/* Held for ever. */
-	prepared_type = PyType_FromSpec(&prepared_spec);
-	item_type = PyType_FromSpec(&item_spec);
-	failed = !number || !prepared_type || !item_type ||
-		 PyModule_AddObjectRef(module, "Prepared", prepared_type) ||
-		 PyModule_AddObjectRef(module, "PreparedItem", item_type) ||
-		 PyModule_AddObjectRef(module, "Number", number);
-	Py_XDECREF(number);
-	return failed ? -1 : 0;
+	return rp_add_type(module, &number_spec, "Number", NULL) ||
+	       rp_add_type(module, &prepared_spec, "Prepared", &prepared_type) ||
+	       rp_add_type(module, &item_spec, "PreparedItem", &item_type) ? -1 : 0;
 }

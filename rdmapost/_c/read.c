@@ -14,17 +14,19 @@ int rp_kinds_known;
 struct rp_known rp_known;
 static PyObject *sge_names[3];
 
-static const size_t heads[] = {
-	[SEND] = sizeof(struct ibv_send_wr),
-	[RECV] = sizeof(struct ibv_recv_wr),
-	[SRQ_RECV] = sizeof(struct ibv_recv_wr),
-	[SRQ_OPS] = sizeof(struct ibv_ops_wr),
+static const struct {
+	size_t size, sg_list; /* of a record, and where in it the SGEs are pointed to */
+} heads[] = {
+	[SEND] = { sizeof(struct ibv_send_wr), offsetof(struct ibv_send_wr, sg_list) },
+	[RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
+	[SRQ_RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
+	[SRQ_OPS] = { sizeof(struct ibv_ops_wr), offsetof(struct ibv_ops_wr, tm.add.sg_list) },
 };
 
 /* A subclass's too. */
 static int is_a(PyObject *object, PyObject *type)
 {
-	return (PyObject *)Py_TYPE(object) == type ||
+	return rp_has_type(object, type) ||
 	       PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)type);
 }
 
@@ -34,28 +36,23 @@ static int has_iter(PyObject *object)
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
 }
 
-/* ---- refusing ----------------------------------------------------------- */
+/* ---- refusing: always 0 -------------------------------------------------- */
 
-static int refuse(struct post *post, const char *rule, PyObject *name,
-		  PyObject *value, uint64_t a)
+static int refuse(struct post *post, const char *rule, PyObject *name, PyObject *value, uint64_t a)
 {
 	post->refusal.rule = rule;
-	post->refusal.name = Py_XNewRef(name);
-	post->refusal.value = Py_XNewRef(value);
+	post->refusal.name = name;
+	post->refusal.value = post->refusal.owned = Py_XNewRef(value);
 	post->refusal.a = a;
 	return 0;
 }
 
-/*
- * Refuse for an exception that a field of the wrong type may raise: 0, or -1 where
- * it is another one, which goes to the caller.
- */
+/* Refuse for an exception that a field of the wrong type may raise; -1 for another, which stays. */
 static int refuse_for_exception(struct post *post)
 {
 	PyObject *type, *value, *trace, *text;
 
-	if (!PyErr_ExceptionMatches(PyExc_TypeError) &&
-	    !PyErr_ExceptionMatches(PyExc_ValueError) &&
+	if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
 	    !PyErr_ExceptionMatches(PyExc_AttributeError) &&
 	    !PyErr_ExceptionMatches(PyExc_BufferError) &&
 	    !PyErr_ExceptionMatches(PyExc_ArithmeticError))
@@ -79,15 +76,27 @@ static int refuse_for_exception(struct post *post)
 
 /* ---- reading a value: 1, or 0 where it is refused, or -1 with an exception -- */
 
-/* What is no int, or does not fit, or is not there. */
-static int read_unusual(struct post *post, PyObject *name, PyObject *value,
-			unsigned int bits, uint64_t most, uint64_t *number)
+/* Read an int that fits; runs no code of Python's.  Whether it was one. */
+static inline int read_int(PyObject *value, uint64_t most, uint64_t *number)
+{
+	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
+		return 0;
+	/* Of the same width as unsigned long long, whose call takes four times as long. */
+	*number = PyLong_AsUnsignedLong(value);
+	return *number <= most && (*number != (uint64_t)-1 || !PyErr_Occurred());
+}
+
+int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
+		   uint64_t *number)
 {
 	PyObject *index;
+	int read;
 
+	if (read_int(value, most, number))
+		return 1;
 	PyErr_Clear();
 	if (PyLong_Check(value))
-		return refuse(post, "out_of_range", name, value, bits);
+		return refuse(post, "out_of_range", name, value, 64 - (uint64_t)__builtin_clzll(most));
 	index = PyNumber_Index(value);
 	if (!index && PyErr_ExceptionMatches(PyExc_TypeError)) {
 		PyErr_Clear();
@@ -95,178 +104,156 @@ static int read_unusual(struct post *post, PyObject *name, PyObject *value,
 	}
 	if (!index)
 		return refuse_for_exception(post);
-	*number = PyLong_AsUnsignedLong(index);
-	if ((*number == (uint64_t)-1 && PyErr_Occurred()) || *number > most) {
-		PyErr_Clear();
-		refuse(post, "out_of_range", name, index, bits);
-		Py_DECREF(index);
-		return 0;
-	}
+	read = rp_read_number(post, name, index, most, number);
 	Py_DECREF(index);
-	return 1;
+	return read;
 }
 
-int rp_read_number(struct post *post, PyObject *name, PyObject *value,
-		   unsigned int bits, uint64_t *number)
+/* What a slot of it holds, borrowed; NULL where that is to be asked for by its name. */
+static inline PyObject *peek(const struct request *r, const struct rp_slot *slot)
 {
-	uint64_t most = UINT64_MAX >> (64 - bits);
+	PyObject **at = r->exact ? rp_slot_at(r->wr, slot) : NULL;
 
-	if (PyLong_Check(value)) {
-		/* Of the same width as unsigned long long, whose call takes four times as long. */
-		*number = PyLong_AsUnsignedLong(value);
-		if (*number <= most &&
-		    (*number != (uint64_t)-1 || !PyErr_Occurred()))
-			return 1;
-	}
-	return read_unusual(post, name, value, bits, most, number);
-}
-
-static int exact(const struct request *r)
-{
-	return (PyObject *)Py_TYPE(r->wr) == r->kind->type;
+	return at ? *at : NULL;
 }
 
 /* Return a new reference to an attribute, or NULL with an exception. */
 static PyObject *get(const struct request *r, const struct rp_slot *slot)
 {
-	PyObject *value = NULL;
+	PyObject *value = peek(r, slot);
 
-	if (RP_READS_SLOTS && slot->offset && exact(r))
-		value = Py_XNewRef(*(PyObject **)(void *)((char *)r->wr +
-							  slot->offset));
-	return value ? value : PyObject_GetAttr(r->wr, slot->name);
+	return value ? Py_NewRef(value) : PyObject_GetAttr(r->wr, slot->name);
 }
 
-static int get_number(struct post *post, const struct request *r,
-		      const struct rp_slot *slot, unsigned int bits,
-		      uint64_t *number)
+static inline int read_attribute(struct post *post, const struct request *r,
+				 const struct rp_slot *slot, uint64_t most, uint64_t *number)
 {
-	PyObject *value = get(r, slot);
-	int read = value ? rp_read_number(post, slot->name, value, bits, number) :
-			   refuse_for_exception(post);
+	PyObject *value = peek(r, slot);
+	int read;
 
+	if (value && read_int(value, most, number))
+		return 1;
+	PyErr_Clear();
+	value = get(r, slot);
+	read = value ? rp_read_number(post, slot->name, value, most, number) :
+		       refuse_for_exception(post);
 	Py_XDECREF(value);
 	return read;
+}
+
+/* Make room for a tuple of so many, and put in what is held so far; 0, or -1 with an exception. */
+static int widen(struct request *r, Py_ssize_t size)
+{
+	PyObject *held = PyTuple_New(size), *before = r->held;
+
+	if (!held)
+		return -1;
+	for (Py_ssize_t i = 0; i < size; i++) {
+		PyObject *one = i >= r->holds ? Py_None : r->holds == 1 ? before :
+				PyTuple_GetItem(before, i);
+
+		PyTuple_SetItem(held, i, Py_NewRef(one));
+	}
+	r->held = held;
+	Py_DECREF(before);
+	return 0;
 }
 
 /* Hold an object as long as the work request is in flight. */
 static int hold(struct request *r, PyObject *object)
 {
-	Py_ssize_t count;
-	PyObject *more;
-
-	if (!r->held) {
+	if (!r->holds) {
 		r->held = Py_NewRef(object);
+		r->holds = 1;
 		return 1;
 	}
-	if (r->held == object)
+	if (r->holds == 1 && r->held == object)
 		return 1;
-	count = PyTuple_CheckExact(r->held) ? PyTuple_Size(r->held) : 0;
-	for (Py_ssize_t i = 0; i < count; i++)
+	for (Py_ssize_t i = 0; r->holds > 1 && i < r->holds; i++)
 		if (PyTuple_GetItem(r->held, i) == object)
 			return 1;
-	more = PyTuple_New(count ? count + 1 : 2);
+	/* Enough for nearly all. */
+	if ((r->holds == 1 || r->holds == PyTuple_Size(r->held)) &&
+	    widen(r, r->holds == 1 ? 4 : 2 * r->holds))
+		return -1;
+	PyTuple_SetItem(r->held, r->holds++, Py_NewRef(object));
+	return 1;
+}
+
+/* ---- room --------------------------------------------------------------- */
+
+/* Return the array, or a larger one in its place; NULL with an exception.  `small` is not freed. */
+static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
+{
+	size_t more = *size;
+	void *new;
+
+	while (more < wanted)
+		more *= 2;
+	if (more == *size)
+		return array;
+	new = PyMem_Malloc(more * each);
+	if (!new)
+		return PyErr_NoMemory();
+	memcpy(new, array, used * each);
+	if (array != small)
+		PyMem_Free(array);
+	*size = more;
+	return new;
+}
+
+/* Make room for so many more bytes of records, and SGEs' owners; 1, or -1 with an exception. */
+static int make_room(struct post *post, size_t bytes, size_t owners)
+{
+	char *records = enlarge(post->records, post->small, post->used, &post->size,
+				post->used + bytes, 1);
+	PyObject **more;
+
+	if (!records)
+		return -1;
+	post->records = records;
+	more = enlarge(post->owners, post->few_owners, post->owned, &post->owner_room,
+		       post->owned + owners, sizeof(*more));
 	if (!more)
 		return -1;
-	for (Py_ssize_t i = 0; i < count; i++)
-		PyTuple_SetItem(more, i,
-				Py_NewRef(PyTuple_GetItem(r->held, i)));
-	if (!count)
-		PyTuple_SetItem(more, 0, Py_NewRef(r->held));
-	PyTuple_SetItem(more, count ? count : 1, Py_NewRef(object));
-	Py_DECREF(r->held);
-	r->held = more;
+	post->owners = more;
 	return 1;
-}
-
-/* ---- making room: 1, or -1 with an exception ----------------------------- */
-
-/* Return an array with room for more; what is in `few` is copied out of it. */
-static void *enlarge(void *array, void *few, size_t used, size_t *room,
-		     size_t size)
-{
-	size_t more = 2 * *room + used;
-	void *made = array == few ? PyMem_Malloc(more * size) :
-				    PyMem_Realloc(array, more * size);
-
-	if (!made) {
-		PyErr_NoMemory();
-		return NULL;
-	}
-	if (array == few)
-		memcpy(made, array, used * size);
-	*room = more;
-	return made;
-}
-
-static int enlarge_post(struct post *post, size_t bytes, size_t owners)
-{
-	while (post->size - post->used < bytes) {
-		char *records = enlarge(post->records, post->small, post->used,
-					&post->size, 1);
-
-		if (!records)
-			return -1;
-		post->records = records;
-	}
-	while (post->owner_room - post->owned < owners) {
-		PyObject **made = enlarge(post->owners, post->few_owners,
-					  post->owned, &post->owner_room,
-					  sizeof(*post->owners));
-
-		if (!made)
-			return -1;
-		post->owners = made;
-	}
-	return 1;
-}
-
-static inline int make_room(struct post *post, size_t bytes, size_t owners)
-{
-	if (post->size - post->used >= bytes &&
-	    post->owner_room - post->owned >= owners)
-		return 1;
-	return enlarge_post(post, bytes, owners);
 }
 
 /* ---- SGEs ---------------------------------------------------------------- */
 
-static int read_sge(struct post *post, struct request *r, PyObject *from,
-		    struct ibv_sge *sge)
+/* Read one into a record; its owner is held before any other code can run. */
+static int read_sge(struct post *post, struct request *r, PyObject *from, struct ibv_sge *sge)
 {
-	uint64_t number[3] = { 0 };
+	uint64_t number[3];
 	PyObject *owner;
 
-	if ((PyObject *)Py_TYPE(from) != rp_known.sge || PyTuple_Size(from) != 4)
+	if (!rp_has_type(from, rp_known.sge) || PyTuple_Size(from) != 4)
 		return refuse(post, "not_an_sge", NULL, from, 0);
 	for (int i = 0; i < 3; i++) {
 		int read = rp_read_number(post, sge_names[i], PyTuple_GetItem(from, i),
-				       i ? 32 : 64, &number[i]);
+					  i ? UINT32_MAX : UINT64_MAX, &number[i]);
 
 		if (read < 1)
 			return read;
 	}
 	owner = PyTuple_GetItem(from, 3);
-	if (owner != Py_None && !is_a(owner, rp_known.mr) &&
-	    (PyObject *)Py_TYPE(owner) != rp_known.buffer)
+	if (owner != Py_None && !is_a(owner, rp_known.mr) && !rp_has_type(owner, rp_known.buffer))
 		return refuse(post, "not_an_owner", NULL, owner, 0);
-	sge->addr = number[0];
-	sge->length = (uint32_t)number[1];
-	sge->lkey = (uint32_t)number[2];
+	*sge = (struct ibv_sge){ number[0], (uint32_t)number[1], (uint32_t)number[2] };
 	post->owners[post->owned++] = owner;
 	return owner == Py_None ? 1 : hold(r, owner);
 }
 
 /* Read an sg_list behind the record, which is the last so far. */
-int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list)
+static int read_sges(struct post *post, struct request *r, PyObject *sg_list)
 {
-	int one = (PyObject *)Py_TYPE(sg_list) == rp_known.sge, read = 1;
+	int one = rp_has_type(sg_list, rp_known.sge), read;
 	PyObject *sges = one ? Py_NewRef(sg_list) : PySequence_Tuple(sg_list);
 	Py_ssize_t count;
 	size_t start = post->used;
 
-	if (!sges && PyErr_ExceptionMatches(PyExc_TypeError) &&
-	    !has_iter(sg_list)) {
+	if (!sges && PyErr_ExceptionMatches(PyExc_TypeError) && !has_iter(sg_list)) {
 		PyErr_Clear();
 		return refuse(post, "not_sges", NULL, sg_list, 0);
 	}
@@ -277,13 +264,11 @@ int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list)
 	if (count > INT32_MAX / (Py_ssize_t)sizeof(struct ibv_sge))
 		read = refuse(post, "too_many_sges", NULL, NULL, (uint64_t)count);
 	else
-		read = make_room(post, (size_t)count * sizeof(struct ibv_sge),
-				 (size_t)count);
+		read = make_room(post, (size_t)count * sizeof(struct ibv_sge), (size_t)count);
 	post->used += read > 0 ? (size_t)count * sizeof(struct ibv_sge) : 0;
 	for (Py_ssize_t i = 0; read > 0 && i < count; i++)
 		read = read_sge(post, r, one ? sges : PyTuple_GetItem(sges, i),
-				(struct ibv_sge *)(void *)(post->records +
-							   start) + i);
+				(struct ibv_sge *)(void *)(post->records + start) + i);
 	r->num_sge = (int)count;
 	Py_DECREF(sges);
 	return read;
@@ -292,32 +277,30 @@ int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list)
 /* ---- fields -------------------------------------------------------------- */
 
 /* Read a resource that a driver follows the pointer of, or None. */
-static int read_resource(struct post *post, struct request *r,
-			 const struct field *field, PyObject *value)
+static int read_resource(struct post *post, struct request *r, const struct field *field,
+			 PyObject *value)
 {
 	PyObject *type = field->what == ADDRESS_HANDLE ? rp_known.ah :
-			 field->what == WINDOW	       ? rp_known.mw :
-							 rp_known.mr;
-	struct rp_handle *h = (struct rp_handle *)value;
+			 field->what == WINDOW	       ? rp_known.mw : rp_known.mr;
+	struct rp_handle **at = field->what == ADDRESS_HANDLE ? &r->ah :
+				field->what == WINDOW	      ? &r->mw : &r->mr;
 
 	if (value == Py_None)
 		return 1;
 	if (!is_a(value, type))
 		return refuse(post, "not_a_resource", field->slot.name, value,
 			      (uint64_t)field->what);
-	if (field->what == ADDRESS_HANDLE)
-		r->ah = h;
-	else if (field->what == WINDOW)
-		r->mw = h;
-	else
-		r->mr = h;
+	*at = (struct rp_handle *)value;
 	return hold(r, value);
 }
 
-static int read_header(struct post *post, struct request *r,
-		       const struct field *field, PyObject *value)
+static int read_header(struct post *post, struct request *r, const struct field *field,
+		       PyObject *value)
 {
-	PyObject *buffer = rp_make_buffer(value);
+	struct ibv_send_wr *wr = (void *)(post->records + r->record);
+	/* Bytes do not change, and stay where they are. */
+	PyObject *buffer = PyBytes_CheckExact(value) ? Py_NewRef(value) : rp_make_buffer(value);
+	uint64_t start;
 	int held;
 
 	if (!buffer && !PyErr_ExceptionMatches(PyExc_TypeError) &&
@@ -328,19 +311,14 @@ static int read_header(struct post *post, struct request *r,
 		PyErr_Clear();
 		return refuse(post, "not_bytes", field->slot.name, value, 0);
 	}
-	r->hdr_len = rp_buffer_length(buffer);
-	if (r->hdr_len > UINT16_MAX) {
-		Py_DECREF(buffer);
-		return refuse(post, "header_too_long", NULL, NULL, r->hdr_len);
-	}
-	if (r->hdr_len) {
-		struct ibv_send_wr *wr = (void *)(post->records + r->record);
-
-		wr->tso.hdr = (void *)(uintptr_t)rp_buffer_start(buffer);
+	start = rp_buffer_start(buffer, &r->hdr_len);
+	if (r->hdr_len && r->hdr_len <= UINT16_MAX) {
+		wr->tso.hdr = (void *)(uintptr_t)start;
 		wr->tso.hdr_sz = (uint16_t)r->hdr_len;
 	}
 	r->hdr = buffer;
-	held = hold(r, buffer);
+	held = r->hdr_len > UINT16_MAX ?
+		       refuse(post, "header_too_long", NULL, NULL, r->hdr_len) : hold(r, buffer);
 	Py_DECREF(buffer);
 	return held;
 }
@@ -357,54 +335,78 @@ void rp_put_number(const struct field *field, void *at, uint64_t number)
 		*(uint16_t *)at = (uint16_t)number;
 }
 
-static int read_field(struct post *post, struct request *r,
-		      const struct field *field, PyObject *value)
+static int read_object(struct post *post, struct request *r, const struct field *field,
+		       PyObject *value)
 {
-	unsigned int bits = 8 * (unsigned int)field->size;
-	uint64_t number = 0;
-	int read;
-
 	switch (field->what) {
-	case ADDRESS_HANDLE:
-	case WINDOW:
-	case REGION:
-		return read_resource(post, r, field, value);
 	case HEADER:
 		return read_header(post, r, field, value);
 	case TAG:
-		if (value != Py_None &&
-		    (PyObject *)Py_TYPE(value) != rp_known.tag_handle)
+		if (value != Py_None && !rp_has_type(value, rp_known.tag_handle))
 			return refuse(post, "not_a_tag_handle", NULL, value, 0);
 		r->tag = value == Py_None ? NULL : Py_NewRef(value);
 		return 1;
 	default:
-		break;
+		return read_resource(post, r, field, value);
 	}
-	read = rp_read_number(post, field->slot.name, value, bits, &number);
-	if (read < 1)
+}
+
+static int read_field(struct post *post, struct request *r, const struct field *field)
+{
+	uint64_t number;
+	PyObject *value;
+	int read;
+
+	switch (field->what) {
+	case NUMBER:
+	case NETWORK:
+		read = read_attribute(post, r, &field->slot, field->most, &number);
+		if (read > 0)
+			rp_put_number(field, post->records + r->record + field->at, number);
 		return read;
-	if (field->what != TAGGED_WR_ID) {
-		rp_put_number(field, post->records + r->record + field->at,
-			      number);
+	case TAGGED_WR_ID:
+		read = read_attribute(post, r, &field->slot, field->most, &number);
+		if (read > 0)
+			r->wr_id_of_tag = PyLong_FromUnsignedLongLong(number);
+		return read > 0 && !r->wr_id_of_tag ? -1 : read;
+	default:
+		if (peek(r, &field->slot) == Py_None && field->what != HEADER)
+			return 1;
+		value = get(r, &field->slot);
+		read = value ? read_object(post, r, field, value) : refuse_for_exception(post);
+		Py_XDECREF(value);
+		return read;
+	}
+}
+
+static int read_wr_id(struct post *post, struct request *r)
+{
+	const struct rp_slot *slot = &r->kind->wr_id;
+	PyObject *value = peek(r, slot);
+	uint64_t number;
+	int read;
+
+	if (value && PyLong_CheckExact(value) && read_int(value, UINT64_MAX, &number)) {
+		r->wr_id = Py_NewRef(value);
 		return 1;
 	}
-	r->wr_id_of_tag = PyLong_FromUnsignedLongLong(number);
-	return r->wr_id_of_tag ? 1 : -1;
+	PyErr_Clear();
+	read = read_attribute(post, r, slot, UINT64_MAX, &number);
+	if (read > 0)
+		r->wr_id = PyLong_FromUnsignedLongLong(number);
+	return read > 0 && !r->wr_id ? -1 : read;
 }
 
 /* Write what the head of every record has. */
-static void put_head(const struct queue *q, struct post *post,
-		     const struct request *r)
+static void put_head(int verb, char *at, const struct request *r)
 {
-	char *at = post->records + r->record;
-
-	if (q->verb == SEND) {
+	if (verb == SEND) {
 		struct ibv_send_wr *wr = (void *)at;
 
 		wr->opcode = (enum ibv_wr_opcode)r->kind->opcode;
 		wr->send_flags = (unsigned int)r->flags;
 		wr->num_sge = r->num_sge;
-	} else if (q->verb == SRQ_OPS) {
+	} else if (verb == SRQ_OPS) {
 		struct ibv_ops_wr *wr = (void *)at;
 
 		wr->opcode = (enum ibv_ops_wr_opcode)r->kind->opcode;
@@ -415,108 +417,76 @@ static void put_head(const struct queue *q, struct post *post,
 	}
 }
 
-static int read_wr_id(struct post *post, struct request *r)
+/* Read one more; 1, or 0 where it is refused, or -1 with an exception. */
+static int read_next(struct queue *q, struct post *post, PyObject *wr, const struct kind *kind)
 {
-	PyObject *value = get(r, &r->kind->wr_id);
-	uint64_t number = 0;
-	int read = value ? rp_read_number(post, r->kind->wr_id.name, value, 64,
-				       &number) : refuse_for_exception(post);
-
-	if (value && read > 0 && PyLong_CheckExact(value)) {
-		r->wr_id = value;
-		return 1;
-	}
-	Py_XDECREF(value);
-	if (read < 1)
-		return read;
-	r->wr_id = PyLong_FromUnsignedLongLong(number);
-	return r->wr_id ? 1 : -1;
-}
-
-static int read_one(struct queue *q, struct post *post, struct request *r,
-		    const struct kind *kind)
-{
-	size_t head = heads[q->verb];
+	size_t size = heads[q->verb].size;
 	PyObject *sg_list;
+	struct request *r = enlarge(post->requests, post->few, post->count, &post->capacity,
+				    post->count + 1, sizeof(*r));
 	int read;
 
+	if (!r)
+		return -1;
+	post->requests = r;
+	r += post->count++;
+	*r = (struct request){ .wr = wr, .kind = kind, .record = post->used };
 	if (!kind)
-		return refuse(post, "not_a_work_request", NULL, r->wr, 0);
-	r->kind = kind;
-	read = make_room(post, head, 0);
-	if (read < 1)
-		return read;
-	r->record = post->used;
-	post->used += head;
-	memset(post->records + r->record, 0, head);
+		return refuse(post, "not_a_work_request", NULL, wr, 0);
+	r->exact = rp_has_type(wr, kind->type);
+	if (make_room(post, size, 0) < 0)
+		return -1;
+	post->used += size;
+	memset(post->records + r->record, 0, size);
 	read = read_wr_id(post, r);
-	if (read > 0 && q->verb != RECV && q->verb != SRQ_RECV)
-		read = get_number(post, r, &kind->flags,
-				  q->verb == SEND ? 32 : 31, &r->flags);
-	for (int i = 0; read > 0 && i < kind->fields; i++) {
-		PyObject *value = get(r, &kind->field[i].slot);
-
-		read = value ? read_field(post, r, &kind->field[i], value) :
-			       refuse_for_exception(post);
-		Py_XDECREF(value);
-	}
+	if (read > 0 && kind->flags.name)
+		read = read_attribute(post, r, &kind->flags,
+				      q->verb == SEND ? UINT32_MAX : INT32_MAX, &r->flags);
+	for (int i = 0; read > 0 && i < kind->fields; i++)
+		read = read_field(post, r, &kind->field[i]);
 	if (read > 0 && kind->has_sges) {
 		sg_list = get(r, &kind->sg_list);
-		read = sg_list ? rp_read_sges(post, r, sg_list) :
-				 refuse_for_exception(post);
+		read = sg_list ? read_sges(post, r, sg_list) : refuse_for_exception(post);
 		Py_XDECREF(sg_list);
 	}
 	if (read > 0)
-		put_head(q, post, r);
+		put_head(q->verb, post->records + r->record, r);
 	return read;
 }
 
 /* ---- all of them --------------------------------------------------------- */
 
-const struct kind *rp_kind_of(int verb, PyObject *type)
+const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type)
 {
-	int wanted = verb == SRQ_RECV ? RECV : verb;
+	int wanted = q->verb == SRQ_RECV ? RECV : q->verb;
+	const struct kind *last = RP_LOAD(&q->last);
 
-	for (int i = 0; i < rp_kinds_known; i++)
-		if (type == rp_kinds[i].type && rp_kinds[i].verb == wanted)
+	if (last && (PyTypeObject *)last->type == type)
+		return last;
+	for (int pass = 0; pass < 2; pass++)
+		for (int i = 0; i < rp_kinds_known; i++) {
+			PyTypeObject *known = (PyTypeObject *)rp_kinds[i].type;
+
+			if (rp_kinds[i].verb != wanted || (type != known &&
+			    (!pass || !PyType_IsSubtype(type, known))))
+				continue;
+			if (!pass)
+				RP_STORE(&q->last, &rp_kinds[i]);
 			return &rp_kinds[i];
-	for (int i = 0; i < rp_kinds_known; i++)
-		if (rp_kinds[i].verb == wanted &&
-		    PyType_IsSubtype((PyTypeObject *)type,
-				     (PyTypeObject *)rp_kinds[i].type))
-			return &rp_kinds[i];
+		}
 	return NULL;
 }
 
-static void begin(struct post *post)
+static void begin(struct post *post, PyObject *one)
 {
 	memset(post, 0, offsetof(struct post, few));
+	post->one = one;
 	post->requests = post->few;
 	post->capacity = sizeof(post->few) / sizeof(post->few[0]);
 	post->owners = post->few_owners;
 	post->owner_room = sizeof(post->few_owners) / sizeof(post->few_owners[0]);
 	post->records = post->small;
 	post->size = sizeof(post->small);
-}
-
-/* Read one more; 1, or 0 where it is refused, or -1 with an exception. */
-static int read_next(struct queue *q, struct post *post, PyObject *wr,
-		     const struct kind *kind)
-{
-	struct request *r;
-
-	if (post->count == post->capacity) {
-		r = enlarge(post->requests, post->few, post->count,
-			    &post->capacity, sizeof(*r));
-		if (!r)
-			return -1;
-		post->requests = r;
-	}
-	r = &post->requests[post->count];
-	memset(r, 0, sizeof(*r));
-	r->wr = wr;
-	post->count++;
-	return read_one(q, post, r, kind);
 }
 
 static int read_list(struct queue *q, PyObject *wrs, struct post *post)
@@ -526,12 +496,9 @@ static int read_list(struct queue *q, PyObject *wrs, struct post *post)
 
 	post->wrs = PySequence_Tuple(wrs);
 	if (!post->wrs) {
-		if (PyErr_ExceptionMatches(PyExc_TypeError) &&
-		    !has_iter(wrs)) {
+		if (PyErr_ExceptionMatches(PyExc_TypeError) && !has_iter(wrs)) {
 			PyErr_Clear();
-			Py_XDECREF(PyObject_CallMethod((PyObject *)q,
-						       "_not_a_sequence", "O",
-						       wrs));
+			Py_XDECREF(PyObject_CallMethod((PyObject *)q, "_not_a_sequence", "O", wrs));
 		}
 		return -1;
 	}
@@ -539,54 +506,39 @@ static int read_list(struct queue *q, PyObject *wrs, struct post *post)
 	for (Py_ssize_t i = 0; read > 0 && i < count; i++) {
 		PyObject *wr = PyTuple_GetItem(post->wrs, i);
 
-		read = read_next(q, post, wr,
-				 rp_kind_of(q->verb, (PyObject *)Py_TYPE(wr)));
+		read = read_next(q, post, wr, rp_kind_of(q, Py_TYPE(wr)));
 	}
 	return read;
 }
 
 int rp_read(struct queue *q, PyObject *wrs, struct post *post)
 {
-	const struct kind *kind = rp_kind_of(q->verb, (PyObject *)Py_TYPE(wrs));
+	const struct kind *kind = PyList_CheckExact(wrs) ? NULL : rp_kind_of(q, Py_TYPE(wrs));
 
-	begin(post);
-	post->one = wrs;
-	return (kind ? read_next(q, post, wrs, kind) :
-		       read_list(q, wrs, post)) < 0 ? -1 : 0;
-}
-
-PyObject *rp_wrs(const struct post *post)
-{
-	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->one);
+	begin(post, wrs);
+	return (kind ? read_next(q, post, wrs, kind) : read_list(q, wrs, post)) < 0 ? -1 : 0;
 }
 
 struct ibv_sge *rp_sges(const struct post *post, const struct request *r)
 {
-	return (void *)(post->records + r->record + heads[r->kind->verb]);
+	return (void *)(post->records + r->record + heads[r->kind->verb].size);
 }
 
-int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list,
-		   struct post *post)
+int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post)
 {
 	const struct request *from = &of->requests[index];
-	size_t head = heads[from->kind->verb];
-	struct request *r;
-	int read;
+	struct request *r = post->few;
+	size_t size = heads[from->kind->verb].size;
 
-	begin(post);
-	r = post->requests;
-	post->one = from->wr;
-	*r = (struct request){ .wr = from->wr, .kind = from->kind,
-			       .flags = from->flags, .ah = from->ah,
-			       .hdr = from->hdr, .hdr_len = from->hdr_len };
+	begin(post, from->wr);
+	*r = (struct request){ .wr = from->wr, .kind = from->kind, .flags = from->flags,
+			       .ah = from->ah, .hdr = from->hdr, .hdr_len = from->hdr_len };
 	post->count = 1;
-	memcpy(post->records, of->records + from->record, head);
-	post->used = head;
-	if ((r->ah && hold(r, (PyObject *)r->ah) < 0) ||
-	    (r->hdr && hold(r, r->hdr) < 0))
+	memcpy(post->records, of->records + from->record, size);
+	post->used = size;
+	if ((r->ah && hold(r, (PyObject *)r->ah) < 0) || (r->hdr && hold(r, r->hdr) < 0))
 		return -1;
-	read = rp_read_sges(post, r, sg_list);
-	return read < 0 ? -1 : 0;
+	return read_sges(post, r, sg_list) < 0 ? -1 : 0;
 }
 
 PyObject *rp_make_sges(const struct post *post, const struct request *r)
@@ -595,8 +547,7 @@ PyObject *rp_make_sges(const struct post *post, const struct request *r)
 	PyObject *sges = PyTuple_New(r->num_sge);
 
 	for (int i = 0; sges && i < r->num_sge; i++) {
-		PyObject *one = rp_make_sge(sge[i].addr, sge[i].length,
-					    sge[i].lkey,
+		PyObject *one = rp_make_sge(sge[i].addr, sge[i].length, sge[i].lkey,
 					    post->owners[r->owners + (size_t)i]);
 
 		if (!one)
@@ -618,11 +569,8 @@ void rp_free_post(struct post *post)
 		Py_XDECREF(r->wr_id);
 		Py_XDECREF(r->wr_id_of_tag);
 		Py_XDECREF(r->tag);
-		Py_XDECREF(r->unbound);
 	}
-	Py_XDECREF(post->refusal.name);
-	Py_XDECREF(post->refusal.value);
-	Py_XDECREF(post->outdone);
+	Py_XDECREF(post->refusal.owned);
 	Py_XDECREF(post->wrs);
 	if (post->requests != post->few)
 		PyMem_Free(post->requests);
@@ -632,26 +580,21 @@ void rp_free_post(struct post *post)
 		PyMem_Free(post->records);
 }
 
-/* Point the records at their SGEs and at each other; the last has no next. */
-#define LINK(type, sges)                                                       \
-	for (size_t i = 0; i < count; i++) {                                   \
-		type *wr = (void *)(post->records + post->requests[i].record); \
-		wr->sges = post->requests[i].num_sge ? (void *)(wr + 1) : NULL; \
-		wr->next = i + 1 < count ?                                     \
-				   (void *)(post->records +                    \
-					    post->requests[i + 1].record) :    \
-				   NULL;                                       \
-	}
-
-void rp_link(const struct queue *q, struct post *post, size_t count)
+void rp_link(const struct post *post, size_t index, size_t count)
 {
-	if (q->verb == SEND) {
-		LINK(struct ibv_send_wr, sg_list);
-	} else if (q->verb == SRQ_OPS) {
-		LINK(struct ibv_ops_wr, tm.add.sg_list);
-	} else {
-		LINK(struct ibv_recv_wr, sg_list);
-	}
+	const struct request *r = &post->requests[index];
+	char *at = post->records + r->record;
+	struct ibv_recv_wr *head = (void *)at; /* as all begin */
+
+	head->next = index + 1 < count ? (void *)(post->records + r[1].record) : NULL;
+	if (r->num_sge)
+		*(struct ibv_sge **)(void *)(at + heads[r->kind->verb].sg_list) = rp_sges(post, r);
+	if (r->ah)
+		((struct ibv_send_wr *)(void *)at)->wr.ud.ah = r->ah->address;
+	if (r->mw)
+		((struct ibv_send_wr *)(void *)at)->bind_mw.mw = r->mw->address;
+	if (r->mr)
+		((struct ibv_send_wr *)(void *)at)->bind_mw.bind_info.mr = r->mr->address;
 }
 
 /* ---- which classes there are --------------------------------------------- */
@@ -687,8 +630,9 @@ static int describe_field(struct kind *kind, PyObject *row)
 		return -1;
 	field->at = (size_t)at;
 	field->size = (size_t)size;
+	field->most = size >= 8 ? UINT64_MAX : size ? UINT64_MAX >> (64 - 8 * size) : 0;
 	if (at < 0 || size < 0 ||
-	    field->at + field->size > heads[kind->verb]) {
+	    field->at + field->size > heads[kind->verb].size) {
 		PyErr_SetString(PyExc_ValueError, "a field is not in the struct");
 		return -1;
 	}

@@ -14,8 +14,8 @@ static struct {
 	struct rp_slot addr, length, lkey;
 } made_of;
 
-static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey,
-		      PyObject *owner)
+/* Takes over the references to the numbers, of which one may be NULL. */
+static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey, PyObject *owner)
 {
 	PyObject *tuple = NULL, *args = NULL, *sge = NULL;
 
@@ -27,21 +27,16 @@ static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey,
 		sge = made_of.new_tuple((PyTypeObject *)made_of.sge, args, NULL);
 	Py_XDECREF(args);
 	Py_XDECREF(tuple);
+	Py_XDECREF(addr);
+	Py_XDECREF(length);
+	Py_XDECREF(lkey);
 	return sge;
 }
 
-PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey,
-		      PyObject *owner)
+PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey, PyObject *owner)
 {
-	PyObject *first = PyLong_FromUnsignedLongLong(addr);
-	PyObject *bytes = PyLong_FromUnsignedLongLong(length);
-	PyObject *key = PyLong_FromUnsignedLong(lkey);
-	PyObject *sge = make(first, bytes, key, owner);
-
-	Py_XDECREF(first);
-	Py_XDECREF(bytes);
-	Py_XDECREF(key);
-	return sge;
+	return make(PyLong_FromUnsignedLongLong(addr), PyLong_FromUnsignedLongLong(length),
+		    PyLong_FromUnsignedLong(lkey), owner);
 }
 
 /* Read start and stop of a slice without a step; 0 where it is something else. */
@@ -57,27 +52,40 @@ static int read_bounds(PyObject *bounds, Py_ssize_t *start, Py_ssize_t *stop)
 	return none == Py_None && !PySlice_Unpack(bounds, start, stop, &step);
 }
 
+/* Return a new reference to an attribute, or NULL without an exception. */
+static PyObject *get(PyObject *self, const struct rp_slot *slot)
+{
+	PyObject **at = rp_slot_at(self, slot), *value;
+
+	value = at ? Py_XNewRef(*at) : PyObject_GetAttr(self, slot->name);
+	if (!value)
+		PyErr_Clear();
+	return value;
+}
+
+/* Whether it is a number of 64 bits. */
+static int get_number(PyObject *self, const struct rp_slot *slot, uint64_t *number)
+{
+	PyObject *value = get(self, slot);
+
+	*number = value && PyLong_Check(value) ? PyLong_AsUnsignedLong(value) : (uint64_t)-1;
+	Py_XDECREF(value);
+	return *number != (uint64_t)-1;
+}
+
 static PyObject *region_slice(PyObject *self, PyObject *bounds)
 {
 	uint64_t addr, length;
 	Py_ssize_t start, stop;
-	PyObject *first, *bytes, *lkey, *sge;
 
 	if (!read_bounds(bounds, &start, &stop) || start < 0 || start > stop ||
-	    !rp_get_number(self, &made_of.addr, UINT64_MAX, &addr) ||
-	    !rp_get_number(self, &made_of.length, UINT64_MAX, &length) ||
-	    (uint64_t)stop > length) {
+	    !get_number(self, &made_of.addr, &addr) ||
+	    !get_number(self, &made_of.length, &length) || (uint64_t)stop > length) {
 		PyErr_Clear();
 		return PyObject_CallMethod(self, "_slice", "(O)", bounds);
 	}
-	first = PyLong_FromUnsignedLongLong(addr + (uint64_t)start);
-	bytes = PyLong_FromSsize_t(stop - start);
-	lkey = rp_get_slot(self, &made_of.lkey);
-	sge = make(first, bytes, lkey, self);
-	Py_XDECREF(first);
-	Py_XDECREF(bytes);
-	Py_XDECREF(lkey);
-	return sge;
+	return make(PyLong_FromUnsignedLongLong(addr + (uint64_t)start),
+		    PyLong_FromSsize_t(stop - start), get(self, &made_of.lkey), self);
 }
 
 static PyMethodDef slice_method = { "__getitem__", region_slice, METH_O, NULL };

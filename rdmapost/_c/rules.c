@@ -26,9 +26,7 @@ static int no(struct post *post, const char *rule, uint64_t a)
 
 static int no_because_of(struct post *post, const char *rule, void *object)
 {
-	/* A later one in the list may have been refused as it was read. */
-	post->outdone = post->refusal.value;
-	post->refusal.value = Py_XNewRef((PyObject *)object);
+	post->refusal.value = object;
 	return no(post, rule, 0);
 }
 
@@ -43,7 +41,7 @@ static int no_for_sge(struct post *post, const char *rule, PyObject *owner,
 
 static int is_region(PyObject *owner)
 {
-	return (PyObject *)Py_TYPE(owner) != rp_known.buffer;
+	return !rp_has_type(owner, rp_known.buffer);
 }
 
 static struct ibv_mr *mr_of(PyObject *owner)
@@ -51,39 +49,37 @@ static struct ibv_mr *mr_of(PyObject *owner)
 	return ((struct rp_handle *)owner)->address;
 }
 
+static int has_access(PyObject *mr, unsigned int access)
+{
+	return (((struct rp_handle *)mr)->access & access) != 0;
+}
+
 /* Whether a range is within what owns it; 2^64 is no address, so sums do not wrap. */
-static int is_within(PyObject *owner, uint64_t addr, uint64_t length)
+static inline int is_within(PyObject *owner, uint64_t addr, uint64_t length)
 {
 	uint64_t start, size;
 
 	if (is_region(owner)) {
-		int zero_based = ((struct rp_handle *)owner)->access &
-				 IBV_ACCESS_ZERO_BASED;
-
-		start = zero_based ? 0 : (uintptr_t)mr_of(owner)->addr;
+		start = has_access(owner, IBV_ACCESS_ZERO_BASED) ? 0 :
+								   (uintptr_t)mr_of(owner)->addr;
 		size = mr_of(owner)->length;
 	} else {
-		start = rp_buffer_start(owner);
-		size = rp_buffer_length(owner);
+		start = rp_buffer_start(owner, &size);
 	}
-	return addr >= start && addr - start <= size &&
-	       length <= size - (addr - start);
+	return addr >= start && addr - start <= size && length <= size - (addr - start);
 }
 
-/* Whether data can be read in this process: INLINE does. */
-static int check_place(struct post *post, PyObject *owner,
-		       const struct ibv_sge *sge)
+/* Where INLINE data is read in this process. */
+static int check_place(struct post *post, PyObject *owner, const struct ibv_sge *sge)
 {
-	if (is_region(owner) &&
-	    ((struct rp_handle *)owner)->access & IBV_ACCESS_ZERO_BASED)
+	if (is_region(owner) && has_access(owner, IBV_ACCESS_ZERO_BASED))
 		return no(post, "inline_zero_based", 0);
-	if (!is_within(owner, sge->addr, sge->length))
-		return no_for_sge(post, "outside", owner, sge);
-	return 1;
+	return is_within(owner, sge->addr, sge->length) ? 1 :
+		       no_for_sge(post, "outside", owner, sge);
 }
 
-static int check_sge(const struct queue *q, struct post *post, PyObject *owner,
-		     const struct ibv_sge *sge, int is_inline)
+static inline int check_sge(const struct queue *q, struct post *post, PyObject *owner,
+			    const struct ibv_sge *sge, int is_inline)
 {
 	if (is_inline) {
 		if (owner == Py_None)
@@ -102,8 +98,8 @@ static int check_sge(const struct queue *q, struct post *post, PyObject *owner,
 }
 
 /* Check all; their bytes go to `total`. */
-static int check_sges(const struct queue *q, struct post *post,
-		      const struct request *r, int is_inline, uint64_t *total)
+static inline int check_sges(const struct queue *q, struct post *post, const struct request *r,
+			     int is_inline, uint64_t *total)
 {
 	const struct ibv_sge *sge = rp_sges(post, r);
 
@@ -112,8 +108,7 @@ static int check_sges(const struct queue *q, struct post *post,
 		return no(post, "too_many_sges", (uint64_t)r->num_sge);
 	for (int i = 0; i < r->num_sge; i++) {
 		*total += sge[i].length;
-		if (!check_sge(q, post, post->owners[r->owners + (size_t)i],
-			       sge + i, is_inline))
+		if (!check_sge(q, post, post->owners[r->owners + (size_t)i], sge + i, is_inline))
 			return 0;
 	}
 	return 1;
@@ -126,8 +121,7 @@ static int check_writable(struct post *post, const struct request *r)
 		PyObject *owner = post->owners[r->owners + (size_t)i];
 
 		if (owner != Py_None && is_region(owner) &&
-		    !(((struct rp_handle *)owner)->access &
-		      IBV_ACCESS_LOCAL_WRITE))
+		    !has_access(owner, IBV_ACCESS_LOCAL_WRITE))
 			return no_because_of(post, "not_writable", owner);
 	}
 	return 1;
@@ -145,8 +139,7 @@ static int check_atomic(struct post *post, const struct request *r)
 	return 1;
 }
 
-static int check_ah(const struct queue *q, struct post *post,
-		    const struct request *r)
+static int check_ah(const struct queue *q, struct post *post, const struct request *r)
 {
 	if (!r->ah)
 		return no(post, "no_address_handle", 0);
@@ -155,29 +148,25 @@ static int check_ah(const struct queue *q, struct post *post,
 	return 1;
 }
 
-static int check_bind(const struct queue *q, struct post *post,
-		      const struct request *r, int type_1)
+static int check_bind(const struct queue *q, struct post *post, const struct request *r)
 {
-	const struct ibv_mw_bind_info *info =
-		&send_wr(post, r)->bind_mw.bind_info;
+	const struct ibv_mw_bind_info *info = &send_wr(post, r)->bind_mw.bind_info;
+	int type_1 = post->binding != NULL;
 	struct ibv_mw *mw;
-	struct ibv_mr *mr;
 
 	if (!r->mw || !r->mr)
 		return no(post, "bind_needs", 0);
 	mw = r->mw->address;
-	mr = r->mr->address;
 	if (mw->type != (type_1 ? IBV_MW_TYPE_1 : IBV_MW_TYPE_2))
-		return no_because_of(post, type_1 ? "window_of_type_2" :
-						    "window_of_type_1", r->mw);
+		return no_because_of(post, type_1 ? "window_of_type_2" : "window_of_type_1", r->mw);
 	if (mw->pd != q->pd)
 		return no_because_of(post, "foreign_resource", r->mw);
-	if (mr->pd != q->pd)
+	if (mr_of((PyObject *)r->mr)->pd != q->pd)
 		return no_because_of(post, "foreign_resource", r->mr);
 	/* A window of type 1 is unbound; the region only has to be there. */
 	if (type_1 && !info->length)
 		return 1;
-	if (!(r->mr->access & IBV_ACCESS_MW_BIND))
+	if (!has_access((PyObject *)r->mr, IBV_ACCESS_MW_BIND))
 		return no_because_of(post, "not_bindable", r->mr);
 	if (!is_within((PyObject *)r->mr, info->addr, info->length)) {
 		post->refusal.b = info->length;
@@ -187,8 +176,7 @@ static int check_bind(const struct queue *q, struct post *post,
 	return 1;
 }
 
-static int check_tso(const struct queue *q, struct post *post,
-		     const struct request *r)
+static int check_tso(const struct queue *q, struct post *post, const struct request *r)
 {
 	if (!send_wr(post, r)->tso.mss)
 		return no(post, "mss", 0);
@@ -197,22 +185,20 @@ static int check_tso(const struct queue *q, struct post *post,
 	return 1;
 }
 
-static int check_flags(const struct queue *q, struct post *post,
-		       const struct request *r)
+static int check_flags(const struct queue *q, struct post *post, const struct request *r)
 {
 	size_t index = (size_t)(r->kind - rp_kinds);
 
 	if (!q->takes[index])
 		return no(post, "wrong_opcode", 0);
-	post->refusal.b = r->flags;
-	if (r->flags & ~(uint64_t)q->flags[index])
-		return no(post, "wrong_flags",
-			  r->flags & ~(uint64_t)q->flags[index]);
+	if (r->flags & ~(uint64_t)q->flags[index]) {
+		post->refusal.b = r->flags;
+		return no(post, "wrong_flags", r->flags & ~(uint64_t)q->flags[index]);
+	}
 	return 1;
 }
 
-static int check_send(const struct queue *q, struct post *post,
-		      const struct request *r, int type_1)
+static int check_send(const struct queue *q, struct post *post, const struct request *r)
 {
 	int is_inline = (r->flags & IBV_SEND_INLINE) != 0;
 	uint64_t total;
@@ -220,7 +206,7 @@ static int check_send(const struct queue *q, struct post *post,
 	if (!check_flags(q, post, r))
 		return 0;
 	if (r->kind->opcode == IBV_WR_BIND_MW)
-		return check_bind(q, post, r, type_1);
+		return check_bind(q, post, r);
 	if (!check_sges(q, post, r, is_inline, &total))
 		return 0;
 	if (is_inline && total > q->max_inline_data)
@@ -236,42 +222,34 @@ static int check_send(const struct queue *q, struct post *post,
 	return r->kind->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
 }
 
-/* A driver reads the struct of a resource as its own. */
-static int check_context(struct post *post, struct rp_handle *h,
-			 const struct ibv_context *of,
-			 const struct ibv_context *context)
+/* A driver reads the struct of a resource, which has its context first of all, as its own. */
+static int check_context(struct post *post, struct rp_handle *h, const struct rp_handle *owner)
 {
-	return of == context ? 1 : no_because_of(post, "foreign_device", h);
+	struct ibv_context **of = h ? h->address : NULL, **here = owner->address;
+
+	return !of || *of == *here ? 1 : no_because_of(post, "foreign_device", h);
 }
 
+_Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, context) &&
+		       !offsetof(struct ibv_mr, context) && !offsetof(struct ibv_qp, context),
+	       "a struct begins with something else");
+
 /* What would harm this process or the driver; all that is checked where none are wanted. */
-static int check_unsafe(const struct queue *q, struct rp_handle *owner,
-			struct post *post, const struct request *r, int type_1)
+static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct post *post,
+			const struct request *r)
 {
-	const struct ibv_context *context =
-		((struct ibv_qp *)owner->address)->context;
 	const struct ibv_sge *sge = rp_sges(post, r);
 	uint64_t total = 0;
 
-	if (type_1 && !q->binds)
+	if (post->binding && !q->binds)
 		return no(post, "wrong_opcode", 0);
 	/* Drivers follow the pointer without looking, whatever the opcode. */
 	if (q->datagram && !r->ah)
 		return no(post, "no_address_handle", 0);
 	if (r->kind->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))
 		return no(post, "bind_needs", 0);
-	if ((r->ah &&
-	     !check_context(post, r->ah,
-			    ((struct ibv_ah *)r->ah->address)->context,
-			    context)) ||
-	    (r->mw &&
-	     !check_context(post, r->mw,
-			    ((struct ibv_mw *)r->mw->address)->context,
-			    context)) ||
-	    (r->mr &&
-	     !check_context(post, r->mr,
-			    ((struct ibv_mr *)r->mr->address)->context,
-			    context)))
+	if (!check_context(post, r->ah, owner) || !check_context(post, r->mw, owner) ||
+	    !check_context(post, r->mr, owner))
 		return 0;
 	if (!(r->flags & IBV_SEND_INLINE))
 		return 1;
@@ -288,8 +266,7 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner,
 
 /* ---- receives and tag-matching operations -------------------------------- */
 
-static int check_receive(const struct queue *q, struct post *post,
-			 const struct request *r)
+static int check_receive(const struct queue *q, struct post *post, const struct request *r)
 {
 	uint64_t total;
 
@@ -297,8 +274,7 @@ static int check_receive(const struct queue *q, struct post *post,
 }
 
 /* Drivers index an array with the handle's number. */
-static int check_tag_handle(const struct queue *q, struct post *post,
-			    const struct request *r)
+static int check_tag_handle(const struct queue *q, struct post *post, const struct request *r)
 {
 	const struct rp_tag_handle *tag = (void *)r->tag;
 
@@ -309,8 +285,7 @@ static int check_tag_handle(const struct queue *q, struct post *post,
 	return 1;
 }
 
-static int check_op(const struct queue *q, struct post *post,
-		    const struct request *r)
+static int check_op(const struct queue *q, struct post *post, const struct request *r)
 {
 	const struct ibv_ops_wr *wr = (void *)(post->records + r->record);
 	uint64_t sync = r->flags & IBV_OPS_TM_SYNC;
@@ -337,30 +312,16 @@ static int check_op(const struct queue *q, struct post *post,
 
 /* ---- all of them --------------------------------------------------------- */
 
-static int check_open(struct post *post, PyObject *held)
+int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r)
 {
-	Py_ssize_t count = PyTuple_CheckExact(held) ? PyTuple_Size(held) : 1;
+	PyObject *closed = rp_name_all(r->held);
 
-	for (Py_ssize_t i = 0; i < count; i++) {
-		PyObject *one = PyTuple_CheckExact(held) ?
-					PyTuple_GetItem(held, i) : held;
-
-		if (PyObject_TypeCheck(one, (PyTypeObject *)rp_handle_type) &&
-		    !rp_is_open((struct rp_handle *)one))
-			return no_because_of(post, "closed", one);
-	}
-	return 1;
-}
-
-int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post,
-	     struct request *r, int type_1)
-{
-	if (r->held && !check_open(post, r->held))
-		return 0;
+	r->named = 1;
+	if (closed)
+		return no_because_of(post, "closed", closed);
 	if (q->verb == SRQ_OPS)
 		return check_op(q, post, r);
 	if (q->verb == SEND)
-		return q->checked ? check_send(q, post, r, type_1) :
-				    check_unsafe(q, owner, post, r, type_1);
+		return q->checked ? check_send(q, post, r) : check_unsafe(q, owner, post, r);
 	return !q->checked || check_receive(q, post, r);
 }

@@ -86,15 +86,17 @@ int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
 /* ---- posting.c: posting and polling -------------------------------------- */
 
-/*
- * Post a chain of work requests.  Returns 0 when all went in; else a positive errno in
- * the low 32 bits, and in the high 32 bits 1 + the index of the work request
- * that the provider named as failing, or 0 where it named none of the list.
- */
-int64_t rp_post_send(struct ibv_qp *qp, void *records);
-int64_t rp_post_recv(struct ibv_qp *qp, void *records);
-int64_t rp_post_srq_recv(struct ibv_srq *srq, void *records);
-int64_t rp_post_srq_ops(struct ibv_srq *srq, void *records);
+/* The verbs that post, as rdmapost/fields.py numbers them. */
+enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
+
+/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
+struct rp_outcome {
+	int code;
+	int64_t posted;
+};
+
+/* Post a chain of so many work requests to a queue pair or an SRQ. */
+struct rp_outcome rp_post_records(int verb, void *object, void *records, size_t count);
 
 /*
  * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`

@@ -55,26 +55,3 @@ int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot)
 
 _Static_assert(sizeof(unsigned long) == sizeof(uint64_t),
 	       "rdmapost is for 64-bit machines");
-
-int rp_to_number(PyObject *value, uint64_t most, uint64_t *number)
-{
-	if (!value || !PyLong_Check(value))
-		return 0;
-	/* Of the same width as unsigned long long, whose call takes four times as long. */
-	*number = PyLong_AsUnsignedLong(value);
-	if (*number == (uint64_t)-1 && PyErr_Occurred()) {
-		PyErr_Clear();
-		return 0;
-	}
-	return *number <= most;
-}
-
-int rp_get_number(PyObject *object, const struct rp_slot *slot, uint64_t most,
-		  uint64_t *number)
-{
-	PyObject *value = rp_get_slot(object, slot);
-	int fits = rp_to_number(value, most, number);
-
-	Py_XDECREF(value);
-	return fits;
-}

@@ -18,6 +18,7 @@ int rp_soft_context_init(struct rp_soft_context *soft);
 struct ibv_context *rp_soft_context_of(struct rp_soft_context *soft);
 int rp_soft_busy(void);
 int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq);
+int rp_timer_open(void);
 int rp_timer_set(int fd, int64_t ns);
 
 #define RP_SOFT_MAX_SGE ...

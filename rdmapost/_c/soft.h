@@ -35,6 +35,9 @@ struct rp_soft_cq_ex {
 /* Give an extended CQ, all zero but for the common part, its operations; 0 or an errno. */
 int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq);
 
+/* Open a timer: a file descriptor, or -1 with an errno. */
+int rp_timer_open(void);
+
 /* Make a timer, which is a file descriptor, readable in `ns` nanoseconds; 0 disarms it. */
 int rp_timer_set(int fd, int64_t ns);
 

@@ -24,12 +24,9 @@ static int tag_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void tag_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
-
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)((struct rp_tag_handle *)self)->list);
-	PyObject_GC_Del(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static PyObject *tag_repr(PyObject *self)
@@ -57,8 +54,5 @@ static PyType_Spec tag_spec = {
 
 int rp_add_tag_handle(PyObject *module)
 {
-	rp_known.tag_handle = PyType_FromSpec(&tag_spec); /* held for ever */
-	return rp_known.tag_handle ?
-		       PyModule_AddObjectRef(module, "TagHandle",
-					     rp_known.tag_handle) : -1;
+	return rp_add_type(module, &tag_spec, "TagHandle", &rp_known.tag_handle);
 }

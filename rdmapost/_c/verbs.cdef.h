@@ -274,10 +274,6 @@ struct ibv_async_event {
 	enum ibv_event_type event_type;
 };
 
-int ibv_get_async_event(struct ibv_context *context,
-			struct ibv_async_event *event);
-void ibv_ack_async_event(struct ibv_async_event *event);
-
 /* ---- memory ------------------------------------------------------------- */
 
 struct ibv_pd {
@@ -397,9 +393,6 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
 struct ibv_cq_ex *ibv_create_cq_ex(struct ibv_context *context,
 				   struct ibv_cq_init_attr_ex *cq_attr);
 int ibv_destroy_cq(struct ibv_cq *cq);
-int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq,
-		     void **cq_context);
-void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int nevents);
 int ibv_poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
 int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
 

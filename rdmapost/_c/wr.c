@@ -22,6 +22,19 @@ struct class {
 static struct class classes[CLASSES];
 static int known;
 
+/* As an assignment does; 0, or -1 with an exception. */
+static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject *value)
+{
+	PyObject **at = rp_slot_at(object, slot), *old;
+
+	if (!at)
+		return PyObject_SetAttr(object, slot->name, value);
+	old = *at;
+	*at = Py_NewRef(value);
+	Py_XDECREF(old);
+	return 0;
+}
+
 /* Take the arguments apart; 0 where that is not for this function. */
 static int read_arguments(const struct class *class, PyObject *args,
 			  PyObject *kwargs, PyObject **values)
@@ -68,9 +81,8 @@ static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	if (class < classes + known &&
 	    read_arguments(class, args, kwargs, values)) {
 		for (Py_ssize_t i = 0; i < class->fields; i++)
-			if (rp_set_slot(self, &class->slot[i],
-					values[i] ? values[i] :
-						    class->otherwise[i]))
+			if (set_slot(self, &class->slot[i],
+				     values[i] ? values[i] : class->otherwise[i]))
 				return -1;
 		return 0;
 	}
@@ -138,10 +150,6 @@ static PyType_Spec wr_spec = {
 
 int rp_add_wr(PyObject *module)
 {
-	PyObject *wr = PyType_FromSpec(&wr_spec);
-	int failed = !wr || PyModule_AddObjectRef(module, "WR", wr) ||
-		     PyModule_AddFunctions(module, functions);
-
-	Py_XDECREF(wr);
-	return failed ? -1 : 0;
+	return rp_add_type(module, &wr_spec, "WR", NULL) ||
+	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -32,6 +32,7 @@ from .base import DeviceInfo, GIDEntry
 from .soft_queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, Queues
 from .soft_state import (
     OpenHandles,
+    bind_verbs,
     bound,
     context_of,
     contexts,
@@ -102,6 +103,9 @@ class SoftProvider(Queues):
 
     kind = "soft"
     spin_ns = 0
+
+    def __init__(self) -> None:
+        bind_verbs(self)
 
     # ---- devices ------------------------------------------------------------
 
@@ -294,14 +298,12 @@ class SoftProvider(Queues):
         _extended_cqs.pop(cq.handle, None)
 
     @verb
-    def get_cq_event(self, channel: Any) -> Any:
+    def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
         made = _channel_of(channel, "ibv_get_cq_event").take()
-        return None if made is None else made.handle
-
-    drop_cq_event = get_cq_event
-
-    def ack_cq_events(self, cq: Any, count: int) -> None:
-        pass
+        if made is None:
+            return None
+        door.on_commit(into.__setitem__, address_of(made.handle), None)
+        return True
 
 
 def _channel_of(channel: Any, name: str) -> Channel:

@@ -72,6 +72,7 @@ class Queues:
             made.xrcd.users += 1
         elif kind == SRQType.TM:
             made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
+            made.ops = made.tags.ops
         if mask & _SRQ_CQ:
             made.cq = bound(init.cq, name)
             made.cq.users += 1
@@ -251,12 +252,16 @@ class Queues:
         code = queue.refuses or (errno.ENOMEM if queue.used >= queue.depth else 0)
         if code:
             raise VerbsError("ibv_bind_mw", code)
-        wqe = WQE(bind.wr_id, Opcode.BIND_MW, bind.send_flags, 0)
-        wqe.bind = (window, region, info.addr, info.length, info.mw_access_flags)
-        wqe.rkey = mw.rkey & ~0xFF | (mw.rkey + 1) & 0xFF
+        wqe = WQE()
+        wqe.wr_id, wqe.opcode, wqe.flags = bind.wr_id, Opcode.BIND_MW, bind.send_flags
+        wqe.window, wqe.region = window, region
+        wqe.bind_addr, wqe.bind_length, wqe.bind_access = (
+            info.addr, info.length, info.mw_access_flags,
+        )  # fmt: skip
+        wqe.bind_rkey = mw.rkey & ~0xFF | (mw.rkey + 1) & 0xFF
         queue.used += 1
-        queue.append(wqe)
-        door.on_commit(setattr, mw, "rkey", wqe.rkey)
+        door.put(queue.pending, wqe)
+        door.on_commit(setattr, mw, "rkey", wqe.bind_rkey)
         device.start(target)
         return None
 

@@ -9,29 +9,53 @@ device is there when it returns, or, if it raises, nothing of it
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from .._binding import address_of, door
 from ..errors import VerbsError
-from ..soft.device import Device, OpenDevice
+from ..soft.device import Device, OpenDevice, ready
+from ..soft.table import Table
 
 __all__ = [
-    "OpenHandles", "bound", "context_of", "contexts", "device", "drop", "keep", "objects", "table",
-    "verb",
+    "OpenHandles", "bind_verbs", "bound", "context_of", "contexts", "device", "drop", "keep",
+    "objects", "table", "verb",
 ]  # fmt: skip
 
 _log = logging.getLogger("rdmapost.soft")
 
-verb = door.Verb
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_verbs: set[Callable[..., Any]] = set()
+
+
+def verb(function: _Function) -> _Function:
+    """Make a control verb of a method, once its provider is bound."""
+    _verbs.add(function)
+    return function
+
+
+def bind_verbs(provider: Any) -> None:
+    """Put in the place of a provider's control verbs what calls them in one step.
+
+    That is C from its first instruction to its last, so no signal handler runs between the end of
+    a verb and its return.
+    """
+    for name in dir(provider):
+        method = getattr(provider, name)
+        if getattr(method, "__func__", None) in _verbs:
+            setattr(provider, name, functools.partial(door.verb, method))
+
 
 _tables: list[dict[Any, Any]] = []
 
 
 def table() -> dict[Any, Any]:
     """Make a table that is empty after a fork."""
-    made: dict[Any, Any] = door.Table()
+    made: dict[Any, Any] = Table()
     _tables.append(made)
     return made
 
@@ -121,7 +145,7 @@ def _tell() -> None:
 _left: list[Any] = []
 
 
-def _reset() -> None:
+def _reset() -> bool:
     """Begin anew after a fork: what is there belongs to the parent process.
 
     It is kept, for structs of it may still be referred to, and its descriptors stay open.
@@ -132,14 +156,15 @@ def _reset() -> None:
         _left.append(dict(each))
         for key in list(each):
             del each[key]
+    return True
 
 
-def _refuse(name: str) -> VerbsError:
-    return VerbsError(
-        f"ibv_{name}", errno.EBUSY,
+def _refuse(function: Callable[..., Any], *_: Any) -> None:
+    raise VerbsError(
+        f"ibv_{function.__name__}", errno.EBUSY,
         "this thread is in the middle of a verb of soft0 (this is a finalizer or a signal "
         "handler); do it when that is over",
     )  # fmt: skip
 
 
-door.soft_device(objects, device.step, _give_up, _tell, _reset, _refuse)
+door.soft_device(objects, ready, device.step, _give_up, _tell, _reset, _refuse)

@@ -202,21 +202,8 @@ class VerbsProvider:
     create_cq_ex = lib.rp_create_cq_ex
     destroy_cq = lib.ibv_destroy_cq
 
-    def get_cq_event(self, channel: Any) -> Any:
-        cq, cq_context = ffi.new("struct ibv_cq **"), ffi.new("void **")
-        if lib.ibv_get_cq_event(channel, cq, cq_context):
-            if ffi.errno == errno.EAGAIN:
-                return None
-            raise _failed("ibv_get_cq_event", ffi.errno)
-        return cq[0]
-
-    def drop_cq_event(self, channel: Any) -> None:
-        code = door.drop_event(address_of(channel))
-        if code not in (0, errno.EAGAIN):
-            raise _failed("ibv_get_cq_event", code)
-
-    def ack_cq_events(self, cq: Any, count: int) -> None:
-        lib.ibv_ack_cq_events(cq, count)
+    def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
+        return door.get_cq_event(address_of(channel), into)
 
     # ---- queues -------------------------------------------------------------
 

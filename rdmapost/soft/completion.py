@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .._binding import door, lib
+from .._binding import door, ffi, lib
 from ..enums import EventType
 
 if TYPE_CHECKING:
@@ -14,8 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue"]
 
-_NOT_ARMED = 0
-_OVERRUN, _ADDED, _ADDED_WITH_EVENT = range(3)
+_NOT_ARMED, _, _ARMED_NEXT = range(3)
+_pack = Struct("@QIIIIIIIIHHBBQI0Q").pack
+"""``struct ibv_wc`` and ``struct ibv_wc_tm_info``."""
 
 
 Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, tuple[int, int]]"
@@ -37,9 +40,11 @@ class Channel(door.Record):
     """
 
     def __init__(self, device: Device) -> None:
-        self.fd: int = door.open_timer()
+        self.fd: int = door.made(os.close, lib.rp_timer_open)
+        if self.fd < 0:
+            raise OSError(ffi.errno, "timerfd_create")
         self._device = device
-        self.events = door.Fifo()
+        self.events: deque[CompletionQueue] = deque()
         self.users = 0
 
     def close(self) -> None:
@@ -53,54 +58,61 @@ class Channel(door.Record):
 
     def take(self) -> CompletionQueue | None:
         """Return the next event's completion queue, or None."""
-        event = self.events.popleft() if self.events else None
+        events = self.events
+        event = door.made(events.appendleft, events.popleft) if events else None
         self.signal()
         return event
 
     def forget(self, cq: CompletionQueue) -> None:
         """Drop the events of a completion queue that is being destroyed."""
         if cq in self.events:
-            for _ in range(len(self.events)):
-                event = self.events.popleft()
-                if event is not cq:
-                    self.events.append(event)
+            self.events = deque(event for event in self.events if event is not cq)
             self.signal()
 
 
-class CompletionQueue(door.CompletionRing):
+class CompletionQueue(door.Record):
     """Where work requests complete, in order.
 
-    The entries are in C, where a poll takes them, and with them the queue slots that
-    they stand for.
+    Attributes:
+        entries: what a poll, in C, takes: the bytes of a completion, the queue whose slots it
+            frees, and how many.
+        armed: what the next event is for: 0 is nothing, 1 what is solicited, 2 anything.
     """
 
     def __init__(self, capacity: int, channel: Channel | None) -> None:
         self.capacity = capacity
+        self.entries: deque[tuple[bytes, WorkQueue, int]] = deque()
+        self.armed = _NOT_ARMED
         self.channel = channel
         self.handle: Any = None
         self.users = 0
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if there is no room: the queue overruns."""
-        added = self.push(*entry)
-        if added == _ADDED_WITH_EVENT:
+        entries = self.entries
+        if len(entries) >= self.capacity:
+            return False
+        fields, queue, frees, solicited, tm_info = entry
+        door.put(entries, (_pack(*fields, *tm_info), queue, frees))
+        if self.armed and (self.armed == _ARMED_NEXT or solicited or fields[1]):
             self.armed = _NOT_ARMED
             if self.channel is not None:
-                self.channel.events.append(self)
+                door.put(self.channel.events, self)
                 self.channel.signal()
-        return added != _OVERRUN
+        return True
 
     def forget(self, queue: WorkQueue) -> None:
         """Drop the entries of a queue that is being destroyed or reset."""
-        door.forget(self, queue)
+        door.on_commit(door.forget, self.entries, queue)
 
 
 class EventQueue(door.Record):
     """The asynchronous events of one open device, behind a file descriptor."""
 
     def __init__(self) -> None:
-        self.fd: int = door.open_semaphore()
-        self.events = door.Fifo()
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE
+        self.fd: int = door.made(os.close, os.eventfd, 0, flags)
+        self.events: deque[tuple[EventType, Any]] = deque()
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -108,13 +120,14 @@ class EventQueue(door.Record):
 
     def push(self, event: EventType, element: Any) -> None:
         """Add an event about an object's struct, or a port number."""
-        self.events.append((event, element))
+        door.put(self.events, (event, element))
         door.on_commit(os.eventfd_write, self.fd, 1)
 
     def take(self) -> tuple[EventType, Any] | None:
         """Return the next event, or None."""
-        if not self.events:
+        events = self.events
+        if not events:
             return None
-        event: tuple[EventType, Any] = self.events.popleft()
+        event: tuple[EventType, Any] = door.made(events.appendleft, events.popleft)
         door.on_commit(os.eventfd_read, self.fd)
         return event

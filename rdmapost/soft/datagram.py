@@ -70,10 +70,10 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
 def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     address: AddressHandle = wqe.ah
     # The segments of a TSO are SENDs on the wire.
-    opcode = Opcode.SEND if wqe.opcode is Opcode.TSO else wqe.opcode
+    opcode = Opcode.SEND if wqe.opcode == Opcode.TSO else wqe.opcode
     request = Request(opcode, qp.type, qp.number, wqe.remote_qpn, data, size)
     request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
-    if wqe.opcode is Opcode.SEND_WITH_IMM:
+    if wqe.opcode == Opcode.SEND_WITH_IMM:
         request.imm = wqe.imm
     # A Q_Key with the top bit set stands for the sender's own.
     request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey

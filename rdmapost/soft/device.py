@@ -14,13 +14,17 @@ from .faults import FaultPlan
 from .memory import Memory
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
-from .tags import MatchingList
+from .table import Table
 from .wire import Ack, Request
 
-__all__ = ["Device", "OpenDevice"]
+__all__ = ["Device", "OpenDevice", "ready"]
 
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
+
+
+ready: list[QueuePair | SharedReceiveQueue] = []
+"""What has something to do, when the verb or step is over; C takes it from there."""
 
 
 def _as_it_is(wr_id: int) -> int:
@@ -58,11 +62,11 @@ class Device(door.Record):
         self.gids = (_LINK_LOCAL, _LOOPBACK)
         self.port_mtu = MTU.MTU_4096
         self.memory = Memory()
-        self.qps: dict[int, QueuePair] = door.Table()
-        self.srqs: dict[int, SharedReceiveQueue] = door.Table()
+        self.qps: dict[int, QueuePair] = Table()
+        self.srqs: dict[int, SharedReceiveQueue] = Table()
         self.parked: frozenset[QueuePair] = frozenset()
         self.channels: frozenset[Channel] = frozenset()
-        self.groups: dict[bytes, frozenset[QueuePair]] = door.Table()
+        self.groups: dict[bytes, frozenset[QueuePair]] = Table()
         self.numbers = itertools.count(0x11)
         """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
 
@@ -112,11 +116,11 @@ class Device(door.Record):
         self.parked = parked
         door.on_commit(door.come_back, min((qp.due for qp in parked), default=-1.0))
 
-    def start(self, worker: QueuePair | MatchingList) -> None:
+    def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
         """Let what is posted to it be carried out, when the verb or step is over."""
-        door.on_commit(door.start, worker)
+        door.on_commit(ready.append, worker)
 
-    def step(self, worker: QueuePair | MatchingList | None) -> bool:
+    def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
         """Carry out one of the work requests of which there are some; return whether to come again.
 
         Args:
@@ -125,7 +129,7 @@ class Device(door.Record):
         if isinstance(worker, QueuePair):
             return requester.step(worker)
         if worker is not None:
-            return worker.step()
+            return bool(worker.tags.step())
         now = time.monotonic()
         due = frozenset(qp for qp in self.parked if qp.due <= now)
         self._set_parked(self.parked - due)
@@ -133,11 +137,11 @@ class Device(door.Record):
             self.start(qp)
         return False
 
-    def give_up(self, worker: QueuePair | MatchingList | None) -> bool:
+    def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
         """End the work request that a step failed to carry out; return whether to come again."""
         if isinstance(worker, QueuePair):
             return requester.give_up(worker)
-        return worker is not None and worker.give_up()
+        return worker is not None and bool(worker.tags.give_up())
 
     def nanoseconds_until_due(self) -> int:
         """Return when something parked is due next; 0 when nothing is parked."""

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from .._binding import door
 from ..enums import WCStatus
+from .table import Table
 
 __all__ = ["FaultPlan"]
-
-_Table = door.Table
 
 
 class FaultPlan(door.Record):
@@ -25,10 +24,12 @@ class FaultPlan(door.Record):
 
     def __init__(self, wr_id_of: Callable[[int], int | None]) -> None:
         self._wr_id_of = wr_id_of
-        self.posts: dict[int, int] = _Table()
-        self.statuses: dict[int, WCStatus] = _Table()
-        self.refusals: dict[int, int] = _Table()
+        self.posts: dict[int, int] = Table()
+        self.statuses: dict[int, WCStatus] = Table()
+        self.refusals: dict[int, int] = Table()
         self._seen = 0
+        self.of_posts = ((self.errno_of_post,), self.posts)
+        """The call by which C asks about a post, and what it looks at before it does."""
 
     def clear(self) -> None:
         """Let everything work again."""

@@ -7,10 +7,12 @@ grant the operation.
 
 from __future__ import annotations
 
+from operator import setitem
 from typing import Any
 
 from .._binding import door
 from ..enums import Access, MWType, WCStatus
+from .table import Table
 from .wire import Segments
 
 __all__ = [
@@ -107,8 +109,8 @@ class Memory(door.Record):
     """The keys of a device and what they stand for."""
 
     def __init__(self) -> None:
-        self.regions_by_lkey: dict[int, Region] = door.Table()
-        self._by_rkey: dict[int, Region | Window] = door.Table()
+        self.regions_by_lkey: dict[int, Region] = Table()
+        self._by_rkey: dict[int, Region | Window] = Table()
         self._next = 0x10
         self._tag = 0
 
@@ -285,6 +287,9 @@ class Memory(door.Record):
         return True
 
 
+_ALL = slice(None)
+
+
 def gather(source: Segments) -> bytes:
     """Return the bytes behind segments."""
     return b"".join(source)
@@ -292,4 +297,17 @@ def gather(source: Segments) -> bytes:
 
 def copy(source: Segments, target: Segments) -> None:
     """Copy all of the source, when it is committed, into the target, which is at least as long."""
-    door.copy(source, target)
+    if len(source) == len(target) == 1:
+        [piece] = source
+        door.on_commit(setitem, target[0][: len(piece)], _ALL, piece)
+        return
+    rooms = iter(target)
+    room = memoryview(b"")
+    for each in source:
+        piece = memoryview(each)
+        while piece:
+            if not room:
+                room = memoryview(next(rooms))
+            size = min(len(piece), len(room))
+            door.on_commit(setitem, room[:size], _ALL, piece[:size])
+            piece, room = piece[size:], room[size:]

@@ -88,7 +88,7 @@ class QueuePair(door.Record):
         self.srq = srq
         self.sq = send_queue
         self.sq.prompt = True
-        self.sq.faults = context.faults
+        self.sq.faults = context.faults.of_posts
         self.rq = recv_queue
         self.sq_sig_all = sq_sig_all
         self.xrcd: Any = None
@@ -152,7 +152,7 @@ class QueuePair(door.Record):
 
     def drop_queues(self) -> None:
         """Forget what is posted and what has completed, without a completion."""
-        for wqe in self.sq:
+        for wqe in self.sq.pending:
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):
@@ -180,7 +180,9 @@ class QueuePair(door.Record):
         if not (status or self.sq_sig_all or wqe.flags & _SIGNALED):
             queue.silent += 1
             return
-        frees, queue.silent = queue.silent + 1, 0
+        frees = queue.silent + 1
+        if frees > 1:
+            queue.silent = 0
         opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
         self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
@@ -244,13 +246,13 @@ class QueuePair(door.Record):
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""
         self.device.unpark(self)
-        while self.sq:
-            self.complete_send(self.sq.popleft(), WCStatus.WR_FLUSH_ERR)
+        while self.sq.pending:
+            self.complete_send(self.sq.take(), WCStatus.WR_FLUSH_ERR)
 
     def flush_receives(self) -> None:
         """Complete the receive queue with flush errors."""
-        while self.rq:
-            self.complete_recv(self.rq.popleft(), WCStatus.WR_FLUSH_ERR)
+        while self.rq.pending:
+            self.complete_recv(self.rq.take(), WCStatus.WR_FLUSH_ERR)
 
     def grants(self, access: int) -> bool:
         """Whether a peer may do this through the queue pair at all."""

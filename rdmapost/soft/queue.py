@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from .._binding import door
-from ..enums import Opcode
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue
@@ -13,14 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
 
-door.describe_opcodes({int(opcode): opcode for opcode in Opcode})
-
 WQE = door.WQE
 """A work request as the device holds it: what is in ``struct ibv_send_wr``, ``struct ibv_recv_wr``
-or ``struct ibv_ops_wr``, by the names that it has there.  ``sges`` are (addr, length, lkey) each,
-``inline`` the data that was copied at the post, ``ah`` and ``bind`` (window, region, addr, length,
-access) the objects that are meant, and ``owner`` is who hears how it ended, where it is the
-device's own (tags)."""
+or ``struct ibv_ops_wr``, by the names that it has there; what its opcode does not have is garbage.
+``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data that was
+copied at the post, ``ah``, ``window`` and ``region`` are the objects that are meant, and ``owner``
+is who hears how it ended, where it is the device's own (tags)."""
 
 
 class WorkQueue(door.WorkQueue):
@@ -31,6 +29,7 @@ class WorkQueue(door.WorkQueue):
     more than the consumer tells it.
 
     Attributes:
+        pending: the work requests that are not done.
         depth: its slots.
         max_sge: SGEs of a work request.
         used: slots that are taken.
@@ -42,14 +41,19 @@ class WorkQueue(door.WorkQueue):
     __slots__ = ()
 
     def __init__(self, depth: int, max_sge: int, refuses: int = 0) -> None:
+        self.pending: deque[WQE] = deque()
         self.depth = depth
         self.max_sge = max_sge
         self.refuses = refuses
 
+    def take(self) -> WQE:
+        """Remove the first of the work requests."""
+        pending = self.pending
+        return door.made(pending.appendleft, pending.popleft)
+
     def clear(self) -> None:
         """Forget everything."""
-        while self:
-            self.popleft()
+        self.pending = deque()
         self.used = self.silent = 0
 
 
@@ -75,6 +79,7 @@ class SharedReceiveQueue(door.Record):
         "handle",
         "limit",
         "number",
+        "ops",
         "pd",
         "queue",
         "tags",
@@ -96,5 +101,7 @@ class SharedReceiveQueue(door.Record):
         self.xrcd: Any = None
         self.tags: Any = None
         """The matching list of a tag-matching queue."""
+        self.ops: WorkQueue | None = None
+        """The operations on it."""
         self.handle: Any = None
         self.users = 0

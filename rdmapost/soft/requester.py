@@ -34,8 +34,9 @@ _NAK_STATUS = {
 _SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({Opcode.SEND_WITH_IMM, Opcode.RDMA_WRITE_WITH_IMM})
 # Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
-_RTS, _SQE, _UD, _RAW_PACKET = QPState.RTS, QPState.SQE, QPType.UD, QPType.RAW_PACKET
-_SEND, _SEND_WITH_INV = Opcode.SEND, Opcode.SEND_WITH_INV
+_RTS, _SQE = QPState.RTS, QPState.SQE
+_UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
+_SEND, _SEND_WITH_INV = int(Opcode.SEND), int(Opcode.SEND_WITH_INV)
 _SUCCESS, _ACK = WCStatus.SUCCESS, AckKind.ACK
 
 
@@ -48,7 +49,7 @@ def step(qp: QueuePair) -> bool:
     if qp.state >= _SQE:
         qp.flush_posted()
         return False
-    pending = qp.sq
+    pending = qp.sq.pending
     if not pending or qp.state is not _RTS:
         return False
     if qp.due and time.monotonic() < qp.due:
@@ -69,18 +70,18 @@ def step(qp: QueuePair) -> bool:
 
 def give_up(qp: QueuePair) -> bool:
     """End the request at the head of the send queue, which the device failed to carry out."""
-    if qp.sq:
-        _retire(qp, qp.sq[0], WCStatus.FATAL_ERR, 0)
-    return bool(qp.sq)
+    if qp.sq.pending:
+        _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
+    return bool(qp.sq.pending)
 
 
 def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
     if qp.due:
         qp.begin_attempts()
-    if not qp.sq:
+    if not qp.sq.pending:
         # Its own consequences flushed it: a queue pair that sends to itself.
         return
-    qp.sq.popleft()
+    qp.sq.take()
     qp.complete_send(wqe, status, byte_len)
     if status:
         qp.fail_send()
@@ -122,14 +123,14 @@ def _request(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> Request:
     request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
     if wqe.flags & _SOLICITED:
         request.solicited = True
-    if opcode is _SEND:
+    if opcode == _SEND:
         pass
     elif opcode in _WITH_IMM:
         request.imm = wqe.imm
-    elif opcode is _SEND_WITH_INV:
+    elif opcode == _SEND_WITH_INV:
         request.invalidate_rkey = wqe.imm
     request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
-    if wqe.remote_srqn:
+    if qp.type is _XRC_SEND:
         request.srqn = wqe.remote_srqn
     return request
 
@@ -175,7 +176,7 @@ def _atomic(qp: QueuePair, wqe: WQE) -> int:
         raise Fault(WCStatus.LOC_LEN_ERR)
     _needs_rd_atomic(qp)
     request = _request(qp, wqe, [], 8)
-    request.compare, request.swap = wqe.compare_add, wqe.swap
+    request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
     target, _ = _local_data(qp, wqe, write=True)
     copy([old.to_bytes(8, sys.byteorder)], target)
@@ -195,10 +196,10 @@ def _local_invalidate(qp: QueuePair, wqe: WQE) -> int:
 
 
 def _bind(qp: QueuePair, wqe: WQE) -> int:
-    window, region, addr, length, access = wqe.bind
     qp.device.memory.bind(
-        window, region, addr, length, access, pd=qp.pd, qpn=qp.number, rkey=wqe.rkey
-    )
+        wqe.window, wqe.region, wqe.bind_addr, wqe.bind_length, wqe.bind_access,
+        pd=qp.pd, qpn=qp.number, rkey=wqe.bind_rkey,
+    )  # fmt: skip
     return 0
 
 

@@ -101,14 +101,14 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
 def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
     """Take the next receive; None where there is none."""
     srq = shared_queue(qp, request)
-    pending = qp.rq if srq is None else srq.queue
+    queue = qp.rq if srq is None else srq.queue
     faults = qp.context.faults
-    if not pending or (faults.refusals and faults.refuse_receive(qp.number)):
+    if not queue.pending or (faults.refusals and faults.refuse_receive(qp.number)):
         return None
-    wqe = pending.popleft()
+    wqe = queue.take()
     if srq is None:
         return wqe, qp.rq, qp.pd, qp.recv_cq
-    if len(pending) < srq.limit:
+    if len(queue.pending) < srq.limit:
         srq.limit = 0
         srq.context.events.push(EventType.SRQ_LIMIT_REACHED, srq.handle)
     return wqe, srq.queue, srq.pd, qp.recv_cq if srq.cq is None else srq.cq
@@ -224,7 +224,7 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     # The device's lock makes this atomic among everything that it does.
     old: int
     (old,) = _UINT64.unpack(target)
-    if request.opcode is Opcode.ATOMIC_FETCH_AND_ADD:
+    if request.opcode == Opcode.ATOMIC_FETCH_AND_ADD:
         copy([_UINT64.pack((old + request.compare) & _MASK64)], [target])
     elif old == request.compare:
         copy([_UINT64.pack(request.swap)], [target])

@@ -59,7 +59,7 @@ _COMPLETES_AS = {
     OpsOpcode.TAG_DEL: WCOpcode.TM_DEL,
     OpsOpcode.TAG_SYNC: WCOpcode.TM_SYNC,
 }
-_NOBODYS = -1
+_NOBODYS = (1 << 64) - 1
 """wr_id of the device's own work requests."""
 
 
@@ -101,6 +101,7 @@ class MatchingList(door.Record):
         self.slots = WorkQueue(max_num_tags, max_sge)
         self.ops = WorkQueue(max_ops, 0)
         self.ops.prompt = True
+        self.ops.slots = self.slots
         self._entries: dict[int, _Entry] = {}
         """By handle, in the order in which they match; replaced, and never changed."""
         self._held: frozenset[int] = frozenset()
@@ -112,15 +113,15 @@ class MatchingList(door.Record):
 
     def step(self) -> bool:
         """Carry out the first of the operations that are posted; return whether to come again."""
-        if self.ops:
-            self._carry_out(self.ops.popleft())
-        return bool(self.ops)
+        if self.ops.pending:
+            self._carry_out(self.ops.take())
+        return bool(self.ops.pending)
 
     def give_up(self) -> bool:
         """End the first operation, which the device failed to carry out."""
-        if self.ops:
-            self._complete_op(self.ops.popleft(), WCStatus.FATAL_ERR)
-        return bool(self.ops)
+        if self.ops.pending:
+            self._complete_op(self.ops.take(), WCStatus.FATAL_ERR)
+        return bool(self.ops.pending)
 
     def _carry_out(self, op: WQE) -> None:
         if op.flags & _TM_SYNC:
@@ -306,20 +307,21 @@ class _Rendezvous:
 
         They are carried out when the acknowledgement of the request is on its way.
         """
-        read = WQE(_NOBODYS, Opcode.RDMA_READ, 0, 0)
+        read, fin = WQE(), WQE()
+        read.wr_id = fin.wr_id = _NOBODYS
+        read.opcode, fin.opcode = Opcode.RDMA_READ, Opcode.SEND
         read.sges = _first(self._entry.sges, self._size)
         read.remote_addr, read.rkey = va, rkey
-        fin = WQE(_NOBODYS, Opcode.SEND, 0, 0)
         # The FIN is the request again, but for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
-        self._qp.sq.append(read)
-        self._qp.sq.append(fin)
+        door.put(self._qp.sq.pending, read)
+        door.put(self._qp.sq.pending, fin)
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:
         """Hear how one of the two ended."""
-        if wqe.opcode is Opcode.RDMA_READ:
+        if wqe.opcode == Opcode.RDMA_READ:
             outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS
             self._tags.complete(self._qp, self._entry, outcome, self._size, _DATA_VALID)
         if status not in (WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR):

@@ -1,0 +1,32 @@
+"""Dictionaries whose changes are taken back with the verb that made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._binding import door
+
+__all__ = ["Table"]
+
+
+class Table(dict[Any, Any]):
+    """A dictionary; of its changes item assignment, del and pop are noted."""
+
+    __slots__ = ()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if key in self:
+            door.undo(dict.__setitem__, self, key, self[key])
+        else:
+            door.undo(dict.pop, self, key, None)
+        dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        door.undo(dict.__setitem__, self, key, self[key])
+        dict.__delitem__(self, key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove a key; return what it stood for, or the default."""
+        if key in self:
+            door.undo(dict.__setitem__, self, key, self[key])
+        return dict.pop(self, key, *default)
