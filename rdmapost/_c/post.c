@@ -5,6 +5,7 @@
  * code of Python's runs there, but that of a device that is written in it.
  */
 #include "post.h"
+#include "soft.h"
 
 /* ---- with the lock held -------------------------------------------------- */
 
@@ -240,6 +241,17 @@ static int give_handles(struct queue *q, struct post *post, size_t in)
 	return failed;
 }
 
+int rp_wait_for_queue(struct queue *q)
+{
+	if (!rp_soft_busy())
+		return rp_take(q->lock);
+	/* Whoever has it may wait for the device, which this thread is in the middle of a verb of. */
+	if (rp_try(q->lock))
+		return 0;
+	raised(PyObject_CallMethod((PyObject *)q, "_busy", NULL), NULL);
+	return -1;
+}
+
 int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
 	turn->me = rp_thread();
@@ -248,7 +260,7 @@ int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn
 		return -1;
 	}
 	turn->nested = RP_LOAD(&q->lock->owner) == turn->me->mark;
-	if (turn->nested || rp_try_for(q->lock, turn->me) || !rp_take(q->lock))
+	if (turn->nested || rp_try_for(q->lock, turn->me) || !rp_wait_for_queue(q))
 		return 0;
 	rp_end_use(&turn->use);
 	return -1;
