@@ -424,3 +424,18 @@ def test_regions_in_a_cycle_are_collected(made_of: str) -> None:
     """
     # numpy keeps what it allocates when it is imported.
     assert prints(textwrap.dedent(code), made_of, **LOSES_MEMORY) == "done"
+
+
+def test_the_collector_may_take_a_memoryview_and_an_sge_over_it():
+    code = """
+    import gc
+    import rdmapost as rp
+
+    view = memoryview(bytearray(64))
+    garbage = [view, rp.SGE.from_buffer(view)]
+    garbage.append(garbage)
+    del view, garbage
+    gc.collect()
+    print("done")
+    """
+    assert prints(textwrap.dedent(code)) == "done"

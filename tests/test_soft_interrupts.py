@@ -903,40 +903,61 @@ def test_destroy_that_is_refused_says_why_and_changes_nothing():
     b.close()
 
 
-@pytest.mark.parametrize("count", [-1, "none"])
-def test_wrong_poll_in_the_middle_of_a_verb_does_not_wait_for_another_threads_poll(count):
-    """That one has the completion queue, and waits for the device."""
-    code = """
+HANDLER = """
 import signal, sys, threading, time
 import rdmapost as rp
-from rdmapost.providers import soft_provider, soft_state
+from rdmapost._binding import door
 
 signal.alarm(20)
-cq = rp.CQ(rp.open_device("soft0"))
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context)
+mr, mw = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.MW_BIND), rp.MW(pd, 1)
+qp = rp.QP(pd, rp.QPType.RC, cq)
+qp.connect(qp.endpoint())
+batch = qp.prepare(rp.Send(mr[:8]))
 inside, begun = threading.Event(), threading.Event()
-count = int(sys.argv[1]) if sys.argv[1] != "none" else None
 
-def poll():
+def other():
     inside.wait(20)
     begun.set()
-    cq.poll()
+    {other}
 
-def alloc(self, context):
+def verb():
     inside.set()
     begun.wait(20)
-    for _ in range(100):  # at one of these the other waits for the device
+    for _ in range(100):  # at one of these the other thread waits for the device
         time.sleep(1e-3)
         try:
-            cq.poll(count)
-        except (ValueError, TypeError) as error:
-            said = type(error).__name__
+            {handler}
+            said = "nothing"
+        except Exception as error:
+            said = f"{{type(error).__name__}} {{getattr(error, 'errno', None)}}"
     return said
 
-thread = threading.Thread(target=poll)
+thread = threading.Thread(target=other)
 thread.start()
-print(soft_state.verb(alloc).__get__(soft_provider())(None))
+print(door.verb(verb))
 thread.join(20)
 print(thread.is_alive())
 """
-    said = "ValueError" if count == -1 else "TypeError"
-    assert prints(code, str(count)).split() == [said, "False"]
+"""What a handler does in the middle of a verb, and another thread at the same time."""
+
+
+@pytest.mark.parametrize(("count", "said"), [("-1", "ValueError"), ("None", "TypeError")])
+def test_wrong_poll_in_the_middle_of_a_verb_does_not_wait_for_another_threads_poll(count, said):
+    """That one has the completion queue, and waits for the device."""
+    code = HANDLER.format(other="cq.poll()", handler=f"cq.poll({count})")
+    assert prints(code).split("\n") == [f"{said} None", "False"]
+
+
+@pytest.mark.parametrize(
+    "handler",
+    ["qp.post_send(rp.Send(mr[:8]))", "qp.prepare(rp.Send(mr[:8]))", "batch[0].wr_id = 5"],
+)
+@pytest.mark.parametrize(
+    "other", ["qp.post_send([rp.Send(mr[:8])])", "qp.bind_mw(mw, mr, mr.addr, 8, 0)"]
+)
+def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(other, handler):
+    """That one has the queue, and waits for the device."""
+    code = HANDLER.format(other=other, handler=handler)
+    assert prints(code).split("\n") == [f"PostError {errno.EBUSY}", "False"]

@@ -44,10 +44,17 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	return PyArg_ParseTuple(args, "O", &of) ? rp_make_buffer(of) : NULL;
 }
 
+/*
+ * Not a memoryview: the collector takes one apart though its buffer is held, and
+ * giving the buffer back crashes then.  What it does not see it does not collect.
+ */
 static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
 {
+	PyObject *of = ((struct buffer *)self)->view.obj;
+
 	Py_VISIT(Py_TYPE(self));
-	Py_VISIT(((struct buffer *)self)->view.obj);
+	if (of && !PyMemoryView_Check(of))
+		Py_VISIT(of);
 	return 0;
 }
 
