@@ -467,6 +467,7 @@ static void gather(struct poller *p, const struct rp_handle *handle, struct orde
 
 	do {
 		touched.count = polled = 0;
+		rp_run_device();
 		held = enter(p, order->nested);
 		if (held != BUSY)
 			take_returned(p);

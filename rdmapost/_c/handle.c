@@ -26,6 +26,7 @@ enum { NEW, MAKING, OPEN, DESTROYED, GONE };
 
 PyObject *rp_handle_type;
 int rp_exiting;
+void (*rp_progress)(void);
 
 /* Given by rdmapost/_resource.py, and held for ever. */
 static struct {

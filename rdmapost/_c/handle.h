@@ -139,6 +139,18 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 		rp_close_put_off();
 }
 
+/*
+ * Set where a device is written in Python: lets it carry out what it has to do.  It may run any
+ * Python code and wait for another thread's verb, so no lock is held.
+ */
+extern void (*rp_progress)(void);
+
+static inline void rp_run_device(void)
+{
+	if (rp_progress)
+		rp_progress();
+}
+
 /* A work request in flight names it; the caller is in the middle of a use of it. */
 static inline void rp_name(struct rp_handle *handle)
 {
