@@ -275,6 +275,8 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 	wqe->opcode = op->opcode;
 	wqe->flags = (unsigned int)op->flags;
+	if (!list)
+		return EINVAL;
 	if (adds && is_full(list))
 		return ENOMEM;
 	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :
