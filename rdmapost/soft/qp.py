@@ -181,7 +181,7 @@ class QueuePair(door.Record):
             queue.silent += 1
             return
         frees = queue.silent + 1
-        if frees > 1:
+        if queue.silent:
             queue.silent = 0
         opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
