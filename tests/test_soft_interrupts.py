@@ -199,6 +199,9 @@ class Bench:
     def digest(self) -> list[Any]:
         """Return all that the device has and tells, but for numbers that are always new."""
         device = soft_state.device
+        for qp in device.qps.values():
+            slots_add_up(qp.sq, qp.send_cq)
+            slots_add_up(qp.rq, qp.recv_cq)
         ready = select.poll()
         descriptors = [
             *(handles.opened.events.fd for handles in soft_state.contexts.values()),
@@ -212,8 +215,8 @@ class Bench:
             [
                 (
                     qp.state, qp.sq.used, len(qp.sq.pending), qp.sq.silent, qp.sq.refuses,
-                    qp.rq.used, len(qp.rq.pending), qp.rq.refuses, qp.retries, qp.rnr_retries, qp.due > 0,
-                    qp.established, {**qp.attr, "dest_qp_num": 0, "ah_attr": 0},
+                    qp.rq.used, len(qp.rq.pending), qp.rq.refuses, qp.retries, qp.rnr_retries,
+                    qp.due > 0, qp.established, {**qp.attr, "dest_qp_num": 0, "ah_attr": 0},
                 )
                 for qp in device.qps.values()
             ],
@@ -249,6 +252,13 @@ class Bench:
             device.memory.regions_by_lkey, device.memory._by_rkey,
         ):  # fmt: skip
             assert not left
+
+
+def slots_add_up(queue: Any, cq: Any) -> None:
+    """Whoever takes a slot waits in the queue, for a later completion, or to be polled."""
+    waiting = sum(wqe.owner is None for wqe in queue.pending)
+    unpolled = sum(frees for _, of, frees in cq.pending if of is queue)
+    assert queue.used == waiting + queue.silent + unpolled
 
 
 Verb = Callable[[], Any]
@@ -783,6 +793,33 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
         else:
             assert completions == Counter(whole.completions), at
         assert settled(result.after) == settled(whole.after), at
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["raises", "returns"])
+@pytest.mark.parametrize("name", VERBS)
+def test_handler_may_post_to_the_queues_that_the_verb_is_about(name, raises):
+    """Slots add up whatever becomes of the verb (digest looks), and all of it closes."""
+    setup = VERBS[name]
+
+    def act(b: Bench) -> None:
+        for qp in tuple(soft_state.device.qps.values()):
+            with contextlib.suppress(AssertionError):  # Not in this state, or no room.
+                b.receive(qp.handle, 70)
+            with contextlib.suppress(AssertionError):
+                b.send(qp.handle, Opcode.RDMA_WRITE)
+        for srq in tuple(soft_state.device.srqs.values()):
+            with contextlib.suppress(AssertionError):
+                b.receive(srq.handle, 71)
+            with contextlib.suppress(AssertionError):
+                b.tag(srq.handle, OpsOpcode.TAG_ADD)
+        assert lib.ibv_req_notify_cq(b.cq, 0) in (0, errno.EINVAL)
+        b.poll()
+        if raises:
+            raise Alarm
+
+    whole = run(setup, NEVER, act)
+    for at, result in each_moment(setup, act, whole.moments):
+        assert (type(result.out) is Alarm) is raises, at
 
 
 def settled(digest: list[Any]) -> Any:

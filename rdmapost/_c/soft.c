@@ -79,12 +79,8 @@ static PyType_Slot wqe_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec wqe_spec = {
-	.name = "rdmapost._verbs.WQE",
-	.basicsize = sizeof(struct wqe),
-	.flags = Py_TPFLAGS_DEFAULT,
-	.slots = wqe_slots,
-};
+static PyType_Spec wqe_spec = { "rdmapost._verbs.WQE", sizeof(struct wqe), 0, Py_TPFLAGS_DEFAULT,
+				wqe_slots };
 
 /* ---- queues -------------------------------------------------------------- */
 
@@ -107,15 +103,13 @@ enum { ARMED_SOLICITED = 1, ARMED_NEXT };
 
 static PyTypeObject *queue_type;
 
-#undef OBJECT
-#undef U32
-#define OBJECT(name) MEMBER(queue, T_OBJECT, name, name)
-#define U32(name) MEMBER(queue, T_UINT, name, name)
+#define NUMBER(name) MEMBER(queue, T_UINT, name, name)
+#define REFERENCE(name) MEMBER(queue, T_OBJECT, name, name)
 
 static PyMemberDef queue_members[] = {
-	OBJECT(pending), U32(armed), U32(depth), U32(max_sge), U32(max_inline),
-	U32(max_tso_header), U32(used), U32(silent), U32(refuses), U32(prompt), OBJECT(faults),
-	OBJECT(slots), { NULL, 0, 0, 0, NULL },
+	NUMBER(armed), NUMBER(depth), NUMBER(max_sge), NUMBER(max_inline), NUMBER(max_tso_header),
+	NUMBER(used), NUMBER(silent), NUMBER(refuses), NUMBER(prompt), REFERENCE(pending),
+	REFERENCE(faults), REFERENCE(slots), { NULL, 0, 0, 0, NULL },
 };
 
 static void queue_dealloc(PyObject *self)
@@ -130,12 +124,8 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec queue_spec = {
-	.name = "rdmapost._verbs.DeviceQueue",
-	.basicsize = sizeof(struct queue),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-	.slots = queue_slots,
-};
+static PyType_Spec queue_spec = { "rdmapost._verbs.DeviceQueue", sizeof(struct queue), 0,
+				  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, queue_slots };
 
 /* A part of what a handle stands for, as a new reference; NULL where there is no such queue. */
 static struct queue *find_queue(uint32_t handle, enum rp_name name)
@@ -275,6 +265,8 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 	wqe->opcode = op->opcode;
 	wqe->flags = (unsigned int)op->flags;
+	if (!list)
+		return EINVAL;
 	if (adds && is_full(list))
 		return ENOMEM;
 	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :

@@ -253,7 +253,8 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_journal(PyObject *module)
 {
-	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "append", "appendleft", "popleft" };
+	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops",
+						  "append", "appendleft", "popleft" };
 	PyObject *record = PyType_FromSpec(&record_spec);
 
 	for (int i = 0; i < NAMES; i++) {
@@ -263,8 +264,7 @@ int rp_add_soft_journal(PyObject *module)
 	}
 	undo = PyList_New(0);
 	later = PyList_New(0);
-	if (!record || !undo || !later ||
-	    PyModule_AddObjectRef(module, "Record", record))
+	if (!record || !undo || !later || PyModule_AddObjectRef(module, "Record", record))
 		return -1;
 	return PyModule_AddFunctions(module, functions);
 }

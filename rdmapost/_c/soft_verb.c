@@ -284,10 +284,8 @@ static void after_fork(void)
 {
 	forked = 1;
 	due = -1;
-	if (rp_try(lock))
-		rp_give(lock);
-	else
-		doomed = 1;
+	doomed = lock->owner && (uint32_t)lock->owner == (uint32_t)rp_thread()->mark;
+	lock->owner = doomed ? rp_thread()->mark : 0;
 }
 
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
