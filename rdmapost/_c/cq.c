@@ -332,7 +332,7 @@ struct touched {
 static int reserve(struct poller *p, size_t count)
 {
 	while (p->spares < count) {
-		struct rp_settled *s = PyMem_Malloc(sizeof(*s));
+		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
 
 		if (!s)
 			return ENOMEM;
@@ -502,6 +502,23 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 	return next;
 }
 
+/* Let a list that has been delivered be spare; some of it is freed. */
+static void recycle(struct poller *p, struct rp_settled *list, int nested)
+{
+	enum held held = enter(p, nested);
+
+	for (; list && held != BUSY && p->spares < BATCH; p->spares++) {
+		struct rp_settled *s = list;
+
+		list = s->next;
+		s->next = p->spare;
+		p->spare = s;
+	}
+	leave(p, held);
+	while (list)
+		list = free_settled(list);
+}
+
 /*
  * Put back what is not delivered.  Where the lock is another's, who takes it next
  * finds it: in the middle of a verb we do not wait.
@@ -535,7 +552,7 @@ static void put_back(struct poller *p, struct rp_settled *list, int nested)
 static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct order *order,
 		      PyObject *into)
 {
-	struct rp_settled *list = NULL;
+	struct rp_settled *list = NULL, *done = NULL;
 	Py_ssize_t n = 0;
 
 	gather(p, handle, order, &list);
@@ -546,16 +563,25 @@ static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct o
 			rp_raise_verbs("ibv_poll_cq", order->error);
 		return -1;
 	}
-	for (; list; list = free_settled(list), n++) {
-		PyObject *wc = list->made ? Py_NewRef(list->made) : rp_make_completion(list);
+	while (list) {
+		struct rp_settled *s = list;
+		PyObject *wc = s->made ? Py_NewRef(s->made) : rp_make_completion(s);
 		int failed = !wc || PyList_Append(into, wc);
 
 		Py_XDECREF(wc);
 		if (failed) {
 			put_back(p, list, order->nested);
-			return -1;
+			n = -1;
+			break;
 		}
+		n++;
+		list = s->next;
+		Py_CLEAR(s->wr_id);
+		Py_CLEAR(s->made);
+		s->next = done;
+		done = s;
 	}
+	recycle(p, done, order->nested);
 	return n;
 }
 
@@ -803,12 +829,8 @@ static void poller_dealloc(PyObject *self)
 	take_returned(p);
 	while (p->backlog)
 		p->backlog = free_settled(p->backlog);
-	while (p->spare) {
-		struct rp_settled *s = p->spare;
-
-		p->spare = s->next;
-		PyMem_Free(s);
-	}
+	while (p->spare)
+		p->spare = free_settled(p->spare);
 	Py_XDECREF(p->tasks);
 	Py_XDECREF(p->queues);
 	Py_XDECREF(p->drop_event);

@@ -236,6 +236,9 @@ int rp_begin_use(struct rp_handle *h, struct rp_use *use)
 	return rp_begin_use_by(rp_thread(), h, use);
 }
 
+/* Every verb ends with it. */
+static inline void pop(struct rp_use *use);
+
 static void pop(struct rp_use *use)
 {
 	struct rp_thread *me = rp_thread();
