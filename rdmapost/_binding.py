@@ -1,11 +1,20 @@
 """The one place that imports the compiled module."""
 
+import sys
 from typing import Any
 
 from . import _verbs as door
 from ._verbs import ffi, lib
 
 __all__ = ["address_of", "door", "ffi", "fill", "lib", "start_of"]
+
+if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
+    # cffi works out the fields of a struct at its first use; without a GIL, two threads that do
+    # that at once follow a NULL.
+    for _kind, _names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
+        for _name in _names:
+            _type = ffi.typeof(_kind + _name)
+            _fields = _type.kind in ("struct", "union") and _type.fields
 
 
 def address_of(cdata: object) -> int:

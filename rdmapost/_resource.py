@@ -45,8 +45,7 @@ class Resource(door.Handle):
       device wants done first, or InUseError;
     - then ``destroy``;
     - ``_forget``, once the struct is gone.  It is called again where an
-      interrupt has ended it;
-    - or else ``_restore``, where the resource stays open.
+      interrupt has ended it.
     """
 
     __slots__ = ("__weakref__",)
@@ -59,14 +58,6 @@ class Resource(door.Handle):
     """When it is closed at exit: after all of lower ranks."""
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
-
-    @property
-    def _handle(self) -> Any:
-        """The struct, or None where it is closed."""
-        try:
-            return self._live()
-        except ClosedError:
-            return None
 
     def __init__(self, handle: Any = None, *parents: Resource) -> None:
         """Make one that is nothing of the device's, but depends on what is."""
@@ -102,7 +93,7 @@ class Resource(door.Handle):
     def _open_children(self) -> list[Any]:
         return [
             handle
-            for handle in open_handles()
+            for handle in reversed(open_handles())
             if not handle._inner and any(parent is self for parent in handle._parents)
         ]
 
@@ -163,8 +154,9 @@ door.describe_handles(
 
 
 def open_handles() -> list[Any]:
-    """Return what this process has opened and not closed, the oldest first."""
-    found = [one() if isinstance(one, weakref.ref) else one for one in _open.copy().values()]
+    """Return what this process has opened and not closed, the newest first."""
+    listed = reversed(_open.copy().values())
+    found = [one() if isinstance(one, weakref.ref) else one for one in listed]
     return [handle for handle in found if handle is not None and not handle.closed]
 
 
@@ -184,7 +176,7 @@ def _close_all() -> None:
     parents, which are older.
     """
     door.exiting(False)
-    for handle in sorted(reversed(open_handles()), key=lambda handle: handle._rank):
+    for handle in sorted(open_handles(), key=lambda handle: handle._rank):
         with contextlib.suppress(RdmaError):
             handle.close()
     door.exiting(True)

@@ -88,7 +88,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_prepared.py", "test_fields.py", "test_rules.py", "test_inflight.py",
         "test_reading.py",
     ),
-    "rdmapost/_c/posting.c": ("test_inflight.py", "test_fields.py", "test_posting_lists.py"),
+    "rdmapost/_c/poll.c": ("test_polling.py", "test_polling_failures.py", "test_binding.py"),
     "rdmapost/_c/inflight.c": ("test_inflight.py", "test_lifetimes.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
 }  # fmt: skip

@@ -77,20 +77,25 @@ unsigned int event_cq_acknowledged(void)
 
 int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context)
 {
+	unsigned int head = __atomic_load_n(&cq_head, __ATOMIC_SEQ_CST);
+
 	(void)channel;
 	(void)cq_context;
-	if (cq_head == cq_tail) {
-		errno = EAGAIN;
-		return -1;
-	}
-	*cq = cq_events[cq_head++ % 64];
+	do {
+		if (head == cq_tail) {
+			errno = EAGAIN;
+			return -1;
+		}
+		*cq = cq_events[head % 64];
+	} while (!__atomic_compare_exchange_n(&cq_head, &head, head + 1, 0,
+		__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 	return 0;
 }
 
 void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int count)
 {
 	(void)cq;
-	cq_acknowledged += count;
+	__atomic_add_fetch(&cq_acknowledged, count, __ATOMIC_SEQ_CST);
 }
 """
 

@@ -427,6 +427,23 @@ def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
         parent.close()
 
 
+def test_finalizer_tries_again_where_the_last_user_left_while_it_was_refused():
+    """The user did not close it, because somebody was closing it."""
+    gone, refused = [], []
+
+    class Used(Thing):
+        __slots__ = ()
+
+        def _release(self) -> None:
+            if not refused:
+                refused.append(self.name)
+                raise rp.InUseError(f"{self} is in use")
+
+    with warnings.catch_warnings(action="error", category=ResourceWarning):
+        Used("mr", destroy=lambda _: gone.append("mr"))
+    assert (refused, gone) == (["mr"], ["mr"])
+
+
 def test_collector_at_every_allocation_leaves_nothing_open(context):
     """Queue pairs, windows and regions die in cycles in the middle of verbs."""
     before = len(context._open_children())

@@ -11,11 +11,12 @@ import gc
 import random
 import signal
 import sys
+import textwrap
 import threading
 import time
 
 import pytest
-from support import LIMIT, Pair, needs
+from support import LIMIT, Pair, needs, run_python
 
 import rdmapost as rp
 
@@ -231,6 +232,33 @@ def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collect
 
 
 # ---- closing ------------------------------------------------------------------
+
+
+def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_other_poll():
+    """The other thread has the CQ's lock, and waits for the device, which is in our verb."""
+    code = """
+        import threading, time
+        import rdmapost as rp
+        from rdmapost._binding import door
+        context = rp.open_device("soft0")
+        pd, cq = rp.PD(context), rp.CQ(context)
+        qp, mr = rp.QP(pd, rp.QPType.RC, cq), rp.MR(pd, 64, 7)
+        qp.connect(qp.endpoint())
+        qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey, wr_id=7))
+        found = cq.wait()
+        other = threading.Thread(target=lambda: theirs.extend(cq.poll()))
+        theirs = []
+        @door.Verb
+        def verb():
+            other.start()
+            time.sleep(0.3)  # nothing tells that it waits for the device
+            cq._poller.put_back(found)
+        cq._verb(lambda _: verb())
+        other.join()
+        print([wc.wr_id for wc in [*theirs, *cq.poll()]])
+    """
+    done = run_python(textwrap.dedent(code), timeout=LIMIT)
+    assert (done.stdout.split(), done.stderr) == (["[7]"], "")
 
 
 def test_closing_a_cq_ends_the_threads_that_wait_for_it(context):

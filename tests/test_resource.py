@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import prints
+from support import needs, prints
 
 import rdmapost as rp
 from rdmapost._binding import ffi
@@ -81,6 +81,16 @@ def test_use_after_close_names_the_resource():
         thing._live()
     with pytest.raises(rp.ClosedError, match="pd is closed"), thing:
         pass
+
+
+def test_closed_window_is_named_by_its_kind(pd):
+    """The key that it has while it is open is the device's."""
+    needs(pd.context.attr.max_mw, "memory windows", pd.context)
+    mw = rp.MW(pd)
+    mw.close()
+    assert str(mw) == "MW"
+    with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
+        mw.next_rkey()
 
 
 def test_parent_with_open_children_names_them():

@@ -1084,8 +1084,8 @@ def test_every_rule_of_c_has_a_text_and_every_text_its_rule():
     for name in ("read.c", "rules.c", "post.c", "prepared.c"):
         text = (sources / name).read_text()
         for pattern in (
-            r"\brefuse\(post, (\"\w+\")",
-            r"\bno(?:_because_of|_for_sge)?\(post,((?:[^,;]|\n)*)",
+            r"\b(?:rp_)?refuse\(&?post, (\"\w+\")",
+            r"\bno_(?:because_)?of\(post,((?:[^,;]|\n)*)",
             r"\brule = ((?:[^;]|\n)*);",
             r"\breturn (\"\w+\");",
         ):

@@ -11,8 +11,7 @@ struct buffer {
 
 PyObject *rp_make_buffer(PyObject *of)
 {
-	struct buffer *b = (struct buffer *)PyType_GenericAlloc(
-		(PyTypeObject *)rp_known.buffer, 0);
+	struct buffer *b = (struct buffer *)PyType_GenericAlloc((PyTypeObject *)rp_known.buffer, 0);
 
 	if (!b)
 		return NULL;
@@ -71,8 +70,7 @@ static void buffer_dealloc(PyObject *self)
 
 static PyObject *buffer_str(PyObject *self)
 {
-	return PyUnicode_FromFormat("buffer of %zd bytes",
-				    ((struct buffer *)self)->view.len);
+	return PyUnicode_FromFormat("buffer of %zd bytes", ((struct buffer *)self)->view.len);
 }
 
 static PyMemberDef buffer_members[] = {

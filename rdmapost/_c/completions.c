@@ -54,13 +54,10 @@ PyObject *rp_make_completion(const struct rp_settled *settled)
 	PyObject *fields[FIELDS] = {
 		Py_NewRef(settled->wr_id),
 		member(made_of.statuses, STATUSES, wc->status),
-		good ? member(made_of.opcodes, OPCODES, wc->opcode) :
-		       Py_NewRef(Py_None),
+		good ? member(made_of.opcodes, OPCODES, wc->opcode) : Py_NewRef(Py_None),
 		number(more->byte_len),
-		number_if(received && flags & IBV_WC_WITH_IMM,
-			  be32toh(wc->imm_data)),
-		number_if(received && flags & IBV_WC_WITH_INV,
-			  wc->invalidated_rkey),
+		number_if(received && flags & IBV_WC_WITH_IMM, be32toh(wc->imm_data)),
+		number_if(received && flags & IBV_WC_WITH_INV, wc->invalidated_rkey),
 		number(wc->qp_num),
 		number(more->src_qp),
 		flags_of(flags),
@@ -78,16 +75,14 @@ PyObject *rp_make_completion(const struct rp_settled *settled)
 	for (int i = 0; i < FIELDS; i++)
 		whole = whole && fields[i];
 	if (whole)
-		tuple = PyTuple_Pack(FIELDS, fields[0], fields[1], fields[2],
-				     fields[3], fields[4], fields[5], fields[6],
-				     fields[7], fields[8], fields[9],
-				     fields[10], fields[11], fields[12],
-				     fields[13], fields[14], fields[15]);
+		tuple = PyTuple_Pack(FIELDS, fields[0], fields[1], fields[2], fields[3], fields[4],
+				     fields[5], fields[6], fields[7], fields[8], fields[9],
+				     fields[10], fields[11], fields[12], fields[13], fields[14],
+				     fields[15]);
 	if (tuple)
 		args = PyTuple_Pack(1, tuple);
 	if (args)
-		completion = made_of.new_tuple((PyTypeObject *)made_of.type,
-					       args, NULL);
+		completion = made_of.new_tuple((PyTypeObject *)made_of.type, args, NULL);
 	Py_XDECREF(args);
 	Py_XDECREF(tuple);
 	for (int i = 0; i < FIELDS; i++)
@@ -97,8 +92,7 @@ PyObject *rp_make_completion(const struct rp_settled *settled)
 
 PyObject *rp_raise_verbs(const char *verb, int code)
 {
-	PyObject *error = PyObject_CallFunction(made_of.verbs_error, "si", verb,
-						code);
+	PyObject *error = PyObject_CallFunction(made_of.verbs_error, "si", verb, code);
 
 	if (error)
 		PyErr_SetObject(made_of.verbs_error, error);
@@ -107,8 +101,7 @@ PyObject *rp_raise_verbs(const char *verb, int code)
 }
 
 /* Read the members of a dict by number into an array; 0, or -1 with an exception. */
-static int read_members(PyObject *dict, PyObject *other, PyObject **members,
-			long count)
+static int read_members(PyObject *dict, PyObject *other, PyObject **members, long count)
 {
 	PyObject *key, *value;
 	Py_ssize_t at = 0;
@@ -141,9 +134,8 @@ static PyObject *make_completions_of(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_RuntimeError, "it is known already");
 		return NULL;
 	}
-	if (!PyArg_ParseTuple(args, "O!O!OO!O!OO", &PyType_Type, &type,
-			      &PyDict_Type, &statuses, &other, &PyDict_Type,
-			      &opcodes, &PyDict_Type, &flags,
+	if (!PyArg_ParseTuple(args, "O!O!OO!O!OO", &PyType_Type, &type, &PyDict_Type, &statuses,
+			      &other, &PyDict_Type, &opcodes, &PyDict_Type, &flags,
 			      &made_of.flag_type, &made_of.verbs_error))
 		return NULL;
 	if (read_members(statuses, other, made_of.statuses, STATUSES) ||

@@ -44,11 +44,11 @@ struct poller {
 	int channel; /* the descriptor of that */
 	int extended; /* the CQ is: it tells tags */
 	int64_t spin_ns;
-	/* A ring of what is settled. */
-	struct rp_settled *backlog;
-	size_t size; /* a power of two, or 0 */
-	size_t begin, end;
-	size_t out; /* settled and being delivered: they may come back */
+	struct rp_settled *backlog, **end; /* what is settled, and where the next is put */
+	size_t there; /* of these */
+	struct rp_settled *returned; /* goes in front of it; who puts it here needs no lock */
+	struct rp_settled *spare; /* for what is polled next */
+	size_t spares;
 };
 
 /* How the lock is held: not, by who is further up in this thread, by us. */
@@ -93,11 +93,6 @@ static int read_deadline(PyObject *timeout, int64_t *deadline)
 	return 0;
 }
 
-static size_t there(const struct poller *p)
-{
-	return p->end - p->begin;
-}
-
 static void wake(struct waiter *w)
 {
 	if (!w->woken && w->fd >= 0)
@@ -108,7 +103,7 @@ static void wake(struct waiter *w)
 /* Wake those for whom there are enough, and one to lead if nobody does. */
 static void wake_waiters(struct poller *p)
 {
-	uint64_t left = there(p);
+	uint64_t left = p->there;
 
 	for (struct waiter *w = p->first; w; w = w->next) {
 		if (w->count > left)
@@ -333,34 +328,52 @@ struct touched {
 	int count;
 };
 
-static struct rp_settled *at(struct poller *p, size_t index)
+/* Have so many spare; 0 or ENOMEM. */
+static int reserve(struct poller *p, size_t count)
 {
-	return &p->backlog[index & (p->size - 1)];
-}
+	while (p->spares < count) {
+		struct rp_settled *s = PyMem_Malloc(sizeof(*s));
 
-/* Have room for so many more, whatever comes back; 0 or ENOMEM. */
-static int reserve(struct poller *p, size_t more)
-{
-	size_t out = __atomic_load_n(&p->out, __ATOMIC_RELAXED);
-	size_t needed = there(p) + out + more, size = p->size;
-	struct rp_settled *backlog;
-
-	while (size < needed)
-		size = size ? 2 * size : BATCH;
-	if (size == p->size)
-		return 0;
-	backlog = PyMem_Malloc(size * sizeof(*backlog));
-	if (!backlog)
-		return ENOMEM;
-	for (size_t i = p->begin; i != p->end; i++)
-		backlog[i & (size - 1)] = *at(p, i);
-	PyMem_Free(p->backlog);
-	p->backlog = backlog;
-	p->size = size;
+		if (!s)
+			return ENOMEM;
+		s->next = p->spare;
+		p->spare = s;
+		p->spares++;
+	}
 	return 0;
 }
 
-/* Retire what has been polled, with the lock held, into the backlog, which has room. */
+/* Put what has been returned in front of the backlog. */
+static void take_returned(struct poller *p)
+{
+	struct rp_settled *list = __atomic_exchange_n(&p->returned, NULL, __ATOMIC_SEQ_CST);
+	struct rp_settled **last = &list;
+
+	for (; *last; last = &(*last)->next)
+		p->there++;
+	if (last == &list)
+		return;
+	if (!p->backlog)
+		p->end = last;
+	*last = p->backlog;
+	p->backlog = list;
+}
+
+/* Take so many off its front. */
+static struct rp_settled *take_first(struct poller *p, uint64_t count)
+{
+	struct rp_settled *list = p->backlog, **last = &list;
+
+	for (; count; count--, p->there--)
+		last = &(*last)->next;
+	p->backlog = *last;
+	if (!p->backlog)
+		p->end = &p->backlog;
+	*last = NULL;
+	return list;
+}
+
+/* Retire what has been polled, with the lock held, and put it into the backlog. */
 static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 		   int count, struct touched *touched)
 {
@@ -371,7 +384,7 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 		int good = wc[i].status == IBV_WC_SUCCESS;
 		int matched = good && wc[i].wc_flags & IBV_WC_TM_MATCH;
 		int whole = wc[i].wc_flags & IBV_WC_TM_DATA_VALID;
-		struct rp_settled *s = at(p, p->end);
+		struct rp_settled *s = p->spare;
 
 		if (!queue || number != wc[i].wr_id >> 32) {
 			number = wc[i].wr_id >> 32;
@@ -393,7 +406,12 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 			    (matched || !whole);
 		if (s->has_tm)
 			s->tm = tm[i];
-		p->end++;
+		p->spare = s->next;
+		p->spares--;
+		s->next = NULL;
+		*p->end = s;
+		p->end = &s->next;
+		p->there++;
 	}
 }
 
@@ -411,8 +429,6 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 
 	if (reserve(p, (size_t)most))
 		return -ENOMEM;
-	/* The room is ours, whatever a signal handler in the device puts back. */
-	__atomic_add_fetch(&p->out, (size_t)most, __ATOMIC_RELAXED);
 	thread = spin_ns ? PyEval_SaveThread() : NULL;
 	errno = 0;
 	n = p->extended ? rp_poll_cq_ex(handle->address, wc, tm, most, least, spin_ns) :
@@ -421,7 +437,6 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 		n = errno ? -errno : -EIO;
 	if (thread)
 		PyEval_RestoreThread(thread);
-	__atomic_sub_fetch(&p->out, (size_t)most, __ATOMIC_RELAXED);
 	settle(p, wc, tm, n, touched);
 	return n;
 }
@@ -440,42 +455,32 @@ struct order {
 
 /*
  * Poll until there is enough in the backlog, or no more; then take what is
- * wanted out of it into `into`, an array of BATCH, or where it does not hold
- * them into one to be freed; if `into` is NULL, take nothing.  Returns how many
- * were taken, or -1 where there is no memory.
+ * wanted out of it, if `taken` is not NULL.
  */
-static Py_ssize_t gather(struct poller *p, const struct rp_handle *handle, struct order *order,
-			 struct rp_settled **into)
+static void gather(struct poller *p, const struct rp_handle *handle, struct order *order,
+		   struct rp_settled **taken)
 {
 	uint64_t wanted = order->count + order->promised;
 	struct touched touched;
-	Py_ssize_t n = 0;
 	enum held held;
 	int polled;
 
 	do {
 		touched.count = polled = 0;
 		held = enter(p, order->nested);
-		if (held == TAKEN && there(p) < wanted) {
-			uint64_t lacking = wanted - there(p);
+		if (held != BUSY)
+			take_returned(p);
+		if (held == TAKEN && p->there < wanted) {
+			uint64_t lacking = wanted - p->there;
 
 			polled = poll_batch(p, handle, lacking < BATCH ? (int)lacking : BATCH,
 					    order->spin_ns, &touched);
 			order->error = polled < 0 ? -polled : 0;
 		}
-		if (polled < BATCH && into && held != BUSY &&
-		    (order->fewer || there(p) >= wanted)) {
-			n = (Py_ssize_t)(order->count < there(p) ? order->count : there(p));
-			if (n > BATCH)
-				*into = PyMem_Malloc((size_t)n * sizeof(**into));
-			for (Py_ssize_t i = 0; *into && i < n; i++)
-				(*into)[i] = *at(p, p->begin++);
-			if (!*into)
-				n = -1;
-			else
-				__atomic_add_fetch(&p->out, (size_t)n, __ATOMIC_RELAXED);
-		}
-		if (polled > 0 && there(p))
+		if (polled < BATCH && taken && held != BUSY &&
+		    (order->fewer || p->there >= wanted))
+			*taken = take_first(p, order->count < p->there ? order->count : p->there);
+		if (polled > 0 && p->there)
 			wake_waiters(p);
 		leave(p, held);
 		for (int i = 0; i < touched.count; i++) {
@@ -483,45 +488,74 @@ static Py_ssize_t gather(struct poller *p, const struct rp_handle *handle, struc
 			Py_DECREF((PyObject *)touched.queue[i]);
 		}
 	} while (polled == BATCH);
-	return n;
 }
 
-static void back_to_front(struct poller *p, const struct rp_settled *settled)
+/* Free the first of a list; returns the next. */
+static struct rp_settled *free_settled(struct rp_settled *s)
 {
-	*at(p, --p->begin) = *settled;
+	struct rp_settled *next = s->next;
+
+	Py_XDECREF(s->wr_id);
+	Py_XDECREF(s->made);
+	PyMem_Free(s);
+	return next;
 }
 
 /*
- * Make WCs, and append them to a list; 0, or -1 with an exception: what is not
- * in the list is in the backlog again.
+ * Put back what is not delivered.  Where the lock is another's, who takes it next
+ * finds it: in the middle of a verb we do not wait.
  */
-static int deliver(struct poller *p, struct rp_settled *settled, Py_ssize_t count, PyObject *into)
+static void put_back(struct poller *p, struct rp_settled *list, int nested)
 {
-	Py_ssize_t done = 0;
-	int failed = 0;
+	struct rp_settled **last = &list;
 	enum held held;
 
-	for (; done < count; done++) {
-		struct rp_settled *s = settled + done;
-		PyObject *wc = s->made ? Py_NewRef(s->made) : rp_make_completion(s);
-
-		failed = !wc || PyList_Append(into, wc);
-		Py_XDECREF(wc);
-		if (failed)
-			break;
-		Py_XDECREF(s->wr_id);
-		Py_XDECREF(s->made);
+	while (*last)
+		last = &(*last)->next;
+	if (last == &list)
+		return;
+	*last = __atomic_load_n(&p->returned, __ATOMIC_SEQ_CST);
+	while (!__atomic_compare_exchange_n(&p->returned, last, list, 0, __ATOMIC_SEQ_CST,
+					    __ATOMIC_SEQ_CST))
+		;
+	held = enter(p, nested);
+	if (held != BUSY) {
+		take_returned(p);
+		wake_waiters(p);
 	}
-	__atomic_sub_fetch(&p->out, (size_t)done, __ATOMIC_RELAXED);
-	if (!failed)
-		return 0;
-	held = enter(p, 0);
-	for (Py_ssize_t i = count - 1; i >= done; i--)
-		back_to_front(p, settled + i);
-	__atomic_sub_fetch(&p->out, (size_t)(count - done), __ATOMIC_RELAXED);
-	wake_waiters(p);
 	leave(p, held);
-	return -1;
+}
+
+/*
+ * Gather what is wanted, make WCs and append them to a list.  Returns how many,
+ * or -1 with an exception: what is not in the list is in the backlog again.  An
+ * error of polling is raised where there are none.
+ */
+static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct order *order,
+		      PyObject *into)
+{
+	struct rp_settled *list = NULL;
+	Py_ssize_t n = 0;
+
+	gather(p, handle, order, &list);
+	if (!list && order->error) {
+		if (order->error == ENOMEM)
+			PyErr_NoMemory();
+		else
+			rp_raise_verbs("ibv_poll_cq", order->error);
+		return -1;
+	}
+	for (; list; list = free_settled(list), n++) {
+		PyObject *wc = list->made ? Py_NewRef(list->made) : rp_make_completion(list);
+		int failed = !wc || PyList_Append(into, wc);
+
+		Py_XDECREF(wc);
+		if (failed) {
+			put_back(p, list, order->nested);
+			return -1;
+		}
+	}
+	return n;
 }
 
 /* Read a number of completions; -1 with an exception, also for a negative one. */
@@ -535,31 +569,6 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 	if (!PyErr_Occurred())
 		PyErr_Format(PyExc_ValueError, "%s=%zd is negative", name, value);
 	return -1;
-}
-
-/*
- * Gather what is wanted and append it to a list.  Returns how many, or -1 with
- * an exception; that of polling is raised where there are none.
- */
-static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct order *order,
-		      PyObject *into)
-{
-	struct rp_settled here[BATCH], *settled = here;
-	Py_ssize_t n = gather(p, handle, order, &settled);
-
-	if (n < 0 || (!n && order->error == ENOMEM)) {
-		PyErr_NoMemory();
-		return -1;
-	}
-	if (!n && order->error) {
-		rp_raise_verbs("ibv_poll_cq", order->error);
-		return -1;
-	}
-	if (deliver(p, settled, n, into))
-		n = -1;
-	if (settled != here)
-		PyMem_Free(settled);
-	return n;
 }
 
 /* poll(handle, most, into): append what is there now to an empty list. */
@@ -605,7 +614,7 @@ static int sleep_for_events(struct poller *p, const struct rp_handle *handle, st
 		if (ask_for_event(handle, 0))
 			return -1;
 		gather(p, handle, &order, NULL);
-		if (there(p) >= me->count)
+		if (p->there >= me->count)
 			return 0;
 	} else if (tell_tasks(p)) {
 		return -1;
@@ -659,7 +668,7 @@ METHOD(wait_for)
 			break;
 		}
 		if (now_ns() >= deadline) {
-			result = PyLong_FromSize_t(there(p));
+			result = PyLong_FromSize_t(p->there);
 			break;
 		}
 		if (order.nested) {
@@ -693,8 +702,8 @@ METHOD(fill)
 		return NULL;
 	if (!read_count(args[1], "count", &order.count)) {
 		gather(p, use.handle, &order, NULL);
-		found = order.error && !there(p) ? rp_raise_verbs("ibv_poll_cq", order.error) :
-						   PyLong_FromSize_t(there(p));
+		found = order.error && !p->there ? rp_raise_verbs("ibv_poll_cq", order.error) :
+						   PyLong_FromSize_t(p->there);
 	}
 	rp_end_use(&use);
 	return found;
@@ -715,28 +724,23 @@ METHOD(notify)
 }
 
 /* put_back(wcs): let a list of WCs that nobody got be the next to be taken. */
-static PyObject *put_back(PyObject *self, PyObject *wcs)
+static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 {
-	struct poller *p = POLLER(self);
-	Py_ssize_t count = PyList_Size(wcs);
-	enum held held;
-	int failed;
+	struct rp_settled *list = NULL;
 
-	if (count < 0)
-		return NULL;
-	/* In the middle of another verb the lock may be another thread's, which waits for us. */
-	if (!count)
-		Py_RETURN_NONE;
-	held = enter(p, 0);
-	failed = reserve(p, (size_t)count);
-	while (!failed && count--) {
-		struct rp_settled settled = { .made = Py_NewRef(PyList_GetItem(wcs, count)) };
+	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
+		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
 
-		back_to_front(p, &settled);
+		if (!s) {
+			put_back(POLLER(self), list, rp_in_verb());
+			return PyErr_NoMemory();
+		}
+		s->made = Py_NewRef(PyList_GetItem(wcs, i));
+		s->next = list;
+		list = s;
 	}
-	wake_waiters(p);
-	leave(p, held);
-	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
+	put_back(POLLER(self), list, rp_in_verb());
+	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- the type ----------------------------------------------------------- */
@@ -756,6 +760,7 @@ static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	p = (struct poller *)PyType_GenericAlloc(type, 0);
 	if (!p)
 		return NULL;
+	p->end = &p->backlog;
 	p->queues = Py_NewRef(queues);
 	p->drop_event = Py_NewRef(drop_event);
 	p->extended = extended;
@@ -775,9 +780,9 @@ static int poller_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(p->tasks);
 	Py_VISIT(p->queues);
 	Py_VISIT(p->drop_event);
-	for (size_t i = p->begin; i != p->end; i++) {
-		Py_VISIT(at(p, i)->wr_id);
-		Py_VISIT(at(p, i)->made);
+	for (struct rp_settled *s = p->backlog; s; s = s->next) {
+		Py_VISIT(s->wr_id);
+		Py_VISIT(s->made);
 	}
 	return 0;
 }
@@ -794,11 +799,15 @@ static void poller_dealloc(PyObject *self)
 	struct poller *p = POLLER(self);
 
 	PyObject_GC_UnTrack(self);
-	for (; p->begin != p->end; p->begin++) {
-		Py_XDECREF(at(p, p->begin)->wr_id);
-		Py_XDECREF(at(p, p->begin)->made);
+	take_returned(p);
+	while (p->backlog)
+		p->backlog = free_settled(p->backlog);
+	while (p->spare) {
+		struct rp_settled *s = p->spare;
+
+		p->spare = s->next;
+		PyMem_Free(s);
 	}
-	PyMem_Free(p->backlog);
 	Py_XDECREF(p->tasks);
 	Py_XDECREF(p->queues);
 	Py_XDECREF(p->drop_event);
@@ -813,7 +822,7 @@ static PyMethodDef poller_methods[] = {
 	RP_METHOD_NAMED("wait", wait_for),
 	RP_METHOD(fill),
 	RP_METHOD(notify),
-	{ "put_back", put_back, METH_O, NULL },
+	{ "put_back", put_back_made, METH_O, NULL },
 	{ "release", release, METH_NOARGS, NULL },
 	{ "claim", claim, METH_O, NULL },
 	{ "unclaim", unclaim, METH_O, NULL },

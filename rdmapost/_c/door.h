@@ -88,6 +88,7 @@ int rp_owns(const struct rp_lock *lock);
 
 /* A completion whose work request is retired; it owns its references. */
 struct rp_settled {
+	struct rp_settled *next;
 	struct ibv_wc wc;
 	struct ibv_wc_tm_info tm;
 	int has_tm;
@@ -138,7 +139,7 @@ int rp_add_read(PyObject *module);
 int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
 int rp_add_soft_journal(PyObject *module);
-int rp_add_soft_queue(PyObject *module);
+int rp_add_soft(PyObject *module);
 int rp_add_soft_verb(PyObject *module);
 
 #endif

@@ -176,16 +176,22 @@ static void put_off(struct rp_handle *h, char who)
 
 static void close_quietly(struct rp_handle *h);
 
-/* A user is gone: if nobody else can reach the handle, its last user closes it. */
-void rp_look_after(struct rp_handle *h)
+static void close_abandoned(struct rp_handle *h)
 {
-	if (!__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) || rp_exiting == RP_CLOSED_ALL ||
-	    is_done(h) || (state_of(h) == OPEN && !rp_is_open(h)) || is_busy(h))
+	if (rp_exiting == RP_CLOSED_ALL || is_done(h) ||
+	    (state_of(h) == OPEN && !rp_is_open(h)) || is_busy(h))
 		return;
 	if (rp_thread()->top)
 		put_off(h, BY_FINALIZER);
 	else
 		close_quietly(h);
+}
+
+/* A user is gone: if nobody else can reach the handle, its last user closes it. */
+void rp_look_after(struct rp_handle *h)
+{
+	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST))
+		close_abandoned(h);
 }
 
 static void leave(struct rp_handle *h, uint64_t user)
@@ -300,47 +306,24 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
 void rp_raise_closed(struct rp_handle *h)
 {
 	if (state_of(h) != NEW && h->process != process)
-		PyErr_Format(python.closed,
-			     "%S was opened by process %d; open the device "
-			     "again", h, h->pid);
+		PyErr_Format(python.closed, "%S was opened by process %d; open the device again",
+			     h, h->pid);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
 }
 
 /* ---- what provider functions return --------------------------------------- */
 
-/* Read the errno that cffi has saved; another call of cffi's may change it. */
-static int saved_errno(void)
+/* Raise what a function says by an errno, its negative, or -1 with the errno that cffi has saved. */
+static void raise_failed(PyObject *function, long code)
 {
-	PyObject *number = PyObject_GetAttrString(python.ffi, "errno");
-	long code = number ? PyLong_AsLong(number) : 0;
+	/* Read at once: another call of cffi's may change it. */
+	PyObject *number = code == -1 ? PyObject_GetAttrString(python.ffi, "errno") :
+					PyLong_FromLong(labs(code));
 
+	if (number)
+		Py_XDECREF(PyObject_CallFunctionObjArgs(python.failed, function, number, NULL));
 	Py_XDECREF(number);
-	PyErr_Clear();
-	return (int)code;
-}
-
-static void raise_failed(PyObject *function, int code)
-{
-	PyObject *nothing = PyObject_CallFunction(python.failed, "Oi",
-						  function, code);
-
-	if (nothing) {
-		Py_DECREF(nothing);
-		PyErr_SetString(PyExc_SystemError, "no exception was raised");
-	}
-}
-
-/* Read where a cdata points to; 0, or -1 with an exception. */
-static int read_address(PyObject *cdata, void **address)
-{
-	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, cdata, NULL);
-	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
-
-	*address = number ? PyLong_AsVoidPtr(number) : NULL;
-	Py_XDECREF(number);
-	Py_XDECREF(cast);
-	return number && !PyErr_Occurred() ? 0 : -1;
 }
 
 /* Whether a call that returns 0, an errno, its negative, or -1 with errno did well. */
@@ -354,8 +337,7 @@ static int succeeded(PyObject *function, PyObject *result)
 	if (!code)
 		return 1;
 	if (!PyErr_Occurred())
-		raise_failed(function,
-			     code == -1 ? saved_errno() : (int)labs(code));
+		raise_failed(function, code);
 	return 0;
 }
 
@@ -377,8 +359,7 @@ static int join_parents(PyObject *parents)
 		PyObject *parent = PyTuple_GetItem(parents, i);
 
 		if (!rp_is_handle(parent))
-			PyErr_SetString(PyExc_TypeError,
-					"a parent is not a handle");
+			PyErr_SetString(PyExc_TypeError, "a parent is not a handle");
 		else if (!enter((struct rp_handle *)parent, CHILD))
 			rp_raise_closed((struct rp_handle *)parent);
 		else
@@ -432,20 +413,27 @@ static void end_uses(struct rp_use *uses, int used)
 /* Take what was made; 0, or -1 with an exception and nothing made. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
-	if (read_address(made, &h->address)) {
-		struct error error = save_error();
+	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
+	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
+	struct error error;
 
+	h->address = number ? PyLong_AsVoidPtr(number) : NULL;
+	Py_XDECREF(number);
+	Py_XDECREF(cast);
+	if (!number) {
+		error = save_error();
 		Py_XDECREF(PyObject_CallFunctionObjArgs(h->destroy, made, NULL));
 		restore_error(error);
 		return -1;
 	}
 	if (!h->address) {
-		raise_failed(create, saved_errno());
+		raise_failed(create, -1);
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
-	set_state(h, OPEN);
 	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+	/* From now on it can be closed. */
+	set_state(h, OPEN);
 	return 0;
 }
 
@@ -502,23 +490,20 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
  */
 static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "create", "args", "destroy", "parents",
-				 "keeps", "access", NULL };
+	static char *names[] = { "create", "args", "destroy", "parents", "keeps", "access", NULL };
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *made;
 	unsigned int access = 0;
 	char state = NEW;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names,
-					 &create, &PyTuple_Type, &values,
-					 &destroy, &PyTuple_Type, &parents,
-					 &keeps, &access))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names, &create,
+					 &PyTuple_Type, &values, &destroy, &PyTuple_Type,
+					 &parents, &keeps, &access))
 		return NULL;
 	if (!__atomic_compare_exchange_n(&h->state, &state, MAKING, 0, __ATOMIC_SEQ_CST,
 					 __ATOMIC_SEQ_CST)) {
 		PyErr_Format(PyExc_RuntimeError,
-			     "%S has been made; __init__ is not called again",
-			     self);
+			     "%S has been made; __init__ is not called again", self);
 		return NULL;
 	}
 	h->process = process;
@@ -572,6 +557,16 @@ static PyObject *handle_live(PyObject *self, PyObject *unused)
 	if (!cdata)
 		rp_raise_closed(h);
 	return cdata;
+}
+
+/* The struct, or None where it is closed. */
+static PyObject *get_handle(PyObject *self, void *unused)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	PyObject *cdata = get_held(h, &h->cdata);
+
+	(void)unused;
+	return cdata ? cdata : Py_NewRef(Py_None);
 }
 
 static PyObject *get_closed(PyObject *self, void *unused)
@@ -688,7 +683,6 @@ static int release(struct rp_handle *h, struct pause *pause)
 		ask(h, "_refuse_posted"); /* it raises */
 		return -1;
 	}
-	/* A handler that runs in there may have used it. */
 	h->releasing = 0;
 	return 0;
 }
@@ -709,22 +703,10 @@ static int destroy(struct rp_handle *h)
 		set_state(h, DESTROYED);
 		unlist(h);
 	}
+	h->refused = !done;
 	Py_XDECREF(result);
 	pop(&use);
 	return done ? 0 : -1;
-}
-
-/* It stays open, after all. */
-static void reopen(struct rp_handle *h)
-{
-	struct error error = save_error();
-
-	h->releasing = 1;
-	if (ask(h, "_restore"))
-		PyErr_WriteUnraisable((PyObject *)h);
-	h->releasing = 0;
-	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
-	restore_error(error);
 }
 
 /*
@@ -758,12 +740,14 @@ static int close_now(struct rp_handle *h)
 
 	if (stopped)
 		return stopped < 0 ? -1 : 0;
+	h->refused = 0;
 	if (state_of(h) == OPEN)
 		stopped = release(h, &pause) || destroy(h);
-	if (stopped)
-		reopen(h);
-	else
+	if (!stopped)
 		finish(h);
+	h->releasing = 0;
+	if (stopped) /* it stays open, after all */
+		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	end_claim(h);
 	return PyErr_Occurred() ? -1 : 0;
 }
@@ -807,12 +791,15 @@ static void close_quietly(struct rp_handle *h)
 	Py_INCREF((PyObject *)h);
 	for (int i = 0; failed && i < MOST_INTERRUPTS; i++) {
 		failed = close_now(h);
-		if (failed && PyErr_ExceptionMatches(python.error))
-			break;
-		if (failed)
+		if (failed && !PyErr_ExceptionMatches(python.error))
 			interrupted |= report(h);
+		else if (h->refused || is_busy(h))
+			break;
+		/* Or its last user has left meanwhile, and did not close it: we were. */
+		PyErr_Clear();
 	}
-	if (failed && state_of(h) == OPEN)
+	/* If it is in use again, its last user closes it. */
+	if (failed && state_of(h) == OPEN && !is_busy(h))
 		keep(h);
 	PyErr_Clear();
 	if (interrupted)
@@ -838,7 +825,7 @@ void rp_close_put_off(void)
 			me->last_put_off = NULL;
 		who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
 		if (who == BY_FINALIZER)
-			rp_look_after(h);
+			close_abandoned(h);
 		else if (!is_done(h) && close_now(h))
 			interrupted |= report(h);
 		Py_DECREF((PyObject *)h);
@@ -876,14 +863,12 @@ static PyObject *do_nothing(PyObject *self, PyObject *unused)
 
 /* ---- the type ------------------------------------------------------------- */
 
-static PyObject *handle_new(PyTypeObject *type, PyObject *args,
-			    PyObject *kwargs)
+static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	struct rp_handle *h;
+	struct rp_handle *h = (struct rp_handle *)PyType_GenericAlloc(type, 0);
 
 	(void)args;
 	(void)kwargs;
-	h = (struct rp_handle *)PyType_GenericAlloc(type, 0);
 	if (h)
 		h->word = SHUT;
 	return (PyObject *)h;
@@ -908,7 +893,7 @@ static void handle_finalize(PyObject *self)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	rp_look_after(h);
+	close_abandoned(h);
 }
 
 static void handle_dealloc(PyObject *self)
@@ -936,28 +921,25 @@ static void handle_dealloc(PyObject *self)
 }
 
 static PyMethodDef handle_methods[] = {
-	{ "_make", (PyCFunction)(void (*)(void))handle_make,
-	  METH_VARARGS | METH_KEYWORDS, NULL },
+	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done.\n\n"
-	  "It waits for the verbs that other threads are in the middle of. "
-	  "In the middle of\na verb of this thread (a signal handler, a "
-	  "finalizer) it is put off until that\nhas ended.  In the child of "
-	  "a fork it does nothing.\n\n"
+	  "It waits for the verbs that other threads are in the middle of. In the middle of\n"
+	  "a verb of this thread (a signal handler, a finalizer) it is put off until that\n"
+	  "has ended.  In the child of a fork it does nothing.\n\n"
 	  "Raises:\n"
-	  "    InUseError: others that depend on it are open; it stays open "
-	  "too.\n"
+	  "    InUseError: others that depend on it are open; it stays open too.\n"
 	  "    VerbsError: the device refused; it stays open too.\n" },
 	{ "_wake", do_nothing, METH_NOARGS, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
-	{ "_restore", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyGetSetDef handle_getset[] = {
+	{ "_handle", get_handle, NULL, NULL, NULL },
 	{ "_parents", get_parents, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
@@ -967,7 +949,6 @@ static PyMemberDef handle_members[] = {
 	/* Whether its last user closes it. */
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
-	{ "_posted", T_ULONGLONG, offsetof(struct rp_handle, posted), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 

@@ -36,7 +36,8 @@ struct rp_handle {
 	char state;
 	char releasing; /* its closer may still use it */
 	char abandoned; /* finalized: its last user closes it */
-	char kept; /* the device would not let it go */
+	char refused; /* the device would not let it go */
+	char kept; /* and so it is there until the process ends */
 	char put_off; /* to be closed after a verb */
 };
 

@@ -290,8 +290,7 @@ void rp_drop_all_done(struct rp_in_flight *q)
 		rp_drop_done(q->tagged);
 }
 
-void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count,
-		 struct rp_entry *taken)
+void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count, struct rp_entry *taken)
 {
 	struct rp_entry *entry;
 
@@ -357,8 +356,7 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket)
 
 /* ---- the type ----------------------------------------------------------- */
 
-static PyObject *in_flight_new(PyTypeObject *type, PyObject *args,
-			       PyObject *kwargs)
+static PyObject *in_flight_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static uint64_t number;
 	static char *names[] = { "in_order", "tagged", NULL };
@@ -366,11 +364,9 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args,
 	struct rp_in_flight *q;
 	int in_order = 1;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|pO", names, &in_order,
-					 &tagged))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|pO", names, &in_order, &tagged))
 		return NULL;
-	if (tagged != Py_None &&
-	    !PyObject_TypeCheck(tagged, (PyTypeObject *)rp_in_flight_type)) {
+	if (tagged != Py_None && !PyObject_TypeCheck(tagged, (PyTypeObject *)rp_in_flight_type)) {
 		PyErr_SetString(PyExc_TypeError, "tagged is an InFlight");
 		return NULL;
 	}
@@ -423,8 +419,7 @@ static PyObject *in_flight_clear_all(PyObject *self, PyObject *unused)
 }
 
 /* Return the entry of the oldest work request but so many, and its index there; NULL past the end. */
-static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index,
-				    uint64_t *within)
+static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint64_t *within)
 {
 	if (!q->in_order) {
 		for (size_t i = 0; i < q->size; i++)
@@ -461,8 +456,7 @@ static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 		wr_id = wr_id_of(entry, within);
 		held = entry->held;
 		if ((PyObject *)Py_TYPE(entry->wr_id) == rp_sent_type)
-			held = PyTuple_GetItem(
-				((struct rp_sent *)entry->wr_id)->held,
+			held = PyTuple_GetItem(((struct rp_sent *)entry->wr_id)->held,
 				(Py_ssize_t)within);
 		Py_XINCREF(held);
 	}
@@ -505,8 +499,7 @@ static PyObject *in_flight_outstanding(PyObject *self, void *unused)
 static PyObject *in_flight_number(PyObject *self, void *unused)
 {
 	(void)unused;
-	return PyLong_FromUnsignedLongLong(
-		((struct rp_in_flight *)self)->base >> 32);
+	return PyLong_FromUnsignedLongLong(((struct rp_in_flight *)self)->base >> 32);
 }
 
 static PyMethodDef in_flight_methods[] = {

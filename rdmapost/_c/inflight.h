@@ -95,8 +95,7 @@ static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
  * is left.  In a queue in order it is the latest; where it is not (a signal handler
  * has posted meanwhile), it stays until the queue is reset.
  */
-void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count,
-		 struct rp_entry *taken);
+void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count, struct rp_entry *taken);
 
 /*
  * Retire a work request that has completed with a status and, where the queue completes in

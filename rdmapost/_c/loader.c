@@ -3,7 +3,8 @@
  *
  * FUNCTIONS lists every exported function that we call: its result, name,
  * parameters, arguments, and the value that says "this library does not have
- * it" (errno is EOPNOTSUPP then).  From the list come the table of pointers
+ * it" (errno is EOPNOTSUPP then); E are those that return an errno, V those that
+ * return nothing.  From the list come the table of pointers
  * and forwarders with the functions' own names and hidden visibility, so that
  * the header's inlines and the generated binding link against them unchanged.
  *
@@ -23,84 +24,65 @@
 #undef ibv_reg_mr
 #undef ibv_reg_mr_iova
 
-#define FUNCTIONS(F, V)                                                        \
-	F(struct ibv_device **, ibv_get_device_list, (int *n), (n), NULL)      \
-	F(const char *, ibv_get_device_name, (struct ibv_device *d), (d), NULL) \
-	F(__be64, ibv_get_device_guid, (struct ibv_device *d), (d), 0)         \
-	F(struct ibv_context *, ibv_open_device, (struct ibv_device *d), (d),  \
-	  NULL)                                                                \
-	F(int, ibv_close_device, (struct ibv_context *c), (c), EOPNOTSUPP)     \
-	F(int, ibv_get_async_event,                                            \
-	  (struct ibv_context *c, struct ibv_async_event *e), (c, e), -1)      \
-	F(int, ibv_query_device,                                               \
-	  (struct ibv_context *c, struct ibv_device_attr *a), (c, a),          \
-	  EOPNOTSUPP)                                                          \
-	F(int, ibv_query_port,                                                 \
-	  (struct ibv_context *c, uint8_t p, struct _compat_ibv_port_attr *a), \
-	  (c, p, a), EOPNOTSUPP)                                               \
-	F(int, ibv_query_gid,                                                  \
-	  (struct ibv_context *c, uint8_t p, int i, union ibv_gid *g),         \
-	  (c, p, i, g), -1)                                                    \
-	F(int, _ibv_query_gid_ex,                                              \
-	  (struct ibv_context *c, uint32_t p, uint32_t i,                      \
-	   struct ibv_gid_entry *e, uint32_t f, size_t s),                     \
-	  (c, p, i, e, f, s), EOPNOTSUPP)                                      \
-	F(ssize_t, _ibv_query_gid_table,                                       \
-	  (struct ibv_context *c, struct ibv_gid_entry *e, size_t m,           \
-	   uint32_t f, size_t s),                                              \
-	  (c, e, m, f, s), -EOPNOTSUPP)                                        \
-	F(int, ibv_query_pkey,                                                 \
-	  (struct ibv_context *c, uint8_t p, int i, __be16 *k), (c, p, i, k),  \
-	  -1)                                                                  \
-	F(struct ibv_pd *, ibv_alloc_pd, (struct ibv_context *c), (c), NULL)   \
-	F(int, ibv_dealloc_pd, (struct ibv_pd *pd), (pd), EOPNOTSUPP)          \
-	F(struct ibv_mr *, ibv_reg_mr,                                         \
-	  (struct ibv_pd *pd, void *a, size_t l, int f), (pd, a, l, f), NULL)  \
-	F(struct ibv_mr *, ibv_reg_mr_iova2,                                   \
-	  (struct ibv_pd *pd, void *a, size_t l, uint64_t i, unsigned int f),  \
-	  (pd, a, l, i, f), NULL)                                              \
-	F(int, ibv_dereg_mr, (struct ibv_mr *mr), (mr), EOPNOTSUPP)            \
-	F(struct ibv_comp_channel *, ibv_create_comp_channel,                  \
-	  (struct ibv_context *c), (c), NULL)                                  \
-	F(int, ibv_destroy_comp_channel, (struct ibv_comp_channel *ch), (ch),  \
-	  EOPNOTSUPP)                                                          \
-	F(struct ibv_cq *, ibv_create_cq,                                      \
-	  (struct ibv_context *c, int n, void *x, struct ibv_comp_channel *ch, \
-	   int v),                                                             \
-	  (c, n, x, ch, v), NULL)                                              \
-	F(int, ibv_destroy_cq, (struct ibv_cq *cq), (cq), EOPNOTSUPP)          \
-	F(int, ibv_get_cq_event,                                               \
-	  (struct ibv_comp_channel *ch, struct ibv_cq **cq, void **x),         \
-	  (ch, cq, x), -1)                                                     \
-	F(struct ibv_srq *, ibv_create_srq,                                    \
-	  (struct ibv_pd *pd, struct ibv_srq_init_attr *a), (pd, a), NULL)     \
-	F(int, ibv_modify_srq,                                                 \
-	  (struct ibv_srq *s, struct ibv_srq_attr *a, int m), (s, a, m),       \
-	  EOPNOTSUPP)                                                          \
-	F(int, ibv_query_srq, (struct ibv_srq *s, struct ibv_srq_attr *a),     \
-	  (s, a), EOPNOTSUPP)                                                  \
-	F(int, ibv_destroy_srq, (struct ibv_srq *s), (s), EOPNOTSUPP)          \
-	F(struct ibv_qp *, ibv_create_qp,                                      \
-	  (struct ibv_pd *pd, struct ibv_qp_init_attr *a), (pd, a), NULL)      \
-	F(int, ibv_modify_qp,                                                  \
-	  (struct ibv_qp *qp, struct ibv_qp_attr *a, int m), (qp, a, m),       \
-	  EOPNOTSUPP)                                                          \
-	F(int, ibv_query_qp,                                                   \
-	  (struct ibv_qp *qp, struct ibv_qp_attr *a, int m,                    \
-	   struct ibv_qp_init_attr *i),                                        \
-	  (qp, a, m, i), EOPNOTSUPP)                                           \
-	F(int, ibv_destroy_qp, (struct ibv_qp *qp), (qp), EOPNOTSUPP)          \
-	F(struct ibv_ah *, ibv_create_ah,                                      \
-	  (struct ibv_pd *pd, struct ibv_ah_attr *a), (pd, a), NULL)           \
-	F(int, ibv_destroy_ah, (struct ibv_ah *ah), (ah), EOPNOTSUPP)          \
-	F(int, ibv_attach_mcast,                                               \
-	  (struct ibv_qp *qp, const union ibv_gid *g, uint16_t l), (qp, g, l), \
-	  EOPNOTSUPP)                                                          \
-	F(int, ibv_detach_mcast,                                               \
-	  (struct ibv_qp *qp, const union ibv_gid *g, uint16_t l), (qp, g, l), \
-	  EOPNOTSUPP)                                                          \
-	V(ibv_free_device_list, (struct ibv_device **list), (list))            \
-	V(ibv_ack_async_event, (struct ibv_async_event *e), (e))               \
+#define E(F, name, parameters, arguments) F(int, name, parameters, arguments, EOPNOTSUPP)
+#define FUNCTIONS(F, V)                                                                           \
+	F(struct ibv_device **, ibv_get_device_list, (int *n), (n), NULL)                         \
+	F(const char *, ibv_get_device_name, (struct ibv_device *d), (d), NULL)                   \
+	F(__be64, ibv_get_device_guid, (struct ibv_device *d), (d), 0)                            \
+	F(struct ibv_context *, ibv_open_device, (struct ibv_device *d), (d), NULL)               \
+	E(F, ibv_close_device, (struct ibv_context *c), (c))                                      \
+	F(int, ibv_get_async_event, (struct ibv_context *c, struct ibv_async_event *e), (c, e),   \
+	  -1)                                                                                     \
+	E(F, ibv_query_device, (struct ibv_context *c, struct ibv_device_attr *a), (c, a))        \
+	E(F, ibv_query_port, (struct ibv_context *c, uint8_t p, struct _compat_ibv_port_attr *a), \
+	  (c, p, a))                                                                              \
+	F(int, ibv_query_gid, (struct ibv_context *c, uint8_t p, int i, union ibv_gid *g),        \
+	  (c, p, i, g), -1)                                                                       \
+	E(F, _ibv_query_gid_ex,                                                                   \
+	  (struct ibv_context *c, uint32_t p, uint32_t i,                                         \
+	   struct ibv_gid_entry *e, uint32_t f, size_t s), (c, p, i, e, f, s))                    \
+	F(ssize_t, _ibv_query_gid_table,                                                          \
+	  (struct ibv_context *c, struct ibv_gid_entry *e, size_t m, uint32_t f, size_t s),       \
+	  (c, e, m, f, s), -EOPNOTSUPP)                                                           \
+	F(int, ibv_query_pkey, (struct ibv_context *c, uint8_t p, int i, __be16 *k), (c, p, i, k), \
+	  -1)                                                                                     \
+	F(struct ibv_pd *, ibv_alloc_pd, (struct ibv_context *c), (c), NULL)                      \
+	E(F, ibv_dealloc_pd, (struct ibv_pd *pd), (pd))                                           \
+	F(struct ibv_mr *, ibv_reg_mr, (struct ibv_pd *pd, void *a, size_t l, int f),             \
+	  (pd, a, l, f), NULL)                                                                    \
+	F(struct ibv_mr *, ibv_reg_mr_iova2,                                                      \
+	  (struct ibv_pd *pd, void *a, size_t l, uint64_t i, unsigned int f), (pd, a, l, i, f),   \
+	  NULL)                                                                                   \
+	E(F, ibv_dereg_mr, (struct ibv_mr *mr), (mr))                                             \
+	F(struct ibv_comp_channel *, ibv_create_comp_channel, (struct ibv_context *c), (c), NULL) \
+	E(F, ibv_destroy_comp_channel, (struct ibv_comp_channel *ch), (ch))                       \
+	F(struct ibv_cq *, ibv_create_cq,                                                         \
+	  (struct ibv_context *c, int n, void *x, struct ibv_comp_channel *ch, int v),            \
+	  (c, n, x, ch, v), NULL)                                                                 \
+	E(F, ibv_destroy_cq, (struct ibv_cq *cq), (cq))                                           \
+	F(int, ibv_get_cq_event, (struct ibv_comp_channel *ch, struct ibv_cq **cq, void **x),     \
+	  (ch, cq, x), -1)                                                                        \
+	F(struct ibv_srq *, ibv_create_srq, (struct ibv_pd *pd, struct ibv_srq_init_attr *a),     \
+	  (pd, a), NULL)                                                                          \
+	E(F, ibv_modify_srq, (struct ibv_srq *s, struct ibv_srq_attr *a, int m), (s, a, m))       \
+	E(F, ibv_query_srq, (struct ibv_srq *s, struct ibv_srq_attr *a), (s, a))                  \
+	E(F, ibv_destroy_srq, (struct ibv_srq *s), (s))                                           \
+	F(struct ibv_qp *, ibv_create_qp, (struct ibv_pd *pd, struct ibv_qp_init_attr *a),        \
+	  (pd, a), NULL)                                                                          \
+	E(F, ibv_modify_qp, (struct ibv_qp *qp, struct ibv_qp_attr *a, int m), (qp, a, m))        \
+	E(F, ibv_query_qp,                                                                        \
+	  (struct ibv_qp *qp, struct ibv_qp_attr *a, int m, struct ibv_qp_init_attr *i),          \
+	  (qp, a, m, i))                                                                          \
+	E(F, ibv_destroy_qp, (struct ibv_qp *qp), (qp))                                           \
+	F(struct ibv_ah *, ibv_create_ah, (struct ibv_pd *pd, struct ibv_ah_attr *a), (pd, a),    \
+	  NULL)                                                                                   \
+	E(F, ibv_destroy_ah, (struct ibv_ah *ah), (ah))                                           \
+	E(F, ibv_attach_mcast, (struct ibv_qp *qp, const union ibv_gid *g, uint16_t l),           \
+	  (qp, g, l))                                                                             \
+	E(F, ibv_detach_mcast, (struct ibv_qp *qp, const union ibv_gid *g, uint16_t l),           \
+	  (qp, g, l))                                                                             \
+	V(ibv_free_device_list, (struct ibv_device **list), (list))                               \
+	V(ibv_ack_async_event, (struct ibv_async_event *e), (e))                                  \
 	V(ibv_ack_cq_events, (struct ibv_cq *cq, unsigned int n), (cq, n))
 
 static struct {

@@ -5,14 +5,76 @@
  * code of Python's runs there, but that of a device that is written in it.
  */
 #include "post.h"
-#include "soft.h"
+
+/* ---- the device ----------------------------------------------------------- */
+
+/* Every work request begins with its wr_id and the next. */
+struct link {
+	uint64_t wr_id;
+	struct link *next;
+};
+#define BEGINS(type)                                                            \
+	(offsetof(type, wr_id) == offsetof(struct link, wr_id) &&               \
+	 offsetof(type, next) == offsetof(struct link, next))
+_Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
+		       BEGINS(struct ibv_ops_wr),
+	       "work requests begin with something else");
+/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
+struct outcome {
+	int code;
+	int64_t posted;
+};
+
+/*
+ * Providers return a positive errno, a negative one (siw), or 0 with *bad set
+ * (a partial post); on some paths *bad is left alone, or points nowhere we
+ * know.  So *bad starts as NULL and counts only if the chain contains it.
+ */
+static struct link *record_at(const struct post *post, size_t index)
+{
+	return (void *)(post->records + post->requests[index].record);
+}
+
+static struct outcome failed(int code, const struct link *chain, const void *bad, size_t count)
+{
+	int64_t posted = 0;
+
+	while (chain && chain != bad) {
+		chain = chain->next;
+		posted++;
+	}
+	if (!code && (!bad || !chain))
+		return (struct outcome){ 0, (int64_t)count };
+	code = code ? abs(code) : EIO;
+	if (!bad || !chain)
+		/* Nothing of an unsupported call goes in; of another, who knows. */
+		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
+	return (struct outcome){ code, posted };
+}
+
+static inline struct outcome submit(int verb, void *object, void *records, size_t count)
+{
+	union {
+		struct ibv_send_wr *send;
+		struct ibv_recv_wr *recv;
+		struct ibv_ops_wr *op;
+	} bad = { NULL };
+	int code = verb == SEND	    ? ibv_post_send(object, records, &bad.send) :
+		   verb == RECV	    ? ibv_post_recv(object, records, &bad.recv) :
+		   verb == SRQ_RECV ? ibv_post_srq_recv(object, records, &bad.recv) :
+				      ibv_post_srq_ops(object, records, &bad.op);
+
+	return code || bad.send ? failed(code, records, bad.send, count) :
+				  (struct outcome){ 0, (int64_t)count };
+}
 
 /* ---- with the lock held -------------------------------------------------- */
 
 /* How many more work requests the queue takes. */
 static uint64_t room(const struct queue *q)
 {
-	uint64_t outstanding = q->in_flight->posted - q->in_flight->done;
+	const struct rp_in_flight *in_flight = q->in_flight;
+	uint64_t outstanding = in_flight->posted - in_flight->done;
 
 	return q->room > outstanding ? q->room - outstanding : 0;
 }
@@ -24,10 +86,8 @@ static int check_tags(struct queue *q, struct post *post, const struct request *
 
 	if (r->kind->opcode != IBV_WR_TAG_ADD)
 		return 1;
-	if (q->checked && q->max_num_tags && list->posted - list->done + *adds >= q->max_num_tags) {
-		post->refusal.rule = "list_full";
-		return 0;
-	}
+	if (q->checked && q->max_num_tags && list->posted - list->done + *adds >= q->max_num_tags)
+		return rp_refuse(post, "list_full", 0);
 	++*adds;
 	return 1;
 }
@@ -52,11 +112,28 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 	return (uint32_t)tag->ticket;
 }
 
+void rp_link(const struct post *post, size_t index, size_t count)
+{
+	const struct request *r = &post->requests[index];
+	char *at = post->records + r->record;
+
+	record_at(post, index)->next = index + 1 < count ? record_at(post, index + 1) : NULL;
+	if (r->num_sge)
+		*(struct ibv_sge **)(void *)(at + rp_heads[r->kind->verb].sg_list) = rp_sges(post, r);
+	if (r->ah)
+		((struct ibv_send_wr *)(void *)at)->wr.ud.ah = r->ah->address;
+	if (r->mw)
+		((struct ibv_send_wr *)(void *)at)->bind_mw.mw = r->mw->address;
+	if (r->mr)
+		((struct ibv_send_wr *)(void *)at)->bind_mw.bind_info.mr = r->mr->address;
+}
+
 static void record(struct queue *q, struct post *post, struct request *r)
 {
 	struct ibv_send_wr *wr = (void *)(post->records + r->record);
-	struct rp_entry entry = { .wr_id = Py_NewRef(r->wr_id), .count = 1, .state = RP_POSTED };
+	struct rp_entry entry = { .wr_id = r->wr_id, .count = 1, .state = RP_POSTED };
 
+	r->wr_id = NULL;
 	/* Inline data has been copied when the call returns: the request holds it till then. */
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE)) {
 		entry.held = r->held;
@@ -64,8 +141,10 @@ static void record(struct queue *q, struct post *post, struct request *r)
 		r->held = r->mw ? Py_NewRef(r->held) : NULL;
 		r->named = 0;
 	}
-	if (r->mw)
+	if (r->mw) {
+		post->binds = 1;
 		entry.state = post->binding && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
+	}
 	if (q->in_flight->tagged)
 		entry.removes = record_tags(q->in_flight->tagged, r, (void *)wr, &entry);
 	/* Every work request begins with its wr_id. */
@@ -82,7 +161,7 @@ static size_t record_each(struct queue *q, struct rp_handle *owner, struct post 
 		struct request *r = &post->requests[admitted];
 
 		if (admitted == left)
-			post->refusal.rule = "full";
+			rp_refuse(post, "full", 0);
 		if (admitted == left || !rp_check(q, owner, post, r) ||
 		    (q->in_flight->tagged && !check_tags(q, post, r, &adds)))
 			break;
@@ -102,11 +181,9 @@ static size_t record_list(struct queue *q, struct post *post, struct rp_sent *se
 						       .count = (uint32_t)post->count,
 						       .state = RP_POSTED });
 
-	for (size_t i = 0; i < post->count; i++) {
-		uint64_t *wr_id = (void *)(post->records + post->requests[i].record);
-
-		*wr_id = (ticket & ~(uint64_t)UINT32_MAX) | ((ticket + i) & UINT32_MAX);
-	}
+	for (size_t i = 0; i < post->count; i++)
+		record_at(post, i)->wr_id = (ticket & ~(uint64_t)UINT32_MAX) |
+					    ((ticket + i) & UINT32_MAX);
 	return post->count;
 }
 
@@ -118,7 +195,7 @@ static void take_back(struct queue *q, struct request *r)
 	rp_unrecord(q->in_flight, r->ticket, 1, &taken);
 	if (r->tagged)
 		rp_unrecord(q->in_flight->tagged, r->tagged, 1, &tagged);
-	Py_XDECREF(taken.wr_id); /* the request has it too */
+	r->wr_id = taken.wr_id;
 	r->wr_id_of_tag = tagged.wr_id;
 	if (!r->held) {
 		r->held = taken.held ? taken.held : tagged.held;
@@ -130,14 +207,14 @@ static void take_back(struct queue *q, struct request *r)
 }
 
 /* Bind a window of type 1: a device's code may run, and raise where it has done nothing. */
-static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
+static struct outcome bind(struct rp_handle *owner, const struct post *post)
 {
 	const struct binding *b = post->binding;
 	const struct request *r = post->requests;
 	const struct ibv_send_wr *from = (void *)post->records;
 	struct ibv_mw *mw = r->mw->address;
 	uint32_t rkey = mw->rkey;
-	struct rp_outcome outcome;
+	struct outcome outcome;
 	PyObject *done;
 	int code;
 
@@ -146,7 +223,7 @@ static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
 	b->at->bind_info = from->bind_mw.bind_info;
 	done = PyObject_CallFunctionObjArgs(b->call, owner->cdata, r->mw->cdata, b->bind, NULL);
 	code = !done ? EIO : done == Py_None ? 0 : abs((int)PyLong_AsLong(done));
-	outcome = (struct rp_outcome){ code, !code };
+	outcome = (struct outcome){ code, !code };
 	if (code)
 		mw->rkey = rkey;
 	if (done && code && !b->sure && code != EOPNOTSUPP && code != ENOSYS)
@@ -157,31 +234,30 @@ static struct rp_outcome bind(struct rp_handle *owner, const struct post *post)
 }
 
 /* What a driver did not take is taken back, the latest first. */
-static void submit(struct queue *q, struct rp_handle *owner, struct post *post,
-		   const struct rp_sent *sent, size_t count, struct rp_outcome *outcome)
+static void take_back_each(struct queue *q, struct post *post, size_t count, int64_t posted)
 {
 	/* Where nobody knows, all counts as posted, so that its memory stays. */
-	size_t in = count;
-	struct rp_entry taken;
+	while (posted >= 0 && count-- > (size_t)posted)
+		take_back(q, &post->requests[count]);
+}
 
-	*outcome = post->binding ? bind(owner, post) :
-				   rp_post_records(q->verb, owner->address, post->records, count);
-	if (outcome->code && outcome->posted >= 0)
-		in = (size_t)outcome->posted;
-	if (sent && in < count) {
-		uint64_t ticket = *(uint64_t *)(void *)(post->records + post->requests[in].record);
+static void take_back_list(struct queue *q, const struct post *post, int64_t posted)
+{
+	struct rp_entry taken = { .wr_id = NULL };
 
-		rp_unrecord(q->in_flight, ticket, count - in, &taken);
-		Py_XDECREF(taken.wr_id); /* the list has it too */
-		return;
-	}
-	for (size_t i = count; i-- > in;)
-		take_back(q, &post->requests[i]);
-	for (size_t i = 0; !sent && !post->binding && i < in; i++) {
+	if (posted >= 0)
+		rp_unrecord(q->in_flight, record_at(post, (size_t)posted)->wr_id,
+			    post->count - (size_t)posted, &taken);
+	Py_XDECREF(taken.wr_id); /* the list has it too */
+}
+
+/* A driver takes the key that the next bind replaces from the window's struct. */
+static void put_keys(const struct post *post, size_t count)
+{
+	for (size_t i = 0; i < count; i++) {
 		const struct request *r = &post->requests[i];
 		const struct ibv_send_wr *wr = (void *)(post->records + r->record);
 
-		/* A driver takes the key that the next bind replaces from the window's struct. */
 		if (r->mw && r->mw->address)
 			((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
 	}
@@ -223,11 +299,11 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 }
 
 /* A TAG_ADD's handle is for the caller; 0, or -1 with an exception. */
-static int give_handles(struct queue *q, struct post *post, size_t in)
+static int give_handles(struct queue *q, struct post *post, int64_t in)
 {
 	int failed = 0;
 
-	for (size_t i = 0; !failed && i < in; i++) {
+	for (int64_t i = 0; !failed && i < in; i++) {
 		struct request *r = &post->requests[i];
 		const struct ibv_ops_wr *op = (void *)(post->records + r->record);
 		PyObject *tag;
@@ -241,92 +317,148 @@ static int give_handles(struct queue *q, struct post *post, size_t in)
 	return failed;
 }
 
-int rp_wait_for_queue(struct queue *q)
-{
-	if (!rp_soft_busy())
-		return rp_take(q->lock);
-	/* Whoever has it may wait for the device, which this thread is in the middle of a verb of. */
-	if (rp_try(q->lock))
-		return 0;
-	raised(PyObject_CallMethod((PyObject *)q, "_busy", NULL), NULL);
-	return -1;
-}
-
-int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
+static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
 	turn->me = rp_thread();
 	if (rp_begin_use_by(turn->me, owner, &turn->use)) {
 		rp_raise_closed(owner);
 		return -1;
 	}
-	turn->nested = RP_LOAD(&q->lock->owner) == turn->me->mark;
-	if (turn->nested || rp_try_for(q->lock, turn->me) || !rp_wait_for_queue(q))
+	turn->nested = 0;
+	if (rp_try_for(q->lock, turn->me))
+		return 0;
+	turn->nested = rp_owns(q->lock);
+	if (turn->nested || !rp_take(q->lock))
 		return 0;
 	rp_end_use(&turn->use);
 	return -1;
 }
 
-void rp_end_post(struct queue *q, struct rp_turn *turn)
+static inline void end(struct queue *q, struct rp_turn *turn)
 {
 	if (!turn->nested)
 		rp_give_quickly(q->lock);
-	rp_drop_done(q->in_flight);
 	rp_end_use_by(turn->me, &turn->use);
 }
 
-PyObject *rp_post(struct queue *q, struct rp_handle *owner, struct post *post,
-		  struct rp_sent *const *sent)
+int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
-	size_t readable = post->count - (!sent && post->refusal.rule), count = 0, in;
-	struct rp_outcome outcome = { 0, 0 };
-	struct refusal *why = &post->refusal, refused;
-	const char *rule = NULL;
-	PyObject *wrs = NULL;
-	struct rp_turn turn;
-	int closed, failed = 0;
+	return begin(q, owner, turn);
+}
 
-	if (rp_begin_post(q, owner, &turn))
-		return NULL;
-	closed = sent && !*sent;
-	if (closed || !readable)
-		;
-	else if (!q->ready)
-		rule = "not_ready";
-	else if (rp_reserve(q->in_flight, sent ? 1 : readable) ||
-		 (q->in_flight->tagged && rp_reserve(q->in_flight->tagged, readable)))
-		failed = 1;
-	else if (!sent)
-		count = record_each(q, owner, post, readable);
-	else if (room(q) < readable)
-		rule = "full";
-	else
-		count = record_list(q, post, *sent);
-	if (count)
-		submit(q, owner, post, sent ? *sent : NULL, count, &outcome);
-	in = outcome.posted < 0 ? 0 : (size_t)outcome.posted;
-	if (sent && (rule || outcome.code)) {
-		/* The list may be closed before it is said. */
-		wrs = Py_NewRef(post->wrs);
-		refused = (struct refusal){ .rule = rule };
-		why = &refused;
-		count = rule && strcmp(rule, "full") == 0 ? room(q) : 0;
-	} else if (rule) {
-		why->rule = rule;
-	}
-	rp_end_post(q, &turn);
-	if (closed)
-		return rp_raise_list_closed(q, post);
-	if (failed || (post->binding && PyErr_Occurred()) ||
-	    (!sent && q->in_flight->tagged && give_handles(q, post, in)))
-		return NULL;
-	if (!outcome.code && (sent ? !wrs : !why->rule))
-		Py_RETURN_NONE;
-	wrs = wrs ? wrs : wrs_of(post);
-	if (!outcome.code)
-		return rp_raise_refusal(q, owner, wrs, why, count, (Py_ssize_t)in);
+void rp_end_post(struct queue *q, struct rp_turn *turn)
+{
+	end(q, turn);
+}
+
+/* Takes over the reference to the work requests. */
+static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, PyObject *wrs,
+			       struct outcome outcome)
+{
 	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
 							(PyObject *)owner, wrs, outcome.code,
 							(long long)outcome.posted), wrs);
+}
+
+/* Check and record; how many, or -1 with an exception. */
+static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struct post *post,
+				 struct rp_sent *sent, size_t count, const char **rule)
+{
+	if (!q->ready)
+		*rule = "not_ready";
+	else if (rp_reserve(q->in_flight, sent ? 1 : count) ||
+		 (q->in_flight->tagged && rp_reserve(q->in_flight->tagged, count)))
+		return -1;
+	else if (!sent)
+		return (Py_ssize_t)record_each(q, owner, post, count);
+	else if (room(q) < count)
+		*rule = "full";
+	else
+		return (Py_ssize_t)record_list(q, post, sent);
+	return 0;
+}
+
+PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
+		       struct rp_sent *const *sent)
+{
+	struct outcome outcome = { 0, 0 };
+	const char *rule = NULL;
+	PyObject *wrs = NULL;
+	Py_ssize_t taken = 0;
+	struct rp_turn turn;
+	size_t index = 0;
+	int open;
+
+	if (begin(q, owner, &turn))
+		return NULL;
+	open = *sent != NULL;
+	if (open)
+		taken = take_in(q, owner, post, *sent, post->count, &rule);
+	if (taken > 0)
+		outcome = submit(q->verb, owner->address, post->records, post->count);
+	if (rule || outcome.code) {
+		/* The list may be closed before it is said. */
+		wrs = Py_NewRef(post->wrs);
+		index = rule && !strcmp(rule, "full") ? room(q) : 0;
+		if (outcome.code)
+			take_back_list(q, post, outcome.posted);
+	}
+	end(q, &turn);
+	if (outcome.code)
+		return raise_failure(q, owner, wrs, outcome);
+	if (rule)
+		return rp_raise_refusal(q, owner, wrs, &(struct refusal){ .rule = rule }, index, 0);
+	if (!open)
+		return rp_raise_list_closed(q, post);
+	return taken < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post *post)
+{
+	size_t readable = post->count - (post->refusal.rule != NULL);
+	struct outcome outcome = { 0, 0 };
+	const char *rule = NULL;
+	Py_ssize_t taken = 0;
+	struct rp_turn turn;
+
+	if (begin(q, owner, &turn))
+		return NULL;
+	if (readable)
+		taken = take_in(q, owner, post, NULL, readable, &rule);
+	if (taken > 0)
+		outcome = post->binding ? bind(owner, post) :
+					  submit(q->verb, owner->address, post->records,
+						 (size_t)taken);
+	if (outcome.code)
+		take_back_each(q, post, (size_t)taken, outcome.posted);
+	if (post->binds && !post->binding)
+		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
+	end(q, &turn);
+	if (taken < 0 || (post->binding && PyErr_Occurred()) ||
+	    (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
+		return NULL;
+	if (outcome.code)
+		return raise_failure(q, owner, wrs_of(post), outcome);
+	if (rule)
+		rp_refuse(post, rule, 0);
+	if (post->refusal.rule)
+		return rp_raise_refusal(q, owner, wrs_of(post), &post->refusal, (size_t)taken,
+					(Py_ssize_t)outcome.posted);
+	Py_RETURN_NONE;
+}
+
+/* Whether it is a handle; nearly always of the same class. */
+static int is_owner(struct queue *q, PyObject *object)
+{
+	PyObject *type = (PyObject *)Py_TYPE(object);
+
+	if (RP_LOAD(&q->owner_type) == type)
+		return 1;
+	if (!rp_is_handle(object))
+		return 0;
+	if (!RP_LOAD(&q->owner_type))
+		RP_STORE(&q->owner_type, Py_NewRef(type));
+	return 1;
 }
 
 /* post(owner, wrs): the queue pair or SRQ; a work request, or a sequence of them. */
@@ -336,12 +468,12 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args, Py_ssize_t na
 	struct post post;
 	PyObject *answer;
 
-	if (nargs != 2 || !q->lock || !rp_is_handle(args[0])) {
+	if (nargs != 2 || !q->lock || !is_owner(q, args[0])) {
 		PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
 		return NULL;
 	}
 	answer = rp_read(q, args[1], &post) ? NULL :
-		 rp_post(q, (struct rp_handle *)args[0], &post, NULL);
+		 post_read(q, (struct rp_handle *)args[0], &post);
 	rp_free_post(&post);
 	return answer;
 }
@@ -366,7 +498,7 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 	binding.at = (void *)(uintptr_t)at;
 	if (!rp_read(q, wr, &post)) {
 		post.binding = &binding;
-		answer = rp_post(q, (struct rp_handle *)object, &post, NULL);
+		answer = post_read(q, (struct rp_handle *)object, &post);
 	}
 	rp_free_post(&post);
 	return answer;
@@ -380,8 +512,7 @@ static int take_kinds(struct queue *q, PyObject *kinds)
 		int index;
 		unsigned int flags;
 
-		if (!PyArg_ParseTuple(PyTuple_GetItem(kinds, i), "iI", &index,
-				      &flags))
+		if (!PyArg_ParseTuple(PyTuple_GetItem(kinds, i), "iI", &index, &flags))
 			return -1;
 		if (index < 0 || index >= rp_kinds_known) {
 			PyErr_SetString(PyExc_ValueError, "no such class");
@@ -410,8 +541,7 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(
-		    args, kwargs, "iO!O!pKKppiKKKKO!", names, &q->verb,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!O!pKKppiKKKKO!", names, &q->verb,
 		    rp_in_flight_type, &in_flight, rp_lock_type, &lock,
 		    &q->checked, &pd, &room, &q->datagram, &q->binds,
 		    &q->max_sge, &max_msg_size, &max_inline, &max_header,
@@ -437,6 +567,7 @@ static int queue_traverse(PyObject *self, visitproc visit, void *arg)
 {
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT((PyObject *)((struct queue *)self)->in_flight);
+	Py_VISIT(((struct queue *)self)->owner_type);
 	return 0;
 }
 
@@ -447,6 +578,7 @@ static void queue_dealloc(PyObject *self)
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)q->in_flight);
 	Py_XDECREF((PyObject *)q->lock);
+	Py_XDECREF(q->owner_type);
 	rp_free(self);
 }
 

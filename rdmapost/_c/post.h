@@ -17,6 +17,14 @@
 
 enum { KINDS = 24, FIELDS = 8 };
 
+/* The verbs that post, as rdmapost/fields.py numbers them. */
+enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
+
+/* Of the record that each takes: its size, and where in it the SGEs are pointed to. */
+extern const struct rp_head {
+	size_t size, sg_list;
+} rp_heads[];
+
 /* What a field of a work request is; rdmapost/fields.py says it of each. */
 enum {
 	NUMBER = 'n', /* as it is, in host order */
@@ -44,6 +52,7 @@ struct kind {
 	int writes; /* the device writes to its buffers */
 	int atomic;
 	int has_sges;
+	int has_offsets; /* of all that follows */
 	struct rp_slot wr_id, sg_list, flags;
 	int fields;
 	struct field field[FIELDS];
@@ -56,7 +65,7 @@ struct request {
 	PyObject *wr_id;
 	PyObject *held; /* as in struct rp_entry */
 	int holds, named; /* so many in a tuple; whether rp_name_all() has been called */
-	int exact, num_sge; /* of no subclass */
+	int exact, num_sge; /* whether it is of no subclass, and slots can be read */
 	size_t record; /* its offset among the records */
 	size_t owners; /* of its SGEs, the index of the first */
 	uint64_t flags;
@@ -95,12 +104,20 @@ struct post {
 	PyObject **owners; /* of every SGE: borrowed from what the requests hold */
 	size_t owned, owner_room;
 	struct binding *binding; /* where that is what posts it */
+	int binds; /* windows */
 	struct refusal refusal; /* of the request that is the last */
 	/* Enough for most; not initialised. */
 	struct request few[2];
 	PyObject *few_owners[8];
 	_Alignas(8) char small[512];
 };
+
+/* Refuse by a rule: always 0. */
+static inline int rp_refuse(struct post *post, const char *rule, uint64_t a)
+{
+	post->refusal = (struct refusal){ .rule = rule, .a = a, .owned = post->refusal.owned };
+	return 0;
+}
 
 struct queue {
 	PyObject_HEAD
@@ -116,6 +133,7 @@ struct queue {
 	uint64_t max_num_tags;
 	struct ibv_pd *pd;
 	const struct kind *last; /* class that was posted */
+	PyObject *owner_type; /* of what owns it */
 	char takes[KINDS];
 	uint32_t flags[KINDS]; /* those that are allowed */
 };
@@ -131,8 +149,7 @@ extern struct rp_known {
 /* ---- region.c, buffer.c: SGEs, and memory that is not registered ---------- */
 
 /* Make an SGE; `owner` is an MR, a buffer or None. */
-PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey,
-		      PyObject *owner);
+PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey, PyObject *owner);
 
 PyObject *rp_make_buffer(PyObject *of);
 
@@ -148,19 +165,35 @@ struct rp_tag_handle {
 	uint32_t value; /* the device's name for it */
 };
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
-			     uint32_t value);
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint32_t value);
 
 /* ---- read.c ------------------------------------------------------------- */
 
 /* The class of a work request, a subclass's too, or NULL. */
-const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type);
+const struct kind *rp_find_kind(struct queue *q, PyTypeObject *type);
+
+static inline const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type)
+{
+	const struct kind *last = RP_LOAD(&q->last);
+
+	return last && (PyTypeObject *)last->type == type ? last : rp_find_kind(q, type);
+}
 
 /* Read all, up to the first that cannot be; 0, or -1 with an exception. */
 int rp_read(struct queue *q, PyObject *wrs, struct post *post);
 
 /* Let go of all that was read; may run any code of Python's. */
 void rp_free_post(struct post *post);
+
+/* Read an int that fits; runs no code of Python's.  Whether it was one; if not, an exception may be set. */
+static inline int rp_read_int(PyObject *value, uint64_t most, uint64_t *number)
+{
+	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
+		return 0;
+	/* Of the same width as unsigned long long, whose call takes four times as long. */
+	*number = PyLong_AsUnsignedLong(value);
+	return *number <= most && (*number != (uint64_t)-1 || !PyErr_Occurred());
+}
 
 /* Read an integer in 0..most: 1, or 0 where it is refused, or -1 with an exception. */
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
@@ -170,30 +203,31 @@ int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t 
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
 /* Its SGEs: in the record, and as a tuple of Python's. */
-struct ibv_sge *rp_sges(const struct post *post, const struct request *r);
+static inline struct ibv_sge *rp_sges(const struct post *post, const struct request *r)
+{
+	return (void *)(post->records + r->record + rp_heads[r->kind->verb].size);
+}
+
 PyObject *rp_make_sges(const struct post *post, const struct request *r);
 
 /* Write a number as its field has it. */
 void rp_put_number(const struct field *field, void *at, uint64_t number);
 
-/* Point a record at its SGEs, at the next and at the structs that it names. */
-void rp_link(const struct post *post, size_t index, size_t count);
-
 /* ---- post.c ------------------------------------------------------------- */
 
 extern PyObject *rp_queue_type;
 
-/* Steps 2 to 5; what a prepared list takes along is at `sent`, else NULL.  None, or NULL. */
-PyObject *rp_post(struct queue *q, struct rp_handle *owner, struct post *post,
-		  struct rp_sent *const *sent);
+/* Point a record at its SGEs, at the next and at the structs that it names. */
+void rp_link(const struct post *post, size_t index, size_t count);
+
+/* Steps 2 to 5 for a prepared list: what it takes along is at `sent`.  None, or NULL. */
+PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
+		       struct rp_sent *const *sent);
 
 /* Have Python raise a PostError, or where posted is -1 a ValueError: always NULL. */
 PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *wrs,
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_list_closed(struct queue *q, const struct post *post);
-
-/* Take its lock, which this thread does not have; 0, or -1 with an exception. */
-int rp_wait_for_queue(struct queue *q);
 
 /*
  * Use what owns the queue, and take the lock, unless this thread has it already: a
@@ -208,10 +242,20 @@ struct rp_turn {
 int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn);
 void rp_end_post(struct queue *q, struct rp_turn *turn);
 
+/* As rp_name_all(), and quick for a region; `in_use` is a handle of this process. */
+static inline PyObject *rp_name_held(PyObject *held, const struct rp_handle *in_use)
+{
+	struct rp_handle *handle = (struct rp_handle *)held;
+
+	if (!held || !rp_has_type(held, rp_known.mr))
+		return rp_name_all(held);
+	rp_name(handle);
+	return handle->process != in_use->process || RP_LOAD(&handle->word) & RP_SHUT ? held : NULL;
+}
+
 /* ---- rules.c ------------------------------------------------------------ */
 
 /* Name what a work request holds, and check it; the queue's lock is held.  Whether it may be posted. */
-int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post,
-	     struct request *r);
+int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r);
 
 #endif

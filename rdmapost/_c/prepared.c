@@ -42,7 +42,7 @@ static int is_open(struct prepared *p)
 static int lock(struct prepared *p, int *nested)
 {
 	*nested = rp_owns(p->queue->lock);
-	return *nested ? 0 : rp_wait_for_queue(p->queue);
+	return *nested ? 0 : rp_take(p->queue->lock);
 }
 
 static void unlock(struct prepared *p, int nested)
@@ -63,7 +63,7 @@ static Py_ssize_t check_all(struct prepared *p)
 		struct request *r = &post->requests[i];
 
 		if (r->kind->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND)
-			post->refusal.rule = "bind_prepared";
+			rp_refuse(post, "bind_prepared", 0);
 		else if (rp_check(p->queue, p->owner, post, r))
 			continue;
 		return (Py_ssize_t)i;
@@ -236,7 +236,7 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 
 	(void)unused;
 	if (p->queue)
-		return rp_post(p->queue, p->owner, &p->post, &p->sent);
+		return rp_post_list(p->queue, p->owner, &p->post, &p->sent);
 	PyErr_SetString(PyExc_TypeError, "it has not been initialised");
 	return NULL;
 }
@@ -295,8 +295,7 @@ static PyObject *prepared_names(PyObject *self, PyObject *resource)
 		PyObject *held = p->post.requests[i].held;
 
 		if (held == resource ||
-		    (held && PyTuple_CheckExact(held) &&
-		     PySequence_Contains(held, resource) > 0))
+		    (held && PyTuple_CheckExact(held) && PySequence_Contains(held, resource) > 0))
 			Py_RETURN_TRUE;
 	}
 	Py_RETURN_FALSE;
@@ -361,8 +360,7 @@ static int item_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	}
 	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index))
 		return -1;
-	if (index < 0 ||
-	    (size_t)index >= ((struct prepared *)list)->post.count) {
+	if (index < 0 || (size_t)index >= ((struct prepared *)list)->post.count) {
 		PyErr_SetString(PyExc_IndexError, "no such work request");
 		return -1;
 	}
@@ -394,14 +392,14 @@ static int refuse_value(struct prepared *p, const struct request *r, const struc
 	return -1;
 }
 
-/* Read a number for a work request of a list that is open; 0, or -1 with an exception. */
-static int read_value(struct item *item, PyObject *name, PyObject *value, uint64_t most, int aligned,
-		      uint64_t *number)
+/* Read what is no int that fits for a work request of a list; 0, or -1 with an exception. */
+static int read_value(struct prepared *p, const struct request *r, PyObject *name, PyObject *value,
+		      uint64_t most, int aligned, uint64_t *number)
 {
-	struct prepared *p = item->list;
 	struct post post;
 	int read;
 
+	PyErr_Clear();
 	if (!value) {
 		PyErr_Format(PyExc_AttributeError, "%U cannot be deleted", name);
 		return -1;
@@ -410,13 +408,10 @@ static int read_value(struct item *item, PyObject *name, PyObject *value, uint64
 		return -1;
 	post.refusal = (struct refusal){ .rule = NULL };
 	read = rp_read_number(&post, name, value, most, number);
-	if (read > 0 && aligned && *number % 8) {
-		post.refusal.rule = "misaligned";
-		post.refusal.a = *number;
-		read = 0;
-	}
+	if (read > 0 && aligned && *number % 8)
+		read = rp_refuse(&post, "misaligned", *number);
 	if (!read)
-		refuse_value(p, &p->post.requests[item->index], &post.refusal);
+		refuse_value(p, r, &post.refusal);
 	Py_XDECREF(post.refusal.owned);
 	return read > 0 ? 0 : -1;
 }
@@ -442,7 +437,7 @@ static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 	if (!p)
 		return -1;
 	r = &p->post.requests[item->index];
-	if (read_value(item, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
+	if (read_value(p, r, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
 		return -1;
 	wr_id = PyLong_FromUnsignedLongLong(number);
 	sent = wr_id ? make_sent(p, item->index, wr_id, NULL) : NULL;
@@ -506,8 +501,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 		goto out;
 	new = post.requests;
 	if (!post.refusal.rule && new->num_sge != r->num_sge) {
-		post.refusal.rule = "other_num_sge";
-		post.refusal.a = (uint64_t)new->num_sge;
+		rp_refuse(&post, "other_num_sge", (uint64_t)new->num_sge);
 		post.refusal.b = (uint64_t)r->num_sge;
 	}
 	if (!post.refusal.rule) {
@@ -596,8 +590,7 @@ static const struct field *place(struct number *n, PyObject *object, void **at)
 	if (PyObject_TypeCheck(object, (PyTypeObject *)item_type) && item->list) {
 		r = &item->list->post.requests[item->index];
 		kind = r->kind;
-		if (kind->type == n->kind && n->index >= 0 &&
-		    n->index < kind->fields) {
+		if (kind->type == n->kind && n->index >= 0 && n->index < kind->fields) {
 			*at = item->list->post.records + r->record +
 			      kind->field[n->index].at;
 			return &kind->field[n->index];
@@ -622,25 +615,28 @@ static PyObject *number_get(PyObject *self, PyObject *object, PyObject *type)
 		return PyLong_FromUnsignedLongLong(*(uint64_t *)at);
 	if (field->size == 2)
 		return PyLong_FromUnsignedLong(*(uint16_t *)at);
-	return PyLong_FromUnsignedLong(field->what == NETWORK ?
-					       be32toh(*(uint32_t *)at) :
+	return PyLong_FromUnsignedLong(field->what == NETWORK ? be32toh(*(uint32_t *)at) :
 					       *(uint32_t *)at);
 }
 
 static int number_set(PyObject *self, PyObject *object, PyObject *value)
 {
-	struct item *item = (struct item *)object;
 	const struct field *field;
+	const struct request *r;
+	struct prepared *p;
 	uint64_t number;
+	int aligned;
 	void *at;
 
 	field = place((struct number *)self, object, &at);
-	if (!field ||
-	    read_value(item, field->slot.name, value, field->most,
-		       item->list->queue->checked &&
-			       item->list->post.requests[item->index].kind->atomic &&
-			       field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr),
-		       &number))
+	if (!field)
+		return -1;
+	p = ((struct item *)object)->list;
+	r = &p->post.requests[((struct item *)object)->index];
+	aligned = r->kind->atomic && p->queue->checked &&
+		  field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr);
+	if ((!value || !p->sent || aligned || !rp_read_int(value, field->most, &number)) &&
+	    read_value(p, r, field->slot.name, value, field->most, aligned, &number))
 		return -1;
 	rp_put_number(field, at, number);
 	return 0;

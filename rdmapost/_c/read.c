@@ -14,9 +14,7 @@ int rp_kinds_known;
 struct rp_known rp_known;
 static PyObject *sge_names[3];
 
-static const struct {
-	size_t size, sg_list; /* of a record, and where in it the SGEs are pointed to */
-} heads[] = {
+const struct rp_head rp_heads[] = {
 	[SEND] = { sizeof(struct ibv_send_wr), offsetof(struct ibv_send_wr, sg_list) },
 	[RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
 	[SRQ_RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
@@ -40,10 +38,8 @@ static int has_iter(PyObject *object)
 
 static int refuse(struct post *post, const char *rule, PyObject *name, PyObject *value, uint64_t a)
 {
-	post->refusal.rule = rule;
-	post->refusal.name = name;
-	post->refusal.value = post->refusal.owned = Py_XNewRef(value);
-	post->refusal.a = a;
+	post->refusal = (struct refusal){ .rule = rule, .name = name, .value = value,
+					  .owned = Py_XNewRef(value), .a = a };
 	return 0;
 }
 
@@ -76,23 +72,13 @@ static int refuse_for_exception(struct post *post)
 
 /* ---- reading a value: 1, or 0 where it is refused, or -1 with an exception -- */
 
-/* Read an int that fits; runs no code of Python's.  Whether it was one. */
-static inline int read_int(PyObject *value, uint64_t most, uint64_t *number)
-{
-	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
-		return 0;
-	/* Of the same width as unsigned long long, whose call takes four times as long. */
-	*number = PyLong_AsUnsignedLong(value);
-	return *number <= most && (*number != (uint64_t)-1 || !PyErr_Occurred());
-}
-
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
 		   uint64_t *number)
 {
 	PyObject *index;
 	int read;
 
-	if (read_int(value, most, number))
+	if (rp_read_int(value, most, number))
 		return 1;
 	PyErr_Clear();
 	if (PyLong_Check(value))
@@ -112,9 +98,7 @@ int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t 
 /* What a slot of it holds, borrowed; NULL where that is to be asked for by its name. */
 static inline PyObject *peek(const struct request *r, const struct rp_slot *slot)
 {
-	PyObject **at = r->exact ? rp_slot_at(r->wr, slot) : NULL;
-
-	return at ? *at : NULL;
+	return r->exact ? *(PyObject **)(void *)((char *)r->wr + slot->offset) : NULL;
 }
 
 /* Return a new reference to an attribute, or NULL with an exception. */
@@ -131,7 +115,7 @@ static inline int read_attribute(struct post *post, const struct request *r,
 	PyObject *value = peek(r, slot);
 	int read;
 
-	if (value && read_int(value, most, number))
+	if (value && rp_read_int(value, most, number))
 		return 1;
 	PyErr_Clear();
 	value = get(r, slot);
@@ -182,16 +166,14 @@ static int hold(struct request *r, PyObject *object)
 
 /* ---- room --------------------------------------------------------------- */
 
-/* Return the array, or a larger one in its place; NULL with an exception.  `small` is not freed. */
+/* Return a larger array in place of one; NULL with an exception.  `small` is not freed. */
 static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
 {
-	size_t more = *size;
+	size_t more = 2 * *size;
 	void *new;
 
 	while (more < wanted)
 		more *= 2;
-	if (more == *size)
-		return array;
 	new = PyMem_Malloc(more * each);
 	if (!new)
 		return PyErr_NoMemory();
@@ -202,22 +184,45 @@ static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t
 	return new;
 }
 
-/* Make room for so many more bytes of records, and SGEs' owners; 1, or -1 with an exception. */
-static int make_room(struct post *post, size_t bytes, size_t owners)
+/* Make room for so many more bytes of records; 1, or -1 with an exception. */
+static inline int room_for_bytes(struct post *post, size_t bytes)
 {
-	char *records = enlarge(post->records, post->small, post->used, &post->size,
-				post->used + bytes, 1);
-	PyObject **more;
+	char *records;
 
+	if (post->size - post->used >= bytes)
+		return 1;
+	records = enlarge(post->records, post->small, post->used, &post->size, post->used + bytes,
+			  1);
 	if (!records)
 		return -1;
 	post->records = records;
-	more = enlarge(post->owners, post->few_owners, post->owned, &post->owner_room,
-		       post->owned + owners, sizeof(*more));
-	if (!more)
-		return -1;
-	post->owners = more;
 	return 1;
+}
+
+/* For so many more SGEs, likewise. */
+static inline int room_for_sges(struct post *post, size_t count)
+{
+	PyObject **owners;
+
+	if (post->owner_room - post->owned < count) {
+		owners = enlarge(post->owners, post->few_owners, post->owned, &post->owner_room,
+				 post->owned + count, sizeof(*owners));
+		if (!owners)
+			return -1;
+		post->owners = owners;
+	}
+	return room_for_bytes(post, count * sizeof(struct ibv_sge));
+}
+
+static inline struct request *room_for_request(struct post *post)
+{
+	struct request *r = post->requests;
+
+	if (post->count == post->capacity)
+		r = enlarge(r, post->few, post->count, &post->capacity, post->count + 1, sizeof(*r));
+	if (r)
+		post->requests = r;
+	return r ? r + post->count : NULL;
 }
 
 /* ---- SGEs ---------------------------------------------------------------- */
@@ -231,8 +236,10 @@ static int read_sge(struct post *post, struct request *r, PyObject *from, struct
 	if (!rp_has_type(from, rp_known.sge) || PyTuple_Size(from) != 4)
 		return refuse(post, "not_an_sge", NULL, from, 0);
 	for (int i = 0; i < 3; i++) {
-		int read = rp_read_number(post, sge_names[i], PyTuple_GetItem(from, i),
-					  i ? UINT32_MAX : UINT64_MAX, &number[i]);
+		uint64_t most = i ? UINT32_MAX : UINT64_MAX;
+		PyObject *value = PyTuple_GetItem(from, i);
+		int read = rp_read_int(value, most, &number[i]) ? 1 :
+			   rp_read_number(post, sge_names[i], value, most, &number[i]);
 
 		if (read < 1)
 			return read;
@@ -264,7 +271,7 @@ static int read_sges(struct post *post, struct request *r, PyObject *sg_list)
 	if (count > INT32_MAX / (Py_ssize_t)sizeof(struct ibv_sge))
 		read = refuse(post, "too_many_sges", NULL, NULL, (uint64_t)count);
 	else
-		read = make_room(post, (size_t)count * sizeof(struct ibv_sge), (size_t)count);
+		read = room_for_sges(post, (size_t)count);
 	post->used += read > 0 ? (size_t)count * sizeof(struct ibv_sge) : 0;
 	for (Py_ssize_t i = 0; read > 0 && i < count; i++)
 		read = read_sge(post, r, one ? sges : PyTuple_GetItem(sges, i),
@@ -304,8 +311,7 @@ static int read_header(struct post *post, struct request *r, const struct field 
 	int held;
 
 	if (!buffer && !PyErr_ExceptionMatches(PyExc_TypeError) &&
-	    !PyErr_ExceptionMatches(PyExc_BufferError) &&
-	    !PyErr_ExceptionMatches(PyExc_ValueError))
+	    !PyErr_ExceptionMatches(PyExc_BufferError) && !PyErr_ExceptionMatches(PyExc_ValueError))
 		return -1;
 	if (!buffer) {
 		PyErr_Clear();
@@ -353,7 +359,7 @@ static int read_object(struct post *post, struct request *r, const struct field 
 
 static int read_field(struct post *post, struct request *r, const struct field *field)
 {
-	uint64_t number;
+	uint64_t number = 0;
 	PyObject *value;
 	int read;
 
@@ -383,10 +389,10 @@ static int read_wr_id(struct post *post, struct request *r)
 {
 	const struct rp_slot *slot = &r->kind->wr_id;
 	PyObject *value = peek(r, slot);
-	uint64_t number;
+	uint64_t number = 0;
 	int read;
 
-	if (value && PyLong_CheckExact(value) && read_int(value, UINT64_MAX, &number)) {
+	if (value && PyLong_CheckExact(value) && rp_read_int(value, UINT64_MAX, &number)) {
 		r->wr_id = Py_NewRef(value);
 		return 1;
 	}
@@ -420,21 +426,19 @@ static void put_head(int verb, char *at, const struct request *r)
 /* Read one more; 1, or 0 where it is refused, or -1 with an exception. */
 static int read_next(struct queue *q, struct post *post, PyObject *wr, const struct kind *kind)
 {
-	size_t size = heads[q->verb].size;
+	size_t size = rp_heads[q->verb].size;
 	PyObject *sg_list;
-	struct request *r = enlarge(post->requests, post->few, post->count, &post->capacity,
-				    post->count + 1, sizeof(*r));
+	struct request *r = room_for_request(post);
 	int read;
 
 	if (!r)
 		return -1;
-	post->requests = r;
-	r += post->count++;
+	post->count++;
 	*r = (struct request){ .wr = wr, .kind = kind, .record = post->used };
 	if (!kind)
 		return refuse(post, "not_a_work_request", NULL, wr, 0);
-	r->exact = rp_has_type(wr, kind->type);
-	if (make_room(post, size, 0) < 0)
+	r->exact = kind->has_offsets && rp_has_type(wr, kind->type);
+	if (room_for_bytes(post, size) < 0)
 		return -1;
 	post->used += size;
 	memset(post->records + r->record, 0, size);
@@ -456,31 +460,31 @@ static int read_next(struct queue *q, struct post *post, PyObject *wr, const str
 
 /* ---- all of them --------------------------------------------------------- */
 
-const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type)
+const struct kind *rp_find_kind(struct queue *q, PyTypeObject *type)
 {
 	int wanted = q->verb == SRQ_RECV ? RECV : q->verb;
-	const struct kind *last = RP_LOAD(&q->last);
 
-	if (last && (PyTypeObject *)last->type == type)
-		return last;
-	for (int pass = 0; pass < 2; pass++)
-		for (int i = 0; i < rp_kinds_known; i++) {
-			PyTypeObject *known = (PyTypeObject *)rp_kinds[i].type;
-
-			if (rp_kinds[i].verb != wanted || (type != known &&
-			    (!pass || !PyType_IsSubtype(type, known))))
-				continue;
-			if (!pass)
-				RP_STORE(&q->last, &rp_kinds[i]);
+	for (int i = 0; i < rp_kinds_known; i++)
+		if (rp_kinds[i].verb == wanted && (PyTypeObject *)rp_kinds[i].type == type) {
+			RP_STORE(&q->last, &rp_kinds[i]);
 			return &rp_kinds[i];
 		}
+	for (int i = 0; i < rp_kinds_known; i++)
+		if (rp_kinds[i].verb == wanted &&
+		    PyType_IsSubtype(type, (PyTypeObject *)rp_kinds[i].type))
+			return &rp_kinds[i];
 	return NULL;
 }
 
 static void begin(struct post *post, PyObject *one)
 {
-	memset(post, 0, offsetof(struct post, few));
+	post->wrs = NULL;
 	post->one = one;
+	post->count = post->used = post->owned = 0;
+	post->binding = NULL;
+	post->binds = 0;
+	post->refusal.rule = NULL;
+	post->refusal.owned = NULL;
 	post->requests = post->few;
 	post->capacity = sizeof(post->few) / sizeof(post->few[0]);
 	post->owners = post->few_owners;
@@ -519,16 +523,11 @@ int rp_read(struct queue *q, PyObject *wrs, struct post *post)
 	return (kind ? read_next(q, post, wrs, kind) : read_list(q, wrs, post)) < 0 ? -1 : 0;
 }
 
-struct ibv_sge *rp_sges(const struct post *post, const struct request *r)
-{
-	return (void *)(post->records + r->record + heads[r->kind->verb].size);
-}
-
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post)
 {
 	const struct request *from = &of->requests[index];
 	struct request *r = post->few;
-	size_t size = heads[from->kind->verb].size;
+	size_t size = rp_heads[from->kind->verb].size;
 
 	begin(post, from->wr);
 	*r = (struct request){ .wr = from->wr, .kind = from->kind, .flags = from->flags,
@@ -580,23 +579,6 @@ void rp_free_post(struct post *post)
 		PyMem_Free(post->records);
 }
 
-void rp_link(const struct post *post, size_t index, size_t count)
-{
-	const struct request *r = &post->requests[index];
-	char *at = post->records + r->record;
-	struct ibv_recv_wr *head = (void *)at; /* as all begin */
-
-	head->next = index + 1 < count ? (void *)(post->records + r[1].record) : NULL;
-	if (r->num_sge)
-		*(struct ibv_sge **)(void *)(at + heads[r->kind->verb].sg_list) = rp_sges(post, r);
-	if (r->ah)
-		((struct ibv_send_wr *)(void *)at)->wr.ud.ah = r->ah->address;
-	if (r->mw)
-		((struct ibv_send_wr *)(void *)at)->bind_mw.mw = r->mw->address;
-	if (r->mr)
-		((struct ibv_send_wr *)(void *)at)->bind_mw.bind_info.mr = r->mr->address;
-}
-
 /* ---- which classes there are --------------------------------------------- */
 
 /* describe_resources(SGE, MR, MW, AH) */
@@ -631,8 +613,7 @@ static int describe_field(struct kind *kind, PyObject *row)
 	field->at = (size_t)at;
 	field->size = (size_t)size;
 	field->most = size >= 8 ? UINT64_MAX : size ? UINT64_MAX >> (64 - 8 * size) : 0;
-	if (at < 0 || size < 0 ||
-	    field->at + field->size > heads[kind->verb].size) {
+	if (at < 0 || size < 0 || field->at + field->size > rp_heads[kind->verb].size) {
 		PyErr_SetString(PyExc_ValueError, "a field is not in the struct");
 		return -1;
 	}
@@ -664,12 +645,15 @@ static PyObject *describe_wr(PyObject *self, PyObject *args)
 			return NULL;
 	kind.has_sges = PyObject_HasAttrString(kind.type, "sg_list");
 	if (rp_find_slot(kind.type, "wr_id", &kind.wr_id) ||
-	    (kind.has_sges &&
-	     rp_find_slot(kind.type, "sg_list", &kind.sg_list)) ||
+	    (kind.has_sges && rp_find_slot(kind.type, "sg_list", &kind.sg_list)) ||
 	    (kind.verb != RECV &&
-	     rp_find_slot(kind.type, kind.verb == SEND ? "send_flags" : "flags",
-			  &kind.flags)))
+	     rp_find_slot(kind.type, kind.verb == SEND ? "send_flags" : "flags", &kind.flags)))
 		return NULL;
+	kind.has_offsets = RP_READS_SLOTS && kind.wr_id.offset &&
+			   (kind.flags.offset || !kind.flags.name) &&
+			   (kind.sg_list.offset || !kind.has_sges);
+	for (int i = 0; i < kind.fields; i++)
+		kind.has_offsets = kind.has_offsets && kind.field[i].slot.offset;
 	Py_INCREF(kind.type); /* held for ever */
 	rp_kinds[rp_kinds_known] = kind;
 	return PyLong_FromLong(rp_kinds_known++);

@@ -97,8 +97,7 @@ static PyObject *make_sges(PyObject *self, PyObject *args)
 	int failed;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &mr, &PyType_Type,
-			      &sge))
+	if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &mr, &PyType_Type, &sge))
 		return NULL;
 	if (rp_find_slot(mr, "_addr", &made_of.addr) ||
 	    rp_find_slot(mr, "_length", &made_of.length) ||

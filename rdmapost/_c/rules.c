@@ -9,32 +9,25 @@
  */
 #include "post.h"
 
-static const struct ibv_send_wr *send_wr(const struct post *post,
-					 const struct request *r)
+static const struct ibv_send_wr *send_wr(const struct post *post, const struct request *r)
 {
 	return (const void *)(post->records + r->record);
 }
 
 /* ---- refusing: always 0 -------------------------------------------------- */
 
-static int no(struct post *post, const char *rule, uint64_t a)
+static int no_of(struct post *post, const char *rule, uint64_t a, uint64_t b)
 {
-	post->refusal.rule = rule;
-	post->refusal.a = a;
+	rp_refuse(post, rule, a);
+	post->refusal.b = b;
 	return 0;
 }
 
 static int no_because_of(struct post *post, const char *rule, void *object)
 {
+	rp_refuse(post, rule, 0);
 	post->refusal.value = object;
-	return no(post, rule, 0);
-}
-
-static int no_for_sge(struct post *post, const char *rule, PyObject *owner,
-		      const struct ibv_sge *sge)
-{
-	post->refusal.sge = *sge;
-	return no_because_of(post, rule, owner);
+	return 0;
 }
 
 /* ---- SGEs ---------------------------------------------------------------- */
@@ -69,13 +62,19 @@ static inline int is_within(PyObject *owner, uint64_t addr, uint64_t length)
 	return addr >= start && addr - start <= size && length <= size - (addr - start);
 }
 
+static int no_outside(struct post *post, PyObject *owner, const struct ibv_sge *sge)
+{
+	no_because_of(post, "outside", owner);
+	post->refusal.sge = *sge;
+	return 0;
+}
+
 /* Where INLINE data is read in this process. */
 static int check_place(struct post *post, PyObject *owner, const struct ibv_sge *sge)
 {
 	if (is_region(owner) && has_access(owner, IBV_ACCESS_ZERO_BASED))
-		return no(post, "inline_zero_based", 0);
-	return is_within(owner, sge->addr, sge->length) ? 1 :
-		       no_for_sge(post, "outside", owner, sge);
+		return rp_refuse(post, "inline_zero_based", 0);
+	return is_within(owner, sge->addr, sge->length) ? 1 : no_outside(post, owner, sge);
 }
 
 static inline int check_sge(const struct queue *q, struct post *post, PyObject *owner,
@@ -83,35 +82,36 @@ static inline int check_sge(const struct queue *q, struct post *post, PyObject *
 {
 	if (is_inline) {
 		if (owner == Py_None)
-			return no(post, "inline_numbers", 0);
+			return rp_refuse(post, "inline_numbers", 0);
 		if (!check_place(post, owner, sge))
 			return 0;
 	} else if (owner != Py_None) {
 		if (!is_region(owner))
-			return no(post, "not_registered", 0);
+			return rp_refuse(post, "not_registered", 0);
 		if (mr_of(owner)->pd != q->pd)
 			return no_because_of(post, "foreign_region", owner);
 		if (!is_within(owner, sge->addr, sge->length))
-			return no_for_sge(post, "outside", owner, sge);
+			return no_outside(post, owner, sge);
 	}
-	return sge->length ? 1 : no(post, "length_0", 0);
+	return sge->length ? 1 : rp_refuse(post, "length_0", 0);
 }
 
-/* Check all; their bytes go to `total`. */
-static inline int check_sges(const struct queue *q, struct post *post, const struct request *r,
-			     int is_inline, uint64_t *total)
+/* Check all; their bytes, or -1. */
+static int64_t check_sges(const struct queue *q, struct post *post, const struct request *r,
+			  int is_inline)
 {
 	const struct ibv_sge *sge = rp_sges(post, r);
+	PyObject *const *owners = post->owners + r->owners;
+	int64_t total = 0;
 
-	*total = 0;
 	if (r->num_sge > q->max_sge)
-		return no(post, "too_many_sges", (uint64_t)r->num_sge);
+		return rp_refuse(post, "too_many_sges", (uint64_t)r->num_sge) - 1;
 	for (int i = 0; i < r->num_sge; i++) {
-		*total += sge[i].length;
-		if (!check_sge(q, post, post->owners[r->owners + (size_t)i], sge + i, is_inline))
-			return 0;
+		total += sge[i].length;
+		if (!check_sge(q, post, owners[i], sge + i, is_inline))
+			return -1;
 	}
-	return 1;
+	return total;
 }
 
 /* The device writes there. */
@@ -132,17 +132,16 @@ static int check_writable(struct post *post, const struct request *r)
 static int check_atomic(struct post *post, const struct request *r)
 {
 	if (r->num_sge != 1 || rp_sges(post, r)->length != 8)
-		return no(post, "atomic_sge", 0);
+		return rp_refuse(post, "atomic_sge", 0);
 	if (send_wr(post, r)->wr.atomic.remote_addr % 8)
-		return no(post, "misaligned",
-			  send_wr(post, r)->wr.atomic.remote_addr);
+		return rp_refuse(post, "misaligned", send_wr(post, r)->wr.atomic.remote_addr);
 	return 1;
 }
 
 static int check_ah(const struct queue *q, struct post *post, const struct request *r)
 {
 	if (!r->ah)
-		return no(post, "no_address_handle", 0);
+		return rp_refuse(post, "no_address_handle", 0);
 	if (((struct ibv_ah *)r->ah->address)->pd != q->pd)
 		return no_because_of(post, "foreign_resource", r->ah);
 	return 1;
@@ -155,7 +154,7 @@ static int check_bind(const struct queue *q, struct post *post, const struct req
 	struct ibv_mw *mw;
 
 	if (!r->mw || !r->mr)
-		return no(post, "bind_needs", 0);
+		return rp_refuse(post, "bind_needs", 0);
 	mw = r->mw->address;
 	if (mw->type != (type_1 ? IBV_MW_TYPE_1 : IBV_MW_TYPE_2))
 		return no_because_of(post, type_1 ? "window_of_type_2" : "window_of_type_1", r->mw);
@@ -169,9 +168,9 @@ static int check_bind(const struct queue *q, struct post *post, const struct req
 	if (!has_access((PyObject *)r->mr, IBV_ACCESS_MW_BIND))
 		return no_because_of(post, "not_bindable", r->mr);
 	if (!is_within((PyObject *)r->mr, info->addr, info->length)) {
-		post->refusal.b = info->length;
-		no_because_of(post, "bind_outside", r->mr);
-		return no(post, "bind_outside", info->addr);
+		no_of(post, "bind_outside", info->addr, info->length);
+		post->refusal.value = (PyObject *)r->mr;
+		return 0;
 	}
 	return 1;
 }
@@ -179,9 +178,9 @@ static int check_bind(const struct queue *q, struct post *post, const struct req
 static int check_tso(const struct queue *q, struct post *post, const struct request *r)
 {
 	if (!send_wr(post, r)->tso.mss)
-		return no(post, "mss", 0);
+		return rp_refuse(post, "mss", 0);
 	if (r->hdr_len > q->max_tso_header)
-		return no(post, "longer_than_max_tso_header", r->hdr_len);
+		return rp_refuse(post, "longer_than_max_tso_header", r->hdr_len);
 	return 1;
 }
 
@@ -190,29 +189,28 @@ static int check_flags(const struct queue *q, struct post *post, const struct re
 	size_t index = (size_t)(r->kind - rp_kinds);
 
 	if (!q->takes[index])
-		return no(post, "wrong_opcode", 0);
-	if (r->flags & ~(uint64_t)q->flags[index]) {
-		post->refusal.b = r->flags;
-		return no(post, "wrong_flags", r->flags & ~(uint64_t)q->flags[index]);
-	}
+		return rp_refuse(post, "wrong_opcode", 0);
+	if (r->flags & ~(uint64_t)q->flags[index])
+		return no_of(post, "wrong_flags", r->flags & ~(uint64_t)q->flags[index], r->flags);
 	return 1;
 }
 
 static int check_send(const struct queue *q, struct post *post, const struct request *r)
 {
 	int is_inline = (r->flags & IBV_SEND_INLINE) != 0;
-	uint64_t total;
+	int64_t total;
 
 	if (!check_flags(q, post, r))
 		return 0;
 	if (r->kind->opcode == IBV_WR_BIND_MW)
 		return check_bind(q, post, r);
-	if (!check_sges(q, post, r, is_inline, &total))
+	total = check_sges(q, post, r, is_inline);
+	if (total < 0)
 		return 0;
-	if (is_inline && total > q->max_inline_data)
-		return no(post, "inline_too_long", total);
-	if (total > q->max_msg_size && r->kind->opcode != IBV_WR_TSO)
-		return no(post, "too_long", total);
+	if (is_inline && (uint64_t)total > q->max_inline_data)
+		return rp_refuse(post, "inline_too_long", (uint64_t)total);
+	if ((uint64_t)total > q->max_msg_size && r->kind->opcode != IBV_WR_TSO)
+		return rp_refuse(post, "too_long", (uint64_t)total);
 	if (r->kind->writes && !check_writable(post, r))
 		return 0;
 	if (r->kind->atomic && !check_atomic(post, r))
@@ -242,12 +240,12 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 	uint64_t total = 0;
 
 	if (post->binding && !q->binds)
-		return no(post, "wrong_opcode", 0);
+		return rp_refuse(post, "wrong_opcode", 0);
 	/* Drivers follow the pointer without looking, whatever the opcode. */
 	if (q->datagram && !r->ah)
-		return no(post, "no_address_handle", 0);
+		return rp_refuse(post, "no_address_handle", 0);
 	if (r->kind->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))
-		return no(post, "bind_needs", 0);
+		return rp_refuse(post, "bind_needs", 0);
 	if (!check_context(post, r->ah, owner) || !check_context(post, r->mw, owner) ||
 	    !check_context(post, r->mr, owner))
 		return 0;
@@ -261,16 +259,14 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 			return 0;
 	}
 	/* Drivers add up in 32 bits, and copy everything if the sum seems to fit. */
-	return total <= UINT32_MAX ? 1 : no(post, "inline_32_bits", total);
+	return total <= UINT32_MAX ? 1 : rp_refuse(post, "inline_32_bits", total);
 }
 
 /* ---- receives and tag-matching operations -------------------------------- */
 
 static int check_receive(const struct queue *q, struct post *post, const struct request *r)
 {
-	uint64_t total;
-
-	return check_sges(q, post, r, 0, &total) && check_writable(post, r);
+	return check_sges(q, post, r, 0) >= 0 && check_writable(post, r);
 }
 
 /* Drivers index an array with the handle's number. */
@@ -279,7 +275,7 @@ static int check_tag_handle(const struct queue *q, struct post *post, const stru
 	const struct rp_tag_handle *tag = (void *)r->tag;
 
 	if (!tag || tag->list != q->in_flight->tagged)
-		return no(post, "no_tag_handle", 0);
+		return rp_refuse(post, "no_tag_handle", 0);
 	if (q->checked && !rp_is_outstanding(tag->list, tag->ticket))
 		return no_because_of(post, "tag_not_listed", r->tag);
 	return 1;
@@ -290,23 +286,20 @@ static int check_op(const struct queue *q, struct post *post, const struct reque
 	const struct ibv_ops_wr *wr = (void *)(post->records + r->record);
 	uint64_t sync = r->flags & IBV_OPS_TM_SYNC;
 
-	if (r->kind->opcode == IBV_WR_TAG_DEL && q->max_num_tags &&
-	    !check_tag_handle(q, post, r))
+	if (r->kind->opcode == IBV_WR_TAG_DEL && q->max_num_tags && !check_tag_handle(q, post, r))
 		return 0;
 	if (!q->checked)
 		return 1;
 	if (r->flags & ~(uint64_t)(IBV_OPS_SIGNALED | IBV_OPS_TM_SYNC))
-		return no(post, "wrong_ops_flags", r->flags);
+		return rp_refuse(post, "wrong_ops_flags", r->flags);
 	if (!sync && wr->tm.unexpected_cnt)
-		return no(post, "count_without_sync", wr->tm.unexpected_cnt);
+		return rp_refuse(post, "count_without_sync", wr->tm.unexpected_cnt);
 	if (!sync && r->kind->opcode == IBV_WR_TAG_SYNC)
-		return no(post, "sync_of_nothing", 0);
+		return rp_refuse(post, "sync_of_nothing", 0);
 	if (r->kind->opcode != IBV_WR_TAG_ADD)
 		return 1;
-	if (wr->tm.add.tag & ~wr->tm.add.mask) {
-		post->refusal.b = wr->tm.add.mask;
-		return no(post, "tag_outside_mask", wr->tm.add.tag);
-	}
+	if (wr->tm.add.tag & ~wr->tm.add.mask)
+		return no_of(post, "tag_outside_mask", wr->tm.add.tag, wr->tm.add.mask);
 	return check_receive(q, post, r);
 }
 
@@ -314,7 +307,7 @@ static int check_op(const struct queue *q, struct post *post, const struct reque
 
 int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r)
 {
-	PyObject *closed = rp_name_all(r->held);
+	PyObject *closed = rp_name_held(r->held, owner);
 
 	r->named = 1;
 	if (closed)

@@ -84,19 +84,7 @@ int rp_query_port(struct ibv_context *context, uint8_t port_num,
 /* ibv_bind_mw, which the header has only as an inline; no pointer may be NULL. */
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
-/* ---- posting.c: posting and polling -------------------------------------- */
-
-/* The verbs that post, as rdmapost/fields.py numbers them. */
-enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
-
-/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
-struct rp_outcome {
-	int code;
-	int64_t posted;
-};
-
-/* Post a chain of so many work requests to a queue pair or an SRQ. */
-struct rp_outcome rp_post_records(int verb, void *object, void *records, size_t count);
+/* ---- poll.c: polling ----------------------------------------------------- */
 
 /*
  * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`

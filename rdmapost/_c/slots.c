@@ -16,8 +16,7 @@ static int holds(PyObject *object, Py_ssize_t offset, PyObject *value)
 
 static int search(PyObject *object, Py_ssize_t size, struct rp_slot *slot)
 {
-	PyObject *marker = PyObject_CallObject((PyObject *)&PyBaseObject_Type,
-					       NULL);
+	PyObject *marker = PyObject_CallObject((PyObject *)&PyBaseObject_Type, NULL);
 	int found = 0;
 
 	if (!marker || PyObject_SetAttr(object, slot->name, marker)) {
@@ -53,5 +52,4 @@ int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot)
 	return failed;
 }
 
-_Static_assert(sizeof(unsigned long) == sizeof(uint64_t),
-	       "rdmapost is for 64-bit machines");
+_Static_assert(sizeof(unsigned long) == sizeof(uint64_t), "rdmapost is for 64-bit machines");

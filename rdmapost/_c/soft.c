@@ -4,10 +4,380 @@
  * The posting symbols follow qp->context->ops, so a context made here receives
  * exactly what a NIC's driver would.  Exported libibverbs functions must never
  * see it: they reach into a private part that it does not have.
+ *
+ * Work requests are taken in here, whole, and carried out in Python.
  */
 #include "soft_device.h"
 
-#include <sys/timerfd.h>
+#include <string.h>
+#include <structmember.h>
+
+/* ---- work requests ------------------------------------------------------- */
+
+enum posts { SENDS, RECEIVES, SRQ_RECEIVES, OPERATIONS };
+
+/* A work request as the device holds it. */
+struct wqe {
+	PyObject_HEAD
+	union {
+		struct ibv_send_wr send;
+		struct ibv_recv_wr recv;
+		struct ibv_ops_wr op;
+	} wr; /* as it was posted; its pointers lead nowhere any more */
+	unsigned int opcode, flags; /* of a send or an operation */
+	PyObject *sges; /* a tuple of (addr, length, lkey) */
+	PyObject *data, *hdr; /* bytes that were copied at the post, or NULL */
+	PyObject *ah, *window, *region; /* what handles stood for then, or NULL */
+	PyObject *owner; /* who hears how it ended, where it is the device's own */
+};
+
+static PyTypeObject *wqe_type;
+
+#define MEMBER(type, kind, name, field) { #name, kind, offsetof(struct type, field), 0, NULL }
+#define OBJECT(name, field) MEMBER(wqe, T_OBJECT, name, field)
+#define U64(name, field) MEMBER(wqe, T_ULONGLONG, name, field)
+#define U32(name, field) MEMBER(wqe, T_UINT, name, field)
+
+static PyMemberDef wqe_members[] = {
+	OBJECT(sges, sges), OBJECT(inline, data), OBJECT(hdr, hdr), OBJECT(ah, ah),
+	OBJECT(window, window), OBJECT(region, region), OBJECT(owner, owner),
+	U32(opcode, opcode), U32(flags, flags), U64(wr_id, wr.send.wr_id),
+	U32(imm, wr.send.imm_data), U64(remote_addr, wr.send.wr.rdma.remote_addr),
+	U32(rkey, wr.send.wr.rdma.rkey), U32(atomic_rkey, wr.send.wr.atomic.rkey),
+	U64(compare_add, wr.send.wr.atomic.compare_add), U64(swap, wr.send.wr.atomic.swap),
+	U32(remote_qpn, wr.send.wr.ud.remote_qpn), U32(remote_qkey, wr.send.wr.ud.remote_qkey),
+	U32(remote_srqn, wr.send.qp_type.xrc.remote_srqn), U32(mss, wr.send.tso.mss),
+	U32(bind_rkey, wr.send.bind_mw.rkey), U64(bind_addr, wr.send.bind_mw.bind_info.addr),
+	U64(bind_length, wr.send.bind_mw.bind_info.length),
+	U32(bind_access, wr.send.bind_mw.bind_info.mw_access_flags),
+	U32(handle, wr.op.tm.handle), U32(unexpected_cnt, wr.op.tm.unexpected_cnt),
+	U64(recv_wr_id, wr.op.tm.add.recv_wr_id), U64(tag, wr.op.tm.add.tag),
+	U64(mask, wr.op.tm.add.mask),
+	{ NULL, 0, 0, 0, NULL },
+};
+
+/* Drop what the members of an object refer to, and the object. */
+static void release(PyObject *self, const PyMemberDef *member)
+{
+	PyTypeObject *type = Py_TYPE(self);
+
+	for (; member->name; member++)
+		if (member->type == T_OBJECT)
+			Py_XDECREF(*(PyObject **)(void *)((char *)self + member->offset));
+	((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+	Py_DECREF(type);
+}
+
+static void wqe_dealloc(PyObject *self)
+{
+	release(self, wqe_members);
+}
+
+static PyType_Slot wqe_slots[] = {
+	{ Py_tp_dealloc, wqe_dealloc },
+	{ Py_tp_members, wqe_members },
+	{ 0, NULL },
+};
+
+static PyType_Spec wqe_spec = {
+	.name = "rdmapost._verbs.WQE",
+	.basicsize = sizeof(struct wqe),
+	.flags = Py_TPFLAGS_DEFAULT,
+	.slots = wqe_slots,
+};
+
+/* ---- queues -------------------------------------------------------------- */
+
+/* A work queue; or a completion queue, of which the first part is all that matters. */
+struct queue {
+	PyObject_HEAD
+	PyObject *pending; /* a deque: WQEs that are not done; or entries that are not polled */
+	unsigned int armed; /* what the next event is for: 0 is nothing, or one of those below */
+	unsigned int depth, max_sge, max_inline, max_tso_header;
+	unsigned int used; /* slots */
+	unsigned int silent; /* done without a completion; their slots wait for one */
+	unsigned int last_handle; /* of the entries in a matching list */
+	unsigned int refuses; /* the errno of every post, or 0 */
+	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
+	PyObject *faults; /* of sends: (a call, a dict), to be made where the dict is not empty */
+	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
+};
+
+enum { ARMED_SOLICITED = 1, ARMED_NEXT };
+
+static PyTypeObject *queue_type;
+
+#undef OBJECT
+#undef U32
+#define OBJECT(name) MEMBER(queue, T_OBJECT, name, name)
+#define U32(name) MEMBER(queue, T_UINT, name, name)
+
+static PyMemberDef queue_members[] = {
+	OBJECT(pending), U32(armed), U32(depth), U32(max_sge), U32(max_inline),
+	U32(max_tso_header), U32(used), U32(silent), U32(refuses), U32(prompt), OBJECT(faults),
+	OBJECT(slots), { NULL, 0, 0, 0, NULL },
+};
+
+static void queue_dealloc(PyObject *self)
+{
+	release(self, queue_members);
+}
+
+static PyType_Slot queue_slots[] = {
+	{ Py_tp_setattro, rp_journaled_setattr },
+	{ Py_tp_members, queue_members },
+	{ Py_tp_dealloc, queue_dealloc },
+	{ 0, NULL },
+};
+
+static PyType_Spec queue_spec = {
+	.name = "rdmapost._verbs.DeviceQueue",
+	.basicsize = sizeof(struct queue),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+	.slots = queue_slots,
+};
+
+/* A part of what a handle stands for, as a new reference; NULL where there is no such queue. */
+static struct queue *find_queue(uint32_t handle, enum rp_name name)
+{
+	PyObject *found = rp_soft_part(handle, name);
+
+	if (found && !PyObject_TypeCheck(found, queue_type))
+		Py_CLEAR(found);
+	return (struct queue *)found;
+}
+
+static int is_full(const struct queue *queue)
+{
+	return queue->used >= queue->depth;
+}
+
+/* Take slots of a queue, or free them where there are less than none. */
+static void use_slots(struct queue *queue, int slots)
+{
+	if (slots < 0 && queue->used < (unsigned int)-slots)
+		queue->used = 0;
+	else
+		queue->used += (unsigned int)slots;
+}
+
+/* use_slots(queue, slots), for on_commit. */
+static PyObject *soft_use_slots(PyObject *self, PyObject *args)
+{
+	PyObject *queue;
+	int slots;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!i", queue_type, &queue, &slots))
+		return NULL;
+	use_slots((struct queue *)queue, slots);
+	Py_RETURN_NONE;
+}
+
+static void arm(struct queue *queue, unsigned int how)
+{
+	/* A pending wish for any entry is not narrowed. */
+	if (how > queue->armed || !how)
+		queue->armed = how;
+}
+
+/* arm(queue, how), which also takes it back that a queue is no longer armed (0). */
+static PyObject *soft_arm(PyObject *self, PyObject *args)
+{
+	PyObject *queue;
+	unsigned int how;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!I", queue_type, &queue, &how))
+		return NULL;
+	arm((struct queue *)queue, how);
+	Py_RETURN_NONE;
+}
+
+/* ---- reading: these return 0 or an errno --------------------------------- */
+
+static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int most)
+{
+	if (count < 0 || (unsigned int)count > most || (count && !sge))
+		return EINVAL;
+	wqe->sges = PyTuple_New(count);
+	for (int i = 0; wqe->sges && i < count; i++) {
+		PyObject *one = Py_BuildValue("(KII)", (unsigned long long)sge[i].addr,
+					      (unsigned int)sge[i].length, (unsigned int)sge[i].lkey);
+
+		if (!one || PyTuple_SetItem(wqe->sges, i, one))
+			return ENOMEM;
+	}
+	return wqe->sges ? 0 : ENOMEM;
+}
+
+static int read_inline(struct wqe *wqe, const struct ibv_send_wr *wr, unsigned int most)
+{
+	uint64_t size = 0, at = 0;
+
+	for (int i = 0; i < wr->num_sge; i++)
+		size += wr->sg_list[i].length;
+	if (size > most)
+		return EINVAL;
+	Py_DECREF(wqe->sges);
+	wqe->sges = PyTuple_New(0);
+	wqe->data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+	for (int i = 0; wqe->data && i < wr->num_sge; i++) {
+		const struct ibv_sge *sge = &wr->sg_list[i];
+
+		if (sge->length)
+			memcpy(PyBytes_AsString(wqe->data) + at, (void *)(uintptr_t)sge->addr,
+			       sge->length);
+		at += sge->length;
+	}
+	return wqe->data && wqe->sges ? 0 : ENOMEM;
+}
+
+static int read_send(struct wqe *wqe, const struct queue *queue, enum ibv_qp_type type,
+		     const struct ibv_send_wr *wr)
+{
+	int code = read_sges(wqe, wr->sg_list, wr->num_sge, queue->max_sge);
+
+	wqe->opcode = wr->opcode;
+	wqe->flags = wr->send_flags;
+	if (!code && wr->send_flags & IBV_SEND_INLINE)
+		code = read_inline(wqe, wr, queue->max_inline);
+	if (code)
+		return code;
+	if (wr->opcode == IBV_WR_BIND_MW) {
+		if (!wr->bind_mw.mw || !wr->bind_mw.bind_info.mr)
+			return EINVAL;
+		wqe->window = rp_soft_part(wr->bind_mw.mw->handle, NAMES);
+		wqe->region = rp_soft_part(wr->bind_mw.bind_info.mr->handle, NAMES);
+		return wqe->window && wqe->region ? 0 : EINVAL;
+	}
+	if (type == IBV_QPT_UD && (wr->opcode == IBV_WR_SEND || wr->opcode == IBV_WR_TSO ||
+				   wr->opcode == IBV_WR_SEND_WITH_IMM)) {
+		wqe->ah = wr->wr.ud.ah ? rp_soft_part(wr->wr.ud.ah->handle, NAMES) : NULL;
+		if (!wqe->ah)
+			return EINVAL;
+	}
+	if (wr->opcode == IBV_WR_TSO) {
+		if (wr->tso.hdr_sz > queue->max_tso_header || (wr->tso.hdr_sz && !wr->tso.hdr))
+			return EINVAL;
+		wqe->hdr = PyBytes_FromStringAndSize(wr->tso.hdr, wr->tso.hdr_sz);
+		if (!wqe->hdr)
+			return ENOMEM;
+	}
+	return 0;
+}
+
+/* TAG_ADD takes one of the list's slots and sets tm.handle; TAG_DEL must name one it has given. */
+static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr *op)
+{
+	struct queue *list = (struct queue *)queue->slots;
+	int adds = op->opcode == IBV_WR_TAG_ADD, code;
+
+	wqe->opcode = op->opcode;
+	wqe->flags = (unsigned int)op->flags;
+	if (adds && is_full(list))
+		return ENOMEM;
+	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :
+					   !adds && op->opcode != IBV_WR_TAG_SYNC)
+		return EINVAL;
+	code = read_sges(wqe, op->tm.add.sg_list, adds ? op->tm.add.num_sge : 0, list->max_sge);
+	if (adds && !code)
+		wqe->wr.op.tm.handle = op->tm.handle = ++list->last_handle;
+	return code;
+}
+
+/* ---- posting ------------------------------------------------------------- */
+
+/* Take one work request in. */
+static int take_in(enum posts what, enum ibv_qp_type type, int nested, struct queue *queue,
+		   void *wr)
+{
+	static const size_t sizes[] = { sizeof(struct ibv_send_wr), sizeof(struct ibv_recv_wr),
+					sizeof(struct ibv_recv_wr), sizeof(struct ibv_ops_wr) };
+	struct ibv_recv_wr *recv = wr;
+	struct wqe *wqe;
+	int code = 0;
+
+	/* The plan of faults counts no post that is made in the middle of a verb. */
+	if (queue->faults && !nested && PyDict_Size(PyTuple_GetItem(queue->faults, 1)) > 0)
+		code = (int)rp_soft_step(PyTuple_GetItem(queue->faults, 0));
+	if (!code)
+		code = queue->refuses;
+	if (!code && is_full(queue))
+		code = ENOMEM;
+	if (code)
+		return code;
+	wqe = (struct wqe *)PyType_GenericAlloc(wqe_type, 0);
+	if (!wqe) {
+		PyErr_Clear();
+		return ENOMEM;
+	}
+	memcpy(&wqe->wr, wr, sizes[what]);
+	if (what == SENDS)
+		code = read_send(wqe, queue, type, wr);
+	else if (what == OPERATIONS)
+		code = read_op(wqe, queue, wr);
+	else
+		code = read_sges(wqe, recv->sg_list, recv->num_sge, queue->max_sge);
+	PyErr_Clear();
+	if (!code && rp_append(queue->pending, (PyObject *)wqe))
+		code = ENOMEM;
+	if (!code) {
+		use_slots(queue, 1);
+		/* An operation that adds an entry takes a slot of the matching list, too. */
+		if (what == OPERATIONS && wqe->opcode == IBV_WR_TAG_ADD)
+			use_slots((struct queue *)queue->slots, 1);
+	}
+	Py_DECREF((PyObject *)wqe);
+	return code;
+}
+
+/* Returns 0, or an errno and in *bad the first that is not taken. */
+static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
+{
+	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
+	PyGILState_STATE gil = PyGILState_Ensure();
+	int nested = rp_soft_enter(), any = 0;
+	struct queue *queue = find_queue(handle, names[what]);
+	int code = queue ? 0 : EINVAL;
+
+	while (wr && !code) {
+		code = take_in(what, type, nested, queue, wr);
+		if (code)
+			break;
+		any = 1;
+		/* The three kinds have this in common. */
+		wr = ((struct ibv_recv_wr *)wr)->next;
+	}
+	if (any && queue->prompt)
+		rp_soft_start(handle);
+	rp_soft_leave(nested);
+	Py_XDECREF((PyObject *)queue);
+	PyGILState_Release(gil);
+	if (code)
+		*bad = wr;
+	return code;
+}
+
+static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr)
+{
+	return post(SENDS, qp->handle, qp->qp_type, wr, (void **)bad_wr);
+}
+
+static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr)
+{
+	return post(RECEIVES, qp->handle, 0, wr, (void **)bad_wr);
+}
+
+static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr)
+{
+	return post(SRQ_RECEIVES, srq->handle, 0, wr, (void **)bad_wr);
+}
+
+static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_ops_wr **bad_op)
+{
+	return post(OPERATIONS, srq->handle, 0, op, (void **)bad_op);
+}
 
 /* ---- polling ------------------------------------------------------------ */
 
@@ -22,33 +392,33 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_i
 {
 	PyGILState_STATE gil = PyGILState_Ensure();
 	int nested = rp_soft_enter(), count = 0;
-	PyObject *entries = rp_soft_part(handle, ENTRIES), *taken;
-	Py_ssize_t there = entries ? PyObject_Size(entries) : 0;
+	struct queue *cq = find_queue(handle, NAMES);
+	Py_ssize_t there = cq ? PyObject_Size(cq->pending) : 0;
 
 	if (nested && there)
-		there -= rp_journal_count(entries);
+		there -= rp_journal_count(cq->pending);
 	/* Who is interrupted may never see what the poll returns: that stays for the next. */
 	if (rp_soft_raises())
 		there = 0;
 	for (; count < most && count < there; count++) {
+		PyObject *taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
 		const struct entry *entry;
 
-		taken = PyObject_CallMethodObjArgs(entries, rp_names[POPLEFT], NULL);
 		if (!taken)
 			break;
 		entry = (void *)PyBytes_AsString(PyTuple_GetItem(taken, 0));
 		wc[count] = entry->wc;
 		if (tm)
 			tm[count] = entry->tm;
-		rp_soft_settle(nested, PyTuple_GetItem(taken, 1), NULL,
-			       (unsigned int)PyLong_AsUnsignedLong(PyTuple_GetItem(taken, 2)));
+		use_slots((struct queue *)PyTuple_GetItem(taken, 1),
+		      -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
 		Py_DECREF(taken);
 	}
 	PyErr_Clear();
 	rp_soft_leave(nested);
-	Py_XDECREF(entries);
+	Py_XDECREF((PyObject *)cq);
 	PyGILState_Release(gil);
-	if (entries)
+	if (cq)
 		return count;
 	errno = EINVAL;
 	return -1;
@@ -62,44 +432,34 @@ static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
 	PyGILState_STATE gil = PyGILState_Ensure();
-	int nested = rp_soft_enter(), code = EINVAL;
-	PyObject *found = rp_soft_part(cq->handle, NAMES);
+	int nested = rp_soft_enter();
+	struct queue *found = find_queue(cq->handle, NAMES);
 
 	if (found)
-		code = rp_soft_settle(nested, found, NULL,
-				      solicited_only ? RP_ARMED_SOLICITED : RP_ARMED_NEXT);
+		arm(found, solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
 	rp_soft_leave(nested);
-	Py_XDECREF(found);
+	Py_XDECREF((PyObject *)found);
 	PyGILState_Release(gil);
-	return code;
+	return found ? 0 : EINVAL;
 }
 
 /* ---- a context ---------------------------------------------------------- */
 
-int rp_soft_context_init(struct rp_soft_context *soft)
+struct ibv_context *rp_soft_context_init(struct verbs_context *whole)
 {
-	struct verbs_context *context;
+	struct ibv_context *context = &whole->context;
 
-	if (!soft)
-		return EINVAL;
-	context = &soft->verbs;
-	context->sz = sizeof(*context);
-	context->context.abi_compat = __VERBS_ABI_IS_EXTENDED;
-	context->context.cmd_fd = -1;
-	context->context.async_fd = -1;
-	context->context.num_comp_vectors = 1;
-	context->context.ops.post_send = rp_soft_post_send;
-	context->context.ops.post_recv = rp_soft_post_recv;
-	context->context.ops.post_srq_recv = rp_soft_post_srq_recv;
-	context->context.ops.poll_cq = poll_cq;
-	context->context.ops.req_notify_cq = req_notify_cq;
-	context->post_srq_ops = rp_soft_post_srq_ops;
-	return 0;
-}
-
-struct ibv_context *rp_soft_context_of(struct rp_soft_context *soft)
-{
-	return soft ? &soft->verbs.context : NULL;
+	whole->sz = sizeof(*whole);
+	whole->post_srq_ops = post_srq_ops;
+	context->abi_compat = __VERBS_ABI_IS_EXTENDED;
+	context->cmd_fd = context->async_fd = -1;
+	context->num_comp_vectors = 1;
+	context->ops.post_send = post_send;
+	context->ops.post_recv = post_recv;
+	context->ops.post_srq_recv = post_srq_recv;
+	context->ops.poll_cq = poll_cq;
+	context->ops.req_notify_cq = req_notify_cq;
+	return context;
 }
 
 /* ---- an extended CQ ----------------------------------------------------- */
@@ -155,28 +515,29 @@ static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm_info)
 	*tm_info = to_soft(cq)->tm;
 }
 
-int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
+void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
 {
-	if (!cq)
-		return EINVAL;
 	cq->cq.start_poll = start_poll;
 	cq->cq.next_poll = next_poll;
 	cq->cq.end_poll = end_poll;
 	FIELDS(SET)
 	cq->cq.read_tm_info = read_tm_info;
-	return 0;
 }
 
-/* ---- timers ------------------------------------------------------------- */
+static PyMethodDef functions[] = {
+	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
+	{ "arm", soft_arm, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
 
-int rp_timer_open(void)
+int rp_add_soft(PyObject *module)
 {
-	return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-}
-
-int rp_timer_set(int fd, int64_t ns)
-{
-	struct itimerspec when = { .it_value = { ns / 1000000000, ns % 1000000000 } };
-
-	return timerfd_settime(fd, 0, &when, NULL);
+	/* Held for ever. */
+	wqe_type = (PyTypeObject *)PyType_FromSpec(&wqe_spec);
+	queue_type = (PyTypeObject *)PyType_FromSpec(&queue_spec);
+	if (!wqe_type || !queue_type ||
+	    PyModule_AddObjectRef(module, "WQE", (PyObject *)wqe_type) ||
+	    PyModule_AddObjectRef(module, "DeviceQueue", (PyObject *)queue_type))
+		return -1;
+	return PyModule_AddFunctions(module, functions);
 }

@@ -1,12 +1,12 @@
 /* The C side of the soft device; soft.h documents it. */
 
+struct verbs_context {
+	...;
+};
+
 struct rp_soft_xrcd {
 	struct ibv_xrcd xrcd;
 	uint32_t handle;
-};
-
-struct rp_soft_context {
-	...;
 };
 
 struct rp_soft_cq_ex {
@@ -14,11 +14,27 @@ struct rp_soft_cq_ex {
 	...;
 };
 
-int rp_soft_context_init(struct rp_soft_context *soft);
-struct ibv_context *rp_soft_context_of(struct rp_soft_context *soft);
+struct ibv_context *rp_soft_context_init(struct verbs_context *whole);
+void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq);
 int rp_soft_busy(void);
-int rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq);
-int rp_timer_open(void);
-int rp_timer_set(int fd, int64_t ns);
+
+/* timerfd_create(2) */
+#define CLOCK_MONOTONIC ...
+#define TFD_CLOEXEC ...
+#define TFD_NONBLOCK ...
+
+struct timespec {
+	int64_t tv_sec;
+	long tv_nsec;
+	...;
+};
+
+struct itimerspec {
+	struct timespec it_value;
+	...;
+};
+
+int timerfd_create(int clock, int flags);
+int timerfd_settime(int fd, int flags, const struct itimerspec *now, struct itimerspec *before);
 
 #define RP_SOFT_MAX_SGE ...

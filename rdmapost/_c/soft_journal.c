@@ -12,8 +12,6 @@ PyObject *rp_names[NAMES];
 
 static PyObject *undo, *later;
 static int active;
-/* Functions of Python's. */
-static PyObject *set, *delete, *pop;
 
 static int is_journaled(void)
 {
@@ -41,6 +39,17 @@ int rp_append(PyObject *queue, PyObject *item)
 	return done ? 0 : -1;
 }
 
+PyObject *rp_shift(PyObject *list)
+{
+	PyObject *first = NULL;
+
+	if (PyList_Size(list) > 0) {
+		first = Py_NewRef(PyList_GetItem(list, 0));
+		PyList_SetSlice(list, 0, 1, NULL);
+	}
+	return first;
+}
+
 /* What it holds may be the last reference to anything: nothing is under way then. */
 void rp_clear(PyObject *list)
 {
@@ -64,6 +73,13 @@ void rp_journal_begin(void)
 	active = 1;
 }
 
+void rp_journal_forget(void)
+{
+	active = 0;
+	rp_clear(later);
+	rp_clear(undo);
+}
+
 void rp_journal_commit(void)
 {
 	active = 0;
@@ -74,8 +90,7 @@ void rp_journal_commit(void)
 			PyErr_WriteUnraisable(PyList_GetItem(later, i));
 		Py_XDECREF(done);
 	}
-	rp_clear(later);
-	rp_clear(undo);
+	rp_journal_forget();
 }
 
 void rp_journal_rollback(void)
@@ -92,16 +107,8 @@ void rp_journal_rollback(void)
 			PyErr_Clear();
 		Py_XDECREF(done);
 	}
-	rp_clear(later);
-	rp_clear(undo);
+	rp_journal_forget();
 	PyErr_Restore(type, value, trace);
-}
-
-void rp_journal_forget(void)
-{
-	active = 0;
-	rp_clear(later);
-	rp_clear(undo);
 }
 
 Py_ssize_t rp_journal_count(PyObject *deque)
@@ -111,7 +118,7 @@ Py_ssize_t rp_journal_count(PyObject *deque)
 	for (Py_ssize_t i = 0; i < PyList_Size(undo); i++) {
 		PyObject *call = PyList_GetItem(undo, i);
 
-		count += PyTuple_GetItem(call, 0) == pop && PyTuple_GetItem(call, 1) == deque;
+		count += PyTuple_GetItem(call, 0) == rp_soft_given(POP) && PyTuple_GetItem(call, 1) == deque;
 	}
 	return count;
 }
@@ -126,8 +133,8 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value)
 		if (!old && !PyErr_ExceptionMatches(PyExc_AttributeError))
 			return -1;
 		PyErr_Clear();
-		failed = note(undo, old ? PyTuple_Pack(4, set, self, name, old) :
-					  PyTuple_Pack(3, delete, self, name));
+		failed = note(undo, old ? PyTuple_Pack(4, rp_soft_given(SETATTR), self, name, old) :
+					  PyTuple_Pack(3, rp_soft_given(DELATTR), self, name));
 		Py_XDECREF(old);
 		if (failed)
 			return -1;
@@ -193,15 +200,25 @@ static PyObject *made(PyObject *self, PyObject *args)
 }
 
 /* put(deque, item): append it. */
-static PyObject *put(PyObject *self, PyObject *args)
+static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-	PyObject *deque, *item, *result;
+	(void)self;
+	if (nargs != 2)
+		return PyErr_Format(PyExc_TypeError, "put(deque, item)");
+	return noted(PyObject_CallMethodObjArgs(args[0], rp_names[APPEND], args[1], NULL),
+		     rp_soft_given(POP), args[0]);
+}
+
+/* take(deque): remove its first item, and return that. */
+static PyObject *take(PyObject *self, PyObject *deque)
+{
+	PyObject *item, *back = PyObject_GetAttr(deque, rp_names[APPENDLEFT]);
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "OO", &deque, &item))
-		return NULL;
-	result = PyObject_CallMethodObjArgs(deque, rp_names[APPEND], item, NULL);
-	return noted(result, pop, deque);
+	item = back ? PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL) : NULL;
+	item = noted(item, back, item);
+	Py_XDECREF(back);
+	return item;
 }
 
 /* forget(entries, queue): drop a work queue's of the entries of a completion queue; for on_commit. */
@@ -228,28 +245,15 @@ static PyMethodDef functions[] = {
 	{ "undo", journal_undo, METH_VARARGS, NULL },
 	{ "on_commit", on_commit, METH_VARARGS, NULL },
 	{ "made", made, METH_VARARGS, NULL },
-	{ "put", put, METH_VARARGS, NULL },
+	RP_METHOD(put),
+	{ "take", take, METH_O, NULL },
 	{ "forget", forget, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
-/* A new reference, held for ever. */
-static PyObject *import(const char *module, const char *type, const char *name)
-{
-	PyObject *from = PyImport_ImportModule(module), *found = NULL, *owner;
-
-	owner = from && type ? PyObject_GetAttrString(from, type) : Py_XNewRef(from);
-	if (owner)
-		found = PyObject_GetAttrString(owner, name);
-	Py_XDECREF(owner);
-	Py_XDECREF(from);
-	return found;
-}
-
 int rp_add_soft_journal(PyObject *module)
 {
-	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "entries",
-						  "armed", "append", "popleft" };
+	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "append", "appendleft", "popleft" };
 	PyObject *record = PyType_FromSpec(&record_spec);
 
 	for (int i = 0; i < NAMES; i++) {
@@ -259,10 +263,7 @@ int rp_add_soft_journal(PyObject *module)
 	}
 	undo = PyList_New(0);
 	later = PyList_New(0);
-	set = import("builtins", NULL, "setattr");
-	delete = import("builtins", NULL, "delattr");
-	pop = import("collections", "deque", "pop");
-	if (!record || !undo || !later || !set || !delete || !pop ||
+	if (!record || !undo || !later ||
 	    PyModule_AddObjectRef(module, "Record", record))
 		return -1;
 	return PyModule_AddFunctions(module, functions);

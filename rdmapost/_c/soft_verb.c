@@ -11,19 +11,16 @@
 #include <time.h>
 #include <unistd.h>
 
-/* What rdmapost/providers/soft_state.py gave (rdmapost/_verbs.pyi), held for ever. */
-enum part { OBJECTS, READY, STEP, GIVE_UP, TELL, RESET, REFUSE, PARTS };
-static PyObject *parts;
+static PyObject *parts; /* what soft_device was given, held for ever */
 
 static struct rp_lock *lock;
-static PyObject *aside; /* a list: what waits for the verb to end; see rp_soft_settle */
 static PyObject *raised; /* a list: exceptions of handlers, for the main thread */
 static double due = -1; /* when something has to be done, by the monotonic clock; -1 is never */
 static int broken; /* there is something to tell */
 static int forked; /* nothing of what is there is this process's */
 static int doomed; /* the verb that runs began in another process */
 
-static PyObject *part(enum part which)
+PyObject *rp_soft_given(enum rp_part which)
 {
 	return PyTuple_GetItem(parts, which);
 }
@@ -31,18 +28,6 @@ static PyObject *part(enum part which)
 int rp_soft_busy(void)
 {
 	return rp_owns(lock);
-}
-
-/* Take the first of a list; NULL where there is none. */
-static PyObject *shift(PyObject *list)
-{
-	PyObject *first = NULL;
-
-	if (PyList_Size(list) > 0) {
-		first = Py_NewRef(PyList_GetItem(list, 0));
-		PyList_SetSlice(list, 0, 1, NULL);
-	}
-	return first;
 }
 
 /* ---- exceptions of signal handlers --------------------------------------- */
@@ -63,7 +48,7 @@ static PyObject *take_exception(void)
 
 static int deliver(void *unused)
 {
-	PyObject *first = shift(raised);
+	PyObject *first = rp_shift(raised);
 
 	(void)unused;
 	if (!first)
@@ -133,7 +118,7 @@ static void attempt_again(struct errand *errand)
 	errand->failed = broken = 1;
 	error = take_exception();
 	object = PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
-	call = PyTuple_Pack(3, part(GIVE_UP), object, error ? error : Py_None);
+	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		errand->result = attempt(call);
 	PyErr_Clear();
@@ -157,8 +142,7 @@ static void run_elsewhere(void *argument)
 /* Whether threads no longer get the GIL. */
 static int is_finalizing(void)
 {
-	PyObject *ask = PySys_GetObject("is_finalizing");
-	PyObject *said = ask ? PyObject_CallObject(ask, NULL) : NULL;
+	PyObject *said = PyObject_CallObject(rp_soft_given(IS_FINALIZING), NULL);
 	int is = !said || PyObject_IsTrue(said);
 
 	Py_XDECREF(said);
@@ -210,72 +194,13 @@ long rp_soft_step(PyObject *call)
 /* Carry out a part of what an object has to do; whether there is more. */
 static int work(PyObject *object)
 {
-	PyObject *call = PyTuple_Pack(2, part(STEP), object);
+	PyObject *call = PyTuple_Pack(2, rp_soft_given(STEP), object);
 	int is_more = call && rp_soft_step(call) > 0;
 
 	Py_XDECREF(call);
 	PyErr_Clear();
 	return is_more;
 }
-
-/* ---- what waits until the verb is over ----------------------------------- */
-
-static void arm(PyObject *cq, unsigned int how)
-{
-	PyObject *armed = PyObject_GetAttr(cq, rp_names[ARMED]), *wanted = NULL;
-
-	/* A pending wish for any entry is not narrowed. */
-	if (armed && PyLong_AsUnsignedLong(armed) < how)
-		wanted = PyLong_FromUnsignedLong(how);
-	if (wanted)
-		PyObject_GenericSetAttr(cq, rp_names[ARMED], wanted);
-	Py_XDECREF(armed);
-	Py_XDECREF(wanted);
-	PyErr_Clear();
-}
-
-int rp_soft_settle(int nested, PyObject *target, PyObject *wqe, unsigned int count)
-{
-	struct work_queue *queue = (struct work_queue *)target;
-	PyObject *what;
-	int failed;
-
-	if (nested) {
-		what = Py_BuildValue("(OOI)", target, wqe ? wqe : Py_None, count);
-		failed = !what || PyList_Append(aside, what);
-		Py_XDECREF(what);
-		PyErr_Clear();
-		if (!failed && wqe)
-			rp_queue_expect(queue, wqe, 1);
-		return failed ? ENOMEM : 0;
-	}
-	if (!PyObject_TypeCheck(target, rp_work_queue_type))
-		arm(target, count);
-	else if (wqe)
-		return rp_queue_accept(queue, wqe);
-	else
-		queue->used -= count < queue->used ? count : queue->used;
-	return 0;
-}
-
-static void settle_all(void)
-{
-	PyObject *what, *target, *wqe;
-	unsigned int count;
-
-	while ((what = shift(aside))) {
-		if (PyArg_ParseTuple(what, "OOI", &target, &wqe, &count) && wqe != Py_None) {
-			rp_queue_expect((struct work_queue *)target, wqe, -1u);
-			/* What has been destroyed or reset since forgets it. */
-			if (!((struct work_queue *)target)->refuses)
-				rp_soft_settle(0, target, wqe, 0);
-		} else {
-			rp_soft_settle(0, target, NULL, count);
-		}
-		Py_DECREF(what);
-	}
-}
-
 
 /* ---- verbs --------------------------------------------------------------- */
 
@@ -293,12 +218,10 @@ static void carry_on(void)
 {
 	PyObject *object;
 
-	settle_all();
-	while (!doomed && (object = shift(part(READY)))) {
+	while (!doomed && (object = rp_shift(rp_soft_given(READY)))) {
 		while (work(object))
-			settle_all();
+			;
 		Py_DECREF(object);
-		settle_all();
 	}
 }
 
@@ -311,9 +234,8 @@ int rp_soft_enter(void)
 	rp_take(lock);
 	if (forked) {
 		rp_journal_forget();
-		rp_clear(aside);
-		rp_clear(part(READY));
-		call = PyTuple_Pack(1, part(RESET));
+		rp_clear(rp_soft_given(READY));
+		call = PyTuple_Pack(1, rp_soft_given(RESET));
 		forked = !call || !rp_soft_step(call);
 		Py_XDECREF(call);
 	}
@@ -338,7 +260,7 @@ void rp_soft_leave(int nested)
 	broken = doomed = 0;
 	rp_give(lock);
 	if (tell) {
-		told = PyObject_CallObject(part(TELL), NULL);
+		told = PyObject_CallObject(rp_soft_given(TELL), NULL);
 		if (!told)
 			raise_later(take_exception());
 		Py_XDECREF(told);
@@ -359,35 +281,24 @@ static void after_fork(void)
 		doomed = 1;
 }
 
-/* A new reference, or NULL without an exception. */
-static PyObject *find(uint32_t handle)
-{
-	PyObject *key = PyLong_FromUnsignedLong(handle), *found = NULL;
-
-	if (key)
-		found = Py_XNewRef(PyDict_GetItemWithError(part(OBJECTS), key));
-	Py_XDECREF(key);
-	PyErr_Clear();
-	return found;
-}
-
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 {
-	PyObject *object = find(handle), *found;
+	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *found;
 
-	if (!object || name == NAMES)
-		return object;
-	found = PyObject_GetAttr(object, rp_names[name]);
-	Py_DECREF(object);
+	if (key)
+		object = PyDict_GetItemWithError(rp_soft_given(OBJECTS), key);
+	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
+					  Py_XNewRef(object);
+	Py_XDECREF(key);
 	PyErr_Clear();
 	return found;
 }
 
 void rp_soft_start(uint32_t handle)
 {
-	PyObject *object = find(handle);
+	PyObject *object = rp_soft_part(handle, NAMES);
 
-	if (object && PyList_Append(part(READY), object))
+	if (object && PyList_Append(rp_soft_given(READY), object))
 		PyErr_Clear();
 	Py_XDECREF(object);
 }
@@ -399,7 +310,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 
 	(void)self;
 	if (rp_soft_enter())
-		return PyObject_CallObject(part(REFUSE), call);
+		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	result = attempt(call);
 	if (result && doomed) {
 		Py_CLEAR(result);
@@ -447,9 +358,8 @@ int rp_add_soft_verb(PyObject *module)
 {
 	/* Held for ever. */
 	lock = (struct rp_lock *)PyObject_CallObject(rp_lock_type, NULL);
-	aside = PyList_New(0);
 	raised = PyList_New(0);
-	if (!lock || !aside || !raised || pthread_atfork(NULL, NULL, after_fork))
+	if (!lock || !raised || pthread_atfork(NULL, NULL, after_fork))
 		return -1;
 	return PyModule_AddFunctions(module, functions);
 }

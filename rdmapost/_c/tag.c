@@ -1,8 +1,7 @@
 /* The handle of an entry of a matching list; a TAG_ADD's post makes it, a TAG_DEL names it. */
 #include "post.h"
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket,
-			     uint32_t value)
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint32_t value)
 {
 	struct rp_tag_handle *tag = (struct rp_tag_handle *)PyType_GenericAlloc(
 		(PyTypeObject *)rp_known.tag_handle, 0);
@@ -32,8 +31,7 @@ static void tag_dealloc(PyObject *self)
 static PyObject *tag_repr(PyObject *self)
 {
 	return PyUnicode_FromFormat("<rdmapost.TagHandle %lu>",
-				    (unsigned long)((struct rp_tag_handle *)
-							    self)->value);
+				    (unsigned long)((struct rp_tag_handle *)self)->value);
 }
 
 static PyType_Slot tag_slots[] = {

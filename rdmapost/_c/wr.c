@@ -59,11 +59,9 @@ static int read_arguments(const struct class *class, PyObject *args,
 	return 1;
 }
 
-static int init_slowly(const struct class *class, PyObject *self,
-		       PyObject *args, PyObject *kwargs)
+static int init_slowly(const struct class *class, PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	PyObject *bound = PyObject_CallMethod(class->init, "__get__", "O",
-					      self);
+	PyObject *bound = PyObject_CallMethod(class->init, "__get__", "O", self);
 	PyObject *done = bound ? PyObject_Call(bound, args, kwargs) : NULL;
 
 	Py_XDECREF(bound);
@@ -78,8 +76,7 @@ static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 
 	while (class < classes + known && !rp_has_type(self, class->type))
 		class++;
-	if (class < classes + known &&
-	    read_arguments(class, args, kwargs, values)) {
+	if (class < classes + known && read_arguments(class, args, kwargs, values)) {
 		for (Py_ssize_t i = 0; i < class->fields; i++)
 			if (set_slot(self, &class->slot[i],
 				     values[i] ? values[i] : class->otherwise[i]))
@@ -114,8 +111,7 @@ static PyObject *quick_init(PyObject *self, PyObject *args)
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "O!OnO!", &PyType_Type, &class.type,
-			      &class.init, &class.positional, &PyTuple_Type,
-			      &fields))
+			      &class.init, &class.positional, &PyTuple_Type, &fields))
 		return NULL;
 	class.fields = PyTuple_Size(fields);
 	if (class.fields > FIELDS || known == CLASSES) {

@@ -117,9 +117,8 @@ class SoftProvider(Queues):
 
     @verb
     def open_device(self, name: str) -> Any:
-        whole = ffi.new("struct rp_soft_context *")
-        lib.rp_soft_context_init(whole)
-        context = lib.rp_soft_context_of(whole)
+        whole = ffi.new("struct verbs_context *")
+        context = lib.rp_soft_context_init(whole)
         try:
             opened = OpenDevice()
         except OSError as error:

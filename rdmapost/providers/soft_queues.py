@@ -259,8 +259,8 @@ class Queues:
             info.addr, info.length, info.mw_access_flags,
         )  # fmt: skip
         wqe.bind_rkey = mw.rkey & ~0xFF | (mw.rkey + 1) & 0xFF
-        queue.used += 1
-        door.put(queue.pending, wqe)
+        door.on_commit(door.use_slots, queue, 1)
+        door.on_commit(queue.pending.append, wqe)
         door.on_commit(setattr, mw, "rkey", wqe.bind_rkey)
         device.start(target)
         return None

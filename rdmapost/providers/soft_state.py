@@ -12,6 +12,8 @@ import errno
 import functools
 import itertools
 import logging
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -167,4 +169,7 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
     )  # fmt: skip
 
 
-door.soft_device(objects, ready, device.step, _give_up, _tell, _reset, _refuse)
+door.soft_device(
+    objects, ready, device.step, _give_up, _tell, _reset, _refuse,
+    setattr, delattr, deque.pop, sys.is_finalizing,
+)  # fmt: skip

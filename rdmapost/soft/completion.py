@@ -14,21 +14,22 @@ if TYPE_CHECKING:
     from .device import Device
     from .queue import WorkQueue
 
-__all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue"]
+__all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue", "tm_info"]
 
+_TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 _NOT_ARMED, _, _ARMED_NEXT = range(3)
-_pack = Struct("@QIIIIIIIIHHBBQI0Q").pack
-"""``struct ibv_wc`` and ``struct ibv_wc_tm_info``."""
+_wc = Struct("@QIIIIIIIIHHBB0Q").pack
 
-
-Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, tuple[int, int]]"
+Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, bytes]"
 """A completion queue entry: the fields of ``struct ibv_wc`` (wr_id, status, opcode, vendor_err,
 byte_len, imm_data or invalidated_rkey, qp_num, src_qp, wc_flags, pkey_index, slid, sl,
-dlid_path_bits); the queue whose slots it frees; how many; whether it was solicited; and the tag
-and application context of a tag-matching message."""
+dlid_path_bits); the queue whose slots it frees; how many; whether it was solicited; and its
+``struct ibv_wc_tm_info``."""
 
-NO_TAG = (0, 0)
-"""In the entry of what is no tag-matching message."""
+tm_info = Struct("@QI0Q").pack
+"""What the entry of a tag-matching message has of its tag and application context."""
+NO_TAG = tm_info(0, 0)
+"""What another one has."""
 
 
 class Channel(door.Record):
@@ -40,7 +41,7 @@ class Channel(door.Record):
     """
 
     def __init__(self, device: Device) -> None:
-        self.fd: int = door.made(os.close, lib.rp_timer_open)
+        self.fd: int = door.made(os.close, lib.timerfd_create, *_TIMER)
         if self.fd < 0:
             raise OSError(ffi.errno, "timerfd_create")
         self._device = device
@@ -54,12 +55,13 @@ class Channel(door.Record):
     def signal(self) -> None:
         """Make the descriptor readable now if events are there, else when work is due."""
         ns = 1 if self.events else self._device.nanoseconds_until_due()
-        door.on_commit(lib.rp_timer_set, self.fd, ns)
+        when = ffi.new("struct itimerspec *", {"it_value": divmod(ns, 1_000_000_000)})
+        door.on_commit(lib.timerfd_settime, self.fd, 0, when, ffi.NULL)
 
     def take(self) -> CompletionQueue | None:
         """Return the next event's completion queue, or None."""
         events = self.events
-        event = door.made(events.appendleft, events.popleft) if events else None
+        event = door.take(events) if events else None
         self.signal()
         return event
 
@@ -70,19 +72,18 @@ class Channel(door.Record):
             self.signal()
 
 
-class CompletionQueue(door.Record):
+class CompletionQueue(door.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        entries: what a poll, in C, takes: the bytes of a completion, the queue whose slots it
+        pending: what a poll, in C, takes: the bytes of a completion, the queue whose slots it
             frees, and how many.
         armed: what the next event is for: 0 is nothing, 1 what is solicited, 2 anything.
     """
 
     def __init__(self, capacity: int, channel: Channel | None) -> None:
         self.capacity = capacity
-        self.entries: deque[tuple[bytes, WorkQueue, int]] = deque()
-        self.armed = _NOT_ARMED
+        self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
         self.channel = channel
         self.handle: Any = None
         self.users = 0
@@ -91,13 +92,14 @@ class CompletionQueue(door.Record):
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if there is no room: the queue overruns."""
-        entries = self.entries
+        entries = self.pending
         if len(entries) >= self.capacity:
             return False
-        fields, queue, frees, solicited, tm_info = entry
-        door.put(entries, (_pack(*fields, *tm_info), queue, frees))
+        fields, queue, frees, solicited, tag = entry
+        door.put(entries, (_wc(*fields) + tag, queue, frees))
         if self.armed and (self.armed == _ARMED_NEXT or solicited or fields[1]):
-            self.armed = _NOT_ARMED
+            door.undo(door.arm, self, self.armed)
+            door.arm(self, _NOT_ARMED)
             if self.channel is not None:
                 door.put(self.channel.events, self)
                 self.channel.signal()
@@ -105,7 +107,7 @@ class CompletionQueue(door.Record):
 
     def forget(self, queue: WorkQueue) -> None:
         """Drop the entries of a queue that is being destroyed or reset."""
-        door.on_commit(door.forget, self.entries, queue)
+        door.on_commit(door.forget, self.pending, queue)
 
 
 class EventQueue(door.Record):
@@ -136,6 +138,6 @@ class EventQueue(door.Record):
         events = self.events
         if not events:
             return None
-        event: tuple[EventType, Any] = door.made(events.appendleft, events.popleft)
+        event: tuple[EventType, Any] = door.take(events)
         door.on_commit(os.eventfd_read, self.fd)
         return event

@@ -298,8 +298,10 @@ def gather(source: Segments) -> bytes:
 def copy(source: Segments, target: Segments) -> None:
     """Copy all of the source, when it is committed, into the target, which is at least as long."""
     if len(source) == len(target) == 1:
-        [piece] = source
-        door.on_commit(setitem, target[0][: len(piece)], _ALL, piece)
+        piece, into = source[0], target[0]
+        if len(piece) < len(into):
+            into = into[: len(piece)]
+        door.on_commit(setitem, into, _ALL, piece)
         return
     rooms = iter(target)
     room = memoryview(b"")

@@ -21,7 +21,7 @@ copied at the post, ``ah``, ``window`` and ``region`` are the objects that are m
 is who hears how it ended, where it is the device's own (tags)."""
 
 
-class WorkQueue(door.WorkQueue):
+class WorkQueue(door.DeviceQueue):
     """A queue of work requests with a fixed number of slots.
 
     A slot is taken at the post, which is in C.  It comes free when a completion that
@@ -48,13 +48,15 @@ class WorkQueue(door.WorkQueue):
 
     def take(self) -> WQE:
         """Remove the first of the work requests."""
-        pending = self.pending
-        return door.made(pending.appendleft, pending.popleft)
+        wqe: WQE = door.take(self.pending)
+        return wqe
 
     def clear(self) -> None:
         """Forget everything."""
-        self.pending = deque()
-        self.used = self.silent = 0
+        self.silent = 0
+        # What is posted meanwhile, by a signal handler, is forgotten too.
+        door.on_commit(self.pending.clear)
+        door.on_commit(setattr, self, "used", 0)
 
 
 class XRCDomain(door.Record):

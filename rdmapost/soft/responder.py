@@ -131,7 +131,7 @@ def fill(
     taken: Receive,
     opcode: WCOpcode = WCOpcode.RECV,
     flags: int = 0,
-    tm_info: tuple[int, int] = NO_TAG,
+    tag_info: bytes = NO_TAG,
 ) -> Ack | None:
     """Write a message into a receive's buffers and complete it."""
     wqe, queue, pd, cq = taken
@@ -167,7 +167,7 @@ def fill(
         wqe.wr_id, status, opcode, 0, byte_len, imm, qp.number,
         request.src_qpn if datagrams else 0, flags, 0, 0, request.sl, 0,
     )  # fmt: skip
-    qp.push(cq, (fields, queue, 1, request.solicited, tm_info))
+    qp.push(cq, (fields, queue, 1, request.solicited, tag_info))
     if status:
         qp.fail()
     return ack

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._binding import door
 from ..enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
-from .completion import NO_TAG, Entry
+from .completion import NO_TAG, Entry, tm_info
 from .memory import Fault, gather
 from .memory import copy as copy_bytes
 from .queue import WQE, WorkQueue
@@ -142,7 +142,7 @@ class MatchingList(door.Record):
         if handle not in self._entries:
             return False
         self._drop(handle)
-        self.slots.used -= 1
+        door.on_commit(door.use_slots, self.slots, -1)
         return True
 
     def _drop(self, handle: int) -> None:
@@ -191,9 +191,10 @@ class MatchingList(door.Record):
             return self._unexpected(qp, request)
         entry = self._entries[handle]
         self._drop(handle)
+        info = tm_info(tag, app_ctx)
         if rendezvous:
-            return self._begin_rendezvous(qp, entry, gather(request.data), (tag, app_ctx))
-        return self._eager(qp, entry, request, payload, (tag, app_ctx))
+            return self._begin_rendezvous(qp, entry, gather(request.data), info)
+        return self._eager(qp, entry, request, payload, info)
 
     def _match(self, tag: int) -> int | None:
         """Return the handle of the first entry that a tag matches."""
@@ -208,12 +209,12 @@ class MatchingList(door.Record):
         request: Request,
         opcode: WCOpcode,
         flags: int = 0,
-        tm_info: tuple[int, int] = NO_TAG,
+        tag_info: bytes = NO_TAG,
     ) -> Ack | None:
         taken = consume_receive(qp, request)
         if taken is None:
             return not_ready(qp)
-        return fill(qp, request, taken, opcode, flags, tm_info)
+        return fill(qp, request, taken, opcode, flags, tag_info)
 
     def _unexpected(self, qp: QueuePair, request: Request) -> Ack | None:
         flags = _SYNC_REQ if self._behind() >= _MOST_UNSEEN else 0
@@ -228,29 +229,29 @@ class MatchingList(door.Record):
         entry: _Entry,
         request: Request,
         payload: Segments,
-        tm_info: tuple[int, int],
+        tag_info: bytes,
     ) -> Ack | None:
         message = copy.copy(request)
         message.data, message.length = payload, request.length - _TMH.size
         flags = _MATCH | _DATA_VALID
         if request.length > 128 << qp.attr["path_mtu"]:
             # It matches with its first packet, and is complete with its last.
-            self._complete_match(qp, entry, tm_info)
-            flags, tm_info = _DATA_VALID, NO_TAG
-        return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tm_info)
+            self._complete_match(qp, entry, tag_info)
+            flags, tag_info = _DATA_VALID, NO_TAG
+        return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tag_info)
 
     def _taken(self, entry: _Entry) -> Receive:
         srq = self.srq
         assert srq.cq is not None
         return entry, self.slots, srq.pd, srq.cq
 
-    def _complete_match(self, qp: QueuePair, entry: _Entry, tm_info: tuple[int, int]) -> None:
+    def _complete_match(self, qp: QueuePair, entry: _Entry, tag_info: bytes) -> None:
         fields = (
             entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, 0, qp.number, 0, _MATCH,
             0, 0, 0, 0,
         )  # fmt: skip
         # The entry keeps its place in the list until its data is there too.
-        self._push((fields, self.slots, 0, False, tm_info))
+        self._push((fields, self.slots, 0, False, tag_info))
 
     def complete(
         self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
@@ -264,7 +265,7 @@ class MatchingList(door.Record):
     # ---- rendezvous ---------------------------------------------------------
 
     def _begin_rendezvous(
-        self, qp: QueuePair, entry: _Entry, message: bytes, tm_info: tuple[int, int]
+        self, qp: QueuePair, entry: _Entry, message: bytes, tag_info: bytes
     ) -> Ack:
         va, rkey, size = _RVH.unpack_from(message, _TMH.size)
         try:
@@ -283,7 +284,7 @@ class MatchingList(door.Record):
                 qp, entry, WCStatus.TM_RNDV_INCOMPLETE, len(headers), _MATCH | _DATA_VALID
             )
             return ACK
-        self._complete_match(qp, entry, tm_info)
+        self._complete_match(qp, entry, tag_info)
         _Rendezvous(self, qp, entry, size).start(va, rkey, message[: _TMH.size + _RVH.size])
         return ACK
 
@@ -315,8 +316,8 @@ class _Rendezvous:
         # The FIN is the request again, but for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
-        door.put(self._qp.sq.pending, read)
-        door.put(self._qp.sq.pending, fin)
+        door.on_commit(self._qp.sq.pending.append, read)
+        door.on_commit(self._qp.sq.pending.append, fin)
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:

@@ -93,6 +93,90 @@ def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
     rig.close()
 
 
+def rebind(rig: Rig, mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
+    """Post a bind of a window to the whole region, without a look at the completion."""
+    rig.b.post_send(
+        rp.BindMW(
+            mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=mr.length,
+            mw_access_flags=READ_WRITE, **fields,
+        )
+    )  # fmt: skip
+
+
+@isolated(silent=True)
+def test_window_whose_bind_fails_holds_what_it_was_bound_to(device):
+    """A window of type 2 that is bound cannot be bound anew; the other region is let go."""
+    rig, mw, _, ref = bound(device, "TYPE_2")
+    memory = Memory(SIZE)
+    other = weakref.ref(memory)
+    rebind(rig, mw, rp.MR(rig.pd, memory, BINDABLE))
+    del memory
+    gc.collect()
+    assert ref() is not None
+    assert other() is not None
+    assert rig.cq.wait(1)[0].status is not rp.WCStatus.SUCCESS
+    gc.collect()
+    assert ref() is not None, "the window is bound to it still"
+    assert other() is None, "the window has never been bound to it"
+    mw.close()
+    gc.collect()
+    assert ref() is None
+    rig.close()
+
+
+@isolated(silent=True)
+def test_window_holds_both_regions_where_nobody_knows_how_its_bind_ended(device):
+    """It waits behind a message for which there is no receive, and the queue pair is reset."""
+    rig, mw, _, ref = bound(device, "TYPE_1")
+    memory = Memory(SIZE)
+    other = weakref.ref(memory)
+    mr = rp.MR(rig.pd, memory, BINDABLE)
+    rig.b.post_send(rp.Send(rig.mr[:8]))
+    rig.b.bind_mw(mw, mr, mr.addr, mr.length, READ_WRITE)
+    rig.b.to_reset()
+    del memory, mr
+    gc.collect()
+    assert ref() is not None
+    assert other() is not None
+    mw.close()
+    gc.collect()
+    assert ref() is None
+    assert other() is None
+    rig.close()
+
+
+@isolated(silent=True)
+def test_bind_that_nobody_asked_the_completion_of_is_known_by_a_later_one(device):
+    """The window of type 2 was bound without a completion; a write after it completes."""
+    rig = Rig(device)
+    mw, memory = rp.MW(rig.pd, MWType.TYPE_2), Memory(SIZE)
+    ref = weakref.ref(memory)
+    rebind(rig, mw, rp.MR(rig.pd, memory, BINDABLE), send_flags=0)
+    del memory
+    rig.b.post_send(rig.write())
+    rig.cq.wait(1)[0].check()
+    gc.collect()
+    assert ref() is not None
+    mw.close()
+    gc.collect()
+    assert ref() is None
+    rig.close()
+
+
+@isolated(silent=True)
+def test_window_that_is_unbound_lets_its_region_go(device):
+    """A window of type 1 is unbound by a bind of no bytes, when that has completed."""
+    rig, mw, _, ref = bound(device, "TYPE_1")
+    rig.b.bind_mw(mw, rig.mr, rig.mr.addr, 0)
+    gc.collect()
+    assert ref() is not None
+    rig.cq.wait(1)[0].check()
+    gc.collect()
+    assert ref() is None
+    mw.close()
+    rig.close()
+
+
 @isolated(silent=True)
 def test_region_under_an_invalidated_window_can_be_closed(device):
     """It is held until the window goes or is bound anew, and nothing stands against closing it."""

@@ -1,4 +1,4 @@
-/* Posting, and polling. */
+/* Polling. */
 #include "shim.h"
 
 #include <string.h>
@@ -6,58 +6,8 @@
 
 _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
 	       "rdmapost is for 64-bit machines");
-/* Every work request begins with its wr_id and the next. */
-struct link {
-	uint64_t wr_id;
-	struct link *next;
-};
-#define BEGINS(type)                                                            \
-	(offsetof(type, wr_id) == offsetof(struct link, wr_id) &&               \
-	 offsetof(type, next) == offsetof(struct link, next))
-_Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
-		       BEGINS(struct ibv_ops_wr),
-	       "work requests begin with something else");
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
-_Static_assert(sizeof(struct ibv_wc_tm_info) == 16,
-	       "struct ibv_wc_tm_info has changed");
-
-/*
- * Providers return a positive errno, a negative one (siw), or 0 with *bad set
- * (a partial post); on some paths *bad is left alone, or points nowhere we
- * know.  So *bad starts as NULL and counts only if the chain contains it.
- */
-static struct rp_outcome failed(int code, const struct link *chain, const void *bad, size_t count)
-{
-	int64_t posted = 0;
-
-	while (chain && chain != bad) {
-		chain = chain->next;
-		posted++;
-	}
-	if (!code && (!bad || !chain))
-		return (struct rp_outcome){ 0, (int64_t)count };
-	code = code ? abs(code) : EIO;
-	if (!bad || !chain)
-		/* Nothing of an unsupported call goes in; of another, who knows. */
-		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
-	return (struct rp_outcome){ code, posted };
-}
-
-struct rp_outcome rp_post_records(int verb, void *object, void *records, size_t count)
-{
-	union {
-		struct ibv_send_wr *send;
-		struct ibv_recv_wr *recv;
-		struct ibv_ops_wr *op;
-	} bad = { NULL };
-	int code = verb == SEND	    ? ibv_post_send(object, records, &bad.send) :
-		   verb == RECV	    ? ibv_post_recv(object, records, &bad.recv) :
-		   verb == SRQ_RECV ? ibv_post_srq_recv(object, records, &bad.recv) :
-				      ibv_post_srq_ops(object, records, &bad.op);
-
-	return code || bad.send ? failed(code, records, bad.send, count) :
-				  (struct rp_outcome){ 0, (int64_t)count };
-}
+_Static_assert(sizeof(struct ibv_wc_tm_info) == 16, "struct ibv_wc_tm_info has changed");
 
 static int64_t now_ns(void)
 {
@@ -73,8 +23,7 @@ struct queue {
 	struct ibv_cq_ex *cq_ex;
 };
 
-static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc,
-			    struct ibv_wc_tm_info *tm)
+static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	memset(wc, 0, sizeof(*wc));
 	memset(tm, 0, sizeof(*tm));
@@ -98,8 +47,7 @@ static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc,
 		ibv_wc_read_tm_info(cq, tm);
 }
 
-static int poll_once(struct queue from, int max, struct ibv_wc *wc,
-		     struct ibv_wc_tm_info *tm)
+static int poll_once(struct queue from, int max, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	struct ibv_poll_cq_attr attr = {0};
 	int n = 0;
@@ -119,8 +67,7 @@ static int poll_once(struct queue from, int max, struct ibv_wc *wc,
 }
 
 static int poll_until(struct queue from, struct ibv_wc *wc,
-		      struct ibv_wc_tm_info *tm, int max, int min,
-		      int64_t spin_ns)
+		      struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns)
 {
 	int64_t end = 0;
 	int got = 0;
@@ -130,8 +77,7 @@ static int poll_until(struct queue from, struct ibv_wc *wc,
 		return -1;
 	}
 	for (;;) {
-		int n = poll_once(from, max - got, wc + got,
-				  tm ? tm + got : NULL);
+		int n = poll_once(from, max - got, wc + got, tm ? tm + got : NULL);
 
 		if (n < 0 || n > max - got) {
 			/* What was polled before the failure is not lost. */
@@ -150,8 +96,7 @@ static int poll_until(struct queue from, struct ibv_wc *wc,
 	}
 }
 
-int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
-	       int64_t spin_ns)
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min, int64_t spin_ns)
 {
 	struct queue from = { .cq = cq };
 
