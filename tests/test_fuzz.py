@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support import run_python
 
 FUZZ = pathlib.Path(__file__).parent / "fuzz"
 
@@ -26,6 +27,42 @@ def test_a_seed_replays_a_program_of_one_thread_call_by_call():
     )
     assert first.count("\n") > 30
     assert _without_addresses(first) == _without_addresses(second)
+
+
+AFTER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from programs import plan_of, run
+
+for program in range(8):
+    run(plan_of(3, program, 1), tell=print if program == 7 else None)
+"""
+
+
+def test_a_program_of_one_thread_does_the_same_after_others_as_by_itself():
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    alone = fuzz("--seed", "3", "--threads", "1", "--program", "7").stdout
+    after = run_python(AFTER, str(FUZZ), PYTHONHASHSEED="0").stdout
+    assert after.count("\n") > 30
+    # The first line says what program it is.
+    assert _without_addresses(alone)[1:] == _without_addresses(after)
+
+
+def test_a_finding_comes_with_the_command_that_replays_it(tmp_path):
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    for module in FUZZ.glob("*.py"):
+        text = module.read_text()
+        if module.name == "steps.py":
+            # Programs that find something at once.
+            text += "\n\ndef poll(world, draw):\n    world.found('poll', None, 'wrong')\n"
+            text += "\n_WEIGHTED = (poll,)\n"
+        (tmp_path / module.name).write_text(text)
+    found = subprocess.run(
+        [sys.executable, "-P", str(tmp_path), "--threads", "1", "--ops", "1000", "--seed", "5"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert "python tests/fuzz --seed 5 --threads 1 --program 0" in found.stdout
 
 
 def _without_addresses(said: str) -> list[str]:

@@ -198,3 +198,20 @@ def test_cq_that_overruns_breaks_its_queue_pair():
         assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
         qp.close()
         ah.close()
+
+
+def test_cq_that_overruns_when_a_queue_pair_is_flushed_says_so():
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context, 1) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        told = event(context)
+        assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
+        assert rp.get_async_event(context, 0) is None
+        assert [wc.status for wc in cq.poll()] == [WCStatus.WR_FLUSH_ERR]

@@ -42,7 +42,7 @@ static int is_open(struct prepared *p)
 static int lock(struct prepared *p, int *nested)
 {
 	*nested = rp_owns(p->queue->lock);
-	return *nested ? 0 : rp_take(p->queue->lock);
+	return *nested ? 0 : rp_wait_for_queue(p->queue);
 }
 
 static void unlock(struct prepared *p, int nested)

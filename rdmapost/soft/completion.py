@@ -87,6 +87,8 @@ class CompletionQueue(door.DeviceQueue):
         self.channel = channel
         self.handle: Any = None
         self.users = 0
+        self.overrun = False
+        """Whether it has had no room for an entry; that is told once."""
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if there is no room: the queue overruns."""
@@ -124,6 +126,12 @@ class EventQueue(door.Record):
         """Add an event about an object's struct, or a port number."""
         door.put(self.events, (event, element))
         door.on_commit(os.eventfd_write, self.fd, 1)
+
+    def tell_overrun(self, cq: CompletionQueue) -> None:
+        """Add an event about a completion queue that has had no room, the first time."""
+        if not cq.overrun:
+            cq.overrun = True
+            self.push(EventType.CQ_ERR, cq.handle)
 
     def take(self) -> tuple[EventType, Any] | None:
         """Return the next event, or None."""

@@ -205,9 +205,9 @@ class QueuePair(door.Record):
 
     def push(self, cq: CompletionQueue, entry: Entry) -> None:
         """Put an entry on a completion queue; one that is full breaks the queue pair."""
-        if cq.add(entry) or self.state is _ERR:
+        if cq.add(entry):
             return
-        self.context.events.push(EventType.CQ_ERR, cq.handle)
+        self.context.events.tell_overrun(cq)
         self.fail(EventType.QP_FATAL)
 
     # ---- failing ------------------------------------------------------------

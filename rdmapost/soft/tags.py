@@ -170,7 +170,7 @@ class MatchingList(door.Record):
         cq = self.srq.cq
         assert cq is not None
         if not cq.add(entry):
-            self.srq.context.events.push(EventType.CQ_ERR, cq.handle)
+            self.srq.context.events.tell_overrun(cq)
 
     # ---- messages -----------------------------------------------------------
 

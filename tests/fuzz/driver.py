@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["Finding", "hunt", "replay", "work"]
@@ -125,7 +126,7 @@ class _Worker:
         self._status.write_bytes(bytes(_STATUS.size))
         self._said = pathlib.Path(self._folder, "said")
         env = {"PYTHONHASHSEED": "0", **os.environ}
-        if "asan" not in env.get("LD_PRELOAD", ""):
+        if not _sanitized(env):
             # It fills what is freed, and sees writes beside a block.
             env.setdefault("PYTHONMALLOC", "debug")
             env.setdefault("MALLOC_PERTURB_", "90")
@@ -147,6 +148,10 @@ class _Worker:
         said = self._said.read_text(errors="replace")
         shutil.rmtree(self._folder)
         return program, calls, _finding(code, program, said)
+
+
+def _sanitized(env: Mapping[str, str]) -> bool:
+    return "asan" in env.get("LD_PRELOAD", "")
 
 
 def _finding(code: int, program: int, said: str) -> Finding | None:
@@ -209,7 +214,8 @@ def hunt(options: Any) -> int:
 
 def _show(options: Any, finding: Finding) -> None:
     print(finding["text"])
-    again = f"python tests/fuzz --seed {options.seed} --threads {options.threads} --program"
+    python = ".ci/sanitize --run" if _sanitized(os.environ) else "python"
+    again = f"{python} tests/fuzz --seed {options.seed} --threads {options.threads} --program"
     print(f"to replay it: {again} {finding['program']}")
     from programs import plan_of
 

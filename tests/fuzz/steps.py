@@ -184,8 +184,8 @@ def async_event(world: World, draw: Draw) -> None:
     context = world.pick("Context", draw)
     if context is not None:
         event = world.call(rp.get_async_event, context, draw.among(0, 0, 0.0003))
-        if event is not None and event.event_type is rp.EventType.CQ_ERR:
-            world.overrun = True
+        if event is not None:
+            world.note(event)
 
 
 class _TimelessSelector(selectors.DefaultSelector):
@@ -235,6 +235,8 @@ def in_asyncio(world: World, draw: Draw) -> None:
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(ended, Exception):
                     failed.append(ended)
+                elif isinstance(ended, rp.AsyncEvent):
+                    world.note(ended)
 
     failed: list[Exception] = []
 

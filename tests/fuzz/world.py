@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import gc
 import logging
 import mmap
@@ -270,6 +271,7 @@ class World:
         pools: open resources by kind, and what else is kept.
         clean: whether nothing but ALPHABET may be in registered memory.
         checked: how often queue pairs are checked: one in so many is not; 0 is all.
+        put_off: resources that were closed in the middle of another call.
         findings: what was found, each a (kind, signature, text).
         count: calls made by each thread.
     """
@@ -298,7 +300,7 @@ class World:
         self.serial = True
         self.interrupts = ""
         self.overrun = False
-        self.leaks_told = 0
+        self.put_off: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closing = False
         self.local = threading.local()
         self.counts: dict[int, int] = {}
@@ -327,6 +329,8 @@ class World:
             return None
         local = self.local
         depth = local.depth = getattr(local, "depth", 0) + 1
+        if depth > 1 and getattr(what, "__name__", "") == "close":
+            self.put_off.add(what.__self__)
         try:
             if self.tell is not None:
                 self.tell(f"{'  ' * depth}{_name(what)}({_shown(args, options)})")
@@ -413,13 +417,17 @@ class World:
 
     def on_unraisable(self, raised: Any) -> None:
         error = raised.exc_value
-        # A close in the middle of a verb takes effect later: what refuses it then is told here.
-        if not isinstance(error, Hostile | KeyboardInterrupt | rp.InUseError | rp.VerbsError):
+        # What refuses a close that was put off to the end of a verb can only be told here.
+        refusal = isinstance(error, rp.InUseError) or (
+            isinstance(error, rp.VerbsError) and error.errno == errno.EBUSY
+        )
+        late = refusal and raised.object in self.put_off
+        if not late and not isinstance(error, Hostile | KeyboardInterrupt):
             self.found("unraisable", error, f"{raised.err_msg} {raised.object!r:.100}")
 
-    def on_warning(self, message: Any, category: Any, *_: Any, **__: Any) -> None:
-        if issubclass(category, ResourceWarning) and "rdmapost" not in str(message):
-            self.leaks_told += 1
+    def note(self, event: rp.AsyncEvent) -> None:
+        """Note an asynchronous event: an overrun loses completions."""
+        self.overrun = self.overrun or event.event_type is rp.EventType.CQ_ERR
 
     def look(self) -> None:
         """Look whether any memory has changed that should not have."""
@@ -467,8 +475,7 @@ class World:
         logging.getLogger("rdmapost.soft").addHandler(self._log)
         logging.getLogger("rdmapost.soft").propagate = False
         sys.unraisablehook = self.on_unraisable
-        warnings.showwarning = self.on_warning
-        warnings.simplefilter("always", ResourceWarning)
+        warnings.simplefilter("ignore")
         signal.signal(signal.SIGALRM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_interrupt)
         return self
@@ -496,15 +503,15 @@ class World:
         for pool in self.pools.values():
             pool.clear()
         self._drain(alive, draw)
-        order = ORDER if draw.one_in(2) else ("Batch", "QP", "MW", *ORDER[3:])
+        # A completion that an overrun has lost leaves its windows in use until the queue pair goes.
+        order = ("Batch", "QP", "MW", *ORDER[3:])
+        if draw.one_in(2) and not self.overrun:
+            order = ORDER
         for kind in order:
             for thing in alive[kind]:
                 try:
                     thing.close()
                 except Exception as error:
-                    # What a finalizer could not destroy, and has said so, keeps its parents.
-                    if isinstance(error, rp.InUseError) and self.leaks_told:
-                        return
                     self.found("close", error, f"a {kind} cannot be closed: {error}")
                     return
         thing = ref = None
@@ -516,7 +523,7 @@ class World:
             for name, value in residue().items()
             if value > before[name]
         }
-        if left and not (self.leaks_told and self.interrupts):
+        if left:
             self.found("residue", None, f"{', '.join(left)} left: {left}\n{_descriptors()}")
 
     def _drain(self, alive: dict[str, list[Any]], draw: Draw) -> None:
@@ -535,7 +542,7 @@ class World:
                 return
         for context in alive["Context"]:
             while not context.closed and (event := rp.get_async_event(context)) is not None:
-                self.overrun = self.overrun or event.event_type is rp.EventType.CQ_ERR
+                self.note(event)
         cqs = [cq for cq in alive["CQ"] if not cq.closed]
         for _ in range(1000):
             if not sum(len(cq.poll()) for cq in cqs):
