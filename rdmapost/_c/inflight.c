@@ -526,13 +526,6 @@ static PyType_Slot in_flight_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec in_flight_spec = {
-	.name = "rdmapost._verbs.InFlight",
-	.basicsize = sizeof(struct rp_in_flight),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-	.slots = in_flight_slots,
-};
-
 /* ---- a prepared list in flight ------------------------------------------ */
 
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held)
@@ -573,16 +566,10 @@ static PyType_Slot sent_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec sent_spec = {
-	.name = "rdmapost._verbs.Sent",
-	.basicsize = sizeof(struct rp_sent),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
-		 Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	.slots = sent_slots,
-};
-
 int rp_add_in_flight(PyObject *module)
 {
-	return rp_add_type(module, &sent_spec, NULL, &rp_sent_type) ||
-	       rp_add_type(module, &in_flight_spec, "InFlight", &rp_in_flight_type) ? -1 : 0;
+	return rp_add_type(module, "rdmapost._verbs.Sent", sizeof(struct rp_sent),
+			   Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, sent_slots, &rp_sent_type) ||
+	       rp_add_type(module, "rdmapost._verbs.InFlight", sizeof(struct rp_in_flight),
+			   Py_TPFLAGS_HAVE_GC, in_flight_slots, &rp_in_flight_type) ? -1 : 0;
 }
