@@ -867,13 +867,6 @@ static PyType_Slot poller_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec poller_spec = {
-	.name = "rdmapost._verbs.Poller",
-	.basicsize = sizeof(struct poller),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-	.slots = poller_slots,
-};
-
 /*
  * get_cq_event(channel, into): take an event off a completion channel, which
  * does not block, and acknowledge it: the address of its CQ's struct is a key
@@ -912,6 +905,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_poller(PyObject *module)
 {
-	return rp_add_type(module, &poller_spec, "Poller", NULL) ||
+	return rp_add_type(module, "rdmapost._verbs.Poller", sizeof(struct poller),
+			   Py_TPFLAGS_HAVE_GC, poller_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -967,13 +967,6 @@ static PyType_Slot handle_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec handle_spec = {
-	.name = "rdmapost._verbs.Handle",
-	.basicsize = sizeof(struct rp_handle),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-	.slots = handle_slots,
-};
-
 /* ---- for Python ----------------------------------------------------------- */
 
 /* describe_handles(ClosedError, RdmaError, failed, ffi, to_number, open), held for ever */
@@ -1008,6 +1001,7 @@ int rp_add_handle(PyObject *module)
 		pthread_atfork(NULL, NULL, after_fork);
 		watches_forks = 1;
 	}
-	return rp_add_type(module, &handle_spec, "Handle", &rp_handle_type) ||
+	return rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -21,6 +21,12 @@ struct link {
 _Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
 		       BEGINS(struct ibv_ops_wr),
 	       "work requests begin with something else");
+
+static struct link *record_at(const struct post *post, size_t index)
+{
+	return (void *)(post->records + post->requests[index].record);
+}
+
 /* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
 struct outcome {
 	int code;
@@ -32,11 +38,6 @@ struct outcome {
  * (a partial post); on some paths *bad is left alone, or points nowhere we
  * know.  So *bad starts as NULL and counts only if the chain contains it.
  */
-static struct link *record_at(const struct post *post, size_t index)
-{
-	return (void *)(post->records + post->requests[index].record);
-}
-
 static struct outcome failed(int code, const struct link *chain, const void *bad, size_t count)
 {
 	int64_t posted = 0;
@@ -605,16 +606,10 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec queue_spec = {
-	.name = "rdmapost._verbs.Queue",
-	.basicsize = sizeof(struct queue),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-	.slots = queue_slots,
-};
-
 PyObject *rp_queue_type;
 
 int rp_add_queue(PyObject *module)
 {
-	return rp_add_type(module, &queue_spec, "Queue", &rp_queue_type);
+	return rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct queue),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, queue_slots, &rp_queue_type);
 }
