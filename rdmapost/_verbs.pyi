@@ -79,6 +79,9 @@ def make_completions_of(
 # `into` is an empty list.
 class Poller:
     waiting: int
+    # What leads for an event loop (aio.py), or None.
+    @property
+    def tasks(self) -> Any: ...
     def __init__(
         self, queues: dict[int, Any], extended: bool, spin_ns: int, channel: int,
         drop_event: Callable[[], object] | None, /,
