@@ -24,7 +24,7 @@ __all__ = ["CompChannel"]
 _FD = operator.attrgetter("fd")
 
 
-class CompChannel(Resource):
+class CompChannel(Resource, struct="ibv_comp_channel"):
     """A completion channel that CQs share (ibv_create_comp_channel(3)).
 
     ``CQ(context, channel=...)`` announces its completions here, once for each

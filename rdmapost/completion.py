@@ -109,7 +109,7 @@ _BATCH = 64
 """Completions that one call polls at most (``_c/cq.c``)."""
 
 
-class CQ(Resource):
+class CQ(Resource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
     Args:

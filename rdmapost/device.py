@@ -227,8 +227,8 @@ def _open_active() -> Context:
     raise NoDeviceError(f"there is no RDMA device: {NO_DEVICES}")
 
 
-class Context(Resource):
-    """An open device; open_device() makes it.
+class Context(Resource, struct="ibv_context"):
+    """An open device (ibv_open_device(3)); open_device() makes it.
 
     Attributes:
         name: the device's name.

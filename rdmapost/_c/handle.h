@@ -38,6 +38,7 @@ struct rp_handle {
 	char abandoned; /* finalized: its last user closes it */
 	char kept; /* the device would not let it go */
 	char put_off; /* to be closed after a verb */
+	char unfinished; /* its constructor has begun, and not ended */
 };
 
 extern PyObject *rp_handle_type;
