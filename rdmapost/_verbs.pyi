@@ -21,6 +21,11 @@ class Handle:
     _abandoned: bool
     @property
     def _pid(self) -> int: ...
+    # Its constructor has begun, and not ended.
+    @property
+    def _unfinished(self) -> bool: ...
+    def _begin_making(self) -> None: ...
+    def _end_making(self) -> None: ...
     def close(self) -> None: ...
 
     # Be what create(*args) returns, a child of each parent; return its struct.  `keeps` stays as
@@ -38,10 +43,11 @@ class Handle:
     def _forget(self) -> None: ...
 
 # ClosedError, RdmaError, what raises for a failed function and its errno, ffi, what makes a number
-# of a pointer, and what is open (_resource.py).
+# of a pointer, what is open, what tells a cdata's type, and that of each class (_resource.py).
 def describe_handles(
     closed: type, error: type, failed: Callable[..., Any], ffi: Any,
-    to_number: Callable[[Any], Any], open: dict[int, Any], /,
+    to_number: Callable[[Any], Any], open: dict[int, Any], type_of: Callable[[Any], Any],
+    structs: dict[type, Any], /,
 ) -> None: ...  # fmt: skip
 
 # The interpreter is about to close all handles: threads that this wakes end without a word.  Or it
@@ -79,6 +85,9 @@ def make_completions_of(
 # `into` is an empty list.
 class Poller:
     waiting: int
+    # What leads for an event loop (aio.py), or None.
+    @property
+    def tasks(self) -> Any: ...
     def __init__(
         self, queues: dict[int, Any], extended: bool, spin_ns: int, channel: int,
         drop_event: Callable[[], object] | None, /,

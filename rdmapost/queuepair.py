@@ -51,7 +51,7 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(Multicast):
+class QP(Multicast, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
     Args:

@@ -255,6 +255,9 @@ METHOD(until)
 	fd = (int)PyLong_AsLong(args[1]);
 	if (PyErr_Occurred() || read_deadline(args[3], &deadline))
 		goto out;
+	/* Tasks that have gone without a word give way. */
+	if (args[4] != Py_True && RP_LOAD(&p->tasks) && tell_tasks(p))
+		goto out;
 	held = enter(p, 0);
 	claimed = p->tasks && args[4] != Py_True;
 	if (!claimed)
@@ -290,17 +293,24 @@ static PyObject *release(PyObject *self, PyObject *unused)
 	return tell_tasks(p) ? NULL : Py_NewRef(Py_None);
 }
 
-/* claim(tasks): let an event loop lead; whether it may: nobody else waits. */
+/*
+ * claim(tasks): let an event loop lead; whether it does: nobody else waits.  Another loop that leads
+ * is told to look first: if its tasks have gone without a word, it gives way.
+ */
 static PyObject *claim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
-	enum held held = enter(p, 0);
-	int free = !p->tasks && !p->first;
+	enum held held;
+	int leads;
 
-	if (free)
+	if (RP_LOAD(&p->tasks) != tasks && tell_tasks(p))
+		return NULL;
+	held = enter(p, 0);
+	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
+	leads = p->tasks == tasks;
 	leave(p, held);
-	return PyBool_FromLong(free);
+	return PyBool_FromLong(leads);
 }
 
 /* unclaim(tasks): that event loop leads no more. */
@@ -852,6 +862,22 @@ static PyMethodDef poller_methods[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
+static PyObject *get_tasks(PyObject *self, void *unused)
+{
+	struct poller *p = POLLER(self);
+	enum held held = enter(p, 0);
+	PyObject *tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
+
+	(void)unused;
+	leave(p, held);
+	return tasks;
+}
+
+static PyGetSetDef poller_getset[] = {
+	{ "tasks", get_tasks, NULL, NULL, NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
 static PyMemberDef poller_members[] = {
 	{ "waiting", T_UINT, offsetof(struct poller, waiting), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
@@ -863,6 +889,7 @@ static PyType_Slot poller_slots[] = {
 	{ Py_tp_traverse, poller_traverse },
 	{ Py_tp_clear, poller_clear },
 	{ Py_tp_methods, poller_methods },
+	{ Py_tp_getset, poller_getset },
 	{ Py_tp_members, poller_members },
 	{ 0, NULL },
 };

@@ -39,6 +39,7 @@ struct rp_handle {
 	char refused; /* the device would not let it go */
 	char kept; /* and so it is there until the process ends */
 	char put_off; /* to be closed after a verb */
+	char unfinished; /* its constructor has begun, and not ended */
 };
 
 extern PyObject *rp_handle_type;
