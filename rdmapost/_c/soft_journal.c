@@ -176,7 +176,7 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-/* Note that back(argument) takes back what had the result; where that fails, it is taken back now. */
+/* Note that back(argument) takes back what had the result; if that fails, take it back now. */
 static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 {
 	if (result && is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
@@ -221,7 +221,7 @@ static PyObject *take(PyObject *self, PyObject *deque)
 	return item;
 }
 
-/* forget(entries, queue): drop a work queue's of the entries of a completion queue; for on_commit. */
+/* forget(entries, queue): drop the completions of a work queue; for on_commit. */
 static PyObject *forget(PyObject *self, PyObject *args)
 {
 	PyObject *entries, *queue;
