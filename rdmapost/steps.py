@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from typing import Any
 
@@ -10,7 +11,7 @@ from ._resource import Resource
 from .address import AH, AHAttr, GIDChoice, choose_gid
 from .endpoint import Endpoint
 from .enums import Access, LinkLayer, QPAttrMask, QPState, QPType
-from .errors import VerbsError
+from .errors import RdmaError, VerbsError
 from .memory import PD
 from .qpattr import QUERY_MASK, QPAttr
 from .states import FIELDS, RANGES, missing_attributes
@@ -166,9 +167,18 @@ class Steps(Resource):
             self._keep_completions()
         try:
             self._verb(self.pd.context._provider.modify_qp, raw, mask)
+            self._note_modified(to)
         except VerbsError as error:
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
+        except BaseException:
+            # An interrupt came before the device did it, or after.
+            with contextlib.suppress(RdmaError):
+                if self.state is to:
+                    self._note_modified(to)
+            raise
+
+    def _note_modified(self, to: QPState) -> None:
         if to is QPState.RESET:
             # A reset drops what is posted, without completions.
             self._keep_completions()

@@ -123,6 +123,28 @@ def interrupted(function, moment: int) -> None:
         sys.setprofile(None)
 
 
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_reset_that_is_interrupted_leaves_nothing_outstanding_that_the_device_does_not_have(
+    connect, checked
+):
+    pair = connect(checked=checked)
+
+    def fill() -> None:
+        pair.a.to_reset()
+        pair.a.connect(pair.b.endpoint())
+        pair.a.post_recv([rp.RecvWR(pair.mine[:8], wr_id=i) for i in range(4)])
+
+    fill()
+    for moment in range(1, steps(pair.a.to_reset)):
+        fill()
+        with contextlib.suppress(Interrupt):
+            interrupted(pair.a.to_reset, moment)
+        has = pair.a.outstanding.recv
+        pair.a.to_err()
+        assert len(pair.cq.poll()) == has, moment
+        assert pair.a.outstanding == (0, 0)
+
+
 @pytest.mark.parametrize("queue", ["send queue", "SRQ"])
 @pytest.mark.parametrize("how", ["poll", "wait"])
 def test_an_exception_in_the_middle_of_a_batch_leaves_the_whole_batch(

@@ -332,15 +332,19 @@ class World:
         if depth > 1 and getattr(what, "__name__", "") == "close":
             self.put_off.add(what.__self__)
         try:
+            # It is made even where nobody is told: that is work for the collector, too, and a
+            # replay is to be the same.
+            said = f"{'  ' * depth}{_name(what)}({_shown(args, options)})"
             if self.tell is not None:
-                self.tell(f"{'  ' * depth}{_name(what)}({_shown(args, options)})")
+                self.tell(said)
             try:
                 if depth == 1 and self.interrupts and threading.current_thread() is _main:
                     return self._interruptible(what, args, options)
                 return what(*args, **options)
             except ALLOWED as error:
+                said = f"{'  ' * depth}-> {type(error).__name__}: {str(error)[:100]}"
                 if self.tell is not None:
-                    self.tell(f"{'  ' * depth}-> {type(error).__name__}: {str(error)[:100]}")
+                    self.tell(said)
             except Exception as error:
                 self.found("exception", error, f"{_name(what)}({_shown(args, options)})")
             return None
