@@ -61,6 +61,8 @@ class Resource(door.Handle):
     """What a finalizer says of one that cannot be destroyed."""
     _rank = 0
     """When it is closed at exit: after all of lower ranks."""
+    _waits_for_windows = False
+    """Whether a finalizer lets windows be closed first."""
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
 

@@ -265,6 +265,8 @@ void rp_unname(struct rp_handle *h)
 
 /* ---- windows -------------------------------------------------------------- */
 
+static int64_t bound_windows; /* of all */
+
 struct rp_bound {
 	struct rp_handle *mr;
 	struct rp_bound *next;
@@ -277,6 +279,7 @@ static void unbind(struct rp_bound *bound)
 		struct rp_bound *next = bound->next;
 
 		RP_ADD(&bound->mr->windows, -1);
+		RP_ADD(&bound_windows, -1);
 		rp_look_after(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
 		PyMem_Free(bound);
@@ -294,6 +297,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
 		/* Where memory runs out it is held for ever. */
 		new = PyMem_Malloc(sizeof(*new));
 		RP_ADD(&mr->windows, 1);
+		RP_ADD(&bound_windows, 1);
 		Py_INCREF((PyObject *)mr);
 	}
 	RP_BEGIN(mw);
@@ -945,11 +949,39 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
+static int close_later(void *object)
+{
+	close_abandoned(object);
+	Py_DECREF((PyObject *)object);
+	return 0;
+}
+
+static int waits_for_windows(PyObject *self)
+{
+	struct error error = save_error();
+	PyObject *waits = PyObject_GetAttrString(self, "_waits_for_windows");
+	int it_does = waits == Py_True;
+
+	Py_XDECREF(waits);
+	restore_error(error);
+	return it_does;
+}
+
 static void handle_finalize(PyObject *self)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
+	/*
+	 * A device may take minutes over a queue pair of which a window is bound, and that may be in
+	 * the same garbage: let it be closed first.
+	 */
+	if (RP_LOAD(&bound_windows) && waits_for_windows(self)) {
+		Py_INCREF(self);
+		if (!Py_AddPendingCall(close_later, self))
+			return;
+		Py_DECREF(self);
+	}
 	close_abandoned(h);
 }
 
