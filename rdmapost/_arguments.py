@@ -1,8 +1,12 @@
-"""Telling which argument is of the wrong type."""
+"""Reading arguments: which one is of the wrong type, numbers, and seconds."""
 
 from __future__ import annotations
 
-__all__ = ["expect"]
+import math
+import operator
+from typing import Any
+
+__all__ = ["expect", "index", "seconds"]
 
 
 def expect(name: str, given: object, *kinds: type | None) -> None:
@@ -24,3 +28,47 @@ def expect(name: str, given: object, *kinds: type | None) -> None:
             return
     names = " or ".join("None" if wanted is None else wanted.__name__ for wanted in kinds)
     raise TypeError(f"{name}: expected {names}, got {kind.__name__}")
+
+
+def index(name: str, given: Any) -> int:
+    """Return an argument that is a whole number, of whatever type, as an int.
+
+    Args:
+        name: the parameter's name.
+        given: the argument.
+
+    Raises:
+        TypeError: it is no whole number; the text names the argument.
+    """
+    if not hasattr(type(given), "__index__"):
+        raise TypeError(f"{name}: expected int, got {type(given).__name__}")
+    # numpy's numbers wrap where an int grows, and keep their type in whatever is made of them.
+    return operator.index(given)
+
+
+def seconds(given: Any, name: str = "timeout") -> float | None:
+    """Return an argument that is a number of seconds as a float; None for as long as it takes.
+
+    Args:
+        given: the argument.
+        name: the parameter's name.
+
+    Raises:
+        TypeError: it is no number, as a timedelta is none; the text names the argument.
+        ValueError: it is NaN, or too large for a float.
+    """
+    if given is None:
+        return None
+    try:
+        # Takes numbers of all types, and does not read text, as float() does.
+        value = math.ldexp(given, 0)
+    except TypeError:
+        if hasattr(type(given), "__float__") or hasattr(type(given), "__index__"):
+            raise
+        kind = type(given).__name__
+        raise TypeError(f"{name}: expected seconds or None, got {kind}") from None
+    except OverflowError:
+        raise ValueError(f"{name}: so many seconds do not fit into a float") from None
+    if math.isnan(value):
+        raise ValueError(f"{name}: expected seconds or None, got NaN")
+    return value

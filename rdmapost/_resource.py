@@ -32,7 +32,12 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 class Resource(door.Handle):
     """Something of the device's that must be given back.
 
-    A constructor ends with ``self._make(create, args, destroy, parents)``: the
+    ``class PD(Resource, struct="ibv_pd")`` stands for a struct of the device's.
+    No instance is open without one; its constructor is called once; nobody finds
+    it before the constructor has ended (open_handles); and nobody sets its public
+    attributes after that: others rely on them, and so does closing it.
+
+    A constructor calls ``self._make(create, args, destroy, parents)``: the
     resource is then what ``create(*args)`` returned, ``destroy`` gives it back,
     and it closes before its parents do.  Resources among the arguments stand
     for their structs.  ``self._verb(function, *args)`` calls a function with
@@ -59,9 +64,24 @@ class Resource(door.Handle):
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
 
-    def __init__(self, handle: Any = None, *parents: Resource) -> None:
-        """Make one that is nothing of the device's, but depends on what is."""
-        self._make(_anchor, (), _nothing, parents, handle)
+    @property
+    def _handle(self) -> Any:
+        """The struct, or None where it is closed."""
+        try:
+            return self._live()
+        except ClosedError:
+            return None
+
+    def __init_subclass__(cls, struct: str | None = None) -> None:
+        super().__init_subclass__()
+        if struct is None:
+            return
+        _structs[cls] = ffi.typeof(f"struct {struct} *")
+        cls.__init__ = _once(cls.__init__)  # type: ignore[method-assign]
+        for base in cls.__mro__[: cls.__mro__.index(Resource)]:
+            for name in base.__dict__.get("__slots__", ()):
+                if not name.startswith("_"):
+                    setattr(cls, name, _fixed(name, base.__dict__[name]))
 
     def __enter__(self) -> Self:
         self._live()
@@ -126,15 +146,31 @@ class Resource(door.Handle):
             self.close()
 
 
-_struct = ffi.new("char *")
+_structs: dict[type, Any] = {}
+"""What the struct of a class is, as cffi has it."""
 
 
-def _anchor() -> Any:
-    return _struct
+def _once(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that changes nothing of what has been made, and says when it ends."""
+
+    @functools.wraps(init)
+    def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
+        self._begin_making()
+        init(self, *args, **options)
+        self._end_making()
+
+    return __init__
 
 
-def _nothing(_: object) -> None:
-    pass
+def _fixed(name: str, member: Any) -> property:
+    """Return a slot that only the constructor can set."""
+
+    def fix(self: Resource, value: Any) -> None:
+        if not self.closed and not self._unfinished:
+            raise AttributeError(f"{name} of a {type(self).__name__} cannot be set")
+        member.__set__(self, value)
+
+    return property(member.__get__, fix)
 
 
 def _failed(function: Callable[..., Any], code: int) -> NoReturn:
@@ -149,12 +185,19 @@ not let go, itself."""
 
 door.describe_handles(
     ClosedError, RdmaError, _failed, ffi, functools.partial(ffi.cast, ffi.typeof("uintptr_t")),
-    _open,
+    _open, ffi.typeof, _structs,
 )  # fmt: skip
 
 
 def open_handles() -> list[Any]:
-    """Return what this process has opened and not closed, the newest first."""
+    """Return what this process has opened and not closed, the newest first.
+
+    Without what is being made: only its constructor knows that.
+    """
+    return [handle for handle in _all_open() if not handle._unfinished]
+
+
+def _all_open() -> list[Any]:
     listed = reversed(_open.copy().values())
     found = [one() if isinstance(one, weakref.ref) else one for one in listed]
     return [handle for handle in found if handle is not None and not handle.closed]
@@ -176,7 +219,7 @@ def _close_all() -> None:
     parents, which are older.
     """
     door.exiting(False)
-    for handle in sorted(open_handles(), key=lambda handle: handle._rank):
+    for handle in sorted(_all_open(), key=lambda handle: handle._rank):
         with contextlib.suppress(RdmaError):
             handle.close()
     door.exiting(True)

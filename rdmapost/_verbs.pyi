@@ -1,9 +1,10 @@
 # The compiled module, made by build_ffi.py from rdmapost/_c/.  cffi's own stubs
 # know nothing of C structs, so what comes out of it is Any.
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 ffi: Any
 lib: Any
@@ -20,6 +21,11 @@ class Handle:
     _abandoned: bool
     @property
     def _pid(self) -> int: ...
+    # Its constructor has begun, and not ended.
+    @property
+    def _unfinished(self) -> bool: ...
+    def _begin_making(self) -> None: ...
+    def _end_making(self) -> None: ...
     def close(self) -> None: ...
 
     # Be what create(*args) returns, a child of each parent; return its struct.  `keeps` stays as
@@ -37,10 +43,11 @@ class Handle:
     def _forget(self) -> None: ...
 
 # ClosedError, RdmaError, what raises for a failed function and its errno, ffi, what makes a number
-# of a pointer, and what is open (_resource.py).
+# of a pointer, what is open, what tells a cdata's type, and that of each class (_resource.py).
 def describe_handles(
     closed: type, error: type, failed: Callable[..., Any], ffi: Any,
-    to_number: Callable[[Any], Any], open: dict[int, Any], /,
+    to_number: Callable[[Any], Any], open: dict[int, Any], type_of: Callable[[Any], Any],
+    structs: dict[type, Any], /,
 ) -> None: ...  # fmt: skip
 
 # The interpreter is about to close all handles: threads that this wakes end without a word.  Or it
@@ -78,6 +85,9 @@ def make_completions_of(
 # `into` is an empty list.
 class Poller:
     waiting: int
+    # What leads for an event loop (aio.py), or None.
+    @property
+    def tasks(self) -> Any: ...
     def __init__(
         self, queues: dict[int, Any], extended: bool, spin_ns: int, channel: int,
         drop_event: Callable[[], object] | None, /,
@@ -140,9 +150,7 @@ class Queue:
         max_tso_header: int, max_num_tags: int, kinds: tuple[tuple[int, int], ...],
     ) -> None: ...  # fmt: skip
     def post(self, owner: Handle, wrs: Any, /) -> None: ...
-    def bind_mw(
-        self, owner: Handle, wr: Any, call: Callable[..., Any], bind: Any, at: int, sure: bool, /
-    ) -> None: ...
+    def bind_mw(self, owner: Handle, wr: Any, sure: bool, /) -> None: ...
     def set_ready(self, ready: bool, /) -> None: ...
 
 # _c/prepared.c.
@@ -169,57 +177,63 @@ class Number:
     def __get__(self, wr: PreparedItem, kind: type | None = None, /) -> int: ...
     def __set__(self, wr: PreparedItem, value: int, /) -> None: ...
 
-# _c/soft_journal.c: the soft device's state, and what is done with it when a verb or step returns;
-# the changes of one that raises are taken back.
+# _c/soft_journal.c: changes to the soft device's state are taken back if the verb or step raises.
+# What all of these call is to be in C, where no signal handler runs.
+
+# Its attributes are journaled.
 class Record: ...
-class Table(dict[Any, Any]): ...
 
-class Fifo:
-    def append(self, item: Any, /) -> None: ...
-    def popleft(self) -> Any: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __contains__(self, item: object, /) -> bool: ...
-
-# Lists of buffers; the target is at least as long.
-def copy(source: list[Any], target: list[Any], /) -> None: ...
-
-# They are called in C, where no signal handler runs, and so must be functions in C.
+# What takes back the change that comes next; it is to do no harm where that does not come.
+def undo(function: Callable[..., Any], /, *args: Any) -> None: ...
 def on_commit(function: Callable[..., Any], /, *args: Any) -> None: ...
 
-# They are closed again if nothing comes of it.
-def open_timer() -> int: ...
-def open_semaphore() -> int: ...
+# Return function(*args), which undo(result) takes back.
+def made(undo: Callable[[Any], Any], function: Callable[..., _T], /, *args: Any) -> _T: ...
 
-# _c/soft_queue.c.
+# deque.append and deque.popleft.
+def put(queue: deque[_T], item: _T, /) -> None: ...
+def take(queue: deque[_T], /) -> _T: ...
+
+# Drop the entries of a completion queue that are a work queue's; for on_commit.
+def forget(entries: deque[Any], queue: DeviceQueue, /) -> None: ...
+
+# _c/soft.c.
 class WQE:
     wr_id: int
-    opcode: Any
+    opcode: int
     flags: int
-    imm: int
     sges: Any
     inline: Any
+    hdr: Any
+    ah: Any
+    window: Any
+    region: Any
+    owner: Any
+    imm: int
     remote_addr: int
+    rkey: int
+    atomic_rkey: int
     compare_add: int
     swap: int
-    rkey: int
     remote_qpn: int
     remote_qkey: int
     remote_srqn: int
     mss: int
-    ah: Any
-    bind: Any
-    hdr: Any
-    owner: Any
+    bind_rkey: int
+    bind_addr: int
+    bind_length: int
+    bind_access: int
+    handle: int
+    unexpected_cnt: int
     recv_wr_id: int
     tag: int
     mask: int
-    handle: int
-    unexpected_cnt: int
-    def __init__(self, wr_id: int, opcode: int, flags: int, imm: int, /) -> None: ...
 
-class WorkQueue(Fifo):
+# A work queue or a completion queue.  C adds to `pending` and takes from it, changes `armed` and
+# `used`, and does so also in the middle of a verb or step, from a signal handler.
+class DeviceQueue:
+    pending: deque[Any]
+    armed: int
     depth: int
     max_sge: int
     max_inline: int
@@ -228,34 +242,30 @@ class WorkQueue(Fifo):
     silent: int
     refuses: int
     prompt: bool
-    faults: Any
+    faults: tuple[dict[int, int], list[int]]
+    slots: DeviceQueue
 
-class CompletionRing:
-    capacity: int
-    armed: int
-    # Returns 0 where there is no room, 2 where an event is due, else 1.
-    def push(
-        self, fields: tuple[int, ...], queue: WorkQueue, frees: int, solicited: bool,
-        tm_info: tuple[int, int], /,
-    ) -> int: ...  # fmt: skip
+# They are for on_commit and undo: take slots (or free them: less than 0), and have the next
+# completion announced (1: if it is solicited, 2: in any case), or none (0).
+def use_slots(queue: DeviceQueue, slots: int, /) -> None: ...
+def arm(queue: DeviceQueue, how: int, /) -> None: ...
 
-# Drop the completions of a queue, on commit.
-def forget(cq: CompletionRing, queue: WorkQueue, /) -> None: ...
-def describe_opcodes(by_number: dict[int, Any], /) -> None: ...
+# _c/soft_verb.c: call a function as one verb.  An exception that it returns is raised too, but
+# takes nothing back.
+def verb(function: Callable[..., Any], /, *args: Any) -> Any: ...
 
-# _c/soft_verb.c: make a verb of a function.  An exception that it returns is raised too, but takes
-# nothing back.
-def Verb(function: _F, /) -> _F: ...
+# Let the device carry out what it has to do, as posts and polls do.
+def run_device() -> None: ...
 
-# The functions that C calls: carry out a part of what an object has to do and say whether there is
-# more; end it, after an exception, and say the same; log these; begin anew after a fork; make the
-# exception of a verb within a verb.
-def soft_device(
-    objects: dict[int, Any], step: Callable[[Any], bool],
-    give_up: Callable[[Any, BaseException], bool], tell: Callable[[], None],
-    reset: Callable[[], None], refuse: Callable[[str], BaseException], /,
-) -> None: ...  # fmt: skip
-
-# For on_commit: carry out what an object has to do; look for what is due then (-1: nothing).
-def start(worker: Any, /) -> None: ...
+# For on_commit: look for what is due then (-1: nothing).
 def come_back(seconds: float, /) -> None: ...
+
+# What C uses: the objects of the handles; those that have something to do; to carry out a part of
+# that and say whether there is more; to end it, after an exception, and say the same; to log these;
+# to begin anew after a fork; to refuse a verb within a verb; and functions of Python's.
+def soft_device(
+    objects: dict[int, Any], ready: list[Any], step: Callable[[Any], bool],
+    give_up: Callable[[Any, BaseException], bool], tell: Callable[[], None],
+    reset: Callable[[], bool], refuse: Callable[..., None], setattr: Any, delattr: Any,
+    pop: Any, is_finalizing: Callable[[], bool], /,
+) -> None: ...  # fmt: skip

@@ -141,7 +141,7 @@ class AHAttr:
         )
 
 
-class AH(Resource):
+class AH(Resource, struct="ibv_ah"):
     """An address handle: the way to a UD peer (ibv_create_ah(3)).
 
     Args:

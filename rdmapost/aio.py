@@ -11,28 +11,32 @@ next one and looks again before anybody sleeps on.  So none is missed.
 What completes stays in the CQ until a task takes all that it asked for in one
 step, in which it cannot be cancelled.  So cancelling loses nothing.
 
-Closing a CQ or a channel, in any thread, raises ClosedError in the tasks that
-wait for it.  The event loop watches a duplicate of the descriptor, which it
-closes itself, so the number of one that is closed is never watched.
+Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
+tasks that wait for it.
+
+An exception of a signal handler's may come between any two steps here.  So
+whether a task still waits is one attribute, ``_Waiter.gone``, set before all
+else that is done when it ends, and nobody believes what else is noted: whoever
+finds that the tasks of a place have gone, or that their loop is closed, takes
+the place down.  Only the resource's poller and the event loop hold a place, so
+what a closed loop leaves behind is garbage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+import select
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._resource import Resource
+from ._arguments import expect, index, seconds
+from .channel import CompChannel
+from .device import Context
 from .errors import ClosedError, RdmaError, WaitTimeout
-from .events import AsyncEvent
-from .events import get_async_event as take_async_event
+from .events import AsyncEvent, next_taken
 
 if TYPE_CHECKING:
-    from .channel import CompChannel
     from .completion import CQ, WC
-    from .device import Context
 
 __all__ = ["Completions", "completions", "get_async_event", "get_cq_event"]
 
@@ -66,26 +70,42 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
 
     Raises:
         WaitTimeout: fewer came; those stay for the next poll or wait.
-        ValueError: count is negative.
+        TypeError: an argument is of another type.
+        ValueError: count is negative, or timeout is NaN.
         RdmaError: a thread sleeps on the same CQ or channel, or tasks of another event loop do.
         ClosedError: the CQ is closed, now or while it waits.
         VerbsError: the device failed.
     """
+    # Its module asks this one to wait, and so cannot be asked for the class.
+    if getattr(type(cq), "_kind", "") != "CQ":
+        raise TypeError(f"cq: expected CQ, got {type(cq).__name__}")
+    count, timeout = index("count", count), seconds(timeout)
     # What has been promised to tasks that are about to run is theirs.
     if (found := cq._take(count, _promised(cq))) is not None:
         return found
     waiter, queue = _Waiter(count), _queue_of(cq)
-    with _sleeping(queue, waiter, timeout):
-        while True:
-            queue.look()
-            await waiter.woken
-            if (found := cq._take(count)) is not None:
-                return found
-            if waiter.expired:
-                there = cq._look(count)
-                raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
-            # Another thread's poll() has taken them.
-            waiter.sleep()
+    try:
+        try:
+            queue.join(waiter, timeout)
+            while True:
+                queue.look()
+                await waiter.woken
+                if (found := cq._take(count)) is not None:
+                    break
+                if waiter.expired:
+                    there = cq._look(count)
+                    raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
+                # Another thread's poll() has taken them.
+                waiter.sleep()
+        finally:
+            # Before any call, hence before any interrupt.
+            waiter.gone = True
+            queue.leave(waiter)
+    except BaseException:
+        if found:
+            cq._put_back(found)
+        raise
+    return found
 
 
 async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ | None:
@@ -101,22 +121,22 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
         The CQ, or None when no event came in time.
 
     Raises:
+        TypeError: an argument is of another type.
+        ValueError: timeout is NaN.
         RdmaError: a thread sleeps on the channel, or tasks of another event loop do.
         ClosedError: the channel is closed, now or while it waits.
         VerbsError: the device failed.
 
     See ibv_get_cq_event(3).
     """
-    waiter, source = _Waiter(1), _source(channel, lambda loop: _Shared(loop, channel))
-    with _sleeping(source, waiter, timeout):
-        while True:
-            source.look()
-            if (cq := channel._next_event()) is not None:
-                return cq
-            if waiter.expired:
-                return None
-            await waiter.woken
-            waiter.sleep()
+    expect("channel", channel, CompChannel)
+    deadline = _deadline(seconds(timeout))
+    while True:
+        place = _place(channel, _Channel)
+        expired = await _sleep_at(place, deadline, channel._events)
+        # Last: an interrupt that comes before it leaves the event to the next who asks.
+        if (cq := channel._next_event()) is not None or expired:
+            return cq
 
 
 async def get_async_event(context: Context, timeout: float | None = None) -> AsyncEvent | None:
@@ -130,21 +150,40 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
         The event, or None when none came in time.
 
     Raises:
-        RdmaError: tasks of another event loop wait for its events.
-        ClosedError: the device is closed.
+        TypeError: an argument is of another type.
+        ValueError: timeout is NaN.
+        RdmaError: a thread sleeps for the device's events, or tasks of another event loop do.
+        ClosedError: the device is closed, now or while it waits.
         VerbsError: the device failed.
 
     See ibv_get_async_event(3).
     """
-    waiter, source = _Waiter(1), _source(context, lambda loop: _Device(loop, context))
-    with _sleeping(source, waiter, timeout):
-        while True:
-            if (event := take_async_event(context)) is not None:
-                return event
-            if waiter.expired:
-                return None
+    expect("context", context, Context)
+    deadline = _deadline(seconds(timeout))
+    while True:
+        place = _place(context, _Device)
+        expired = await _sleep_at(place, deadline, context._events)
+        if (event := next_taken(context)) is not None or expired:
+            return event
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else asyncio.get_running_loop().time() + timeout
+
+
+async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]) -> bool:
+    """Wait until events have been taken, or time is up; return whether it is."""
+    waiter = _Waiter(1)
+    try:
+        place.join(waiter, None if deadline is None else deadline - place.loop.time())
+        place.look()
+        if not taken:
             await waiter.woken
-            waiter.sleep()
+    finally:
+        # Before any call, hence before any interrupt.
+        waiter.gone = True
+        place.leave(waiter)
+    return waiter.expired
 
 
 # ---- who waits --------------------------------------------------------------
@@ -157,13 +196,15 @@ class _Waiter:
         count: how many completions it wants.
         woken: done when it is to look at what there is.
         expired: whether its time is up.
+        gone: whether it waits no longer; all the rest follows from this.
     """
 
-    __slots__ = ("count", "expired", "woken")
+    __slots__ = ("count", "expired", "gone", "timer", "woken")
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.expired = False
+        self.expired = self.gone = False
+        self.timer: asyncio.TimerHandle | None = None
         self.sleep()
 
     def sleep(self) -> None:
@@ -186,303 +227,313 @@ class _Waiter:
             self.woken.set_exception(error)
 
 
-class _Source:
-    """What tasks of one event loop sleep on, and those tasks.
+class _Watch:
+    """A descriptor that an event loop watches.
+
+    Through an epoll of its own: the number of a descriptor that somebody closes, and that is
+    another one's at once, is never watched; and where this is forgotten, the epoll closes itself.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._epoll: select.epoll | None = None
+
+    def open(self, fd: int, ready: Callable[[], object]) -> None:
+        """Begin to watch, unless it does so."""
+        if self._epoll is not None:
+            return
+        epoll = select.epoll()
+        epoll.register(fd, select.EPOLLIN)
+        self._epoll = epoll
+        try:
+            self._loop.add_reader(epoll.fileno(), ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cease to watch it; the loop may be closed, or another thread's."""
+        if (epoll := self._epoll) is None:
+            return
+        if not self._loop.is_closed():
+            if asyncio._get_running_loop() is not self._loop:
+                self._loop.call_soon_threadsafe(self.close)
+                return
+            self._loop.remove_reader(epoll.fileno())
+        self._epoll = None
+        epoll.close()
+
+
+class _Place:
+    """Where tasks of one event loop wait for something of a resource.
+
+    The resource's poller has it as ``tasks``, and calls it where the loop is to look again, or to
+    go.
 
     Args:
         loop: the event loop.
-        owner: whose descriptor it is.
-        fd: the descriptor.
+        owner: the resource.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, owner: Resource, fd: int) -> None:
+    threads = ""
+    """What threads do that wait for the same."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, owner: Any) -> None:
         self.loop = loop
         self.owner = owner
-        self.fd = os.dup(fd)
         self.waiters: list[_Waiter] = []
+        self._watch = _Watch(loop)
 
-    def idle(self) -> bool:
-        """Whether nobody sleeps on it any more."""
-        return not self.waiters
+    def waiting(self) -> list[_Waiter]:
+        """Return the tasks that wait, in the order in which they came."""
+        return [waiter for waiter in self.waiters if not waiter.gone]
+
+    def in_use(self) -> bool:
+        """Whether a task waits here, or will."""
+        return not self.loop.is_closed() and bool(self.waiting())
+
+    def __call__(self) -> None:
+        """Let the tasks look again, in any thread; where none wait any more, give way."""
+        if self.in_use():
+            try:
+                self.loop.call_soon_threadsafe(self.look_again)
+            except RuntimeError:
+                # It has been closed just now.
+                pass
+            else:
+                return
+        self.stop()
+
+    def join(self, waiter: _Waiter, timeout: float | None = None) -> None:
+        """Let a task wait, until leave(); also where this is interrupted."""
+        self.waiters.append(waiter)
+        self.start()
+        if timeout is not None:
+            waiter.timer = self.loop.call_later(timeout, waiter.expire)
+
+    def leave(self, waiter: _Waiter) -> None:
+        """Forget a task that has gone; what it leaves is for the others."""
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        self.waiters[:] = self.waiting()
+        if self.in_use():
+            self.look_again()
+        else:
+            self.stop()
+
+    def start(self) -> None:
+        """Take the events from now on, unless it does so."""
+        self.claim()
+        self._watch.open(self.fd(), self.ready)
+
+    def claim(self) -> None:
+        """Let threads that come now leave the events to the tasks."""
+        poller = self.owner._poller
+        if poller.claim(self):
+            return
+        if poller.tasks is None:
+            raise RdmaError(
+                f"a thread {self.threads} on this {self.owner}, and takes the events that "
+                "tasks would wait for: let either threads or tasks wait"
+            )
+        raise RdmaError("tasks of another event loop wait for the same events")
+
+    def stop(self) -> None:
+        """Leave the events to others.  If that is interrupted, whoever wants them does it."""
+        self._watch.close()
+        self.owner._poller.unclaim(self)
 
     def ready(self) -> None:
         """React to the descriptor: it is readable."""
-        for waiter in self.waiters:
-            waiter.wake()
+        if self.in_use():
+            self._try(self.hear)
+        else:
+            self.stop()
 
-    def open(self) -> None:
-        """Begin to watch the descriptor."""
-        self.loop.add_reader(self.fd, self.ready)
-
-    def close(self) -> None:
-        """Cease to watch it; the loop may be closed."""
-        if not self.loop.is_closed():
-            self.loop.remove_reader(self.fd)
-        os.close(self.fd)
-
-    def join(self, waiter: _Waiter) -> None:
-        """Let a task sleep on it."""
-        self.waiters.append(waiter)
-
-    def leave(self, waiter: _Waiter) -> None:
-        """Forget a task that sleeps no longer."""
-        self.waiters.remove(waiter)
-        if self.idle():
-            _drop(self)
-
-    def in_loop(self, function: Callable[[], object]) -> None:
-        """Let the event loop call a function soon; in any thread.
-
-        A loop that is closed leaves its place to others: its tasks wait for nothing any more.
-        """
-        try:
-            self.loop.call_soon_threadsafe(function)
-        except RuntimeError:
-            _drop(self)
-
-
-class _Events(_Source):
-    """The events of CQs that tasks wait for."""
-
-    queues: dict[CQ, _Queue]
-
-    def idle(self) -> bool:
-        return not self.waiters and not self.queues
-
-    def heard(self) -> list[CQ]:
-        """Take the events that are there; return whose they are."""
+    def fd(self) -> int:
+        """Return the descriptor to watch."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """Take the events; look into the CQs that they are of, if tasks wait for those."""
-        # soft0 tries again here what it had to put off.
-        for cq in dict.fromkeys(self.heard()):
-            if (queue := self.queues.get(cq)) is not None:
-                queue.look_again()
+        """Take what is there, and wake whom that is for."""
+        raise NotImplementedError
 
-    def ready(self) -> None:
+    def hear(self) -> None:
+        """Take an event off the descriptor, and look."""
+        self.look()
+
+    def look_again(self) -> None:
+        """Look for those who sleep already, and let them know what is raised."""
+        self._try(self.look)
+
+    def _try(self, look: Callable[[], object]) -> None:
         try:
-            self.look()
+            look()
         except ClosedError:
             self.wake()
-        except RdmaError as error:
-            for waiters in (self.waiters, *(queue.waiters for queue in self.queues.values())):
-                for waiter in waiters:
-                    waiter.fail(error)
+        except Exception as error:
+            self.fail(error)
+        except BaseException:
+            # It ends the loop, or whoever runs it goes on: what was not looked at is then.
+            self.wake()
+            raise
 
     def wake(self) -> None:
         """Let all look at what there is."""
-        for waiters in (self.waiters, *(queue.waiters for queue in self.queues.values())):
-            for waiter in waiters:
-                waiter.wake()
+        for waiter in self.waiting():
+            waiter.wake()
 
-    def close(self) -> None:
-        for queue in list(self.queues.values()):
-            queue.unclaim()
-        super().close()
-
-
-class _Own(_Events):
-    """The channel that a CQ has for itself."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ) -> None:
-        super().__init__(loop, cq, cq._event_fd)
-        self._cq = cq
-        self.queues = {}
-
-    def heard(self) -> list[CQ]:
-        self._cq._drop_event()
-        return [self._cq]
+    def fail(self, error: Exception) -> None:
+        """Raise an error in all."""
+        for waiter in self.waiting():
+            waiter.fail(error)
 
 
-class _Shared(_Events):
-    """A completion channel that CQs share."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, channel: CompChannel) -> None:
-        super().__init__(loop, channel, channel.fileno())
-        self._channel = channel
-        self._tell = self.tell
-        self.queues = {}
-
-    def tell(self) -> None:
-        """Let the tasks look, in any thread: the channel is being closed."""
-        self.in_loop(self.wake)
-
-    def open(self) -> None:
-        self._channel._claim(self._tell)
-        super().open()
-
-    def close(self) -> None:
-        super().close()
-        self._channel._unclaim(self._tell)
-
-    def heard(self) -> list[CQ]:
-        self._channel._take_all_events()
-        heard = []
-        while (cq := self._channel._next_event(self.queues)) is not None:
-            heard.append(cq)
-        if self._channel._events:
-            for waiter in self.waiters:
-                waiter.wake()
-        return heard
-
-
-class _Device(_Source):
+class _Device(_Place):
     """The asynchronous events of a device."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, context: Context) -> None:
-        super().__init__(loop, context, context.async_fd)
-        self._watch = _Watch(self.fd, context)
+    threads = "waits in get_async_event()"
 
-    def close(self) -> None:
-        super().close()
-        self._watch.close()
+    def fd(self) -> int:
+        fd: int = self.owner.async_fd
+        return fd
+
+    def look(self) -> None:
+        context: Context = self.owner
+        if context._poller.until(context, -1, context._take_event, 0.0, True) is not None:
+            self.wake()
 
 
-class _Queue:
-    """A CQ, and the tasks that wait for its completions, in the order in which they came."""
+class _Queue(_Place):
+    """The completions of a CQ that has a channel for itself."""
 
-    def __init__(self, cq: CQ, source: _Events) -> None:
-        self.cq = cq
-        self.source = source
-        self.waiters: list[_Waiter] = []
-        self._tell = self.tell
+    threads = "sleeps in wait()"
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of its tasks."""
-        return self.source.loop
-
-    def tell(self) -> None:
-        """Let the tasks look, in any thread: another waits too, or the CQ is being closed."""
-        self.source.in_loop(self.look_again)
-
-    def unclaim(self) -> None:
-        """Leave the CQ's events to others."""
-        self.cq._unclaim(self._tell)
-
-    def join(self, waiter: _Waiter) -> None:
-        """Let a task wait."""
-        if not self.waiters:
-            # Threads that come now let the tasks' event loop take the events.
-            if not self.cq._claim(self._tell):
-                if self.source.idle():
-                    _drop(self.source)
-                raise RdmaError(
-                    f"a thread sleeps in wait() on this {self.cq}, and takes the events that "
-                    "tasks would wait for: let either threads or tasks wait"
-                )
-            self.source.queues[self.cq] = self
-        self.waiters.append(waiter)
-
-    def leave(self, waiter: _Waiter) -> None:
-        """Forget a task that waits no longer; what it leaves is for the others."""
-        self.waiters.remove(waiter)
-        if self.waiters:
-            self.look_again()
-            return
-        del self.source.queues[self.cq]
-        self.unclaim()
-        if self.source.idle():
-            _drop(self.source)
+    def fd(self) -> int:
+        fd: int = self.owner._event_fd
+        return fd
 
     def look(self) -> None:
         """Ask for the next event, then take what there is, and wake those who have enough."""
-        there = self.cq._look(sum(waiter.count for waiter in self.waiters))
+        waiting = self.waiting()
+        there = self.owner._look(sum(waiter.count for waiter in waiting))
         # One who wants few need not wait for one who wants many.
         there -= self.promised()
-        for waiter in self.waiters:
+        for waiter in waiting:
             if not waiter.woken.done() and waiter.count <= there:
                 there -= waiter.count
                 waiter.wake()
 
-    def look_again(self) -> None:
-        """Look for those who sleep already, and let them know what is raised."""
-        try:
-            self.look()
-        except ClosedError:
-            for waiter in self.waiters:
-                waiter.wake()
-        except Exception as error:
-            for waiter in self.waiters:
-                waiter.fail(error)
+    def hear(self) -> None:
+        self.owner._drop_event()
+        self.look()
 
     def promised(self) -> int:
         """Return how many completions are promised to tasks that are about to run."""
-        return sum(waiter.count for waiter in self.waiters if waiter.woken.done())
+        return sum(waiter.count for waiter in self.waiting() if waiter.woken.done())
 
 
-class _Watch(Resource):
-    """Keeps a device open while tasks wait for its events."""
+class _SharedQueue(_Queue):
+    """The completions of a CQ whose channel others use too.
 
-    __slots__ = ()
+    Args:
+        loop: the event loop.
+        cq: the CQ.
+        channel: where the tasks of its channel wait.
+    """
 
-    _kind = "task that waits for events"
+    def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ, channel: _Channel) -> None:
+        super().__init__(loop, cq)
+        self.channel = channel
 
-    def _destroy(self) -> None:
-        pass
+    def start(self) -> None:
+        self.claim()
+        self.channel.queues[self.owner] = self
+        self.channel.start()
+
+    def stop(self) -> None:
+        queues = self.channel.queues
+        if queues.get(self.owner) is self:
+            queues.pop(self.owner, None)
+        if not self.channel.in_use():
+            self.channel.stop()
+        self.owner._poller.unclaim(self)
 
 
-_sources: dict[Resource, _Source] = {}
-"""What tasks sleep on, by whose descriptor it is."""
+class _Channel(_Place):
+    """The events of a completion channel that CQs share."""
 
-_AnySource = TypeVar("_AnySource", bound=_Source)
+    threads = "waits in get_cq_event()"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, channel: CompChannel) -> None:
+        super().__init__(loop, channel)
+        self.queues: dict[CQ, _SharedQueue] = {}
+
+    def in_use(self) -> bool:
+        return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
+
+    def fd(self) -> int:
+        fd: int = self.owner.fileno()
+        return fd
+
+    def look(self) -> None:
+        """Take the events; look into the CQs that they are of, if tasks wait for those."""
+        channel: CompChannel = self.owner
+        try:
+            # soft0 tries again here what it had to put off.
+            channel._take_all_events()
+            heard = {}
+            while (cq := channel._next_event(self.queues)) is not None:
+                heard[cq] = self.queues.get(cq)
+            for queue in heard.values():
+                if queue is not None:
+                    queue.look_again()
+        except BaseException:
+            # Of an event that was taken nobody may have been told.
+            self.wake()
+            raise
+        if channel._events:
+            super().wake()
+
+    def wake(self) -> None:
+        super().wake()
+        for queue in list(self.queues.values()):
+            queue.wake()
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        for queue in list(self.queues.values()):
+            queue.fail(error)
 
 
-def _source(owner: Resource, make: Callable[[asyncio.AbstractEventLoop], _AnySource]) -> _AnySource:
-    """Return what tasks of this event loop sleep on for a resource."""
+_AnyPlace = TypeVar("_AnyPlace", bound=_Place)
+
+
+def _place(owner: Any, kind: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
+    """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
-    source = _sources.get(owner)
-    if source is not None and source.loop.is_closed():
-        _drop(source)
-        source = None
-    if source is None:
-        made = make(loop)
-        source = _sources.setdefault(owner, made)
-        if source is made:
-            try:
-                made.open()
-            except BaseException:
-                _drop(made)
-                raise
-        else:
-            os.close(made.fd)
-    if source.loop is not loop:
-        raise RdmaError("tasks of another event loop wait for the same events")
-    return cast(_AnySource, source)
-
-
-def _drop(source: _Source) -> None:
-    # Whoever takes it out closes it; where the loop was closed, that may have been another thread.
-    if _sources.get(source.owner) is source and _sources.pop(source.owner, None) is source:
-        source.close()
+    place: _AnyPlace | None = owner._poller.tasks
+    # Of another loop it is refused when it is to take the events.
+    return place if place is not None and place.loop is loop else kind(loop, owner)
 
 
 def _queue_of(cq: CQ) -> _Queue:
-    """Return the tasks that wait for a CQ, and let them be found by its events."""
-    source: _Events
-    if (channel := cq.channel) is None:
-        source = _source(cq, lambda loop: _Own(loop, cq))
-    else:
-        source = _source(channel, lambda loop: _Shared(loop, channel))
-    return source.queues.get(cq) or _Queue(cq, source)
+    """Return where tasks of this event loop wait for a CQ."""
+    if cq.channel is None:
+        return _place(cq, _Queue)
+    channel = _place(cq.channel, _Channel)
+
+    def make(loop: asyncio.AbstractEventLoop, cq: CQ) -> _Queue:
+        return _SharedQueue(loop, cq, channel)
+
+    queue = _place(cq, make)
+    # The one that it was made with may have given way.
+    if isinstance(queue, _SharedQueue):
+        queue.channel = channel
+    return queue
 
 
 def _promised(cq: CQ) -> int:
     """Return how many completions tasks have been promised."""
-    source = _sources.get(cq.channel or cq) if _sources else None
-    queue = source.queues.get(cq) if isinstance(source, _Events) else None
+    queue: _Queue | None = cq._poller.tasks
     return 0 if queue is None else queue.promised()
-
-
-@contextlib.contextmanager
-def _sleeping(place: _Source | _Queue, waiter: _Waiter, timeout: float | None) -> Iterator[None]:
-    """Let a task wait at a place while the block runs."""
-    place.join(waiter)
-    timer = None if timeout is None else place.loop.call_later(timeout, waiter.expire)
-    try:
-        yield
-    finally:
-        if timer is not None:
-            timer.cancel()
-        place.leave(waiter)

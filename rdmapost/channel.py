@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import select
 import time
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
-from ._arguments import expect
+from ._arguments import expect, seconds
 from ._binding import address_of, door
 from ._resource import Resource
 from .device import Context
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["CompChannel"]
 
 _FD = operator.attrgetter("fd")
-_LONGEST_SLEEP_S = 3600
-"""poll(2) counts milliseconds in an int."""
 
 
-class CompChannel(Resource):
+class CompChannel(Resource, struct="ibv_comp_channel"):
     """A completion channel that CQs share (ibv_create_comp_channel(3)).
 
     ``CQ(context, channel=...)`` announces its completions here, once for each
@@ -66,21 +63,6 @@ class CompChannel(Resource):
         if hasattr(self, "_poller"):
             self._poller.release()
 
-    def _claim(self, tell: Callable[[], object]) -> None:
-        """Let an event loop take all events, for the tasks that wait for them.
-
-        Args:
-            tell: called, in any thread, when the channel is closed.
-        """
-        if not self._poller.claim(tell):
-            raise RdmaError(
-                f"a thread waits in get_cq_event() on this {self}, and takes the events that "
-                "tasks would wait for: let either threads or tasks wait"
-            )
-
-    def _unclaim(self, tell: Callable[[], object]) -> None:
-        self._poller.unclaim(tell)
-
     def _announced_by(self, cq: CQ) -> None:
         """Know a CQ by its struct, which is all that an event tells."""
         address = address_of(cq._handle)
@@ -110,12 +92,15 @@ class CompChannel(Resource):
             The CQ, or None when no event came in time.
 
         Raises:
+            TypeError: timeout is no number.
+            ValueError: timeout is NaN.
             RdmaError: tasks wait for its events.
             ClosedError: the channel is closed, or another thread closes it.
             VerbsError: the device failed.
 
         See ibv_get_cq_event(3).
         """
+        timeout = seconds(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else deadline - time.monotonic()
@@ -169,16 +154,3 @@ class OwnChannel(CompChannel):
     __slots__ = ()
 
     _inner = True
-
-
-def wait_readable(fd: int, seconds: float | None) -> bool:
-    """Sleep until a descriptor is readable; return whether it is.
-
-    Args:
-        fd: the descriptor.
-        seconds: for how long at most; None for as long as it takes.
-    """
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    # Rounded up, so that a short wait does not become a busy one.
-    return bool(poller.poll(None if seconds is None else min(seconds, _LONGEST_SLEEP_S) * 1000 + 1))

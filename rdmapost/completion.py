@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect
+from ._arguments import expect, seconds
 from ._binding import door
 from ._resource import Resource
 from .channel import CompChannel, OwnChannel
@@ -110,7 +109,7 @@ _BATCH = 64
 """Completions that one call polls at most (``_c/cq.c``)."""
 
 
-class CQ(Resource):
+class CQ(Resource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
     Args:
@@ -241,7 +240,8 @@ class CQ(Resource):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.
-            ValueError: count is negative.
+            TypeError: count or timeout is no number.
+            ValueError: count is negative, or timeout is NaN.
             RdmaError: the CQ announces its completions on a channel that it shares.
             ClosedError: the CQ is closed, or another thread closes it.
             RuntimeError: a signal handler calls it in the middle of a poll of the same CQ, and
@@ -253,6 +253,8 @@ class CQ(Resource):
                 f"{self} announces its completions on a channel that it shares: wait with "
                 "channel.get_cq_event(), or create it without channel="
             )
+        if type(timeout) is not float or timeout != timeout:
+            timeout = seconds(timeout)
         found: list[WC] = []
         try:
             there = self._poller.wait(self, count, 0, timeout, found)
@@ -276,7 +278,8 @@ class CQ(Resource):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.
-            ValueError: count is negative.
+            TypeError: count or timeout is no number.
+            ValueError: count is negative, or timeout is NaN.
             RdmaError: a thread sleeps on the same CQ or channel, or tasks of another
                 event loop do.
             ClosedError: the CQ is closed, now or while it waits.
@@ -293,17 +296,6 @@ class CQ(Resource):
 
     # ---- for aio.py -----------------------------------------------------------
 
-    def _claim(self, tell: Callable[[], object]) -> bool:
-        """Let an event loop take the events, unless a thread does; return whether it may.
-
-        Args:
-            tell: called, in any thread, when the loop is to look again.
-        """
-        return self._poller.claim(tell)
-
-    def _unclaim(self, tell: Callable[[], object]) -> None:
-        self._poller.unclaim(tell)
-
     def _look(self, count: int) -> int:
         """Ask for the next event, then poll until there are `count`; return how many there are."""
         self._poller.notify(self, False)
@@ -318,6 +310,10 @@ class CQ(Resource):
             self._poller.put_back(found)
             raise
         return found if there is None else None
+
+    def _put_back(self, found: list[WC]) -> None:
+        """Let what a task has taken, and not returned, be the next to be taken."""
+        self._poller.put_back(found)
 
     def _drop_event(self) -> None:
         """Take an event off the channel of its own, if one is there."""

@@ -8,16 +8,13 @@ import os
 import sys
 from dataclasses import dataclass
 from ipaddress import IPv6Address
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ._binding import ffi
+from ._binding import door, ffi
 from ._resource import Resource
 from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from .errors import NoDeviceError, NoRdmaError
 from .providers import DeviceInfo, Provider, soft_provider, verbs_provider
-
-if TYPE_CHECKING:
-    from ._binding import door
 
 __all__ = [
     "GID",
@@ -230,8 +227,8 @@ def _open_active() -> Context:
     raise NoDeviceError(f"there is no RDMA device: {NO_DEVICES}")
 
 
-class Context(Resource):
-    """An open device; open_device() makes it.
+class Context(Resource, struct="ibv_context"):
+    """An open device (ibv_open_device(3)); open_device() makes it.
 
     Attributes:
         name: the device's name.
@@ -241,7 +238,9 @@ class Context(Resource):
         attr: its attributes.
     """
 
-    __slots__ = ("_events", "_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
+    __slots__ = (
+        "_events", "_poller", "_provider", "_queues", "attr", "guid", "kind", "name", "node_type",
+    )  # fmt: skip
 
     _rank = 9
 
@@ -250,6 +249,7 @@ class Context(Resource):
         self._queues: dict[int, door.InFlight] = {}
         self._events: dict[object, Any] = {}
         """Asynchronous events that are taken, and not returned yet (events.py)."""
+        self._poller = door.Poller({}, False, 0, -1, None)
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
@@ -266,6 +266,16 @@ class Context(Resource):
 
     def __str__(self) -> str:
         return f"device {self.name}"
+
+    def _wake(self) -> None:
+        if hasattr(self, "_poller"):
+            self._poller.release()
+
+    def _take_event(self) -> object:
+        """Take an asynchronous event, unless one is taken; return None where there is none."""
+        if not self._events:
+            self._verb(self._provider.get_async_event, self._events)
+        return self._events or None
 
     def _query_attr(self) -> DeviceAttr:
         raw = ffi.new("struct ibv_device_attr *")

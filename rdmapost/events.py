@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from ._arguments import expect, seconds
 from ._resource import Resource, resource_at
-from .channel import wait_readable
 from .device import Context
 from .enums import EventType
+from .errors import RdmaError
 
 __all__ = ["AsyncEvent", "get_async_event"]
 
@@ -43,25 +44,31 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
         The event, or None when none came in time.
 
     Raises:
-        ClosedError: the device is closed.
+        TypeError: an argument is of another type.
+        ValueError: timeout is NaN.
+        RdmaError: tasks wait for the events of the device.
+        ClosedError: the device is closed, or another thread closes it.
         VerbsError: the device failed.
 
     See ibv_get_async_event(3).
     """
+    expect("context", context, Context)
+    timeout = seconds(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
-        if not context._events:
-            context._verb(context._provider.get_async_event, context._events)
-        if (found := _next(context)) is not None:
-            return found
         left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
-            return None
-        wait_readable(context.async_fd, left)
+        there = context._poller.until(context, context.async_fd, context._take_event, left, False)
+        if there is NotImplemented:
+            raise RdmaError(
+                f"tasks wait for the events of {context}: take them with aio.get_async_event()"
+            )
+        # Another thread may return it instead.
+        if (found := next_taken(context)) is not None or there is None:
+            return found
 
 
-def _next(context: Context) -> AsyncEvent | None:
-    """Return the oldest of the events that are taken, and forget it."""
+def next_taken(context: Context) -> AsyncEvent | None:
+    """Return the oldest of the events that are taken, and forget it; None if there is none."""
     events = context._events
     for key, taken in events.copy().items():
         number, element = context._provider.read_async_event(taken)

@@ -30,7 +30,7 @@ _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 """Objects; ctypes' POINTER, function, c_char_p and c_wchar_p (but ``Zd`` is a complex)."""
 
 
-class PD(Resource):
+class PD(Resource, struct="ibv_pd"):
     """A protection domain: what it holds may be used together (ibv_alloc_pd(3)).
 
     Args:
@@ -59,7 +59,7 @@ def _fixed(name: str, doc: str) -> Any:
     return property(operator.attrgetter(name), doc=doc)
 
 
-class MR(Resource):
+class MR(Resource, struct="ibv_mr"):
     """A memory region: memory that the device may use (ibv_reg_mr(3)).
 
     ``mr[64:128]`` is an SGE over those bytes; negative bounds count from the
@@ -187,7 +187,7 @@ class MR(Resource):
 door.make_sges(MR, SGE)
 
 
-class MW(Resource):
+class MW(Resource, struct="ibv_mw"):
     """A memory window: a key for a part of a region, bound and unbound by work requests.
 
     A window of type 1 is bound with ``qp.bind_mw``, one of type 2 by a BindMW

@@ -8,12 +8,11 @@ those before it go in, and stand.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ._binding import address_of, door, ffi
+from ._binding import address_of, door
 from .enums import Opcode, QPType, SendFlags
-from .errors import ClosedError, PostError, VerbsError
+from .errors import ClosedError, PostError
 from .fields import KINDS, Verb
 from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal
 from .wr import OpsWR, RecvWR, SendWR
@@ -101,30 +100,22 @@ class PostQueue(door.Queue):
         """How many work requests are posted and not known to be done."""
         return self.in_flight.outstanding
 
-    def bind(self, owner: Any, wr: Any, call: Callable[..., Any], *, sure: bool) -> None:
+    def bind(self, owner: Any, wr: Any, *, sure: bool) -> None:
         """Bind a window of type 1 (ibv_bind_mw(3)).
 
         Args:
             owner: the queue pair.
             wr: what is to be bound; its rkey is not looked at, the device chooses it.
-            call: the provider's ibv_bind_mw.
             sure: a failed call leaves nothing in the queue.
 
         Raises:
             PostError: it was refused, here or by the device.
         """
-        raw = ffi.new("struct ibv_mw_bind *")
         try:
-            self.bind_mw(owner, wr, call, raw, address_of(raw), sure)
+            self.bind_mw(owner, wr, sure)
         except PostError as error:
             error.call = "ibv_bind_mw"
             raise
-        except VerbsError as error:
-            code = error.errno or errno.EIO
-            raise PostError(
-                "ibv_bind_mw", code, error.hint or owner._hint(code, wr),
-                index=0, posted=0, count=1, wr=wr,
-            ) from None  # fmt: skip
 
     # ---- called by C ------------------------------------------------------------
 

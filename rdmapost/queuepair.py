@@ -51,7 +51,7 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(Multicast):
+class QP(Multicast, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
     Args:
@@ -391,8 +391,7 @@ class QP(Multicast):
             mw_access_flags=mw_access_flags,
         )  # fmt: skip
         # rxe keeps what it was given before RTS, and carries it out there.
-        bind = self.pd.context._provider.bind_mw
-        self._send.bind(self, wr, bind, sure=self._state >= QPState.RTS)
+        self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 
     def _why_not_ready(self, queue: PostQueue) -> str:
         """Say why nothing can be posted to a queue now.

@@ -37,7 +37,7 @@ class SRQAttr:
     srq_limit: int
 
 
-class SRQ(Resource):
+class SRQ(Resource, struct="ibv_srq"):
     """A shared receive queue: receives for many queue pairs (ibv_create_srq_ex(3)).
 
     Args:

@@ -12,7 +12,7 @@ from .device import Context
 __all__ = ["XRCD"]
 
 
-class XRCD(Resource):
+class XRCD(Resource, struct="ibv_xrcd"):
     """An XRC domain: which XRC targets may use which XRC shared receive queues.
 
     Args:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import gc
+import os
 import threading
 import time
+import weakref
 
 import pytest
 from support import needs
@@ -308,14 +312,110 @@ def test_tasks_wait_for_asynchronous_events(context, pd, connect):
         pair.b.close()
 
 
-def test_a_device_stays_open_while_a_task_waits_for_its_events(context):
+def test_closing_a_device_ends_the_tasks_that_wait_for_its_events(context):
     async def main():
-        other = rp.open_device(context.name)
-        task = asyncio.create_task(aio.get_async_event(other))
-        await settle()
-        with pytest.raises(rp.InUseError, match="task that waits for events"):
-            other.close()
-        await cancelled(task)
-        other.close()
+        for close in (lambda other: other.close(), lambda other: asyncio.to_thread(other.close)):
+            other = rp.open_device(context.name)
+            tasks = [asyncio.create_task(aio.get_async_event(other)) for _ in range(2)]
+            await settle()
+            if (closing := close(other)) is not None:
+                await closing
+            for task in tasks:
+                with pytest.raises(rp.ClosedError, match="is closed"):
+                    await task
 
     run(main)
+
+
+def test_threads_and_tasks_do_not_share_the_events_of_a_device(context):
+    with rp.open_device(context.name) as other:
+
+        async def main():
+            task = asyncio.create_task(aio.get_async_event(other))
+            await settle()
+            with pytest.raises(rp.RdmaError, match="tasks wait for the events"):
+                rp.get_async_event(other)
+            await cancelled(task)
+            thread = threading.Thread(target=lambda: rp.get_async_event(other, 0.2))
+            thread.start()
+            while not other._poller.waiting:
+                await asyncio.sleep(0.001)
+            with pytest.raises(rp.RdmaError, match="a thread waits in get_async_event"):
+                await aio.get_async_event(other)
+            while thread.is_alive():
+                await asyncio.sleep(0.001)
+            assert await aio.get_async_event(other, 0.001) is None
+
+        run(main)
+
+
+# ---- arguments ----------------------------------------------------------------
+
+
+def test_a_wrong_argument_leaves_nobody_waiting(rc, context, channel):
+    """It is refused by name, and the next task gets what comes."""
+    calls = {
+        "timeout: expected seconds or None, got timedelta": (
+            TypeError, {"timeout": datetime.timedelta(seconds=1)},
+        ),
+        "timeout: expected seconds or None, got str": (TypeError, {"timeout": "1"}),
+        "timeout: expected seconds or None, got NaN": (ValueError, {"timeout": float("nan")}),
+    }  # fmt: skip
+
+    async def main():
+        for words, (error, options) in calls.items():
+            for wait in (
+                rc.cq.completions,
+                lambda **options: aio.get_cq_event(channel, **options),
+                lambda **options: aio.get_async_event(context, **options),
+            ):
+                with pytest.raises(error, match=words):
+                    await wait(**options)
+        for count in ("1", 1.0, None):
+            with pytest.raises(TypeError, match="count: expected int"):
+                await rc.cq.completions(count)
+        for wait, name in ((aio.completions, "cq"), (aio.get_cq_event, "channel"),
+                           (aio.get_async_event, "context")):  # fmt: skip
+            with pytest.raises(TypeError, match=f"{name}: expected .*, got str"):
+                await wait("soft0")
+        task = await waiting(rc.cq)
+        rc.a.post_send(write(rc, 1))
+        assert [wc.wr_id for wc in await asyncio.wait_for(task, LIMIT)] == [1]
+
+    run(main)
+    # Threads may wait again.
+    assert channel.get_cq_event(0) is None
+    assert rc.cq.wait(0) == []
+
+
+# ---- what is left -------------------------------------------------------------
+
+
+def test_what_a_closed_loop_leaves_behind_is_collected(context):
+    """CQs, channels and devices that tasks waited for when their event loop was closed."""
+
+    def leave(make, wait):
+        owner, loop = make(), asyncio.new_event_loop()
+        task = loop.create_task(wait(owner))
+        loop.run_until_complete(settle())
+        assert not task.done()
+        loop.close()
+        task._log_destroy_pending = False
+        return weakref.ref(owner)
+
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    left = [
+        leave(make, wait)
+        for make, wait in (
+            (lambda: rp.CQ(context), lambda cq: cq.completions()),
+            (lambda: rp.CQ(context, channel=rp.CompChannel(context)), lambda cq: cq.completions()),
+            (lambda: rp.CompChannel(context), aio.get_cq_event),
+            (lambda: rp.open_device(context.name), aio.get_async_event),
+        )
+        for _ in range(3)
+    ]
+    gc.collect()
+    gc.collect()
+    assert [owner() for owner in left] == [None] * len(left)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

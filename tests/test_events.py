@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import select
 import threading
+import time
 
 import pytest
 from support import ALL, needs
@@ -181,3 +183,49 @@ def test_only_the_software_device_has_faults_on_purpose(context):
         return
     with pytest.raises(rp.UnsupportedError, match="only the software device"):
         _ = context.faults
+
+
+def test_closing_a_device_wakes_a_thread_that_waits_for_its_events(context):
+    other, raised = rp.open_device(context.name), []
+
+    def wait():
+        try:
+            rp.get_async_event(other, None)
+        except rp.ClosedError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    while not other._poller.waiting:
+        time.sleep(0.001)
+    other.close()
+    thread.join(20)
+    assert raised == [f"device {other.name} is closed"]
+
+
+def test_timeout_that_is_no_number_of_seconds_is_refused_by_name(context, cq, stack):
+    channel = stack.enter_context(rp.CompChannel(context))
+    waits = (
+        lambda timeout: cq.wait(1, timeout), channel.get_cq_event,
+        lambda timeout: rp.get_async_event(context, timeout),
+    )  # fmt: skip
+    for wait in waits:
+        for wrong in (datetime.timedelta(seconds=1), "1", b"1", [1]):
+            words = f"timeout: expected seconds or None, got {type(wrong).__name__}"
+            with pytest.raises(TypeError, match=words):
+                wait(wrong)
+        for wrong in (float("nan"), 10**400):
+            with pytest.raises(ValueError, match="timeout: "):
+                wait(wrong)
+    with pytest.raises(TypeError, match="context: expected Context, got CQ"):
+        rp.get_async_event(cq)
+
+
+def test_timeout_is_a_number_of_any_type(cq):
+    class Seconds:
+        def __float__(self):
+            return 0.002
+
+    for timeout in (Seconds(), 0, 0.002, False, -1):
+        with pytest.raises(rp.WaitTimeout, match="0 of 1 completions came within"):
+            cq.wait(1, timeout)

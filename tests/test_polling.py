@@ -270,12 +270,11 @@ def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_o
         found = cq.wait()
         other = threading.Thread(target=lambda: theirs.extend(cq.poll()))
         theirs = []
-        @door.Verb
         def verb():
             other.start()
             time.sleep(0.3)  # nothing tells that it waits for the device
             cq._poller.put_back(found)
-        cq._verb(lambda _: verb())
+        cq._verb(lambda _: door.verb(verb))
         other.join()
         print([wc.wr_id for wc in [*theirs, *cq.poll()]])
     """

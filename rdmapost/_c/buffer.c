@@ -88,14 +88,8 @@ static PyType_Slot buffer_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec buffer_spec = {
-	.name = "rdmapost._verbs.Buffer",
-	.basicsize = sizeof(struct buffer),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-	.slots = buffer_slots,
-};
-
 int rp_add_buffer(PyObject *module)
 {
-	return rp_add_type(module, &buffer_spec, "Buffer", &rp_known.buffer);
+	return rp_add_type(module, "rdmapost._verbs.Buffer", sizeof(struct buffer),
+			   Py_TPFLAGS_HAVE_GC, buffer_slots, &rp_known.buffer);
 }

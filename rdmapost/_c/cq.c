@@ -255,6 +255,9 @@ METHOD(until)
 	fd = (int)PyLong_AsLong(args[1]);
 	if (PyErr_Occurred() || read_deadline(args[3], &deadline))
 		goto out;
+	/* Tasks that have gone without a word give way. */
+	if (args[4] != Py_True && RP_LOAD(&p->tasks) && tell_tasks(p))
+		goto out;
 	held = enter(p, 0);
 	claimed = p->tasks && args[4] != Py_True;
 	if (!claimed)
@@ -290,17 +293,24 @@ static PyObject *release(PyObject *self, PyObject *unused)
 	return tell_tasks(p) ? NULL : Py_NewRef(Py_None);
 }
 
-/* claim(tasks): let an event loop lead; whether it may: nobody else waits. */
+/*
+ * claim(tasks): let an event loop lead; whether it does: nobody else waits.  Another loop that leads
+ * is told to look first: if its tasks have gone without a word, it gives way.
+ */
 static PyObject *claim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
-	enum held held = enter(p, 0);
-	int free = !p->tasks && !p->first;
+	enum held held;
+	int leads;
 
-	if (free)
+	if (RP_LOAD(&p->tasks) != tasks && tell_tasks(p))
+		return NULL;
+	held = enter(p, 0);
+	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
+	leads = p->tasks == tasks;
 	leave(p, held);
-	return PyBool_FromLong(free);
+	return PyBool_FromLong(leads);
 }
 
 /* unclaim(tasks): that event loop leads no more. */
@@ -332,7 +342,7 @@ struct touched {
 static int reserve(struct poller *p, size_t count)
 {
 	while (p->spares < count) {
-		struct rp_settled *s = PyMem_Malloc(sizeof(*s));
+		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
 
 		if (!s)
 			return ENOMEM;
@@ -467,6 +477,7 @@ static void gather(struct poller *p, const struct rp_handle *handle, struct orde
 
 	do {
 		touched.count = polled = 0;
+		rp_run_device();
 		held = enter(p, order->nested);
 		if (held != BUSY)
 			take_returned(p);
@@ -499,6 +510,23 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 	Py_XDECREF(s->made);
 	PyMem_Free(s);
 	return next;
+}
+
+/* Let a list that has been delivered be spare; some of it is freed. */
+static void recycle(struct poller *p, struct rp_settled *list, int nested)
+{
+	enum held held = enter(p, nested);
+
+	for (; list && held != BUSY && p->spares < BATCH; p->spares++) {
+		struct rp_settled *s = list;
+
+		list = s->next;
+		s->next = p->spare;
+		p->spare = s;
+	}
+	leave(p, held);
+	while (list)
+		list = free_settled(list);
 }
 
 /*
@@ -534,7 +562,7 @@ static void put_back(struct poller *p, struct rp_settled *list, int nested)
 static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct order *order,
 		      PyObject *into)
 {
-	struct rp_settled *list = NULL;
+	struct rp_settled *list = NULL, *done = NULL;
 	Py_ssize_t n = 0;
 
 	gather(p, handle, order, &list);
@@ -545,16 +573,25 @@ static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct o
 			rp_raise_verbs("ibv_poll_cq", order->error);
 		return -1;
 	}
-	for (; list; list = free_settled(list), n++) {
-		PyObject *wc = list->made ? Py_NewRef(list->made) : rp_make_completion(list);
+	while (list) {
+		struct rp_settled *s = list;
+		PyObject *wc = s->made ? Py_NewRef(s->made) : rp_make_completion(s);
 		int failed = !wc || PyList_Append(into, wc);
 
 		Py_XDECREF(wc);
 		if (failed) {
 			put_back(p, list, order->nested);
-			return -1;
+			n = -1;
+			break;
 		}
+		n++;
+		list = s->next;
+		Py_CLEAR(s->wr_id);
+		Py_CLEAR(s->made);
+		s->next = done;
+		done = s;
 	}
+	recycle(p, done, order->nested);
 	return n;
 }
 
@@ -802,12 +839,8 @@ static void poller_dealloc(PyObject *self)
 	take_returned(p);
 	while (p->backlog)
 		p->backlog = free_settled(p->backlog);
-	while (p->spare) {
-		struct rp_settled *s = p->spare;
-
-		p->spare = s->next;
-		PyMem_Free(s);
-	}
+	while (p->spare)
+		p->spare = free_settled(p->spare);
 	Py_XDECREF(p->tasks);
 	Py_XDECREF(p->queues);
 	Py_XDECREF(p->drop_event);
@@ -829,6 +862,22 @@ static PyMethodDef poller_methods[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
+static PyObject *get_tasks(PyObject *self, void *unused)
+{
+	struct poller *p = POLLER(self);
+	enum held held = enter(p, 0);
+	PyObject *tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
+
+	(void)unused;
+	leave(p, held);
+	return tasks;
+}
+
+static PyGetSetDef poller_getset[] = {
+	{ "tasks", get_tasks, NULL, NULL, NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
 static PyMemberDef poller_members[] = {
 	{ "waiting", T_UINT, offsetof(struct poller, waiting), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
@@ -840,15 +889,9 @@ static PyType_Slot poller_slots[] = {
 	{ Py_tp_traverse, poller_traverse },
 	{ Py_tp_clear, poller_clear },
 	{ Py_tp_methods, poller_methods },
+	{ Py_tp_getset, poller_getset },
 	{ Py_tp_members, poller_members },
 	{ 0, NULL },
-};
-
-static PyType_Spec poller_spec = {
-	.name = "rdmapost._verbs.Poller",
-	.basicsize = sizeof(struct poller),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-	.slots = poller_slots,
 };
 
 /*
@@ -889,6 +932,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_poller(PyObject *module)
 {
-	return rp_add_type(module, &poller_spec, "Poller", NULL) ||
+	return rp_add_type(module, "rdmapost._verbs.Poller", sizeof(struct poller),
+			   Py_TPFLAGS_HAVE_GC, poller_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

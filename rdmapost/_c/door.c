@@ -12,10 +12,12 @@
  */
 #include "handle.h"
 
-int rp_add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type)
+int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int flags,
+		PyType_Slot *slots, PyObject **type)
 {
-	PyObject *made = PyType_FromSpec(spec);
-	int failed = !made || (name && PyModule_AddObjectRef(module, name, made));
+	PyType_Spec spec = { name, (int)size, 0, Py_TPFLAGS_DEFAULT | flags, slots };
+	PyObject *made = PyType_FromSpec(&spec);
+	int failed = !made || PyModule_AddObjectRef(module, strrchr(name, '.') + 1, made);
 
 	if (type)
 		*type = made; /* held for ever */

@@ -56,8 +56,12 @@ static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
 #define RP_METHOD_NAMED(name, function)                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
-/* Make a type, keep it for ever in `type` where that is given, and add it to the module. */
-int rp_add_type(PyObject *module, PyType_Spec *spec, const char *name, PyObject **type);
+/*
+ * Make a type, keep it for ever in `type` where that is given, and add it to the module, by
+ * what follows the last dot of its name.
+ */
+int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int flags,
+		PyType_Slot *slots, PyObject **type);
 
 /* The end of a tp_dealloc: give the memory back, and the reference to the type. */
 void rp_free(PyObject *self);

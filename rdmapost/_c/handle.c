@@ -26,6 +26,7 @@ enum { NEW, MAKING, OPEN, DESTROYED, GONE };
 
 PyObject *rp_handle_type;
 int rp_exiting;
+void (*rp_progress)(void);
 
 /* Given by rdmapost/_resource.py, and held for ever. */
 static struct {
@@ -35,6 +36,8 @@ static struct {
 	PyObject *ffi;
 	PyObject *to_number; /* makes a number of a pointer of cffi's */
 	PyObject *open; /* a dict: of those that are open, weak references */
+	PyObject *type_of; /* tells the type of a cdata */
+	PyObject *structs; /* a dict: of which type the struct of a class is */
 } python;
 
 static unsigned int process = 1;
@@ -235,6 +238,9 @@ int rp_begin_use(struct rp_handle *h, struct rp_use *use)
 	return rp_begin_use_by(rp_thread(), h, use);
 }
 
+/* Every verb ends with it. */
+static inline void pop(struct rp_use *use);
+
 static void pop(struct rp_use *use)
 {
 	struct rp_thread *me = rp_thread();
@@ -410,6 +416,31 @@ static void end_uses(struct rp_use *uses, int used)
 		rp_end_use(&uses[--used]);
 }
 
+/*
+ * Whether what was made is the struct that the class, and each that it derives from, stands for: the
+ * device is given it as that.  Runs no code of Python's; 0, or -1 with an exception.
+ */
+static int check_struct(const struct rp_handle *h, PyObject *made)
+{
+	PyObject *items = PyDict_Items(python.structs);
+	PyObject *type = PyObject_CallFunctionObjArgs(python.type_of, made, NULL);
+	int wrong = !items || !type;
+
+	for (Py_ssize_t i = 0; !wrong && i < PyList_Size(items); i++) {
+		PyObject *class, *wanted;
+
+		if (!PyArg_ParseTuple(PyList_GetItem(items, i), "OO", &class, &wanted))
+			wrong = 1;
+		else if (PyType_IsSubtype(Py_TYPE((PyObject *)h), (PyTypeObject *)class) &&
+			 PyObject_RichCompareBool(type, wanted, Py_EQ) != 1)
+			wrong = PyErr_Format(PyExc_TypeError, "%R is of %R, not of %R", class,
+					     wanted, type) == NULL;
+	}
+	Py_XDECREF(type);
+	Py_XDECREF(items);
+	return wrong ? -1 : 0;
+}
+
 /* Take what was made; 0, or -1 with an exception and nothing made. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
@@ -420,7 +451,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 	h->address = number ? PyLong_AsVoidPtr(number) : NULL;
 	Py_XDECREF(number);
 	Py_XDECREF(cast);
-	if (!number) {
+	if (!number || (h->address && check_struct(h, made))) {
 		error = save_error();
 		Py_XDECREF(PyObject_CallFunctionObjArgs(h->destroy, made, NULL));
 		restore_error(error);
@@ -484,6 +515,33 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 	return made;
 }
 
+static void raise_made(PyObject *self)
+{
+	PyErr_Format(PyExc_RuntimeError, "%S has been made; __init__ is not called again", self);
+}
+
+/* _begin_making(): a constructor begins.  Nothing may have been made: it would change that. */
+static PyObject *handle_begin(PyObject *self, PyObject *unused)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+
+	(void)unused;
+	if (state_of(h) != NEW) {
+		raise_made(self);
+		return NULL;
+	}
+	h->unfinished = 1;
+	Py_RETURN_NONE;
+}
+
+/* _end_making(): it has ended, well. */
+static PyObject *handle_end(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	((struct rp_handle *)self)->unfinished = 0;
+	Py_RETURN_NONE;
+}
+
 /*
  * _make(create, args, destroy, parents, keeps=None, access=0): call create
  * with args, and be what it returns, a child of each of the parents.
@@ -502,8 +560,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 		return NULL;
 	if (!__atomic_compare_exchange_n(&h->state, &state, MAKING, 0, __ATOMIC_SEQ_CST,
 					 __ATOMIC_SEQ_CST)) {
-		PyErr_Format(PyExc_RuntimeError,
-			     "%S has been made; __init__ is not called again", self);
+		raise_made(self);
 		return NULL;
 	}
 	h->process = process;
@@ -922,6 +979,8 @@ static void handle_dealloc(PyObject *self)
 
 static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
+	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
+	{ "_end_making", handle_end, METH_NOARGS, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
@@ -948,6 +1007,7 @@ static PyGetSetDef handle_getset[] = {
 static PyMemberDef handle_members[] = {
 	/* Whether its last user closes it. */
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
+	{ "_unfinished", T_BOOL, offsetof(struct rp_handle, unfinished), READONLY, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
@@ -963,21 +1023,18 @@ static PyType_Slot handle_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec handle_spec = {
-	.name = "rdmapost._verbs.Handle",
-	.basicsize = sizeof(struct rp_handle),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-	.slots = handle_slots,
-};
-
 /* ---- for Python ----------------------------------------------------------- */
 
-/* describe_handles(ClosedError, RdmaError, failed, ffi, to_number, open), held for ever */
+/*
+ * describe_handles(ClosedError, RdmaError, failed, ffi, to_number, open, type_of, structs), held for
+ * ever
+ */
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
-	if (!PyArg_ParseTuple(args, "OOOOOO!", &python.closed, &python.error, &python.failed,
-			      &python.ffi, &python.to_number, &PyDict_Type, &python.open))
+	if (!PyArg_ParseTuple(args, "OOOOOO!OO!", &python.closed, &python.error, &python.failed,
+			      &python.ffi, &python.to_number, &PyDict_Type, &python.open,
+			      &python.type_of, &PyDict_Type, &python.structs))
 		return NULL;
 	return Py_NewRef(Py_NewRef(args));
 }
@@ -1004,6 +1061,7 @@ int rp_add_handle(PyObject *module)
 		pthread_atfork(NULL, NULL, after_fork);
 		watches_forks = 1;
 	}
-	return rp_add_type(module, &handle_spec, "Handle", &rp_handle_type) ||
+	return rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -39,6 +39,7 @@ struct rp_handle {
 	char refused; /* the device would not let it go */
 	char kept; /* and so it is there until the process ends */
 	char put_off; /* to be closed after a verb */
+	char unfinished; /* its constructor has begun, and not ended */
 };
 
 extern PyObject *rp_handle_type;
@@ -137,6 +138,18 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 	me->top = use->below;
 	if (!me->top && me->first_put_off && !me->draining)
 		rp_close_put_off();
+}
+
+/*
+ * Set where a device is written in Python: lets it carry out what it has to do.  It may run any
+ * Python code and wait for another thread's verb, so no lock is held.
+ */
+extern void (*rp_progress)(void);
+
+static inline void rp_run_device(void)
+{
+	if (rp_progress)
+		rp_progress();
 }
 
 /* A work request in flight names it; the caller is in the middle of a use of it. */

@@ -7,28 +7,35 @@ PyObject *rp_in_flight_type, *rp_sent_type;
 
 /* ---- what an entry holds ------------------------------------------------ */
 
+/* What work requests hold is of few types; None and bytes are no handles. */
+static inline int is_handle(PyObject *object)
+{
+	return rp_has_type(object, rp_known.mr) || rp_has_type(object, rp_known.ah) ||
+	       (object != Py_None && !PyBytes_CheckExact(object) && rp_is_handle(object));
+}
+
 /* Name a handle, or what is in a tuple, or name it no longer; the first that is not open, or NULL. */
 static PyObject *each(PyObject *held, int unname)
 {
-	PyObject *closed = NULL, *one;
+	int many = held && PyTuple_CheckExact(held);
+	Py_ssize_t count = many ? PyTuple_Size(held) : held != NULL;
+	PyObject *closed = NULL;
 
-	if (!held || held == Py_None)
-		return NULL;
-	if (PyTuple_CheckExact(held)) {
-		for (Py_ssize_t i = PyTuple_Size(held); i--;) {
-			one = each(PyTuple_GetItem(held, i), unname);
-			closed = one ? one : closed;
+	for (Py_ssize_t i = count; i--;) {
+		PyObject *one = many ? PyTuple_GetItem(held, i) : held;
+		PyObject *found = NULL;
+
+		if (PyTuple_CheckExact(one)) {
+			found = each(one, unname);
+		} else if (is_handle(one) && unname) {
+			rp_unname((struct rp_handle *)one);
+		} else if (is_handle(one)) {
+			rp_name((struct rp_handle *)one);
+			found = rp_is_open((struct rp_handle *)one) ? NULL : one;
 		}
-		return closed;
+		closed = found ? found : closed;
 	}
-	if (!rp_has_type(held, rp_known.mr) && !rp_is_handle(held))
-		return NULL;
-	if (unname) {
-		rp_unname((struct rp_handle *)held);
-		return NULL;
-	}
-	rp_name((struct rp_handle *)held);
-	return rp_is_open((struct rp_handle *)held) ? NULL : held;
+	return closed;
 }
 
 PyObject *rp_name_all(PyObject *held)
@@ -526,13 +533,6 @@ static PyType_Slot in_flight_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec in_flight_spec = {
-	.name = "rdmapost._verbs.InFlight",
-	.basicsize = sizeof(struct rp_in_flight),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-	.slots = in_flight_slots,
-};
-
 /* ---- a prepared list in flight ------------------------------------------ */
 
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held)
@@ -573,16 +573,10 @@ static PyType_Slot sent_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec sent_spec = {
-	.name = "rdmapost._verbs.Sent",
-	.basicsize = sizeof(struct rp_sent),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
-		 Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	.slots = sent_slots,
-};
-
 int rp_add_in_flight(PyObject *module)
 {
-	return rp_add_type(module, &sent_spec, NULL, &rp_sent_type) ||
-	       rp_add_type(module, &in_flight_spec, "InFlight", &rp_in_flight_type) ? -1 : 0;
+	return rp_add_type(module, "rdmapost._verbs.Sent", sizeof(struct rp_sent),
+			   Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, sent_slots, &rp_sent_type) ||
+	       rp_add_type(module, "rdmapost._verbs.InFlight", sizeof(struct rp_in_flight),
+			   Py_TPFLAGS_HAVE_GC, in_flight_slots, &rp_in_flight_type) ? -1 : 0;
 }

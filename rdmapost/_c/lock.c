@@ -126,14 +126,8 @@ static PyType_Slot lock_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec lock_spec = {
-	.name = "rdmapost._verbs.Lock",
-	.basicsize = sizeof(struct rp_lock),
-	.flags = Py_TPFLAGS_DEFAULT,
-	.slots = lock_slots,
-};
-
 int rp_add_lock(PyObject *module)
 {
-	return rp_add_type(module, &lock_spec, "Lock", &rp_lock_type);
+	return rp_add_type(module, "rdmapost._verbs.Lock", sizeof(struct rp_lock), 0,
+			   lock_slots, &rp_lock_type);
 }

@@ -1,8 +1,9 @@
 /*
  * Posting: the queue that work requests are posted to (post.h says how).
  *
- * Whoever posts holds the queue's lock from the check to the device's return.  No
- * code of Python's runs there, but that of a device that is written in it.
+ * Whoever posts holds the queue's lock from the check to the device's return, and no
+ * code of Python's runs there: a device that is written in it takes the work requests
+ * in, and is run when the lock has been given.
  */
 #include "post.h"
 #include "soft.h"
@@ -20,6 +21,12 @@ struct link {
 _Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
 		       BEGINS(struct ibv_ops_wr),
 	       "work requests begin with something else");
+
+static struct link *record_at(const struct post *post, size_t index)
+{
+	return (void *)(post->records + post->requests[index].record);
+}
+
 /* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
 struct outcome {
 	int code;
@@ -31,11 +38,6 @@ struct outcome {
  * (a partial post); on some paths *bad is left alone, or points nowhere we
  * know.  So *bad starts as NULL and counts only if the chain contains it.
  */
-static struct link *record_at(const struct post *post, size_t index)
-{
-	return (void *)(post->records + post->requests[index].record);
-}
-
 static struct outcome failed(int code, const struct link *chain, const void *bad, size_t count)
 {
 	int64_t posted = 0;
@@ -207,31 +209,22 @@ static void take_back(struct queue *q, struct request *r)
 	}
 }
 
-/* Bind a window of type 1: a device's code may run, and raise where it has done nothing. */
+/* Bind a window of type 1, and have the device choose its key. */
 static struct outcome bind(struct rp_handle *owner, const struct post *post)
 {
-	const struct binding *b = post->binding;
 	const struct request *r = post->requests;
 	const struct ibv_send_wr *from = (void *)post->records;
 	struct ibv_mw *mw = r->mw->address;
+	struct ibv_mw_bind bind = { .wr_id = r->ticket, .send_flags = from->send_flags,
+				    .bind_info = from->bind_mw.bind_info };
 	uint32_t rkey = mw->rkey;
-	struct outcome outcome;
-	PyObject *done;
-	int code;
+	int code = abs(rp_bind_mw(owner->address, mw, &bind));
 
-	b->at->wr_id = r->ticket;
-	b->at->send_flags = from->send_flags;
-	b->at->bind_info = from->bind_mw.bind_info;
-	done = PyObject_CallFunctionObjArgs(b->call, owner->cdata, r->mw->cdata, b->bind, NULL);
-	code = !done ? EIO : done == Py_None ? 0 : abs((int)PyLong_AsLong(done));
-	outcome = (struct outcome){ code, !code };
 	if (code)
 		mw->rkey = rkey;
-	if (done && code && !b->sure && code != EOPNOTSUPP && code != ENOSYS)
-		/* The device may complete it yet. */
-		outcome.posted = -1;
-	Py_XDECREF(done);
-	return outcome;
+	if (code && !post->binding->sure && code != EOPNOTSUPP && code != ENOSYS)
+		return (struct outcome){ code, -1 }; /* the device may complete it yet */
+	return (struct outcome){ code, !code };
 }
 
 /* What a driver did not take is taken back, the latest first. */
@@ -350,6 +343,7 @@ static inline void end(struct queue *q, struct rp_turn *turn)
 {
 	if (!turn->nested)
 		rp_give_quickly(q->lock);
+	rp_run_device();
 	rp_end_use_by(turn->me, &turn->use);
 }
 
@@ -446,7 +440,7 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	if (post->binds && !post->binding)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	end(q, &turn);
-	if (taken < 0 || (post->binding && PyErr_Occurred()) ||
+	if (taken < 0 ||
 	    (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
 		return NULL;
 	if (outcome.code)
@@ -490,24 +484,16 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args, Py_ssize_t na
 	return answer;
 }
 
-/*
- * bind_mw(owner, wr, call, bind, at, sure): bind a window of type 1 (ibv_bind_mw(3)).
- * `call` is C's: given the queue pair, the window and `bind`, a struct ibv_mw_bind at the
- * address `at`, it returns 0 or None, or an errno, or raises where it has done nothing.
- * `sure`: what fails is not posted.
- */
+/* bind_mw(owner, wr, sure): bind a window of type 1.  `sure`: what fails is not posted. */
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct queue *q = (struct queue *)self;
 	PyObject *object, *wr, *answer = NULL;
 	struct binding binding;
-	unsigned long long at;
 	struct post post;
 
-	if (!PyArg_ParseTuple(args, "O!OOOKp", rp_handle_type, &object, &wr, &binding.call,
-			      &binding.bind, &at, &binding.sure))
+	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &object, &wr, &binding.sure))
 		return NULL;
-	binding.at = (void *)(uintptr_t)at;
 	if (!rp_read(q, wr, &post)) {
 		post.binding = &binding;
 		answer = post_read(q, (struct rp_handle *)object, &post);
@@ -620,16 +606,10 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec queue_spec = {
-	.name = "rdmapost._verbs.Queue",
-	.basicsize = sizeof(struct queue),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-	.slots = queue_slots,
-};
-
 PyObject *rp_queue_type;
 
 int rp_add_queue(PyObject *module)
 {
-	return rp_add_type(module, &queue_spec, "Queue", &rp_queue_type);
+	return rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct queue),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, queue_slots, &rp_queue_type);
 }

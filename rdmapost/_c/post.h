@@ -88,9 +88,7 @@ struct refusal {
 
 /* A call that binds a window of type 1; see queue_bind_mw() in post.c. */
 struct binding {
-	PyObject *call, *bind;
-	struct ibv_mw_bind *at;
-	int sure;
+	int sure; /* what fails is not posted */
 };
 
 /* A list of work requests on its way. */

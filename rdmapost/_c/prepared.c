@@ -330,13 +330,6 @@ static PyType_Slot prepared_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec prepared_spec = {
-	.name = "rdmapost._verbs.Prepared",
-	.basicsize = sizeof(struct prepared),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-	.slots = prepared_slots,
-};
-
 /* ---- one work request of a list ------------------------------------------ */
 
 struct item {
@@ -386,9 +379,14 @@ static void item_dealloc(PyObject *self)
 /* Raise a ValueError for what was refused of a work request: always -1. */
 static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
 {
-	/* Reading the value may have closed the list. */
-	if (is_open(p))
-		rp_raise_refusal(p->queue, p->owner, PyTuple_Pack(1, r->wr), why, 0, -1);
+	PyObject *wr;
+
+	/* Reading the value may have closed the list, and making the tuple may. */
+	if (!is_open(p))
+		return -1;
+	wr = Py_NewRef(r->wr);
+	rp_raise_refusal(p->queue, p->owner, PyTuple_Pack(1, wr), why, 0, -1);
+	Py_DECREF(wr);
 	return -1;
 }
 
@@ -542,13 +540,6 @@ static PyType_Slot item_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec item_spec = {
-	.name = "rdmapost._verbs.PreparedItem",
-	.basicsize = sizeof(struct item),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-	.slots = item_slots,
-};
-
 /* ---- a number of it ------------------------------------------------------- */
 
 /* A descriptor as property is, for a field of rdmapost/fields.py by its index. */
@@ -650,16 +641,12 @@ static PyType_Slot number_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec number_spec = {
-	.name = "rdmapost._verbs.Number",
-	.basicsize = sizeof(struct number),
-	.flags = Py_TPFLAGS_DEFAULT,
-	.slots = number_slots,
-};
-
 int rp_add_prepared(PyObject *module)
 {
-	return rp_add_type(module, &number_spec, "Number", NULL) ||
-	       rp_add_type(module, &prepared_spec, "Prepared", &prepared_type) ||
-	       rp_add_type(module, &item_spec, "PreparedItem", &item_type) ? -1 : 0;
+	return rp_add_type(module, "rdmapost._verbs.Number", sizeof(struct number), 0,
+			   number_slots, NULL) ||
+	       rp_add_type(module, "rdmapost._verbs.Prepared", sizeof(struct prepared),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, prepared_slots, &prepared_type) ||
+	       rp_add_type(module, "rdmapost._verbs.PreparedItem", sizeof(struct item),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, item_slots, &item_type) ? -1 : 0;
 }

@@ -79,12 +79,8 @@ static PyType_Slot wqe_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec wqe_spec = {
-	.name = "rdmapost._verbs.WQE",
-	.basicsize = sizeof(struct wqe),
-	.flags = Py_TPFLAGS_DEFAULT,
-	.slots = wqe_slots,
-};
+static PyType_Spec wqe_spec = { "rdmapost._verbs.WQE", sizeof(struct wqe), 0, Py_TPFLAGS_DEFAULT,
+				wqe_slots };
 
 /* ---- queues -------------------------------------------------------------- */
 
@@ -99,7 +95,7 @@ struct queue {
 	unsigned int last_handle; /* of the entries in a matching list */
 	unsigned int refuses; /* the errno of every post, or 0 */
 	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
-	PyObject *faults; /* of sends: (a call, a dict), to be made where the dict is not empty */
+	PyObject *faults; /* of sends: (errnos by number of the post, [how many there have been]) */
 	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
 };
 
@@ -107,15 +103,13 @@ enum { ARMED_SOLICITED = 1, ARMED_NEXT };
 
 static PyTypeObject *queue_type;
 
-#undef OBJECT
-#undef U32
-#define OBJECT(name) MEMBER(queue, T_OBJECT, name, name)
-#define U32(name) MEMBER(queue, T_UINT, name, name)
+#define NUMBER(name) MEMBER(queue, T_UINT, name, name)
+#define REFERENCE(name) MEMBER(queue, T_OBJECT, name, name)
 
 static PyMemberDef queue_members[] = {
-	OBJECT(pending), U32(armed), U32(depth), U32(max_sge), U32(max_inline),
-	U32(max_tso_header), U32(used), U32(silent), U32(refuses), U32(prompt), OBJECT(faults),
-	OBJECT(slots), { NULL, 0, 0, 0, NULL },
+	NUMBER(armed), NUMBER(depth), NUMBER(max_sge), NUMBER(max_inline), NUMBER(max_tso_header),
+	NUMBER(used), NUMBER(silent), NUMBER(refuses), NUMBER(prompt), REFERENCE(pending),
+	REFERENCE(faults), REFERENCE(slots), { NULL, 0, 0, 0, NULL },
 };
 
 static void queue_dealloc(PyObject *self)
@@ -130,12 +124,8 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec queue_spec = {
-	.name = "rdmapost._verbs.DeviceQueue",
-	.basicsize = sizeof(struct queue),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-	.slots = queue_slots,
-};
+static PyType_Spec queue_spec = { "rdmapost._verbs.DeviceQueue", sizeof(struct queue), 0,
+				  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, queue_slots };
 
 /* A part of what a handle stands for, as a new reference; NULL where there is no such queue. */
 static struct queue *find_queue(uint32_t handle, enum rp_name name)
@@ -275,6 +265,8 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 	wqe->opcode = op->opcode;
 	wqe->flags = (unsigned int)op->flags;
+	if (!list)
+		return EINVAL;
 	if (adds && is_full(list))
 		return ENOMEM;
 	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :
@@ -288,30 +280,68 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 /* ---- posting ------------------------------------------------------------- */
 
-/* Take one work request in. */
-static int take_in(enum posts what, enum ibv_qp_type type, int nested, struct queue *queue,
-		   void *wr)
+/* The errno with which a send is to fail on purpose, or 0. */
+static int planned_failure(const struct queue *queue)
+{
+	PyObject *posts = queue->faults ? PyTuple_GetItem(queue->faults, 0) : NULL, *seen, *code, *now;
+	int said = 0;
+
+	if (!posts || !PyDict_Size(posts))
+		return 0;
+	now = PyTuple_GetItem(queue->faults, 1);
+	seen = PyList_GetItem(now, 0);
+	code = PyDict_GetItemWithError(posts, seen);
+	if (code) {
+		said = (int)PyLong_AsLong(code);
+		PyDict_DelItem(posts, seen);
+	}
+	PyList_SetItem(now, 0, PyLong_FromLong(PyLong_AsLong(seen) + 1));
+	PyErr_Clear();
+	return said;
+}
+
+/* Put a WQE where it takes its slots; 0 or an errno. */
+static int put_in(struct queue *queue, struct wqe *wqe, int adds)
+{
+	if (rp_append(queue->pending, (PyObject *)wqe))
+		return ENOMEM;
+	use_slots(queue, 1);
+	/* An operation that adds an entry takes a slot of the matching list, too. */
+	if (adds)
+		use_slots((struct queue *)queue->slots, 1);
+	return 0;
+}
+
+/* Begin to take one in; NULL with an errno in *code. */
+static struct wqe *new_wqe(const struct queue *queue, int *code)
+{
+	struct wqe *wqe;
+
+	*code = planned_failure(queue);
+	if (!*code)
+		*code = (int)queue->refuses;
+	if (!*code && is_full(queue))
+		*code = ENOMEM;
+	if (*code)
+		return NULL;
+	wqe = (struct wqe *)PyType_GenericAlloc(wqe_type, 0);
+	if (!wqe)
+		*code = ENOMEM;
+	PyErr_Clear();
+	return wqe;
+}
+
+/* Take one work request in; 0 or an errno. */
+static int take_in(enum posts what, enum ibv_qp_type type, struct queue *queue, void *wr)
 {
 	static const size_t sizes[] = { sizeof(struct ibv_send_wr), sizeof(struct ibv_recv_wr),
 					sizeof(struct ibv_recv_wr), sizeof(struct ibv_ops_wr) };
 	struct ibv_recv_wr *recv = wr;
-	struct wqe *wqe;
-	int code = 0;
+	int code;
+	struct wqe *wqe = new_wqe(queue, &code);
 
-	/* The plan of faults counts no post that is made in the middle of a verb. */
-	if (queue->faults && !nested && PyDict_Size(PyTuple_GetItem(queue->faults, 1)) > 0)
-		code = (int)rp_soft_step(PyTuple_GetItem(queue->faults, 0));
-	if (!code)
-		code = queue->refuses;
-	if (!code && is_full(queue))
-		code = ENOMEM;
-	if (code)
+	if (!wqe)
 		return code;
-	wqe = (struct wqe *)PyType_GenericAlloc(wqe_type, 0);
-	if (!wqe) {
-		PyErr_Clear();
-		return ENOMEM;
-	}
 	memcpy(&wqe->wr, wr, sizes[what]);
 	if (what == SENDS)
 		code = read_send(wqe, queue, type, wr);
@@ -320,29 +350,50 @@ static int take_in(enum posts what, enum ibv_qp_type type, int nested, struct qu
 	else
 		code = read_sges(wqe, recv->sg_list, recv->num_sge, queue->max_sge);
 	PyErr_Clear();
-	if (!code && rp_append(queue->pending, (PyObject *)wqe))
-		code = ENOMEM;
-	if (!code) {
-		use_slots(queue, 1);
-		/* An operation that adds an entry takes a slot of the matching list, too. */
-		if (what == OPERATIONS && wqe->opcode == IBV_WR_TAG_ADD)
-			use_slots((struct queue *)queue->slots, 1);
-	}
+	if (!code)
+		code = put_in(queue, wqe, what == OPERATIONS && wqe->opcode == IBV_WR_TAG_ADD);
 	Py_DECREF((PyObject *)wqe);
 	return code;
+}
+
+/*
+ * A post is taken in without the device's lock, also in the middle of a verb: nothing of Python's
+ * runs meanwhile, so the device has them in the order in which they were recorded.  Allocations must
+ * not collect garbage, therefore; nobody else runs before that is as it was.  (Without a GIL the
+ * collector does not run in the middle of C.)
+ */
+struct quiet {
+	PyGILState_STATE gil;
+	int collects;
+};
+
+static struct quiet begin_quietly(void)
+{
+	struct quiet quiet = { .gil = PyGILState_Ensure() };
+
+#ifndef Py_GIL_DISABLED
+	quiet.collects = PyGC_Disable();
+#endif
+	return quiet;
+}
+
+static void end_quietly(struct quiet quiet)
+{
+	if (quiet.collects)
+		PyGC_Enable();
+	PyGILState_Release(quiet.gil);
 }
 
 /* Returns 0, or an errno and in *bad the first that is not taken. */
 static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
 {
 	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
-	PyGILState_STATE gil = PyGILState_Ensure();
-	int nested = rp_soft_enter(), any = 0;
+	struct quiet quiet = begin_quietly();
 	struct queue *queue = find_queue(handle, names[what]);
-	int code = queue ? 0 : EINVAL;
+	int code = queue ? 0 : EINVAL, any = 0;
 
 	while (wr && !code) {
-		code = take_in(what, type, nested, queue, wr);
+		code = take_in(what, type, queue, wr);
 		if (code)
 			break;
 		any = 1;
@@ -351,11 +402,40 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	}
 	if (any && queue->prompt)
 		rp_soft_start(handle);
-	rp_soft_leave(nested);
 	Py_XDECREF((PyObject *)queue);
-	PyGILState_Release(gil);
+	end_quietly(quiet);
 	if (code)
 		*bad = wr;
+	return code;
+}
+
+/* A window of type 1 gets a new key at once. */
+static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
+{
+	struct quiet quiet = begin_quietly();
+	struct queue *queue = find_queue(qp->handle, SQ);
+	int code = EINVAL;
+	struct wqe *wqe = queue ? new_wqe(queue, &code) : NULL;
+
+	if (wqe) {
+		struct ibv_send_wr *wr = &wqe->wr.send;
+
+		wr->wr_id = bind->wr_id;
+		wr->bind_mw.rkey = (mw->rkey & ~0xFFu) | ((mw->rkey + 1) & 0xFF);
+		wr->bind_mw.bind_info = bind->bind_info;
+		wqe->opcode = IBV_WR_BIND_MW;
+		wqe->flags = bind->send_flags;
+		wqe->window = rp_soft_part(mw->handle, NAMES);
+		wqe->region = rp_soft_part(bind->bind_info.mr->handle, NAMES);
+		code = wqe->window && wqe->region ? put_in(queue, wqe, 0) : EINVAL;
+		if (!code) {
+			mw->rkey = wr->bind_mw.rkey;
+			rp_soft_start(qp->handle);
+		}
+		Py_DECREF((PyObject *)wqe);
+	}
+	Py_XDECREF((PyObject *)queue);
+	end_quietly(quiet);
 	return code;
 }
 
@@ -390,12 +470,13 @@ struct entry {
 /* Take up to `most` completions, with tags where there is a `tm`; -1 where there is no such CQ. */
 static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
-	PyGILState_STATE gil = PyGILState_Ensure();
-	int nested = rp_soft_enter(), count = 0;
+	struct quiet quiet = begin_quietly();
 	struct queue *cq = find_queue(handle, NAMES);
 	Py_ssize_t there = cq ? PyObject_Size(cq->pending) : 0;
+	int count = 0;
 
-	if (nested && there)
+	/* What a verb in progress may still take back is not there yet. */
+	if (there)
 		there -= rp_journal_count(cq->pending);
 	/* Who is interrupted may never see what the poll returns: that stays for the next. */
 	if (rp_soft_raises())
@@ -415,9 +496,8 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_i
 		Py_DECREF(taken);
 	}
 	PyErr_Clear();
-	rp_soft_leave(nested);
 	Py_XDECREF((PyObject *)cq);
-	PyGILState_Release(gil);
+	end_quietly(quiet);
 	if (cq)
 		return count;
 	errno = EINVAL;
@@ -431,15 +511,13 @@ static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 
 static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
-	PyGILState_STATE gil = PyGILState_Ensure();
-	int nested = rp_soft_enter();
+	struct quiet quiet = begin_quietly();
 	struct queue *found = find_queue(cq->handle, NAMES);
 
 	if (found)
 		arm(found, solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
-	rp_soft_leave(nested);
 	Py_XDECREF((PyObject *)found);
-	PyGILState_Release(gil);
+	end_quietly(quiet);
 	return found ? 0 : EINVAL;
 }
 
@@ -459,6 +537,7 @@ struct ibv_context *rp_soft_context_init(struct verbs_context *whole)
 	context->ops.post_srq_recv = post_srq_recv;
 	context->ops.poll_cq = poll_cq;
 	context->ops.req_notify_cq = req_notify_cq;
+	context->ops.bind_mw = bind_mw;
 	return context;
 }
 

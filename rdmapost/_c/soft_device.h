@@ -29,7 +29,7 @@ int rp_append(PyObject *queue, PyObject *item);
 PyObject *rp_shift(PyObject *list);
 void rp_clear(PyObject *list);
 
-/* Begin to note changes; keep them all; take all of them back, and keep the exception that is set. */
+/* Begin to note changes; keep them; take them back, and leave the exception that is set. */
 void rp_journal_begin(void);
 void rp_journal_commit(void);
 void rp_journal_rollback(void);

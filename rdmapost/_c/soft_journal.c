@@ -176,7 +176,7 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-/* Note that back(argument) takes back what had the result; where that fails, it is taken back now. */
+/* Note that back(argument) takes back what had the result; if that fails, take it back now. */
 static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 {
 	if (result && is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
@@ -221,7 +221,7 @@ static PyObject *take(PyObject *self, PyObject *deque)
 	return item;
 }
 
-/* forget(entries, queue): drop a work queue's of the entries of a completion queue; for on_commit. */
+/* forget(entries, queue): drop the completions of a work queue; for on_commit. */
 static PyObject *forget(PyObject *self, PyObject *args)
 {
 	PyObject *entries, *queue;
@@ -253,7 +253,8 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_journal(PyObject *module)
 {
-	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "append", "appendleft", "popleft" };
+	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops",
+						  "append", "appendleft", "popleft" };
 	PyObject *record = PyType_FromSpec(&record_spec);
 
 	for (int i = 0; i < NAMES; i++) {
@@ -263,8 +264,7 @@ int rp_add_soft_journal(PyObject *module)
 	}
 	undo = PyList_New(0);
 	later = PyList_New(0);
-	if (!record || !undo || !later ||
-	    PyModule_AddObjectRef(module, "Record", record))
+	if (!record || !undo || !later || PyModule_AddObjectRef(module, "Record", record))
 		return -1;
 	return PyModule_AddFunctions(module, functions);
 }

@@ -270,22 +270,30 @@ void rp_soft_leave(int nested)
 		Py_AddPendingCall(deliver, NULL);
 }
 
+/* What has been posted is carried out, and what is due; by the outer verb, in the middle of one. */
+static void progress(void)
+{
+	if (rp_soft_busy() || !(PyList_Size(rp_soft_given(READY)) > 0 || is_due()))
+		return;
+	rp_soft_enter();
+	rp_soft_leave(0);
+}
+
 /* The thread that forks goes on with what it is in the middle of; others are not there. */
 static void after_fork(void)
 {
 	forked = 1;
 	due = -1;
-	if (rp_try(lock))
-		rp_give(lock);
-	else
-		doomed = 1;
+	doomed = lock->owner && (uint32_t)lock->owner == (uint32_t)rp_thread()->mark;
+	lock->owner = doomed ? rp_thread()->mark : 0;
 }
 
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 {
 	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *found;
 
-	if (key)
+	/* After a fork, until the device is reset, what is there is the parent's. */
+	if (key && !forked)
 		object = PyDict_GetItemWithError(rp_soft_given(OBJECTS), key);
 	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
 					  Py_XNewRef(object);
@@ -327,6 +335,15 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	return result;
 }
 
+/* run_device(): let it carry out what it has to do, as posts and polls do when they hold no lock. */
+static PyObject *run_device(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	progress();
+	Py_RETURN_NONE;
+}
+
 /* come_back(seconds): let the device look at what is due then; for on_commit. */
 static PyObject *come_back(PyObject *self, PyObject *seconds)
 {
@@ -344,11 +361,13 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 		return NULL;
 	}
 	parts = Py_NewRef(args);
+	rp_progress = progress;
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
+	{ "run_device", run_device, METH_NOARGS, NULL },
 	{ "come_back", come_back, METH_O, NULL },
 	{ "soft_device", soft_device, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },

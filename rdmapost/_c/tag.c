@@ -42,15 +42,8 @@ static PyType_Slot tag_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec tag_spec = {
-	.name = "rdmapost.TagHandle",
-	.basicsize = sizeof(struct rp_tag_handle),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
-		 Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	.slots = tag_slots,
-};
-
 int rp_add_tag_handle(PyObject *module)
 {
-	return rp_add_type(module, &tag_spec, "TagHandle", &rp_known.tag_handle);
+	return rp_add_type(module, "rdmapost.TagHandle", sizeof(struct rp_tag_handle),
+			   Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, tag_slots, &rp_known.tag_handle);
 }

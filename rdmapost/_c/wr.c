@@ -137,15 +137,9 @@ static PyType_Slot wr_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec wr_spec = {
-	.name = "rdmapost._verbs.WR",
-	.basicsize = sizeof(PyObject),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-	.slots = wr_slots,
-};
-
 int rp_add_wr(PyObject *module)
 {
-	return rp_add_type(module, &wr_spec, "WR", NULL) ||
+	return rp_add_type(module, "rdmapost._verbs.WR", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
+			   wr_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

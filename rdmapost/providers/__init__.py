@@ -1,27 +1,57 @@
 """Who carries out the control verbs.
 
 A provider is loaded when it is first asked for: the soft device costs nothing
-to those who do not open it.
+to those who do not open it.  A fork waits until no thread is loading one: the
+child of a fork in the middle of it would wait for ever for a module that a
+thread imports which it does not have.
 """
 
-from functools import cache
+from __future__ import annotations
+
+import logging  # noqa: F401 - it has a lock for forks too, which must not come between
+import os
+from collections.abc import Callable
+from threading import RLock
 
 from .base import DeviceInfo, GIDEntry, Provider
 
 __all__ = ["DeviceInfo", "GIDEntry", "Provider", "soft_provider", "verbs_provider"]
 
+_loading = RLock()
+_loaded: dict[str, Provider] = {}
 
-@cache
+os.register_at_fork(
+    before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release
+)
+
+
 def verbs_provider() -> Provider:
     """Return the provider of real devices."""
-    from .verbs import VerbsProvider
 
-    return VerbsProvider()
+    def load() -> Provider:
+        from .verbs import VerbsProvider
+
+        return VerbsProvider()
+
+    return _once("verbs", load)
 
 
-@cache
 def soft_provider() -> Provider:
     """Return the provider of the soft device."""
-    from .soft import SoftProvider
 
-    return SoftProvider()
+    def load() -> Provider:
+        from .soft import SoftProvider
+
+        return SoftProvider()
+
+    return _once("soft", load)
+
+
+def _once(kind: str, load: Callable[[], Provider]) -> Provider:
+    provider = _loaded.get(kind)
+    if provider is None:
+        with _loading:
+            provider = _loaded.get(kind)
+            if provider is None:
+                provider = _loaded[kind] = load()
+    return provider

@@ -7,15 +7,15 @@ import os
 from typing import Any
 
 from .._binding import door, ffi, lib
-from ..enums import MWType, Opcode, QPAttrMask, QPType, SRQAttrMask, SRQType
+from ..enums import QPAttrMask, QPType, SRQAttrMask, SRQType
 from ..errors import UnsupportedError, VerbsError
 from ..rules import OPCODES_BY_QP_TYPE
 from ..soft import tags
 from ..soft.completion import CompletionQueue
 from ..soft.datagram import AddressHandle
-from ..soft.memory import ProtectionDomain, Window
+from ..soft.memory import ProtectionDomain
 from ..soft.qp import ACCESS_FLAGS, QueuePair
-from ..soft.queue import WQE, SharedReceiveQueue, WorkQueue, XRCDomain
+from ..soft.queue import SharedReceiveQueue, WorkQueue, XRCDomain
 from ..states import FIELDS
 from .soft_state import bound, context_of, device, drop, keep, table, verb
 
@@ -234,36 +234,6 @@ class Queues:
                 user.users += 1
         qp.qp_num = made.number
         return keep(qp, made)
-
-    @verb
-    def bind_mw(self, qp: Any, mw: Any, bind: Any) -> Any:
-        target: QueuePair = bound(qp, "ibv_bind_mw")
-        window: Window = bound(mw, "ibv_bind_mw")
-        if window.type is not MWType.TYPE_1:
-            raise VerbsError(
-                "ibv_bind_mw", errno.EINVAL, "only a window of type 1 is bound this way"
-            )
-        info = bind.bind_info
-        region = bound(info.mr, "ibv_bind_mw") if info.mr != ffi.NULL else None
-        queue, faults = target.sq, target.context.faults
-        if faults.posts and (planned := faults.errno_of_post()):
-            # Returned, for what is raised would take back that the plan has been followed.
-            return VerbsError("ibv_bind_mw", planned)
-        code = queue.refuses or (errno.ENOMEM if queue.used >= queue.depth else 0)
-        if code:
-            raise VerbsError("ibv_bind_mw", code)
-        wqe = WQE()
-        wqe.wr_id, wqe.opcode, wqe.flags = bind.wr_id, Opcode.BIND_MW, bind.send_flags
-        wqe.window, wqe.region = window, region
-        wqe.bind_addr, wqe.bind_length, wqe.bind_access = (
-            info.addr, info.length, info.mw_access_flags,
-        )  # fmt: skip
-        wqe.bind_rkey = mw.rkey & ~0xFF | (mw.rkey + 1) & 0xFF
-        door.on_commit(door.use_slots, queue, 1)
-        door.on_commit(queue.pending.append, wqe)
-        door.on_commit(setattr, mw, "rkey", wqe.bind_rkey)
-        device.start(target)
-        return None
 
     @verb
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:

@@ -192,8 +192,6 @@ class VerbsProvider:
     alloc_mw = lib.ibv_alloc_mw
     dealloc_mw = lib.ibv_dealloc_mw
 
-    bind_mw = lib.rp_bind_mw
-
     # ---- completions --------------------------------------------------------
 
     create_comp_channel = lib.ibv_create_comp_channel

@@ -8,8 +8,9 @@ between.
 
 A signal handler may raise between any two bytecodes, so nothing that is done here
 lasts until the verb or the step of which it is a part has returned: then C commits
-it, and otherwise takes it back (``_c/soft_journal.c``).  That holds for what is kept
-in a ``Record``, a ``Table``, a ``Fifo`` or a type made of them.  Other objects are
-not changed once they can be reached from these; and what a journal cannot take back,
-such as a write to a descriptor, is left to ``on_commit``.
+it, and otherwise takes it back (``_c/soft_journal.c``).  That holds for the attributes
+of a ``Record`` or a ``DeviceQueue``, for a ``Table``, and for deques that are changed by
+``put`` and ``take``.  Other objects are not changed once they can be reached from these;
+and what a journal cannot take back, such as a write to a descriptor, is left to
+``on_commit``.
 """

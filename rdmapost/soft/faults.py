@@ -24,12 +24,11 @@ class FaultPlan(door.Record):
 
     def __init__(self, wr_id_of: Callable[[int], int | None]) -> None:
         self._wr_id_of = wr_id_of
-        self.posts: dict[int, int] = Table()
+        self.posts: dict[int, int] = {}
         self.statuses: dict[int, WCStatus] = Table()
         self.refusals: dict[int, int] = Table()
-        self._seen = 0
-        self.of_posts = ((self.errno_of_post,), self.posts)
-        """The call by which C asks about a post, and what it looks at before it does."""
+        self.posted = [0]
+        """How many, counted by C while any is to fail."""
 
     def clear(self) -> None:
         """Let everything work again."""
@@ -47,8 +46,8 @@ class FaultPlan(door.Record):
             after: how many send work requests are let through before it.
         """
         if not self.posts:
-            self._seen = 0
-        self.posts[self._seen + after] = errno
+            self.posted[0] = 0
+        self.posts[self.posted[0] + after] = errno
 
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
         """Let a send work request complete with a status.
@@ -69,11 +68,6 @@ class FaultPlan(door.Record):
         self.refusals[qp_num] = times
 
     # ---- striking -----------------------------------------------------------
-
-    def errno_of_post(self) -> int:
-        """Return the errno of the send work request that is being posted, or 0."""
-        self._seen += 1
-        return self.posts.pop(self._seen - 1, 0)
 
     def take_status(self, wr_id: int) -> WCStatus | None:
         """Return the status that a work request is to complete with, or None.

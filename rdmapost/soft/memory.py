@@ -299,10 +299,14 @@ def copy(source: Segments, target: Segments) -> None:
     """Copy all of the source, when it is committed, into the target, which is at least as long."""
     if len(source) == len(target) == 1:
         piece, into = source[0], target[0]
-        if len(piece) < len(into):
+        if len(piece) != len(into):
             into = into[: len(piece)]
         door.on_commit(setitem, into, _ALL, piece)
-        return
+    else:
+        _copy_pieces(source, target)
+
+
+def _copy_pieces(source: Segments, target: Segments) -> None:
     rooms = iter(target)
     room = memoryview(b"")
     for each in source:

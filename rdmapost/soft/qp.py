@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ACCESS_FLAGS", "ATTRIBUTE_RANGES", "QueuePair"]
 
-_COMPLETES_AS = {
-    Opcode.RDMA_WRITE: WCOpcode.RDMA_WRITE,
-    Opcode.RDMA_WRITE_WITH_IMM: WCOpcode.RDMA_WRITE,
-    Opcode.RDMA_READ: WCOpcode.RDMA_READ,
-    Opcode.ATOMIC_CMP_AND_SWP: WCOpcode.COMP_SWAP,
-    Opcode.ATOMIC_FETCH_AND_ADD: WCOpcode.FETCH_ADD,
-    Opcode.LOCAL_INV: WCOpcode.LOCAL_INV,
-    Opcode.BIND_MW: WCOpcode.BIND_MW,
-    Opcode.TSO: WCOpcode.TSO,
+_COMPLETES_AS: dict[int, WCOpcode] = {
+    int(Opcode.RDMA_WRITE): WCOpcode.RDMA_WRITE,
+    int(Opcode.RDMA_WRITE_WITH_IMM): WCOpcode.RDMA_WRITE,
+    int(Opcode.RDMA_READ): WCOpcode.RDMA_READ,
+    int(Opcode.ATOMIC_CMP_AND_SWP): WCOpcode.COMP_SWAP,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): WCOpcode.FETCH_ADD,
+    int(Opcode.LOCAL_INV): WCOpcode.LOCAL_INV,
+    int(Opcode.BIND_MW): WCOpcode.BIND_MW,
+    int(Opcode.TSO): WCOpcode.TSO,
 }
 """All others as SEND: an unknown opcode can only have failed, and then this means nothing."""
 
@@ -88,12 +88,12 @@ class QueuePair(door.Record):
         self.srq = srq
         self.sq = send_queue
         self.sq.prompt = True
-        self.sq.faults = context.faults.of_posts
+        self.sq.faults = (context.faults.posts, context.faults.posted)
         self.rq = recv_queue
         self.sq_sig_all = sq_sig_all
         self.xrcd: Any = None
         self.handle: Any = None
-        self.opcodes = OPCODES_BY_QP_TYPE[qp_type]
+        self.opcodes = frozenset(map(int, OPCODES_BY_QP_TYPE[qp_type]))
         self.reliable = qp_type in _RELIABLE
         self.connected = qp_type not in (QPType.UD, QPType.RAW_PACKET)
         self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
@@ -181,7 +181,7 @@ class QueuePair(door.Record):
             queue.silent += 1
             return
         frees = queue.silent + 1
-        if frees > 1:
+        if queue.silent:
             queue.silent = 0
         opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)

@@ -32,7 +32,7 @@ _NAK_STATUS = {
 }
 
 _SOLICITED = int(SendFlags.SOLICITED)
-_WITH_IMM = frozenset({Opcode.SEND_WITH_IMM, Opcode.RDMA_WRITE_WITH_IMM})
+_WITH_IMM = frozenset({int(Opcode.SEND_WITH_IMM), int(Opcode.RDMA_WRITE_WITH_IMM)})
 # Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
 _RTS, _SQE = QPState.RTS, QPState.SQE
 _UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
@@ -212,18 +212,18 @@ def _tso(qp: QueuePair, wqe: WQE) -> int:
     return 0
 
 
-_BY_OPCODE: dict[Opcode, Callable[[QueuePair, WQE], int]] = {
-    Opcode.SEND: _send_or_write,
-    Opcode.SEND_WITH_IMM: _send_or_write,
-    Opcode.SEND_WITH_INV: _send_or_write,
-    Opcode.RDMA_WRITE: _send_or_write,
-    Opcode.RDMA_WRITE_WITH_IMM: _send_or_write,
-    Opcode.RDMA_READ: _read,
-    Opcode.ATOMIC_CMP_AND_SWP: _atomic,
-    Opcode.ATOMIC_FETCH_AND_ADD: _atomic,
-    Opcode.LOCAL_INV: _local_invalidate,
-    Opcode.BIND_MW: _bind,
-    Opcode.TSO: _tso,
+_BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
+    int(Opcode.SEND): _send_or_write,
+    int(Opcode.SEND_WITH_IMM): _send_or_write,
+    int(Opcode.SEND_WITH_INV): _send_or_write,
+    int(Opcode.RDMA_WRITE): _send_or_write,
+    int(Opcode.RDMA_WRITE_WITH_IMM): _send_or_write,
+    int(Opcode.RDMA_READ): _read,
+    int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
+    int(Opcode.LOCAL_INV): _local_invalidate,
+    int(Opcode.BIND_MW): _bind,
+    int(Opcode.TSO): _tso,
 }
 
 

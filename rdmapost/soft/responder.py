@@ -231,13 +231,13 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     return Ack(AckKind.ACK, value=old)
 
 
-_BY_OPCODE: dict[Opcode, Callable[[QueuePair, Request], Ack | None]] = {
-    Opcode.SEND: _send,
-    Opcode.SEND_WITH_IMM: _send,
-    Opcode.SEND_WITH_INV: _send,
-    Opcode.RDMA_WRITE: _write,
-    Opcode.RDMA_WRITE_WITH_IMM: _write,
-    Opcode.RDMA_READ: _read,
-    Opcode.ATOMIC_CMP_AND_SWP: _atomic,
-    Opcode.ATOMIC_FETCH_AND_ADD: _atomic,
+_BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {
+    int(Opcode.SEND): _send,
+    int(Opcode.SEND_WITH_IMM): _send,
+    int(Opcode.SEND_WITH_INV): _send,
+    int(Opcode.RDMA_WRITE): _write,
+    int(Opcode.RDMA_WRITE_WITH_IMM): _write,
+    int(Opcode.RDMA_READ): _read,
+    int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
 }

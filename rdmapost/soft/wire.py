@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from ..enums import Opcode, QPType
+from ..enums import QPType
 
 __all__ = ["Ack", "AckKind", "Request", "Segments", "size_of"]
 
@@ -36,7 +36,7 @@ class Request:
 
     def __init__(
         self,
-        opcode: Opcode,
+        opcode: int,
         qp_type: QPType,
         src_qpn: int,
         dest_qpn: int,
@@ -44,6 +44,7 @@ class Request:
         length: int,
     ) -> None:
         self.opcode = opcode
+        """An Opcode, as a number."""
         self.qp_type = qp_type
         self.src_qpn = src_qpn
         self.dest_qpn = dest_qpn

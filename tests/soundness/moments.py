@@ -61,7 +61,9 @@ def _where(frame: FrameType | None, event: str, arg: Any) -> str:
     return " > ".join(names[:4][::-1]) + after
 
 
-def _run(act: Callable[[T], object], things: T, at: int, most_moments: int) -> Moment:
+def _run(
+    act: Callable[[T], object], things: T, at: int, most_moments: int, within: str = ""
+) -> Moment:
     """Act with a signal at one moment (0: at none); return where it came, or how many there are."""
     moment = Moment()
     seen = 0
@@ -74,7 +76,7 @@ def _run(act: Callable[[T], object], things: T, at: int, most_moments: int) -> M
                 return
         elif event not in ("call", "c_return"):
             return
-        if frame.f_code is _run.__code__:
+        if frame.f_code is _run.__code__ or within not in frame.f_code.co_filename:
             return
         seen += 1
         if seen == at:
@@ -104,6 +106,7 @@ def interrupt_at_each_moment(
     handler: Callable[[T], object] | type[BaseException] = KeyboardInterrupt,
     most: int = 120,
     seconds: float = 8,
+    within: str = "",
 ) -> int:
     """Act once for each moment of it, with a signal that comes there; check each time.
 
@@ -115,6 +118,7 @@ def interrupt_at_each_moment(
             nothing.
         most: how many moments to try: all, or so many of them at equal distances.
         seconds: how long one moment may take before it has failed.
+        within: only moments in files whose path has this.
 
     Returns:
         How many moments were tried.
@@ -143,7 +147,7 @@ def interrupt_at_each_moment(
     tried = 0
     try:
         things = make()
-        count = _run(act, things, 0, 100_000).number
+        count = _run(act, things, 0, 100_000, within).number
         check(things, Moment())
         del things
         step = max(1, -(-count // most))
@@ -154,7 +158,7 @@ def interrupt_at_each_moment(
             moment = Moment()
             try:
                 signal.setitimer(signal.ITIMER_REAL, seconds)
-                moment = _run(act, things, at, 100_000)
+                moment = _run(act, things, at, 100_000, within)
                 check(things, moment)
             except (Exception, TooLong) as error:
                 signal.setitimer(signal.ITIMER_REAL, 0)

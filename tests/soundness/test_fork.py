@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -321,3 +322,41 @@ def test_fork_in_the_middle_of_a_verb_leaves_the_child_free_to_end(soft):
         interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=handler, most=20)
     except Child:
         finish()
+
+
+LOADING = """
+import os, sys, threading
+import rdmapost as rp
+inside, go = threading.Event(), threading.Event()
+
+class Slow:
+    "Stops the thread that imports the soft device in the middle of that."
+    def find_spec(self, name, path=None, target=None):
+        if name == "rdmapost.soft.device":
+            inside.set()
+            go.wait(20)
+
+rp.Context
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=rp.open_device, args=("soft0",))
+thread.start()
+assert inside.wait(20)
+threading.Timer(0.3, go.set).start()
+child = os.fork()
+if not child:
+    import faulthandler
+    faulthandler.dump_traceback_later(10, exit=True)
+    go.set()
+    rp.open_device("soft0").close()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+thread.join(20)
+"""
+
+
+def test_child_opens_a_device_where_a_thread_was_opening_the_first_at_the_fork() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOADING],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0"], done.stderr[-600:]

@@ -1,0 +1,136 @@
+"""An interrupt at each moment of waiting in an asyncio task leaves everything usable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from moments import Interrupted, Moment, interrupt_at_each_moment
+from rig import LIMIT, Rig, until
+
+import rdmapost as rp
+from rdmapost import aio
+
+RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
+HERE = os.path.dirname(aio.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    """An event loop logs what a handler raises in its callbacks."""
+    caplog.set_level(logging.CRITICAL, "asyncio")
+
+
+async def _take(rig: Rig, cq: rp.CQ, qp: rp.QP, first: int) -> None:
+    """Wait in two tasks for what is posted meanwhile."""
+    tasks = [asyncio.create_task(cq.completions(count, LIMIT)) for count in (1, 2)]
+    try:
+        await asyncio.sleep(0)
+        qp.post_send([rig.write(first + number) for number in range(3)])
+        for wait in tasks:
+            rig.found += await wait
+    finally:
+        for wait in tasks:
+            wait.cancel()
+        for done in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(done, list):
+                rig.found += [wc for wc in done if wc not in rig.found]
+
+
+def _shared(rig: Rig) -> tuple[rp.CQ, rp.QP]:
+    channel = rp.CompChannel(rig.context)
+    cq = rp.CQ(rig.context, 64, channel=channel)
+    qp = rp.QP(rig.pd, rp.QPType.RC, cq)
+    qp.connect(qp.endpoint())
+    rig.more += [channel, cq, qp]
+    return cq, qp
+
+
+def _own(rig: Rig) -> tuple[rp.CQ, rp.QP]:
+    return rig.cq, rig.a
+
+
+@pytest.mark.parametrize("raises", RAISES)
+@pytest.mark.parametrize("of", [_own, _shared])
+def test_interrupt_while_tasks_wait_for_completions(of, raises) -> None:
+    """The next tasks get theirs, a thread may wait, none is lost, and no descriptor is left."""
+
+    def act(rig: Rig) -> None:
+        asyncio.run(_take(rig, *of(rig), 0))
+
+    def check(rig: Rig, moment: Moment) -> None:
+        cq, qp = (rig.more[1], rig.more[2]) if rig.more else (rig.cq, rig.a)
+
+        def all_came() -> bool:
+            rig.found += cq.poll()
+            return not qp.outstanding.send
+
+        until(all_came, "completions of what was posted")
+        posted = sorted(wc.wr_id for wc in rig.found)
+        assert posted in ([], [0, 1, 2]), posted
+        if of is _own:
+            qp.post_send(rig.write(9))
+            cq.wait(1, LIMIT)
+        rig.found.clear()
+        asyncio.run(asyncio.wait_for(_take(rig, cq, qp, 3), LIMIT))
+        assert sorted(wc.wr_id for wc in rig.found) == [3, 4, 5]
+        rig.close()
+
+    interrupt_at_each_moment(Rig, act, check, handler=RAISES[raises], within=HERE, most=60)
+
+
+@pytest.mark.parametrize("raises", RAISES)
+def test_interrupt_while_tasks_wait_for_events(raises) -> None:
+    """An event that was taken is returned to the next who asks, and threads may wait."""
+
+    def make() -> Rig:
+        rig = Rig()
+        srq = rp.SRQ(rig.pd, 8)
+        channel = rp.CompChannel(rig.context)
+        cq = rp.CQ(rig.context, 64, channel=channel)
+        qp = rp.QP(rig.pd, rp.QPType.RC, cq, srq=srq)
+        qp.connect(qp.endpoint())
+        rig.more += [channel, cq, srq, qp]
+        return rig
+
+    async def take(rig: Rig) -> None:
+        channel, cq, srq, qp = rig.more
+
+        async def note(wait: Coroutine[Any, Any, Any]) -> None:
+            rig.found.append(await wait)
+
+        tasks = [
+            asyncio.create_task(note(aio.get_cq_event(channel, LIMIT))),
+            asyncio.create_task(note(aio.get_async_event(rig.context, LIMIT))),
+        ]
+        await asyncio.sleep(0)
+        cq.req_notify()
+        srq.post_srq_recv([rig.receive(number) for number in range(2)])
+        srq.arm_limit(2)
+        qp.post_send(rp.Send(rig.mr[:8]))
+        await asyncio.gather(*tasks)
+
+    def act(rig: Rig) -> None:
+        asyncio.run(take(rig))
+
+    def check(rig: Rig, moment: Moment) -> None:
+        channel, cq, srq, qp = rig.more
+        announced = qp.outstanding.send > 0
+        for event in (channel.get_cq_event(0), rp.get_async_event(rig.context)):
+            rig.found += [event] if event is not None else []
+        if announced:
+            assert {cq, (rp.EventType.SRQ_LIMIT_REACHED, srq)} == {*rig.found}
+            assert len(rig.found) == 2
+
+        async def again() -> None:
+            assert await aio.get_async_event(rig.context, 0.001) is None
+            assert await aio.get_cq_event(channel, 0.001) is None
+
+        asyncio.run(again())
+        rig.close()
+
+    interrupt_at_each_moment(make, act, check, handler=RAISES[raises], within=HERE, most=60)
