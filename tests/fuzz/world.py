@@ -329,7 +329,9 @@ class World:
             return None
         local = self.local
         depth = local.depth = getattr(local, "depth", 0) + 1
-        if depth > 1 and getattr(what, "__name__", "") == "close":
+        # A finalizer of the library's, which is no call of ours, may be what it is inside of.
+        nested = depth > 1 or getattr(local, "inside", 0)
+        if nested and getattr(what, "__name__", "") == "close":
             self.put_off.add(what.__self__)
         try:
             # It is made even where nobody is told: that is work for the collector, too, and a
