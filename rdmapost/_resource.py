@@ -225,7 +225,9 @@ def _close_all() -> None:
     parents, which are older.
     """
     door.exiting(False)
-    for handle in sorted(_all_open()[::-1], key=lambda handle: handle._rank):
+    handles = _all_open()
+    handles.reverse()
+    for handle in sorted(handles, key=lambda handle: handle._rank):
         with contextlib.suppress(RdmaError):
             handle.close()
     door.exiting(True)
