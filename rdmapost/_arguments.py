@@ -6,7 +6,9 @@ import math
 import operator
 from typing import Any
 
-__all__ = ["expect", "index", "seconds"]
+__all__ = ["expect", "index", "seconds", "time_limit"]
+
+_LONGEST_S = 1e6
 
 
 def expect(name: str, given: object, *kinds: type | None) -> None:
@@ -71,4 +73,23 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
         raise ValueError(f"{name}: so many seconds do not fit into a float") from None
     if math.isnan(value):
         raise ValueError(f"{name}: expected seconds or None, got NaN")
+    return value
+
+
+def time_limit(given: Any, name: str = "timeout") -> float:
+    """Return an argument that is a time of more than 0 s, and has an end, as a float.
+
+    Args:
+        given: the argument.
+        name: the parameter's name.
+
+    Raises:
+        TypeError: it is no number; the text names the argument.
+        ValueError: it is 0 or less, or too long.
+    """
+    value = seconds(given, name)
+    if value is None:
+        raise TypeError(f"{name}: expected seconds, got NoneType")
+    if not 0 < value <= _LONGEST_S:
+        raise ValueError(f"{name}={given} is not a time of more than 0 s")
     return value

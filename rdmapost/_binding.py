@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from . import _verbs as door
+from ._arguments import index
 from ._verbs import ffi, lib
 
 __all__ = ["address_of", "door", "ffi", "fill", "lib", "start_of"]
@@ -39,10 +40,11 @@ def fill(struct: Any, **counts: int) -> None:
     """Set fields of a struct that are unsigned and of 32 bits.
 
     Raises:
+        TypeError: one is no whole number; the text names it.
         ValueError: a number does not fit; the text names it.
     """
     for name, value in counts.items():
         try:
-            setattr(struct, name, value)
+            setattr(struct, name, index(name, value))
         except OverflowError:
             raise ValueError(f"{name}={value} is not in 0..2^32-1") from None

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -84,6 +85,11 @@ class Resource(door.Handle):
             for name in base.__dict__.get("__slots__", ()):
                 if not name.startswith("_"):
                     setattr(cls, name, _fixed(name, base.__dict__[name]))
+
+    def _refuse_inherited(self) -> None:
+        """Refuse the use of what the parent of a fork has, where a closed one is not refused."""
+        if self.closed and self._pid not in (0, os.getpid()):
+            self._live()
 
     def __enter__(self) -> Self:
         self._live()

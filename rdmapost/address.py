@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import expect
+from ._arguments import expect, index
 from ._binding import ffi
 from ._resource import Resource
 from .device import GID, Context, GIDTableEntry
@@ -50,9 +50,13 @@ def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None
         gid_index: take this entry and no other.
 
     Raises:
+        TypeError: an argument is of another type.
         RdmaError: the port has no GID, or no such entry.
         ValueError: the device has no such port.
     """
+    expect("context", context, Context)
+    if gid_index is not None:
+        gid_index = index("gid_index", gid_index)
     table = context.query_gid_table(port_num)
     where = f"{context.name} port {port_num}"
     if gid_index is not None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect, seconds
+from ._arguments import expect, index, seconds
 from ._binding import door
 from ._resource import Resource
 from .channel import CompChannel, OwnChannel
@@ -148,6 +148,7 @@ class CQ(Resource, struct="ibv_cq"):
     ) -> None:
         expect("context", context, Context)
         expect("channel", channel, CompChannel, None)
+        cqe, comp_vector = index("cqe", cqe), index("comp_vector", comp_vector)
         self.context = context
         context._live()
         most = context.attr.max_cqe

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import Any
 
+from ._arguments import index
 from ._binding import door, ffi
 from ._resource import Resource
 from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
@@ -303,7 +304,7 @@ class Context(Resource, struct="ibv_context"):
 
         See ibv_query_port(3).
         """
-        self._check_port(port_num)
+        port_num = self._check_port(port_num)
         raw = ffi.new("struct ibv_port_attr *")
         self._verb(self._provider.query_port, port_num, raw)
         return PortAttr(
@@ -360,8 +361,8 @@ class Context(Resource, struct="ibv_context"):
 
         See ibv_query_pkey(3).
         """
-        self._check_port(port_num)
-        pkey: int = self._verb(self._provider.query_pkey, port_num, index)
+        port_num = self._check_port(port_num)
+        pkey: int = self._verb(self._provider.query_pkey, port_num, operator.index(index))
         return pkey
 
     @property
@@ -385,14 +386,16 @@ class Context(Resource, struct="ibv_context"):
         # The plan lives as long as the device: it must not keep the context open.
         return self._verb(self._provider.faults, functools.partial(_wr_id_of, self._queues))
 
-    def _check_port(self, port_num: int) -> None:
-        count = self.attr.phys_port_cnt
-        if not 1 <= port_num <= count:
-            raise ValueError(
-                f"{self.name} has no port {port_num}; its ports are 1..{count}"
-                if count > 1
-                else f"{self.name} has no port {port_num}; its only port is 1"
-            )
+    def _check_port(self, port_num: int) -> int:
+        """Return the number of a port that is there, as an int."""
+        port_num, count = index("port_num", port_num), self.attr.phys_port_cnt
+        if 1 <= port_num <= count:
+            return port_num
+        raise ValueError(
+            f"{self.name} has no port {port_num}; its ports are 1..{count}"
+            if count > 1
+            else f"{self.name} has no port {port_num}; its only port is 1"
+        )
 
 
 _ASYNC_FD = operator.attrgetter("async_fd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ._arguments import expect, index
 from .device import GID
 from .enums import MTU
 
@@ -31,6 +32,7 @@ class Endpoint:
         mtu: the path MTU that its port can take.
 
     Raises:
+        TypeError: a number is none.
         ValueError: a number is out of range.
     """
 
@@ -42,9 +44,10 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         for name, bits in (("qpn", 24), ("psn", 24), ("lid", 16)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < 1 << bits:
-                raise ValueError(f"{name}={value!r} is not in 0..2^{bits}-1")
+            value = index(name, getattr(self, name))
+            if not 0 <= value < 1 << bits:
+                raise ValueError(f"{name}={value} is not in 0..2^{bits}-1")
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "gid", GID(self.gid))
         object.__setattr__(self, "mtu", MTU(self.mtu))
 
@@ -62,8 +65,10 @@ class Endpoint:
             line: the text; space around it does not matter.
 
         Raises:
+            TypeError: it is no str.
             ValueError: it is no such text.
         """
+        expect("line", line, str)
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise ValueError(f"not an endpoint: {line[:120]!r}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ._arguments import expect
+from ._arguments import expect, index
 from ._binding import door, ffi, start_of
 from ._resource import Resource, open_handles
 from .device import Context
@@ -84,8 +84,9 @@ class MR(Resource, struct="ibv_mr"):
 
     Raises:
         TypeError: it is no writable buffer, or one of Python objects or of pointers
-            that Python follows.
+            that Python follows; or another argument is of another type.
         ValueError: it is empty, or not contiguous, or the access flags do not go together.
+        MemoryError: so many bytes cannot be allocated.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.
     """
@@ -98,17 +99,14 @@ class MR(Resource, struct="ibv_mr"):
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        self._access = Access(access)
+        self._access = Access(index("access", access))
         needs_local = self._access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
         if needs_local and not self._access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
         self._writable = bool(self._access & Access.LOCAL_WRITE)
-        self._given = not isinstance(memory, int)
-        if isinstance(memory, int):
-            if memory < 1:
-                raise ValueError(f"a region has at least 1 byte, not {memory}")
-            memory = mmap.mmap(-1, memory)
-        self.buffer = _bytes_of(memory)
+        size = _size_of(memory)
+        self._given = size is None
+        self.buffer = _bytes_of(memory if size is None else _allocate(size))
         # Holds the buffer, whatever becomes of the other view: it cannot be freed or resized.
         self._memory = memoryview(self.buffer)
         self._length = len(self._memory)
@@ -159,8 +157,8 @@ class MR(Resource, struct="ibv_mr"):
         if not isinstance(bounds, slice) or bounds.step is not None:
             raise TypeError("an SGE is a plain slice of the region: mr[start:stop]")
         length = self.length
-        start = 0 if bounds.start is None else bounds.start
-        stop = length if bounds.stop is None else bounds.stop
+        start = 0 if bounds.start is None else index("start of an SGE", bounds.start)
+        stop = length if bounds.stop is None else index("end of an SGE", bounds.stop)
         if start < 0:
             start += length
         if stop < 0:
@@ -253,6 +251,29 @@ class MW(Resource, struct="ibv_mw"):
         refuse_posted(self, self.pd.context)
 
 
+def _size_of(memory: Any) -> int | None:
+    """Return a number of bytes to allocate as an int, and None for a buffer."""
+    if isinstance(memory, int):
+        return memory
+    if not hasattr(type(memory), "__index__"):
+        return None
+    with contextlib.suppress(TypeError):
+        if not memoryview(memory).readonly:
+            # An array of one number, which is its memory.
+            return None
+    # numpy's numbers are read-only buffers as well.
+    return operator.index(memory)
+
+
+def _allocate(size: int) -> mmap.mmap:
+    if size < 1:
+        raise ValueError(f"a region has at least 1 byte, not {size}")
+    try:
+        return mmap.mmap(-1, size)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes for a region cannot be allocated: {error}") from None
+
+
 def _bytes_of(memory: Any) -> memoryview:
     """Return a writable buffer of any shape and format as one of bytes."""
     try:
@@ -308,12 +329,22 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
             f"{resource_} cannot be closed: {', '.join(batches)} still open on it; "
             f"close {'it' if len(batches) == 1 else 'them'} first"
         )
-    wr_ids = [
-        wr_id
+    named = [
+        (wr_id, queue)
         for queue in list(context._queues.values())
         for wr_id, held in outstanding_of(queue)
         if held is resource_ or (isinstance(held, tuple) and resource_ in held)
     ]
+    wr_ids = [wr_id for wr_id, _ in named]
+    shared = {
+        queue for handle in open_handles() if handle._kind == "SRQ" for queue in handle._queues()
+    }
+    holders = " or ".join(
+        name for name, is_there in (
+            ("the QP", any(queue not in shared for _, queue in named)),
+            ("the SRQ", any(queue in shared for _, queue in named)),
+        ) if is_there
+    )  # fmt: skip
     if not wr_ids:
         raise InUseError(
             f"{resource_} cannot be closed: a prepared list that is outstanding names it; poll its "
@@ -322,7 +353,7 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
     shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
     raise InUseError(
         f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "
-        f"(wr_id {shown}); poll their completions, or close the QP first"
+        f"(wr_id {shown}); poll their completions, or close {holders} first"
     )
 
 

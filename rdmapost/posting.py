@@ -128,14 +128,6 @@ class PostQueue(door.Queue):
             f"not a {type(wrs).__name__}"
         )
 
-    def _busy(self) -> NoReturn:
-        raise PostError(
-            self.verb, errno.EBUSY,
-            "another thread is posting to this queue, and waits for what this one is in the middle "
-            "of (this is a finalizer or a signal handler); do it when that is over",
-            index=0, posted=0, count=1, wr=None,
-        )  # fmt: skip
-
     def _list_closed(self, count: int) -> NoReturn:
         raise ClosedError(f"the prepared list of {count} is closed")
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect
+from ._arguments import expect, index
 from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
@@ -141,11 +141,13 @@ class QP(Multicast, struct="ibv_qp"):
         self.pd, self.send_cq, self.recv_cq, self.srq = pd, send_cq, recv_cq, srq
         self.xrcd = xrcd
         self.qp_type = QPType(qp_type)
-        self.max_tso_header = max_tso_header
+        self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
         refuse_misfits(self.qp_type, pd, srq, xrcd, max_tso_header)
         self.checked = checked
         self.sq_sig_all = sq_sig_all
-        self.port_num = port_num
+        self.port_num = port_num = index("port_num", port_num)
+        if gid_index is not None:
+            gid_index = index("gid_index", gid_index)
         pd._live()
         port = context.query_port(port_num)
         self._gid_index = gid_index
@@ -254,7 +256,12 @@ class QP(Multicast, struct="ibv_qp"):
 
     @property
     def outstanding(self) -> Outstanding:
-        """How many work requests are posted and not known to be done."""
+        """How many work requests are posted and not known to be done.
+
+        Raises:
+            ClosedError: another process opened the QP, and forked this one.
+        """
+        self._refuse_inherited()
         return Outstanding(self._send.in_flight.outstanding, self._recv.in_flight.outstanding)
 
     def post_send(self, wrs: SendWR | Sequence[SendWR]) -> None:
@@ -265,11 +272,12 @@ class QP(Multicast, struct="ibv_qp"):
 
         Args:
             wrs: a SendWR or a sequence of them; the list stops at the first
-                that cannot be posted.
+                that cannot be posted, and an empty one does nothing.
 
         Raises:
-            PostError: a work request was refused; index, posted and reason say
-                which, how many went in before it, and why.
+            TypeError: wrs is neither.
+            PostError: a work request was refused, or something in the list is none;
+                index, posted and reason say which, how many went in before it, and why.
             ClosedError: the QP is closed.
 
         See ibv_post_send(3).
@@ -281,10 +289,11 @@ class QP(Multicast, struct="ibv_qp"):
 
         Args:
             wrs: a RecvWR or a sequence of them; the list stops at the first
-                that cannot be posted.
+                that cannot be posted, and an empty one does nothing.
 
         Raises:
-            PostError: a work request was refused.
+            TypeError: wrs is neither.
+            PostError: a work request was refused, or something in the list is none.
             ClosedError: the QP is closed.
             RdmaError: the queue pair takes its receives from an SRQ.
 

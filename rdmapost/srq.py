@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import expect
+from ._arguments import expect, index
 from ._binding import ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
@@ -92,6 +92,7 @@ class SRQ(Resource, struct="ibv_srq"):
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
         self.srq_type = SRQType(srq_type)
         tagged = self.srq_type is SRQType.TM
+        max_num_tags, max_ops = index("max_num_tags", max_num_tags), index("max_ops", max_ops)
         self.max_num_tags = max_num_tags if tagged else 0
         self.max_ops = max_ops if tagged else 0
         if reason := self._what_is_missing():
@@ -219,12 +220,22 @@ class SRQ(Resource, struct="ibv_srq"):
 
     @property
     def outstanding(self) -> int:
-        """How many receives are posted and not completed, without those on the matching list."""
+        """How many receives are posted and not completed, without those on the matching list.
+
+        Raises:
+            ClosedError: another process opened the SRQ, and forked this one.
+        """
+        self._refuse_inherited()
         return self._recv.in_flight.outstanding
 
     @property
     def outstanding_tags(self) -> int:
-        """How many tagged receives are posted, and neither completed nor known to be removed."""
+        """How many tagged receives are posted, and neither completed nor known to be removed.
+
+        Raises:
+            ClosedError: another process opened the SRQ, and forked this one.
+        """
+        self._refuse_inherited()
         return 0 if self._ops.tagged is None else self._ops.tagged.outstanding
 
     @property
@@ -232,7 +243,11 @@ class SRQ(Resource, struct="ibv_srq"):
         """How many operations are posted and not known to be done.
 
         Ones without SIGNALED count until a later one completes.
+
+        Raises:
+            ClosedError: another process opened the SRQ, and forked this one.
         """
+        self._refuse_inherited()
         return self._ops.in_flight.outstanding
 
     def query(self) -> SRQAttr:
@@ -248,13 +263,15 @@ class SRQ(Resource, struct="ibv_srq"):
             srq_limit: fewer than this many; 0 takes the request back.
 
         Raises:
+            TypeError: srq_limit is no whole number.
+            ValueError: srq_limit is not in 0..2^32-1.
             ClosedError: the SRQ is closed.
             VerbsError: the device refused.
 
         See ibv_modify_srq(3).
         """
         raw = ffi.new("struct ibv_srq_attr *")
-        raw.srq_limit = srq_limit
+        fill(raw, srq_limit=srq_limit)
         self._verb(self.pd.context._provider.modify_srq, raw, SRQAttrMask.LIMIT)
 
     def post_srq_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
@@ -262,9 +279,10 @@ class SRQ(Resource, struct="ibv_srq"):
 
         Args:
             wrs: a RecvWR or a sequence of them; the list stops at the first
-                that cannot be posted.
+                that cannot be posted, and an empty one does nothing.
 
         Raises:
+            TypeError: wrs is neither.
             PostError: a work request was refused.
             ClosedError: the SRQ is closed.
 

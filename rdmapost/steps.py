@@ -6,6 +6,7 @@ import contextlib
 import errno
 from typing import Any
 
+from ._arguments import expect
 from ._binding import ffi
 from ._resource import Resource
 from .address import AH, AHAttr, GIDChoice, choose_gid
@@ -81,7 +82,11 @@ class Steps(Resource):
             remote: the peer's endpoint.
             sl: service level, 0..15.
             traffic_class: 0..255.
+
+        Raises:
+            TypeError: remote is no Endpoint.
         """
+        expect("remote", remote, Endpoint)
         port = self.pd.context.query_port(self.port_num)
         # On InfiniBand the LID is the way; a GID is needed only beyond the subnet.
         by_lid = port.link_layer is not LinkLayer.ETHERNET and remote.lid != 0
@@ -100,6 +105,12 @@ class Steps(Resource):
         Args:
             remote: the peer's endpoint.
             sl, traffic_class: as in path_to.
+
+        Raises:
+            TypeError: remote is no Endpoint.
+            ValueError: a number does not fit.
+            ClosedError: the PD is closed.
+            VerbsError: the device refused.
         """
         return AH(self.pd, self.path_to(remote, sl=sl, traffic_class=traffic_class))
 
@@ -243,12 +254,14 @@ class Steps(Resource):
             sl, traffic_class: as in path_to.
 
         Raises:
+            TypeError: remote is no Endpoint.
             ValueError: the peer's endpoint is missing, or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
         See ibv_modify_qp(3).
         """
+        expect("remote", remote, Endpoint, None)
         attrs: dict[str, Any] = {"qp_state": QPState.RTR}
         if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
             if remote is None:
@@ -327,13 +340,15 @@ class Steps(Resource):
             more: what to_rtr and to_rts take.
 
         Raises:
-            TypeError: there is no such option.
-            ValueError: the peer's endpoint is missing, or as in modify.
+            TypeError: remote is no Endpoint, or there is no such option.
+            ValueError: the peer's endpoint is missing, the queue pair is connected to
+                another one, or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
         See ibv_modify_qp(3).
         """
+        expect("remote", remote, Endpoint, None)
         unknown = more.keys() - _RTR_OPTIONS - _RTS_OPTIONS
         if unknown:
             raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
@@ -341,7 +356,28 @@ class Steps(Resource):
             self.to_init(access, qkey=qkey)
         if self._state is QPState.INIT:
             self.to_rtr(remote, **{k: v for k, v in more.items() if k in _RTR_OPTIONS})
+        elif remote is not None and self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
+            self._refuse_another(remote)
         self.to_rts(**{k: v for k, v in more.items() if k in _RTS_OPTIONS})
+
+    def _refuse_another(self, remote: Endpoint) -> None:
+        """Refuse to go on to another peer than the one that RTR has set.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        now = self.query()
+        way = now.ah_attr
+        by_gid = way.dgid is not None
+        if now.dest_qp_num == remote.qpn and (
+            way.dgid == remote.gid if by_gid else way.dlid == remote.lid
+        ):
+            return
+        where = f"GID {way.dgid}" if by_gid else f"LID {way.dlid:#x}"
+        raise ValueError(
+            f"{self} is in {now.qp_state.name}, connected to QP {now.dest_qp_num:#x} at {where}, "
+            f"not to {remote}; take it back with to_reset() first"
+        )
 
     def to_sqd(self) -> None:
         """Drain the send queue; sends posted from now on are held.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ._arguments import expect
+from ._arguments import expect, index
 from ._binding import ffi, lib
 from ._resource import Resource
 from .device import Context
@@ -43,7 +43,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
         init = ffi.new("struct ibv_xrcd_init_attr *")
         init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS
         try:
-            init.fd, init.oflags = fd, oflags
+            init.fd, init.oflags = index("fd", fd), index("oflags", oflags)
         except OverflowError:
             raise ValueError(f"fd={fd} or oflags={oflags} does not fit into 32 bits") from None
         provider = context._provider

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import rdmapost as rp
-from rdmapost import QPType
+from rdmapost import QPType, connect
 
 Make = Callable[[rp.Context, rp.PD, rp.CQ], Any]
 
@@ -97,3 +98,18 @@ def test_resource_of_a_derived_class_is_taken(context) -> None:
 
     with MyPD(context) as pd, rp.MR(pd, 64) as mr:
         assert mr.pd is pd
+
+
+def test_timeout_of_a_connection_that_is_no_number_of_seconds_is_named(context) -> None:
+    wrong = datetime.timedelta(seconds=1)
+    for call in (
+        lambda: connect.dial(context, "127.0.0.1", 1, timeout=wrong),
+        lambda: connect.serve(context, timeout=wrong),
+    ):
+        with pytest.raises(TypeError, match="timeout: expected seconds or None, got timedelta"):
+            call()
+    with pytest.raises(TypeError, match="idle_timeout: expected seconds or None, got str"):
+        connect.serve(context, idle_timeout="1")
+    for out_of_range in (0, -1, float("inf")):
+        with pytest.raises(ValueError, match="is not a time of more than 0 s"):
+            connect.dial(context, "127.0.0.1", 1, timeout=out_of_range)

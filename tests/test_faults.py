@@ -44,3 +44,31 @@ def test_plan_outlives_the_variable_of_its_device() -> None:
     del cq, pd, mr, qp
     gc.collect()
     assert gone() is None
+
+
+def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
+    with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        plan = context.faults
+        refused = [
+            lambda: plan.fail_post(-1), lambda: plan.fail_post(0), lambda: plan.fail_post(1 << 20),
+            lambda: plan.fail_post(errno.ENOMEM, after=-1),
+            lambda: plan.complete_with(-1, WCStatus.LOC_PROT_ERR),
+            lambda: plan.complete_with(1 << 64, WCStatus.LOC_PROT_ERR),
+            lambda: plan.complete_with(1, 99), lambda: plan.complete_with(1, "LOC_PROT_ERR"),
+            lambda: plan.not_ready(1, -1), lambda: plan.not_ready(-1, 1),
+        ]  # fmt: skip
+        for plans in refused:
+            with pytest.raises(ValueError, match=r"is not in \S+\.\.|is not a valid WCStatus"):
+                plans()
+        for plans in (
+            lambda: plan.fail_post("ENOMEM"), lambda: plan.complete_with("1", WCStatus.SUCCESS),
+            lambda: plan.not_ready("qp", 1), lambda: plan.not_ready(1, 1.0),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match="expected int, got"):
+                plans()
+        with rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE) as mr:
+            with rp.QP(pd, QPType.RC, cq) as qp:
+                qp.connect(qp.endpoint())
+                write = rp.RdmaWrite(mr[:8], wr_id=1, remote_addr=mr.addr + 8, rkey=mr.rkey)
+                qp.post_send(write)
+                assert cq.wait(1)[0].status is WCStatus.SUCCESS

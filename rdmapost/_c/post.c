@@ -6,7 +6,6 @@
  * in, and is run when the lock has been given.
  */
 #include "post.h"
-#include "soft.h"
 
 /* ---- the device ----------------------------------------------------------- */
 
@@ -311,17 +310,6 @@ static int give_handles(struct queue *q, struct post *post, int64_t in)
 	return failed;
 }
 
-int rp_wait_for_queue(struct queue *q)
-{
-	if (!rp_soft_busy())
-		return rp_take(q->lock);
-	/* Whoever has it may wait for the device, which this thread is in the middle of a verb of. */
-	if (rp_try(q->lock))
-		return 0;
-	raised(PyObject_CallMethod((PyObject *)q, "_busy", NULL), NULL);
-	return -1;
-}
-
 static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
 {
 	turn->me = rp_thread();
@@ -333,7 +321,7 @@ static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn
 	if (rp_try_for(q->lock, turn->me))
 		return 0;
 	turn->nested = rp_owns(q->lock);
-	if (turn->nested || !rp_wait_for_queue(q))
+	if (turn->nested || !rp_take(q->lock))
 		return 0;
 	rp_end_use(&turn->use);
 	return -1;

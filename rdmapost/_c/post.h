@@ -227,9 +227,6 @@ PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *w
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_list_closed(struct queue *q, const struct post *post);
 
-/* Take its lock, which this thread does not have; 0, or -1 with an exception. */
-int rp_wait_for_queue(struct queue *q);
-
 /*
  * Use what owns the queue, and take the lock, unless this thread has it already: a
  * signal handler or a finalizer may post in the middle of a post to a device that is

@@ -30,19 +30,29 @@ static PyObject *swap(PyObject **at, PyObject *object)
 	return old;
 }
 
+/* Whether it is of this process, and not of one that forked it. */
+static int is_here(const struct prepared *p)
+{
+	return p->owner->process == rp_thread()->mark >> 32;
+}
+
 /* Whether it is; else with an exception. */
 static int is_open(struct prepared *p)
 {
 	if (!RP_LOAD(&p->sent))
 		rp_raise_list_closed(p->queue, &p->post);
-	return RP_LOAD(&p->sent) != NULL;
+	else if (!is_here(p))
+		rp_raise_closed(p->owner);
+	else
+		return 1;
+	return 0;
 }
 
 /* Hold the queue's lock, as this thread may already; 0, or -1 with an exception. */
 static int lock(struct prepared *p, int *nested)
 {
 	*nested = rp_owns(p->queue->lock);
-	return *nested ? 0 : rp_wait_for_queue(p->queue);
+	return *nested ? 0 : rp_take(p->queue->lock);
 }
 
 static void unlock(struct prepared *p, int nested)
@@ -262,8 +272,10 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 
 static PyObject *prepared_closed(PyObject *self, void *unused)
 {
+	struct prepared *p = (struct prepared *)self;
+
 	(void)unused;
-	return PyBool_FromLong(!RP_LOAD(&((struct prepared *)self)->sent));
+	return PyBool_FromLong(!RP_LOAD(&p->sent) || (p->owner && !is_here(p)));
 }
 
 static Py_ssize_t prepared_length(PyObject *self)

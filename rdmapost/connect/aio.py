@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from .._arguments import seconds
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
@@ -255,7 +256,8 @@ class AsyncConnection(Dialled):
             ValueError: index is less than 1.
             ConnectError: the server is gone, or knows it no more.
         """
-        timeout = self.timeout if timeout is None else timeout
+        given = seconds(timeout)
+        timeout = self.timeout if given is None else given
         asked = self._ask_report(index, timeout)
         return self._as_arrival(await self._ask(asked, timeout + MARGIN_S))
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from .._arguments import seconds
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
@@ -241,7 +242,8 @@ class Connection(Dialled):
             ValueError: index is less than 1.
             ConnectError: the server is gone, or knows it no more.
         """
-        timeout = self.timeout if timeout is None else timeout
+        given = seconds(timeout)
+        timeout = self.timeout if given is None else given
         return self._as_arrival(self._ask(self._ask_report(index, timeout), timeout + MARGIN_S))
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:

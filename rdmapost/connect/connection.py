@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from .._arguments import time_limit
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
@@ -58,9 +59,7 @@ class Dialled:
                 f"{QPType(qp_type).name} queue pairs cannot be connected this way; "
                 f"{', '.join(kind.name for kind in QP_TYPES)} can"
             )
-        if not 0 < timeout <= 1e6:
-            raise ValueError(f"timeout={timeout} is not a time of more than 0 s")
-        self.timeout = timeout
+        self.timeout = time_limit(timeout)
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
         self._context = context

@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 
+from .._arguments import time_limit
 from ..channel import CompChannel
 from ..device import Context
 from ..errors import RdmaError
@@ -79,9 +80,9 @@ class Reception:
         check_token(token)
         if max_clients < 1:
             raise ValueError(f"max_clients={max_clients} is not at least 1")
-        for name, value in (("timeout", timeout), ("idle_timeout", idle_timeout)):
-            if value is not None and not 0 < value <= 1e6:
-                raise ValueError(f"{name}={value} is not a time of more than 0 s")
+        timeout = time_limit(timeout)
+        if idle_timeout is not None:
+            idle_timeout = time_limit(idle_timeout, "idle_timeout")
         self.context, self.exposure = context, exposure
         self.token, self.max_clients = token, max_clients
         self.timeout, self.idle_timeout = timeout, idle_timeout

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .._arguments import index
 from .._binding import door
 from ..enums import WCStatus
 from .table import Table
 
 __all__ = ["FaultPlan"]
+
+_LARGEST_ERRNO = 4095
+"""As the kernel has it."""
 
 
 class FaultPlan(door.Record):
@@ -42,9 +46,14 @@ class FaultPlan(door.Record):
         """Refuse a send work request with an errno.
 
         Args:
-            errno: what the post returns, positive.
+            errno: what the post returns, 1..4095.
             after: how many send work requests are let through before it.
+
+        Raises:
+            TypeError: one is no whole number.
+            ValueError: one is out of range.
         """
+        errno, after = _within("errno", errno, 1, _LARGEST_ERRNO), _within("after", after, 0)
         if not self.posts:
             self.posted[0] = 0
         self.posts[self.posted[0] + after] = errno
@@ -55,8 +64,12 @@ class FaultPlan(door.Record):
         Args:
             wr_id: its wr_id, as it is posted.
             status: the status.
+
+        Raises:
+            TypeError: wr_id is no whole number.
+            ValueError: wr_id is out of range, or there is no such status.
         """
-        self.statuses[wr_id] = WCStatus(status)
+        self.statuses[_within("wr_id", wr_id, 0, (1 << 64) - 1)] = WCStatus(status)
 
     def not_ready(self, qp_num: int, times: int) -> None:
         """Let a queue pair behave as if no receive were posted.
@@ -64,8 +77,12 @@ class FaultPlan(door.Record):
         Args:
             qp_num: its number.
             times: for how many attempts to send to it.
+
+        Raises:
+            TypeError: one is no whole number.
+            ValueError: one is out of range.
         """
-        self.refusals[qp_num] = times
+        self.refusals[_within("qp_num", qp_num, 0, (1 << 24) - 1)] = _within("times", times, 0)
 
     # ---- striking -----------------------------------------------------------
 
@@ -88,3 +105,10 @@ class FaultPlan(door.Record):
         if left > 1:
             self.refusals[qp_num] = left - 1
         return left > 0
+
+
+def _within(name: str, given: int, least: int, most: int | None = None) -> int:
+    value = index(name, given)
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}={value} is not in {least}..{'' if most is None else most}")
+    return value

@@ -73,6 +73,14 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
         "prepared": lambda: batch.post(),
         "prepared recv": lambda: receives.post(),
         "prepare": lambda: rig.a.prepare(write),
+        "prepared field": lambda: setattr(batch[0], "rkey", 5),
+        "prepared wr_id": lambda: setattr(batch[0], "wr_id", 5),
+        "prepared sg_list": lambda: setattr(batch[0], "sg_list", write.sg_list),
+        "outstanding": lambda: rig.a.outstanding,
+        "srq.outstanding": lambda: srq.outstanding,
+        "srq.outstanding_tags": lambda: srq.outstanding_tags,
+        "srq.outstanding_ops": lambda: srq.outstanding_ops,
+        "get_async_event": lambda: rp_.get_async_event(rig.context),
         "PD": lambda: rp_.PD(rig.context),
         "CQ": lambda: rp_.CQ(rig.context),
         "CompChannel": lambda: rp_.CompChannel(rig.context),
@@ -122,6 +130,7 @@ def test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do(device):
                 wrong.append(f"{name}: {error!r}")
             else:
                 wrong.append(f"{name}: {result!r}")
+        wrong += [f"{thing} is not closed" for thing in rig.more if not thing.closed]
         os.write(write, "\n".join(wrong).encode())
         os.close(write)
         finish()
