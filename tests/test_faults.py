@@ -66,9 +66,9 @@ def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
         ):  # fmt: skip
             with pytest.raises(TypeError, match="expected int, got"):
                 plans()
-        with rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE) as mr:
-            with rp.QP(pd, QPType.RC, cq) as qp:
-                qp.connect(qp.endpoint())
-                write = rp.RdmaWrite(mr[:8], wr_id=1, remote_addr=mr.addr + 8, rkey=mr.rkey)
-                qp.post_send(write)
-                assert cq.wait(1)[0].status is WCStatus.SUCCESS
+        access = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+        with rp.MR(pd, 64, access) as mr, rp.QP(pd, QPType.RC, cq) as qp:
+            qp.connect(qp.endpoint())
+            write = rp.RdmaWrite(mr[:8], wr_id=1, remote_addr=mr.addr + 8, rkey=mr.rkey)
+            qp.post_send(write)
+            assert cq.wait(1)[0].status is WCStatus.SUCCESS
