@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import struct
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
-from support import Connect, Pair, needs
+from support import ALL, Connect, Pair, needs
 
 import rdmapost as rp
 from rdmapost import QPState, QPType, SendFlags, WCStatus
@@ -430,3 +433,199 @@ def test_list_says_what_it_is(rc):
     assert len(batch) == len(list(batch)) == 2
     assert str(batch) == "prepared list of 2"
     assert "PreparedWR 1 of a prepared list of 2" in repr(batch[1])
+
+
+def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, stack):
+    """Posts have the wr_ids and hold the regions that both changes say, whichever came first."""
+    changed = 0
+    acts = False
+    regions = [stack.enter_context(rp.MR(pd, 64, ALL)) for _ in range(40)]
+    other = stack.enter_context(rp.MR(pd, 64, ALL))
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            nonlocal changed, acts
+            if acts and changed < len(regions):
+                acts = False
+                second.sg_list = regions[changed][:8]
+                second.wr_id = 1000 + changed
+                changed += 1
+                Finalized()
+                acts = True
+
+    for turn in range(40):
+        batch = rc.b.prepare_recv([rp.RecvWR(rc.theirs[:8]), rp.RecvWR(rc.theirs[8:16])])
+        first, second = batch
+        gc.collect()
+        before = gc.get_threshold()
+        Finalized()
+        acts = True
+        gc.set_threshold(1, 1, 1)
+        try:
+            if turn % 2:
+                first.sg_list = other[:8]
+            else:
+                first.wr_id = turn
+        finally:
+            acts = False
+            gc.set_threshold(*before)
+        shown = second.sg_list[0].owner
+        wanted = [first.wr_id, second.wr_id]
+        batch.post()
+        batch.close()
+        with pytest.raises(rp.InUseError):
+            shown.close()
+        rc.a.post_send([rc.send(rc.mine[:8], wr_id=7), rc.send(rc.mine[:8], wr_id=7)])
+        done = [wc.check() for wc in rc.wait(4)]
+        assert [wc.wr_id for wc in done if wc.opcode is rp.WCOpcode.RECV] == wanted
+    # From Python 3.12 on the collector runs between the interpreter's instructions only.
+    assert changed or sys.version_info >= (3, 12)
+
+
+class Finder:
+    """A number that finds the list it is read for, and does something with it."""
+
+    def __init__(self, act: Callable[[rp.Batch], object]) -> None:
+        self.act = act
+        self.said: list[str] = []
+        self.found: list[rp.Batch] = []
+        self.others = self.lists()
+
+    @staticmethod
+    def lists() -> list[rp.Batch]:
+        return [found for found in gc.get_objects() if isinstance(found, rp.Batch)]
+
+    def __index__(self) -> int:
+        [found] = [batch for batch in self.lists() if batch not in self.others]
+        self.found.append(found)
+        assert found.closed
+        try:
+            self.act(found)
+        except TypeError as error:
+            self.said.append(str(error))
+        return 5
+
+
+PARTS: dict[str, Callable[[rp.Batch], object]] = {
+    "post": lambda batch: batch.post(),
+    "close": lambda batch: batch.close(),
+    "len": len,
+    "first": lambda batch: batch[0],
+    "second": lambda batch: batch[1],
+    "item": lambda batch: rp.PreparedWR(batch, 0),
+    "all": list,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_list_that_is_being_made_says_so(rc, part):
+    """The collector shows it to whoever looks; it is made whole all the same."""
+    finder = Finder(PARTS[part])
+    wrs = [write(rc, 0, 1), write(rc, 8, 2), write(rc, 16, 3)]
+    wrs[1].remote_addr = finder  # type: ignore[assignment]
+    batch = rc.a.prepare(wrs)
+    assert finder.said == ["the list has not been prepared"]
+    assert finder.found == [batch]
+    assert not batch.closed
+    assert len(batch) == 3
+    batch[1].remote_addr = rc.theirs.addr
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait(3)] == [1, 2, 3]
+
+
+def test_refused_list_stays_closed(rc):
+    """Whoever has found it while it was made can do nothing with it, and it holds nothing."""
+    finder = Finder(lambda batch: None)
+    wrs = [write(rc, 0, 1), object()]
+    wrs[0].remote_addr = finder  # type: ignore[union-attr,assignment]
+    with pytest.raises(rp.PostError):
+        rc.a.prepare(wrs)  # type: ignore[arg-type]
+    [batch] = finder.found
+    assert batch.closed
+    batch.close()
+    for part in ("post", "len", "first", "second", "item", "all"):
+        with pytest.raises(TypeError, match="the list has not been prepared"):
+            PARTS[part](batch)
+    with pytest.raises(TypeError):
+        rp.Batch.__init__(batch, rc.a._send, rc.a, [write(rc)])
+    rc.mine.close()
+
+
+def test_list_and_item_that_were_never_initialised_say_so():
+    batch = rp.Batch.__new__(rp.Batch)
+    assert batch.closed
+    batch.close()
+    for part in ("post", "len", "first", "item", "all"):
+        with pytest.raises(TypeError, match="the list has not been prepared"):
+            PARTS[part](batch)
+    item = rp.PreparedWR.__new__(rp.PreparedWR)
+    for name in ("wr_id", "sg_list"):
+        with pytest.raises(TypeError, match="it has not been initialised"):
+            setattr(item, name, 1)
+
+
+def test_fields_of_an_item_cannot_be_deleted(rc):
+    [item] = rc.a.prepare(write(rc))
+    for name in ("wr_id", "sg_list", "rkey"):
+        with pytest.raises(AttributeError, match=f"{name} cannot be deleted"):
+            delattr(item, name)
+
+
+def test_threads_change_close_and_post_a_list(connect: Connect):
+    """One posts lists, others change and close them: each post is of regions that are held."""
+    pair = connect(max_send_wr=512)
+    lists = [pair.a.prepare([write(pair, 0, 1), write(pair, 8, 2)])]
+    rounds, posted = 300, 0
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            try:
+                item = lists[-1][number % 2]
+                item.sg_list = pair.mine[number % 8 : number % 8 + 8]
+                item.wr_id = number
+                assert len(item.sg_list) in (0, 1)
+                assert item.wr_id >= 0
+            except rp.ClosedError:
+                pass
+            except BaseException as error:
+                failed.append(error)
+                return
+
+    def close() -> None:
+        while not over.is_set():
+            lists[-1].close()
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (change, change, close)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(rounds):
+            batch = pair.a.prepare([write(pair, 0, 1), write(pair, 8, 2)])
+            lists.append(batch)
+            for _ in range(3):
+                with contextlib.suppress(rp.ClosedError):
+                    batch.post()
+                    posted += 2
+            del lists[:-1]
+            while pair.a.outstanding.send > 400:
+                pair.cq.poll()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failed == []
+    lists[-1].close()
+    deadline = time.monotonic() + 10
+    while pair.a.outstanding.send and time.monotonic() < deadline:
+        assert all(wc.status is WCStatus.SUCCESS for wc in pair.cq.poll(64))
+    assert posted
+    assert pair.a.outstanding.send == 0
+    pair.mine.close()

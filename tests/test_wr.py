@@ -112,3 +112,31 @@ def test_cycles_are_collected():
     del wr, seen
     gc.collect()
     assert gone == [True]
+
+
+def test_finalizer_of_an_old_value_may_empty_the_arguments():
+    """What a field held goes when it is initialised again, and clears the dict of the new ones."""
+
+    class Seen(list[Any]):
+        pass
+
+    class Old:
+        def __del__(self) -> None:
+            for found in gc.get_objects():
+                if type(found) is dict and found.get("wr_id") == 77:
+                    found.clear()
+                    cleared.append(True)
+
+    def arguments() -> dict[str, Any]:
+        seen.append(weakref.ref(values := Seen([1, 2])))
+        return {"sg_list": (), "wr_id": 77, "ah": values, "remote_qpn": 5}
+
+    cleared: list[bool] = []
+    seen: list[weakref.ref[Any]] = []
+    wr = rp.Send(sg_list=Old())  # type: ignore[arg-type]
+    wr.__init__(**arguments())
+    assert cleared
+    assert seen[0]() is not None, "the argument has gone"
+    assert (wr.sg_list, wr.wr_id, wr.ah, wr.remote_qpn) == ((), 77, [1, 2], 5)
+    del wr
+    assert seen[0]() is None, "the argument stays for ever"

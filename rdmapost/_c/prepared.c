@@ -10,11 +10,20 @@
 #include <endian.h>
 #include <structmember.h>
 
+/* The collector shows a list to anybody before it is made, and after it was refused. */
+enum { NEW, MAKING, REFUSED, WHOLE };
+
+/*
+ * What changes in a list that is whole: `sent`, `sg_lists`, and of a request `held` and `wr_id`.
+ * Who changes any of it holds the queue's lock, so that a post sees all of a change or nothing,
+ * and the list (RP_BEGIN), as does who takes a reference from it.
+ */
 struct prepared {
 	PyObject_HEAD
 	struct queue *queue;
 	struct rp_handle *owner;
-	struct rp_sent *sent; /* NULL once it is closed; the queue's lock is held to change it */
+	uint64_t state;
+	struct rp_sent *sent; /* NULL once it is closed */
 	PyObject **sg_lists; /* a tuple of SGEs each, or NULL */
 	struct post post;
 };
@@ -37,6 +46,14 @@ static int is_here(const struct prepared *p)
 }
 
 /* Whether it is; else with an exception. */
+static int is_whole(struct prepared *p)
+{
+	if (RP_LOAD(&p->state) == WHOLE)
+		return 1;
+	PyErr_SetString(PyExc_TypeError, "the list has not been prepared");
+	return 0;
+}
+
 static int is_open(struct prepared *p)
 {
 	if (!RP_LOAD(&p->sent))
@@ -46,6 +63,19 @@ static int is_open(struct prepared *p)
 	else
 		return 1;
 	return 0;
+}
+
+/* Return a new reference to what posts take along now; NULL with an exception where it is closed. */
+static struct rp_sent *get_sent(struct prepared *p)
+{
+	PyObject *sent;
+
+	RP_BEGIN(p);
+	sent = Py_XNewRef((PyObject *)p->sent);
+	RP_END();
+	if (!sent)
+		rp_raise_list_closed(p->queue, &p->post);
+	return (struct rp_sent *)sent;
 }
 
 /* Hold the queue's lock, as this thread may already; 0, or -1 with an exception. */
@@ -81,34 +111,66 @@ static Py_ssize_t check_all(struct prepared *p)
 	return post->refusal.rule ? (Py_ssize_t)readable : -1;
 }
 
-/*
- * Make what posts take along: of each work request its wr_id and what it holds till it is done.
- * Those of one, `index`, may be others; NULL for as it is.  NULL with an exception.
- */
-static PyObject *make_sent(struct prepared *p, size_t index, PyObject *wr_id,
-			   const struct request *other)
+/* What one holds until it is done; inline data has been copied when a post returns. Borrowed. */
+static PyObject *held_until_done(const struct prepared *p, const struct request *r)
 {
-	Py_ssize_t count = (Py_ssize_t)p->post.count;
-	PyObject *wr_ids = PyTuple_New(count), *held = PyTuple_New(count), *sent = NULL;
+	return !r->held || (p->queue->verb == SEND && r->flags & IBV_SEND_INLINE) ? Py_None : r->held;
+}
 
-	for (Py_ssize_t i = 0; wr_ids && held && i < count; i++) {
-		const struct request *r = &p->post.requests[i];
-		int changed = (size_t)i == index;
-		PyObject *holds = changed && other ? other->held : r->held;
+/* Takes over the references, of which any may be NULL. */
+static PyObject *pack_sent(PyObject *wr_ids, PyObject *held)
+{
+	PyObject *sent = wr_ids && held ? rp_make_sent(wr_ids, held) : NULL;
 
-		/* Inline data has been copied when a post returns. */
-		if (!holds || (p->queue->verb == SEND && r->flags & IBV_SEND_INLINE))
-			holds = Py_None;
-		PyTuple_SetItem(wr_ids, i, Py_NewRef(changed && wr_id ? wr_id : r->wr_id));
-		PyTuple_SetItem(held, i, Py_NewRef(holds));
-	}
-	if (wr_ids && held)
-		sent = rp_make_sent(wr_ids, held);
 	if (!sent) {
 		Py_XDECREF(wr_ids);
 		Py_XDECREF(held);
 	}
 	return sent;
+}
+
+/*
+ * Make what posts take along: of each work request its wr_id and what it holds until it is done.
+ * A tuple is filled before anything else is allocated, and so before the collector shows it.
+ */
+static PyObject *make_sent(const struct prepared *p)
+{
+	Py_ssize_t count = (Py_ssize_t)p->post.count;
+	PyObject *wr_ids = PyTuple_New(count), *held;
+
+	for (Py_ssize_t i = 0; wr_ids && i < count; i++)
+		PyTuple_SetItem(wr_ids, i, Py_NewRef(p->post.requests[i].wr_id));
+	held = wr_ids ? PyTuple_New(count) : NULL;
+	for (Py_ssize_t i = 0; held && i < count; i++)
+		PyTuple_SetItem(held, i, Py_NewRef(held_until_done(p, &p->post.requests[i])));
+	return pack_sent(wr_ids, held);
+}
+
+/* Return a copy with another object at an index; the same tuple where that is NULL. */
+static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
+{
+	Py_ssize_t count = PyTuple_Size(tuple);
+	PyObject *copy;
+
+	if (!other)
+		return Py_NewRef(tuple);
+	copy = PyTuple_New(count);
+	for (Py_ssize_t i = 0; copy && i < count; i++)
+		PyTuple_SetItem(copy, i, Py_NewRef((size_t)i == index ? other :
+							PyTuple_GetItem(tuple, i)));
+	return copy;
+}
+
+/*
+ * Make what takes its place once a wr_id, or what is held, is another.  That may run a finalizer
+ * which changes the list, so it counts only if the list still has what it was made from.
+ */
+static PyObject *change_sent(const struct rp_sent *from, size_t index, PyObject *wr_id,
+			     PyObject *held)
+{
+	PyObject *wr_ids = with(from->wr_ids, index, wr_id);
+
+	return pack_sent(wr_ids, wr_ids ? with(from->held, index, held) : NULL);
 }
 
 static int keep_sg_lists(struct prepared *p)
@@ -126,24 +188,13 @@ static int keep_sg_lists(struct prepared *p)
 	return 0;
 }
 
-/* Prepared(queue, owner, wrs) */
-static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
+/* Read, check and keep all of them; 0, or -1 with an exception. */
+static int prepare(struct prepared *p, PyObject *wrs)
 {
-	struct prepared *p = (struct prepared *)self;
-	PyObject *queue, *owner, *wrs;
 	Py_ssize_t refused;
 	struct rp_turn turn;
 	int failed;
 
-	(void)kwargs;
-	if (p->queue) {
-		PyErr_SetString(PyExc_TypeError, "it has been initialised");
-		return -1;
-	}
-	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
-		return -1;
-	p->queue = (struct queue *)Py_NewRef(queue);
-	p->owner = (struct rp_handle *)Py_NewRef(owner);
 	/* The list lives longer than this call: it has a reference of its own. */
 	wrs = rp_kind_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
 	if (!wrs)
@@ -171,7 +222,7 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	}
 	if (keep_sg_lists(p))
 		return -1;
-	p->sent = (struct rp_sent *)make_sent(p, p->post.count, NULL, NULL);
+	p->sent = (struct rp_sent *)make_sent(p);
 	return p->sent ? 0 : -1;
 }
 
@@ -196,19 +247,28 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 static int let_go(PyObject *self)
 {
 	struct prepared *p = (struct prepared *)self;
-	PyObject *sent = swap((PyObject **)(void *)&p->sent, NULL);
-	PyObject *wrs = swap(&p->post.wrs, NULL);
+	PyObject *sent, *wrs;
 
+	RP_BEGIN(p);
+	sent = swap((PyObject **)(void *)&p->sent, NULL);
+	wrs = swap(&p->post.wrs, NULL);
+	RP_END();
 	for (size_t i = 0; i < p->post.count; i++) {
 		struct request *r = &p->post.requests[i];
-		PyObject *held = swap(&r->held, NULL);
+		PyObject *held, *sges = NULL;
+		int named;
 
-		if (r->named)
-			rp_unname_all(held);
+		RP_BEGIN(p);
+		held = swap(&r->held, NULL);
+		named = r->named;
 		r->named = 0;
-		Py_XDECREF(held);
 		if (p->sg_lists)
-			Py_CLEAR(p->sg_lists[i]);
+			sges = swap(&p->sg_lists[i], NULL);
+		RP_END();
+		if (named)
+			rp_unname_all(held);
+		Py_XDECREF(held);
+		Py_XDECREF(sges);
 	}
 	Py_XDECREF(sent);
 	Py_XDECREF(wrs);
@@ -222,6 +282,35 @@ static int let_go(PyObject *self)
 static void prepared_finalize(PyObject *self)
 {
 	let_go(self);
+}
+
+/* Prepared(queue, owner, wrs) */
+static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+	struct prepared *p = (struct prepared *)self;
+	PyObject *queue, *owner, *wrs;
+	uint64_t state = NEW;
+
+	(void)kwargs;
+	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
+		return -1;
+	if (!((struct queue *)queue)->lock) {
+		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
+		return -1;
+	}
+	if (!rp_swap_word(&p->state, &state, MAKING)) {
+		PyErr_SetString(PyExc_TypeError, "it has been initialised");
+		return -1;
+	}
+	p->queue = (struct queue *)Py_NewRef(queue);
+	p->owner = (struct rp_handle *)Py_NewRef(owner);
+	if (!prepare(p, wrs)) {
+		RP_STORE(&p->state, WHOLE);
+		return 0;
+	}
+	RP_STORE(&p->state, REFUSED);
+	let_go(self);
+	return -1;
 }
 
 static void prepared_dealloc(PyObject *self)
@@ -245,10 +334,7 @@ static PyObject *prepared_post(PyObject *self, PyObject *unused)
 	struct prepared *p = (struct prepared *)self;
 
 	(void)unused;
-	if (p->queue)
-		return rp_post_list(p->queue, p->owner, &p->post, &p->sent);
-	PyErr_SetString(PyExc_TypeError, "it has not been initialised");
-	return NULL;
+	return is_whole(p) ? rp_post_list(p->queue, p->owner, &p->post, &p->sent) : NULL;
 }
 
 static PyObject *prepared_close(PyObject *self, PyObject *unused)
@@ -258,14 +344,17 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	int nested;
 
 	(void)unused;
-	if (!p->queue)
+	if (RP_LOAD(&p->state) == NEW || RP_LOAD(&p->state) == REFUSED)
 		Py_RETURN_NONE;
-	/* Whoever posts it has what it takes along by now. */
-	if (lock(p, &nested))
+	/* Whoever posts it has what it takes along by now; nobody takes from it what is let go of. */
+	if (!is_whole(p) || lock(p, &nested))
 		return NULL;
+	RP_BEGIN(p);
 	sent = swap((PyObject **)(void *)&p->sent, NULL);
+	RP_END();
 	unlock(p, nested);
-	let_go(self);
+	if (sent)
+		let_go(self);
 	Py_XDECREF(sent);
 	Py_RETURN_NONE;
 }
@@ -275,12 +364,14 @@ static PyObject *prepared_closed(PyObject *self, void *unused)
 	struct prepared *p = (struct prepared *)self;
 
 	(void)unused;
-	return PyBool_FromLong(!RP_LOAD(&p->sent) || (p->owner && !is_here(p)));
+	return PyBool_FromLong(RP_LOAD(&p->state) != WHOLE || !RP_LOAD(&p->sent) || !is_here(p));
 }
 
 static Py_ssize_t prepared_length(PyObject *self)
 {
-	return (Py_ssize_t)((struct prepared *)self)->post.count;
+	struct prepared *p = (struct prepared *)self;
+
+	return is_whole(p) ? (Py_ssize_t)p->post.count : -1;
 }
 
 /* The opcode's class of a work request of the list. */
@@ -289,7 +380,7 @@ static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 	struct prepared *p = (struct prepared *)self;
 	size_t index = PyLong_AsSize_t(arg);
 
-	if (index == (size_t)-1 && PyErr_Occurred())
+	if ((index == (size_t)-1 && PyErr_Occurred()) || !is_whole(p))
 		return NULL;
 	if (index >= p->post.count) {
 		PyErr_SetString(PyExc_IndexError, "no such work request");
@@ -298,19 +389,27 @@ static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 	return Py_NewRef(p->post.requests[index].kind->type);
 }
 
+/* Whether it is an object, or a tuple that has it. */
+static int is_among(PyObject *object, PyObject *held)
+{
+	int found = held == object;
+
+	for (Py_ssize_t i = held && PyTuple_CheckExact(held) ? PyTuple_Size(held) : 0; !found && i--;)
+		found = PyTuple_GetItem(held, i) == object;
+	return found;
+}
+
 /* _names(resource): whether the list, open, names it. */
 static PyObject *prepared_names(PyObject *self, PyObject *resource)
 {
 	struct prepared *p = (struct prepared *)self;
+	int found = 0;
 
-	for (size_t i = 0; p->sent && i < p->post.count; i++) {
-		PyObject *held = p->post.requests[i].held;
-
-		if (held == resource ||
-		    (held && PyTuple_CheckExact(held) && PySequence_Contains(held, resource) > 0))
-			Py_RETURN_TRUE;
-	}
-	Py_RETURN_FALSE;
+	RP_BEGIN(p);
+	for (size_t i = 0; RP_LOAD(&p->state) == WHOLE && p->sent && !found && i < p->post.count; i++)
+		found = is_among(resource, p->post.requests[i].held);
+	RP_END();
+	return PyBool_FromLong(found);
 }
 
 static PyMethodDef prepared_methods[] = {
@@ -359,12 +458,14 @@ static int item_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	Py_ssize_t index;
 
 	(void)kwargs;
+	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index) ||
+	    !is_whole((struct prepared *)list))
+		return -1;
+	/* Reading the index may have initialised it. */
 	if (item->list) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index))
-		return -1;
 	if (index < 0 || (size_t)index >= ((struct prepared *)list)->post.count) {
 		PyErr_SetString(PyExc_IndexError, "no such work request");
 		return -1;
@@ -388,15 +489,37 @@ static void item_dealloc(PyObject *self)
 	rp_free(self);
 }
 
-/* Raise a ValueError for what was refused of a work request: always -1. */
-static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
+/* Return a new reference to the caller's work request; NULL with an exception where it is closed. */
+static PyObject *get_wr(struct prepared *p, const struct request *r)
 {
 	PyObject *wr;
 
+	RP_BEGIN(p);
+	wr = p->sent ? Py_NewRef(r->wr) : NULL;
+	RP_END();
+	if (!wr)
+		rp_raise_list_closed(p->queue, &p->post);
+	return wr;
+}
+
+/* Refuse an attribute of an item that is of no list, or to be deleted; always -1. */
+static int refuse_change(struct prepared *p, const char *name)
+{
+	if (p)
+		PyErr_Format(PyExc_AttributeError, "%s cannot be deleted", name);
+	else
+		PyErr_SetString(PyExc_TypeError, "it has not been initialised");
+	return -1;
+}
+
+/* Raise a ValueError for what was refused of a work request: always -1. */
+static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
+{
+	PyObject *wr = get_wr(p, r);
+
 	/* Reading the value may have closed the list, and making the tuple may. */
-	if (!is_open(p))
+	if (!wr)
 		return -1;
-	wr = Py_NewRef(r->wr);
 	rp_raise_refusal(p->queue, p->owner, PyTuple_Pack(1, wr), why, 0, -1);
 	Py_DECREF(wr);
 	return -1;
@@ -429,53 +552,77 @@ static int read_value(struct prepared *p, const struct request *r, PyObject *nam
 static PyObject *item_wr_id(PyObject *self, void *unused)
 {
 	struct item *item = (struct item *)self;
+	PyObject *wr_id;
 
 	(void)unused;
-	return Py_NewRef(item->list ? item->list->post.requests[item->index].wr_id : Py_None);
+	if (!item->list)
+		Py_RETURN_NONE;
+	RP_BEGIN(item->list);
+	wr_id = Py_NewRef(item->list->post.requests[item->index].wr_id);
+	RP_END();
+	return wr_id;
+}
+
+/* Let another wr_id take the place of one, if posts still take along `from`; whether, or -1. */
+static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
+{
+	PyObject *sent = change_sent(from, index, *wr_id, NULL);
+	int nested, same = -1;
+
+	if (sent && !lock(p, &nested)) {
+		RP_BEGIN(p);
+		same = p->sent == from;
+		if (same) {
+			sent = swap((PyObject **)(void *)&p->sent, sent);
+			*wr_id = swap(&p->post.requests[index].wr_id, *wr_id);
+		}
+		RP_END();
+		unlock(p, nested);
+	}
+	Py_XDECREF(sent);
+	return same;
 }
 
 static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
-	PyObject *wr_id, *sent;
-	struct request *r;
+	const struct request *r;
+	struct rp_sent *from;
+	PyObject *wr_id;
 	uint64_t number;
-	int nested, changed;
+	int done = 0;
 
 	(void)unused;
 	if (!p)
-		return -1;
+		return refuse_change(p, "wr_id");
 	r = &p->post.requests[item->index];
 	if (read_value(p, r, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
 		return -1;
 	wr_id = PyLong_FromUnsignedLongLong(number);
-	sent = wr_id ? make_sent(p, item->index, wr_id, NULL) : NULL;
-	if (!sent || lock(p, &nested)) {
-		Py_XDECREF(wr_id);
-		Py_XDECREF(sent);
+	if (!wr_id)
 		return -1;
+	while (!done) {
+		from = get_sent(p);
+		done = from ? put_wr_id(p, item->index, &wr_id, from) : -1;
+		Py_XDECREF((PyObject *)from);
 	}
-	/* Making them may have run a finalizer that closed the list. */
-	changed = p->sent != NULL;
-	if (changed) {
-		sent = swap((PyObject **)(void *)&p->sent, sent);
-		wr_id = swap(&r->wr_id, wr_id);
-	}
-	unlock(p, nested);
 	Py_DECREF(wr_id);
-	Py_DECREF(sent);
-	return changed || is_open(p) ? 0 : -1;
+	return done > 0 ? 0 : -1;
 }
 
 static PyObject *item_sg_list(PyObject *self, void *unused)
 {
 	struct item *item = (struct item *)self;
-	PyObject *sges = item->list && item->list->sg_lists ?
-				 item->list->sg_lists[item->index] : NULL;
+	PyObject *sges;
 
 	(void)unused;
-	return sges ? Py_NewRef(sges) : PyTuple_New(0);
+	if (!item->list)
+		return PyTuple_New(0);
+	RP_BEGIN(item->list);
+	sges = Py_XNewRef(item->list->sg_lists[item->index]);
+	RP_END();
+	return sges ? sges : PyTuple_New(0);
 }
 
 /* Let another SGE list take the place of one with as many SGEs; the queue's lock is held. */
@@ -485,55 +632,89 @@ static void put_sges(struct prepared *p, size_t index, struct post *post, PyObje
 	struct request *r = &p->post.requests[index], *new = post->requests;
 	size_t count = (size_t)r->num_sge;
 
+	RP_BEGIN(p);
 	memcpy(rp_sges(&p->post, r), rp_sges(post, new), count * sizeof(struct ibv_sge));
 	memcpy(p->post.owners + r->owners, post->owners, count * sizeof(PyObject *));
 	/* Both are named. */
 	new->held = swap(&r->held, new->held);
 	*sent = swap((PyObject **)(void *)&p->sent, *sent);
 	*sges = swap(&p->sg_lists[index], *sges);
+	RP_END();
+}
+
+/* Check and put them in place, if posts still take along `from`; 1 where all is said, 0, or -1. */
+static int try_sges(struct prepared *p, size_t index, struct post *post, PyObject **sges,
+		    struct rp_sent *from)
+{
+	struct request *new = post->requests;
+	PyObject *sent = change_sent(from, index, NULL, held_until_done(p, new));
+	struct rp_turn turn;
+	int same = -1;
+
+	if (sent && !rp_begin_post(p->queue, p->owner, &turn)) {
+		same = p->sent == from;
+		/* No code of Python's runs until all of it is in place. */
+		if (same && rp_check(p->queue, p->owner, post, new))
+			put_sges(p, index, post, &sent, sges);
+		rp_end_post(p->queue, &turn);
+	}
+	Py_XDECREF(sent);
+	return same;
+}
+
+/* Read an SGE list and put it in place of one, or refuse it; 0, or -1 with an exception. */
+static int change_sges(struct prepared *p, size_t index, PyObject *value, struct post *post)
+{
+	const struct request *r = &p->post.requests[index], *new = post->few;
+	struct rp_sent *from;
+	PyObject *sges;
+	int done = 0;
+
+	if (rp_reread_sges(&p->post, index, value, post))
+		return -1;
+	if (!post->refusal.rule && new->num_sge != r->num_sge) {
+		rp_refuse(post, "other_num_sge", (uint64_t)new->num_sge);
+		post->refusal.b = (uint64_t)r->num_sge;
+	}
+	if (!post->refusal.rule) {
+		sges = rp_make_sges(post, new);
+		while (sges && !done) {
+			from = get_sent(p);
+			done = from ? try_sges(p, index, post, &sges, from) : -1;
+			Py_XDECREF((PyObject *)from);
+		}
+		Py_XDECREF(sges);
+		if (done < 1)
+			return -1;
+	}
+	return post->refusal.rule ? refuse_value(p, r, &post->refusal) : 0;
 }
 
 static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
-	PyObject *sent = NULL, *sges = NULL;
-	struct request *r, *new;
-	struct rp_turn turn;
+	PyObject *wr = NULL, *held;
+	const struct request *r;
 	struct post post;
-	int done = 0;
+	int failed;
 
 	(void)unused;
-	if (!p || !value || !is_open(p))
-		return -1;
+	if (!p || !value)
+		return refuse_change(p, "sg_list");
 	r = &p->post.requests[item->index];
-	if (rp_reread_sges(&p->post, item->index, value, &post))
-		goto out;
-	new = post.requests;
-	if (!post.refusal.rule && new->num_sge != r->num_sge) {
-		rp_refuse(&post, "other_num_sge", (uint64_t)new->num_sge);
-		post.refusal.b = (uint64_t)r->num_sge;
-	}
-	if (!post.refusal.rule) {
-		sges = rp_make_sges(&post, new);
-		sent = sges ? make_sent(p, item->index, NULL, new) : NULL;
-		if (!sent || rp_begin_post(p->queue, p->owner, &turn))
-			goto out;
-		done = rp_check(p->queue, p->owner, &post, new) && p->sent;
-		/* No code of Python's runs until all of it is in place. */
-		if (done)
-			put_sges(p, item->index, &post, &sent, &sges);
-		rp_end_post(p->queue, &turn);
-	}
-	if (post.refusal.rule)
-		refuse_value(p, r, &post.refusal);
-	else if (!done)
-		is_open(p);
-out:
+	/* Reading may close the list: what is read besides is of these. */
+	wr = get_wr(p, r);
+	if (!wr)
+		return -1;
+	RP_BEGIN(p);
+	held = Py_XNewRef(r->held);
+	RP_END();
+	failed = change_sges(p, item->index, value, &post);
 	rp_free_post(&post);
-	Py_XDECREF(sent);
-	Py_XDECREF(sges);
-	return done ? 0 : -1;
+	Py_XDECREF(held);
+	Py_DECREF(wr);
+	return failed;
 }
 
 static PyGetSetDef item_getset[] = {
@@ -565,14 +746,16 @@ static int number_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	struct number *n = (struct number *)self;
 	PyObject *kind;
+	int index;
 
 	(void)kwargs;
+	if (!PyArg_ParseTuple(args, "O!i", &PyType_Type, &kind, &index))
+		return -1;
 	if (n->kind) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTuple(args, "O!i", &PyType_Type, &kind, &n->index))
-		return -1;
+	n->index = index;
 	n->kind = Py_NewRef(kind);
 	return 0;
 }

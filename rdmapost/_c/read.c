@@ -14,6 +14,8 @@ int rp_kinds_known;
 struct rp_known rp_known;
 static PyObject *sge_names[3];
 
+enum { LOOKED_AT = 32 };
+
 const struct rp_head rp_heads[] = {
 	[SEND] = { sizeof(struct ibv_send_wr), offsetof(struct ibv_send_wr, sg_list) },
 	[RECV] = { sizeof(struct ibv_recv_wr), offsetof(struct ibv_recv_wr, sg_list) },
@@ -143,7 +145,11 @@ static int widen(struct request *r, Py_ssize_t size)
 	return 0;
 }
 
-/* Hold an object as long as the work request is in flight. */
+/*
+ * Hold an object as long as the work request is in flight.  One that is held already is looked for
+ * among the latest only, so that reading many SGEs takes as long for each; to hold it twice is as
+ * good.
+ */
 static int hold(struct request *r, PyObject *object)
 {
 	if (!r->holds) {
@@ -153,14 +159,21 @@ static int hold(struct request *r, PyObject *object)
 	}
 	if (r->holds == 1 && r->held == object)
 		return 1;
-	for (Py_ssize_t i = 0; r->holds > 1 && i < r->holds; i++)
-		if (PyTuple_GetItem(r->held, i) == object)
+	for (int i = r->holds; r->holds > 1 && i > 0 && i > r->holds - LOOKED_AT; i--)
+		if (PyTuple_GetItem(r->held, i - 1) == object)
 			return 1;
 	/* Enough for nearly all. */
 	if ((r->holds == 1 || r->holds == PyTuple_Size(r->held)) &&
-	    widen(r, r->holds == 1 ? 4 : 2 * r->holds))
+	    widen(r, r->holds == 1 ? 4 : 2 * (Py_ssize_t)r->holds))
 		return -1;
-	PyTuple_SetItem(r->held, r->holds++, Py_NewRef(object));
+	/* A tuple that the collector has shown to somebody takes nothing more: another is made. */
+	if (PyTuple_SetItem(r->held, r->holds, Py_NewRef(object))) {
+		PyErr_Clear();
+		if (widen(r, PyTuple_Size(r->held)) ||
+		    PyTuple_SetItem(r->held, r->holds, Py_NewRef(object)))
+			return -1;
+	}
+	r->holds++;
 	return 1;
 }
 
@@ -545,14 +558,15 @@ PyObject *rp_make_sges(const struct post *post, const struct request *r)
 	const struct ibv_sge *sge = rp_sges(post, r);
 	PyObject *sges = PyTuple_New(r->num_sge);
 
+	/* While the others are made, the collector shows it to anybody. */
+	for (int i = 0; sges && i < r->num_sge; i++)
+		PyTuple_SetItem(sges, i, Py_NewRef(Py_None));
 	for (int i = 0; sges && i < r->num_sge; i++) {
 		PyObject *one = rp_make_sge(sge[i].addr, sge[i].length, sge[i].lkey,
 					    post->owners[r->owners + (size_t)i]);
 
-		if (!one)
+		if (!one || PyTuple_SetItem(sges, i, one))
 			Py_CLEAR(sges);
-		else
-			PyTuple_SetItem(sges, i, one);
 	}
 	return sges;
 }

@@ -22,20 +22,20 @@ struct class {
 static struct class classes[CLASSES];
 static int known;
 
-/* As an assignment does; 0, or -1 with an exception. */
-static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject *value)
+/* As an assignment does, with the value for what was there: 0, or -1 with an exception. */
+static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **value)
 {
 	PyObject **at = rp_slot_at(object, slot), *old;
 
 	if (!at)
-		return PyObject_SetAttr(object, slot->name, value);
+		return PyObject_SetAttr(object, slot->name, *value);
 	old = *at;
-	*at = Py_NewRef(value);
-	Py_XDECREF(old);
+	*at = *value;
+	*value = old;
 	return 0;
 }
 
-/* Take the arguments apart; 0 where that is not for this function. */
+/* Take the arguments apart, borrowed; 0 where that is not for this function. */
 static int read_arguments(const struct class *class, PyObject *args,
 			  PyObject *kwargs, PyObject **values)
 {
@@ -69,6 +69,23 @@ static int init_slowly(const struct class *class, PyObject *self, PyObject *args
 	return done ? 0 : -1;
 }
 
+/*
+ * Set every field.  What was there goes last: its finalizers can take away whatever the caller has
+ * a reference to, the arguments included.
+ */
+static int set_fields(PyObject *self, const struct class *class, PyObject **values)
+{
+	int failed = 0;
+
+	for (Py_ssize_t i = 0; i < class->fields; i++)
+		values[i] = Py_NewRef(values[i] ? values[i] : class->otherwise[i]);
+	for (Py_ssize_t i = 0; !failed && i < class->fields; i++)
+		failed = set_slot(self, &class->slot[i], &values[i]);
+	for (Py_ssize_t i = 0; i < class->fields; i++)
+		Py_XDECREF(values[i]);
+	return failed;
+}
+
 static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	PyObject *values[FIELDS] = { NULL };
@@ -76,13 +93,8 @@ static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 
 	while (class < classes + known && !rp_has_type(self, class->type))
 		class++;
-	if (class < classes + known && read_arguments(class, args, kwargs, values)) {
-		for (Py_ssize_t i = 0; i < class->fields; i++)
-			if (set_slot(self, &class->slot[i],
-				     values[i] ? values[i] : class->otherwise[i]))
-				return -1;
-		return 0;
-	}
+	if (class < classes + known && read_arguments(class, args, kwargs, values))
+		return set_fields(self, class, values);
 	for (class = classes; class < classes + known; class++)
 		if (PyObject_IsInstance(self, class->type) > 0)
 			return init_slowly(class, self, args, kwargs);

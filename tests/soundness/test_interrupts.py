@@ -723,6 +723,84 @@ def test_signal_handler_may_close_in_the_middle_of_any_verb(verb, soft):
     )
 
 
+def _ordered_rig(device: str, waits: str) -> Rig:
+    """Make one with a list that is prepared, and a device that has something else to look at."""
+    rig = Rig(device)
+    rig.mr.buffer[16:24] = b"original"
+    rig.other = rp.MR(rig.pd, bytearray(b"another."), ALL)  # type: ignore[attr-defined]
+    rig.list = rig.a.prepare(  # type: ignore[attr-defined]
+        [rig.write(1), _write_to(rig, 2048, sg_list=rig.mr[16:24], wr_id=2)]
+    )
+    rig.posts = []  # type: ignore[attr-defined]
+    if waits == "fault":
+        # It never comes.
+        rig.context.faults.fail_post(5, after=1 << 40)
+    else:
+        qps = rig.queue_pair(), rig.queue_pair()
+        rig.more += qps
+        for qp, peer in (qps, qps[::-1]):
+            qp.connect(peer.endpoint(), rnr_retry=7)
+        # There is no receive: it is tried again and again.
+        qps[0].post_send(rp.Send(rig.mr[:8], wr_id=77))
+    return rig
+
+
+def _write_to(rig: Rig, at: int, **fields: Any) -> rp.RdmaWrite:
+    return rp.RdmaWrite(remote_addr=rig.mr.addr + at, rkey=rig.mr.rkey, **fields)
+
+
+def _change_and_post_list(rig: Any) -> None:
+    rig.list[1].sg_list = rig.other[:8]
+    rig.list[1].remote_addr = rig.mr.addr + 2056
+    rig.list[1].wr_id = 3
+    rig.list.post()
+    rig.posts += [1, 3]
+
+
+def _post_another(rig: Any) -> None:
+    rig.a.post_send(_write_to(rig, 2056, sg_list=rig.other[:8], wr_id=3))
+    rig.posts += [3]
+
+
+IN_THE_MIDDLE = {"changes-list": _change_and_post_list, "posts": _post_another}
+
+
+@pytest.mark.parametrize("waits", ["rnr", "fault"])
+@pytest.mark.parametrize("nested", IN_THE_MIDDLE)
+@pytest.mark.parametrize("outer", ["list", "plain"])
+@isolated(silent=True, timeout=60)
+def test_handler_in_the_middle_of_a_post_changes_nothing_of_it(outer, nested, waits, soft):
+    """What it changes and posts comes after what was being posted, which is as it was."""
+    tried = []
+
+    def act(rig: Any) -> None:
+        if outer == "list":
+            rig.list.post()
+        else:
+            rig.a.post_send([rig.write(1), _write_to(rig, 2048, sg_list=rig.mr[16:24], wr_id=2)])
+
+    def check(rig: Any, moment: Moment) -> None:
+        assert not moment.raised
+        tried.append(bool(rig.posts))
+        if rig.posts:
+            with pytest.raises(rp.InUseError):
+                rig.other.close()
+        rig.drain()
+        assert [wc.check().wr_id for wc in rig.found] == [1, 2, *rig.posts]
+        assert bytes(rig.mr.buffer[2048:2056]) == b"original"
+        assert bytes(rig.mr.buffer[2056:2064]) == (b"another." if rig.posts else bytes(8))
+        rig.list.close()
+        rig.other.close()
+        rig.works()
+        rig.close()
+
+    interrupt_at_each_moment(
+        lambda: _ordered_rig(soft, waits), act, check, handler=IN_THE_MIDDLE[nested], most=40,
+        seconds=5, within="/rdmapost/soft/",
+    )  # fmt: skip
+    assert sum(tried) > 3, "the handler has not run in the middle of posts"
+
+
 # ---- at random, and from outside --------------------------------------------------
 
 
