@@ -180,11 +180,11 @@ def test_group_that_threads_attach_and_detach_at_once_can_be_left(pd, cq, group,
     qp = rp.QP(pd, QPType.UD, cq)
     qp.connect()
     qp.attach_mcast(group)
-    provider = type(pd.context._provider)
+    provider = pd.context._provider
     detach = provider.detach_mcast
 
-    def detach_then_attach(self, *args):
-        detach.__get__(self)(*args)
+    def detach_then_attach(*args):
+        detach(*args)
         monkeypatch.undo()
         again = threading.Thread(target=qp.attach_mcast, args=(group,))
         again.start()

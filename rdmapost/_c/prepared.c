@@ -70,6 +70,8 @@ static struct rp_sent *get_sent(struct prepared *p)
 {
 	PyObject *sent;
 
+	if (!is_open(p))
+		return NULL;
 	RP_BEGIN(p);
 	sent = Py_XNewRef((PyObject *)p->sent);
 	RP_END();
