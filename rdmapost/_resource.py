@@ -67,14 +67,6 @@ class Resource(door.Handle):
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
 
-    @property
-    def _handle(self) -> Any:
-        """The struct, or None where it is closed."""
-        try:
-            return self._live()
-        except ClosedError:
-            return None
-
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
         if struct is None:

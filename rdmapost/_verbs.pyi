@@ -13,6 +13,9 @@ lib: Any
 class Handle:
     @property
     def closed(self) -> bool: ...
+    # The struct, or None where it is closed.
+    @property
+    def _handle(self) -> Any: ...
     @property
     def _handle(self) -> Any: ...
     @property

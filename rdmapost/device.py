@@ -243,6 +243,7 @@ class Context(Resource, struct="ibv_context"):
         "_events", "_poller", "_provider", "_queues", "attr", "guid", "kind", "name", "node_type",
     )  # fmt: skip
 
+    _kind = "device"
     _rank = 9
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
@@ -266,7 +267,7 @@ class Context(Resource, struct="ibv_context"):
             raise
 
     def __str__(self) -> str:
-        return f"device {self.name}"
+        return f"device {self.name}" if hasattr(self, "name") else self._kind
 
     def _wake(self) -> None:
         if hasattr(self, "_poller"):

@@ -116,8 +116,9 @@ def test_instance_without_its_struct_is_not_open(cls):
 
     for thing in (Skips(), cls.__new__(cls)):
         assert thing.closed
-        with pytest.raises(rp.ClosedError):
+        with pytest.raises(rp.ClosedError, match="is closed"):
             thing._live()
+        assert "(closed)" in repr(thing)
         thing.close()
     with pytest.raises(TypeError, match=f"{cls.__name__}'> is of .*struct ibv_"):
         Forges()
@@ -178,3 +179,12 @@ def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monke
     with Late(pd, QPType.RC, cq) as qp:
         assert found == [False]
         assert qp in open_handles()
+
+
+def test_closed_window_says_so(pd):
+    """Its name is its rkey, which only an open one has."""
+    mw = rp.MW(pd)
+    assert f"{mw.rkey:#x}" in str(mw)
+    mw.close()
+    with pytest.raises(rp.ClosedError, match="^MW is closed$"):
+        mw.next_rkey()

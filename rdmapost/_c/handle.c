@@ -620,8 +620,8 @@ static PyObject *handle_live(PyObject *self, PyObject *unused)
 	return cdata;
 }
 
-/* The struct, or None where it is closed. */
-static PyObject *get_handle(PyObject *self, void *unused)
+/* The struct, or None where it is closed; names nothing, so names may ask for it. */
+static PyObject *get_struct(PyObject *self, void *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *cdata = get_held(h, &h->cdata);
@@ -1030,7 +1030,7 @@ static PyMethodDef handle_methods[] = {
 };
 
 static PyGetSetDef handle_getset[] = {
-	{ "_handle", get_handle, NULL, NULL, NULL },
+	{ "_handle", get_struct, NULL, NULL, NULL },
 	{ "_parents", get_parents, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },

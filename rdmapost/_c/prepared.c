@@ -823,7 +823,8 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 	r = &p->post.requests[((struct item *)object)->index];
 	aligned = r->kind->atomic && p->queue->checked &&
 		  field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr);
-	if ((!value || !p->sent || aligned || !rp_read_int(value, field->most, &number)) &&
+	if ((!value || !p->sent || !is_here(p) || aligned ||
+	     !rp_read_int(value, field->most, &number)) &&
 	    read_value(p, r, field->slot.name, value, field->most, aligned, &number))
 		return -1;
 	rp_put_number(field, at, number);
