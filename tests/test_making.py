@@ -186,5 +186,5 @@ def test_closed_window_says_so(pd):
     mw = rp.MW(pd)
     assert f"{mw.rkey:#x}" in str(mw)
     mw.close()
-    with pytest.raises(rp.ClosedError, match="^MW is closed$"):
+    with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
         mw.next_rkey()
