@@ -246,10 +246,12 @@ class DeviceQueue:
     faults: tuple[dict[int, int], list[int]]
     slots: DeviceQueue
 
-# They are for on_commit and undo: take slots (or free them: less than 0), and have the next
-# completion announced (1: if it is solicited, 2: in any case), or none (0).
+# They are for on_commit: take slots, or free them (less than 0); and put an event for an entry of a
+# completion queue, if that is armed for it.
 def use_slots(queue: DeviceQueue, slots: int, /) -> None: ...
-def arm(queue: DeviceQueue, how: int, /) -> None: ...
+def announce(
+    cq: DeviceQueue, events: deque[Any], fd: int, solicited: bool, /
+) -> None: ...
 
 # _c/soft_verb.c: call a function as one verb.  An exception that it returns is raised too, but
 # takes nothing back.

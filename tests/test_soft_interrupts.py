@@ -1016,3 +1016,108 @@ def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(oth
     said, waits = prints(code).split("\n")
     assert said == (f"PostError {errno.ENOMEM}" if "post_send" in handler else "nothing")
     assert waits == "False"
+
+
+STEP = """
+import os, signal, sys, threading, time
+import rdmapost as rp
+from rdmapost.soft import completion, qp
+
+signal.alarm(20)
+context = rp.open_device("soft0")
+pd, mr_size = rp.PD(context), 64
+channel, cq = rp.CompChannel(context), rp.CQ(context)
+announced = rp.CQ(context, channel=channel)
+mr = rp.MR(pd, mr_size, rp.Access.LOCAL_WRITE)
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, announced)
+a.connect(b.endpoint())
+b.connect(a.endpoint(), min_rnr_timer=1)
+"""
+
+
+def test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it():
+    """Another thread is in the middle of completing: a poll does not see it yet."""
+    code = """
+inside, go = threading.Event(), threading.Event()
+add = completion.CompletionQueue.add
+
+def add_and_wait(self, entry):
+    added = add(self, entry)
+    if self.channel is not None and not inside.is_set():
+        inside.set()
+        go.wait(20)
+    return added
+
+completion.CompletionQueue.add = add_and_wait
+b.post_recv(rp.RecvWR(mr[:8], wr_id=7))
+thread = threading.Thread(target=a.post_send, args=(rp.Send(mr[:8]),))
+thread.start()
+assert inside.wait(20)
+announced.req_notify()
+seen = len(announced.poll())
+go.set()
+assert channel.get_cq_event(20) is announced
+print(seen, [wc.wr_id for wc in announced.poll()])
+"""
+    assert prints(STEP + code) == "0 [7]"
+
+
+def test_handler_of_another_signal_runs_whole_while_an_exception_waits():
+    """It comes while the step, which the first handler's exception ended, is made again."""
+    code = """
+stopped = attempts = 0
+
+def stop(*_):
+    global stopped
+    stopped = 1
+
+def fail(*_):
+    raise TimeoutError
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGALRM, fail)
+complete = qp.QueuePair.complete_send
+
+def complete_send(self, *args):
+    global attempts
+    attempts += 1
+    if attempts == 1:
+        signal.raise_signal(signal.SIGALRM)
+    if attempts == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return complete(self, *args)
+
+qp.QueuePair.complete_send = complete_send
+b.post_recv(rp.RecvWR(mr[:8]))
+raised = False
+try:
+    a.post_send(rp.Send(mr[:8]))
+except TimeoutError:
+    raised = True
+done = len(cq.wait())
+print(raised, attempts, stopped, done)
+"""
+    assert prints(STEP + code) == "True 2 1 1"
+
+
+def test_ctrl_c_in_the_device_ends_the_wait_that_runs_it():
+    """The wait is for another queue, and what the device does is to give up a send."""
+    code = """
+complete = qp.QueuePair.complete_send
+
+def complete_send(self, *args):
+    if waiting and not struck:
+        struck.append(time.monotonic())
+        signal.raise_signal(signal.SIGINT)
+    return complete(self, *args)
+
+waiting, struck = False, []
+qp.QueuePair.complete_send = complete_send
+a.post_send(rp.Send(mr[:8]))
+waiting = True
+try:
+    rp.CQ(context).wait(1, None)
+except KeyboardInterrupt:
+    print(time.monotonic() - struck[0] < 5)
+"""
+    assert prints(STEP + code) == "True"

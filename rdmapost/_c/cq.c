@@ -465,11 +465,12 @@ struct order {
 
 /*
  * Poll until there is enough in the backlog, or no more; then take what is
- * wanted out of it, if `taken` is not NULL.
+ * wanted out of it, if `taken` is not NULL.  0, or -1 with a signal handler's exception.
  */
-static void gather(struct poller *p, const struct rp_handle *handle, struct order *order,
-		   struct rp_settled **taken)
+static int gather(struct poller *p, const struct rp_handle *handle, struct order *order,
+		  struct rp_settled **taken)
 {
+	PyObject *raised;
 	uint64_t wanted = order->count + order->promised;
 	struct touched touched;
 	enum held held;
@@ -477,7 +478,11 @@ static void gather(struct poller *p, const struct rp_handle *handle, struct orde
 
 	do {
 		touched.count = polled = 0;
-		rp_run_device();
+		raised = rp_run_device();
+		if (raised) {
+			rp_raise(raised);
+			return -1;
+		}
 		held = enter(p, order->nested);
 		if (held != BUSY)
 			take_returned(p);
@@ -499,6 +504,7 @@ static void gather(struct poller *p, const struct rp_handle *handle, struct orde
 			Py_DECREF((PyObject *)touched.queue[i]);
 		}
 	} while (polled == BATCH);
+	return 0;
 }
 
 /* Free the first of a list; returns the next. */
@@ -565,7 +571,8 @@ static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct o
 	struct rp_settled *list = NULL, *done = NULL;
 	Py_ssize_t n = 0;
 
-	gather(p, handle, order, &list);
+	if (gather(p, handle, order, &list))
+		return -1;
 	if (!list && order->error) {
 		if (order->error == ENOMEM)
 			PyErr_NoMemory();
@@ -650,7 +657,8 @@ static int sleep_for_events(struct poller *p, const struct rp_handle *handle, st
 		/* Then look again: what came in between raises none. */
 		if (ask_for_event(handle, 0))
 			return -1;
-		gather(p, handle, &order, NULL);
+		if (gather(p, handle, &order, NULL))
+			return -1;
 		if (p->there >= me->count)
 			return 0;
 	} else if (tell_tasks(p)) {
@@ -737,11 +745,9 @@ METHOD(fill)
 
 	if (begin(args, nargs, 2, &use))
 		return NULL;
-	if (!read_count(args[1], "count", &order.count)) {
-		gather(p, use.handle, &order, NULL);
+	if (!read_count(args[1], "count", &order.count) && !gather(p, use.handle, &order, NULL))
 		found = order.error && !p->there ? rp_raise_verbs("ibv_poll_cq", order.error) :
 						   PyLong_FromSize_t(p->there);
-	}
 	rp_end_use(&use);
 	return found;
 }

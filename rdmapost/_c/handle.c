@@ -26,7 +26,7 @@ enum { NEW, MAKING, OPEN, DESTROYED, GONE };
 
 PyObject *rp_handle_type;
 int rp_exiting;
-void (*rp_progress)(void);
+PyObject *(*rp_progress)(void);
 
 /* Given by rdmapost/_resource.py, and held for ever. */
 static struct {
@@ -114,6 +114,20 @@ static struct error save_error(void)
 static void restore_error(struct error error)
 {
 	PyErr_Restore(error.type, error.value, error.trace);
+}
+
+void rp_raise(PyObject *exception)
+{
+	struct error before = save_error();
+
+	PyErr_NormalizeException(&before.type, &before.value, &before.trace);
+	if (before.value)
+		PyException_SetContext(exception, Py_NewRef(before.value));
+	Py_XDECREF(before.type);
+	Py_XDECREF(before.value);
+	Py_XDECREF(before.trace);
+	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+	Py_DECREF(exception);
 }
 
 /* Put something into the dict of those that are open, or with NULL take it out; 0, or -1. */

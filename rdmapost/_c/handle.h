@@ -142,15 +142,18 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 
 /*
  * Set where a device is written in Python: lets it carry out what it has to do.  It may run any
- * Python code and wait for another thread's verb, so no lock is held.
+ * Python code and wait for another thread's verb, so no lock is held.  Returns the exception of a
+ * signal handler that ran meanwhile, which the caller has to raise, or NULL.
  */
-extern void (*rp_progress)(void);
+extern PyObject *(*rp_progress)(void);
 
-static inline void rp_run_device(void)
+static inline PyObject *rp_run_device(void)
 {
-	if (rp_progress)
-		rp_progress();
+	return rp_progress ? rp_progress() : NULL;
 }
+
+/* Raise an exception, with the one that is set as its context; takes over the reference. */
+void rp_raise(PyObject *exception);
 
 /* A work request in flight names it; the caller is in the middle of a use of it. */
 static inline void rp_name(struct rp_handle *handle)

@@ -331,8 +331,19 @@ static inline void end(struct queue *q, struct rp_turn *turn)
 {
 	if (!turn->nested)
 		rp_give_quickly(q->lock);
-	rp_run_device();
 	rp_end_use_by(turn->me, &turn->use);
+}
+
+/* End a post: the device carries out what it has taken in.  Returns what that raised, or NULL. */
+static inline PyObject *end_and_run(struct queue *q, struct rp_turn *turn, Py_ssize_t taken)
+{
+	PyObject *raised;
+
+	if (!turn->nested)
+		rp_give_quickly(q->lock);
+	raised = taken > 0 ? rp_run_device() : NULL;
+	rp_end_use_by(turn->me, &turn->use);
+	return raised;
 }
 
 int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
@@ -372,6 +383,14 @@ static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struc
 	return 0;
 }
 
+/* None, or NULL with the exception that is set; `raised`, if it is one, comes first. */
+static PyObject *answer(PyObject *raised)
+{
+	if (raised)
+		rp_raise(raised);
+	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
 PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent)
 {
@@ -380,6 +399,7 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 	PyObject *wrs = NULL;
 	Py_ssize_t taken = 0;
 	struct rp_turn turn;
+	PyObject *raised;
 	size_t index = 0;
 	int open;
 
@@ -397,14 +417,14 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 		if (outcome.code)
 			take_back_list(q, post, outcome.posted);
 	}
-	end(q, &turn);
+	raised = end_and_run(q, &turn, taken);
 	if (outcome.code)
-		return raise_failure(q, owner, wrs, outcome);
-	if (rule)
-		return rp_raise_refusal(q, owner, wrs, &(struct refusal){ .rule = rule }, index, 0);
-	if (!open)
-		return rp_raise_list_closed(q, post);
-	return taken < 0 ? NULL : Py_NewRef(Py_None);
+		raise_failure(q, owner, wrs, outcome);
+	else if (rule)
+		rp_raise_refusal(q, owner, wrs, &(struct refusal){ .rule = rule }, index, 0);
+	else if (!open)
+		rp_raise_list_closed(q, post);
+	return answer(raised);
 }
 
 static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post *post)
@@ -414,6 +434,7 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	const char *rule = NULL;
 	Py_ssize_t taken = 0;
 	struct rp_turn turn;
+	PyObject *raised;
 
 	if (begin(q, owner, &turn))
 		return NULL;
@@ -427,18 +448,17 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 		take_back_each(q, post, (size_t)taken, outcome.posted);
 	if (post->binds && !post->binding)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
-	end(q, &turn);
-	if (taken < 0 ||
-	    (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
-		return NULL;
-	if (outcome.code)
-		return raise_failure(q, owner, wrs_of(post), outcome);
+	raised = end_and_run(q, &turn, taken);
+	if (taken < 0 || (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
+		return answer(raised);
 	if (rule)
 		rp_refuse(post, rule, 0);
-	if (post->refusal.rule)
-		return rp_raise_refusal(q, owner, wrs_of(post), &post->refusal, (size_t)taken,
-					(Py_ssize_t)outcome.posted);
-	Py_RETURN_NONE;
+	if (outcome.code)
+		raise_failure(q, owner, wrs_of(post), outcome);
+	else if (post->refusal.rule)
+		rp_raise_refusal(q, owner, wrs_of(post), &post->refusal, (size_t)taken,
+				 (Py_ssize_t)outcome.posted);
+	return answer(raised);
 }
 
 /* Whether it is a handle; nearly always of the same class. */

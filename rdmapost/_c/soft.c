@@ -167,20 +167,30 @@ static PyObject *soft_use_slots(PyObject *self, PyObject *args)
 static void arm(struct queue *queue, unsigned int how)
 {
 	/* A pending wish for any entry is not narrowed. */
-	if (how > queue->armed || !how)
+	if (how > queue->armed)
 		queue->armed = how;
 }
 
-/* arm(queue, how), which also takes it back that a queue is no longer armed (0). */
-static PyObject *soft_arm(PyObject *self, PyObject *args)
+/*
+ * announce(cq, events, fd, solicited), for on_commit: put an event for an entry that has been added,
+ * if the completion queue is armed for it, and make the channel's timer fire.
+ */
+static PyObject *soft_announce(PyObject *self, PyObject *args)
 {
-	PyObject *queue;
-	unsigned int how;
+	const struct itimerspec now = { .it_value = { .tv_nsec = 1 } };
+	PyObject *cq, *events;
+	struct queue *queue;
+	int fd, solicited;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!I", queue_type, &queue, &how))
+	if (!PyArg_ParseTuple(args, "O!Oip", queue_type, &cq, &events, &fd, &solicited))
 		return NULL;
-	arm((struct queue *)queue, how);
+	queue = (struct queue *)cq;
+	if (queue->armed == ARMED_NEXT || (queue->armed && solicited)) {
+		queue->armed = 0;
+		rp_append(events, cq);
+		timerfd_settime(fd, 0, &now, NULL);
+	}
 	Py_RETURN_NONE;
 }
 
@@ -605,7 +615,7 @@ void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
 
 static PyMethodDef functions[] = {
 	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
-	{ "arm", soft_arm, METH_VARARGS, NULL },
+	{ "announce", soft_announce, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -51,14 +51,6 @@ enum rp_part {
 };
 PyObject *rp_soft_given(enum rp_part which);
 
-/*
- * Begin a verb, with what is due by now.  Returns 1 if this thread is in the middle of another one:
- * what the verb changes must then do whether that is committed or taken back.
- */
-int rp_soft_enter(void);
-/* End it, when what has become possible by it has been carried out. */
-void rp_soft_leave(int nested);
-
 /* Whether an exception of a signal handler's is about to be raised in this thread. */
 int rp_soft_raises(void);
 

@@ -225,12 +225,11 @@ static void carry_on(void)
 	}
 }
 
-int rp_soft_enter(void)
+/* Take the lock, and do what is due by now. */
+static void enter(void)
 {
 	PyObject *call;
 
-	if (rp_soft_busy())
-		return 1;
 	rp_take(lock);
 	if (forked) {
 		rp_journal_forget();
@@ -245,16 +244,14 @@ int rp_soft_enter(void)
 		work(Py_None);
 		carry_on();
 	}
-	return 0;
 }
 
-void rp_soft_leave(int nested)
+/* Carry out what has become possible, and give the lock. */
+static void leave(void)
 {
 	PyObject *told;
 	int tell;
 
-	if (nested)
-		return;
 	carry_on();
 	tell = broken;
 	broken = doomed = 0;
@@ -265,18 +262,33 @@ void rp_soft_leave(int nested)
 			raise_later(take_exception());
 		Py_XDECREF(told);
 	}
+}
+
+/* Have what handlers raised come out of the main thread. */
+static void deliver_soon(void)
+{
 	/* It finds no room if others fill all of it: then the next verb's end tries again. */
 	if (PyList_Size(raised) > 0)
 		Py_AddPendingCall(deliver, NULL);
 }
 
 /* What has been posted is carried out, and what is due; by the outer verb, in the middle of one. */
-static void progress(void)
+static PyObject *progress(void)
 {
-	if (rp_soft_busy() || !(PyList_Size(rp_soft_given(READY)) > 0 || is_due()))
-		return;
-	rp_soft_enter();
-	rp_soft_leave(0);
+	PyObject *first;
+
+	if (rp_soft_busy())
+		return NULL;
+	if (PyList_Size(rp_soft_given(READY)) > 0 || is_due()) {
+		enter();
+		leave();
+	}
+	/* Of a control verb's, too: who waits in C may not come to where it is delivered. */
+	if (!PyList_Size(raised))
+		return NULL;
+	first = rp_soft_raises() ? rp_shift(raised) : NULL;
+	deliver_soon();
+	return first;
 }
 
 /* The thread that forks goes on with what it is in the middle of; others are not there. */
@@ -317,8 +329,9 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	PyObject *result, *type, *value, *trace;
 
 	(void)self;
-	if (rp_soft_enter())
+	if (rp_soft_busy())
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
+	enter();
 	result = attempt(call);
 	if (result && doomed) {
 		Py_CLEAR(result);
@@ -330,7 +343,8 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		Py_CLEAR(result);
 	}
 	PyErr_Fetch(&type, &value, &trace);
-	rp_soft_leave(0);
+	leave();
+	deliver_soon();
 	PyErr_Restore(type, value, trace);
 	return result;
 }
@@ -338,10 +352,13 @@ static PyObject *verb(PyObject *self, PyObject *call)
 /* run_device(): let it carry out what it has to do, as posts and polls do when they hold no lock. */
 static PyObject *run_device(PyObject *self, PyObject *unused)
 {
+	PyObject *raised_now = progress();
+
 	(void)self;
 	(void)unused;
-	progress();
-	Py_RETURN_NONE;
+	if (raised_now)
+		rp_raise(raised_now);
+	return raised_now ? NULL : Py_NewRef(Py_None);
 }
 
 /* come_back(seconds): let the device look at what is due then; for on_commit. */

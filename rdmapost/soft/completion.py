@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue", "tm_info"]
 
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
-_NOT_ARMED, _, _ARMED_NEXT = range(3)
 _wc = Struct("@QIIIIIIIIHHBB0Q").pack
 
 Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, bytes]"
@@ -97,12 +96,11 @@ class CompletionQueue(door.DeviceQueue):
             return False
         fields, queue, frees, solicited, tag = entry
         door.put(entries, (_wc(*fields) + tag, queue, frees))
-        if self.armed and (self.armed == _ARMED_NEXT or solicited or fields[1]):
-            door.undo(door.arm, self, self.armed)
-            door.arm(self, _NOT_ARMED)
-            if self.channel is not None:
-                door.put(self.channel.events, self)
-                self.channel.signal()
+        if (channel := self.channel) is not None:
+            # Until then a poll does not see the entry, and the queue may be armed.
+            door.on_commit(
+                door.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
+            )
         return True
 
     def forget(self, queue: WorkQueue) -> None:
