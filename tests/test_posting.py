@@ -202,13 +202,15 @@ def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
     for kind in (rp.Send, rp.SendWithImm, rp.RdmaWrite):
         data = bytearray(b"inline data")
         pair.theirs.buffer[:11] = bytes(11)
-        if kind is not rp.RdmaWrite:
-            pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
+        pair.b.post_recv(rp.RecvWR(() if kind is rp.RdmaWrite else pair.theirs[:64]))
         flags = SendFlags.INLINE | SendFlags.SIGNALED
         pair.a.post_send(pair.wr(kind, rp.SGE.from_buffer(data), send_flags=flags))
         data[:] = b"overwritten"
         data.clear()  # nothing holds it any more
-        pair.wait(1 if kind is rp.RdmaWrite else 2)
+        if kind is rp.RdmaWrite:
+            # A message that follows tells when a write of UC has arrived.
+            pair.a.post_send(rp.Send())
+        pair.wait(3 if kind is rp.RdmaWrite else 2)
         assert bytes(pair.theirs.buffer[:12]) == b"inline data\0"
 
 
