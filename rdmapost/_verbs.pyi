@@ -249,9 +249,7 @@ class DeviceQueue:
 # They are for on_commit: take slots, or free them (less than 0); and put an event for an entry of a
 # completion queue, if that is armed for it.
 def use_slots(queue: DeviceQueue, slots: int, /) -> None: ...
-def announce(
-    cq: DeviceQueue, events: deque[Any], fd: int, solicited: bool, /
-) -> None: ...
+def announce(cq: DeviceQueue, events: deque[Any], fd: int, solicited: bool, /) -> None: ...
 
 # _c/soft_verb.c: call a function as one verb.  An exception that it returns is raised too, but
 # takes nothing back.
