@@ -114,13 +114,15 @@ def test_window_whose_bind_fails_holds_what_it_was_bound_to(device):
     gc.collect()
     assert ref() is not None
     assert other() is not None
-    assert rig.cq.wait(1)[0].status is not rp.WCStatus.SUCCESS
+    status = rig.cq.wait(1)[0].status
+    assert status is not rp.WCStatus.SUCCESS
     gc.collect()
     assert ref() is not None, "the window is bound to it still"
-    assert other() is None, "the window has never been bound to it"
+    # Soft-RoCE flushes it, which does not say whether it was carried out: both are held.
+    assert (other() is None) is (status is not rp.WCStatus.WR_FLUSH_ERR)
     mw.close()
     gc.collect()
-    assert ref() is None
+    assert (ref(), other()) == (None, None)
     rig.close()
 
 
