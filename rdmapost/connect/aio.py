@@ -7,6 +7,7 @@ of it runs in the event loop but the owner's on_event.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import suppress
 from types import TracebackType
@@ -60,7 +61,8 @@ async def aserve(
         on_event: called with each event, in the event loop's thread.
 
     Returns:
-        The server, at work; an asynchronous context manager.
+        The server, at work; an asynchronous context manager.  One that nobody can reach
+        any more ends, with a ResourceWarning.
 
     Raises:
         ValueError: an argument is out of range.
@@ -101,14 +103,28 @@ class AsyncServer(Serving):
         super().__init__(reception, listener)
         # Who takes an event loop down cancels its tasks.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
-        self._life.add_done_callback(lambda task: self._end())
+        threads, self._loop = self._threads, asyncio.get_running_loop()
+        self._life.add_done_callback(lambda task: threads.close())
+
+    def __del__(self) -> None:
+        super().__del__()
+        if hasattr(self, "_loop") and not self._life.done():
+            # Any thread may run a finalizer; a loop that is closed needs nothing.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._life.cancel)
 
     async def close(self) -> None:
-        """Tell every client that the server ends, and take back what they have."""
+        """Tell every client that the server ends, and take back what they have.
+
+        Do nothing if it has been done, or in the child of a fork, whose parent has the server.
+        """
+        if self._threads.pid != os.getpid():
+            return
         await asyncio.to_thread(self._end)
         self._life.cancel()
 
     async def __aenter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     async def __aexit__(
@@ -309,6 +325,7 @@ class AsyncConnection(Dialled):
             writer.close()
 
     async def __aenter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     async def __aexit__(

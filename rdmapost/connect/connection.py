@@ -5,6 +5,7 @@ No input or output: a shell sends what ``greeting`` yields, and gives it the ans
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -20,6 +21,7 @@ from ..queuepair import QP
 from .errors import ProtocolError
 from .fabric import fabric_of
 from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
+from .sockets import refuse_inherited
 
 __all__ = ["Dialled"]
 
@@ -60,6 +62,7 @@ class Dialled:
                 f"{', '.join(kind.name for kind in QP_TYPES)} can"
             )
         self.timeout = time_limit(timeout)
+        self._pid = os.getpid()
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
         self._context = context
@@ -114,6 +117,10 @@ class Dialled:
         else:
             self.qp.connect(offer.endpoint, access=self._local_access)
         yield Ready()
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork: the TCP connection is its parent's."""
+        refuse_inherited("the connection", self._pid)
 
     def target(self, offset: int = 0) -> dict[str, Any]:
         """Return the fields of a work request that name a place in the server's memory.
