@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from serving import Served, both_servers
@@ -222,3 +223,205 @@ def test_a_child_cannot_use_its_parents_server(what: str) -> None:
     text = in_a_child(what)
     assert text.startswith("server 127.0.0.1:")
     assert " was opened by process " in text
+
+
+@pytest.mark.parametrize("what", ["peer.close()", "del peer"])
+def test_a_child_cannot_end_its_parents_connection(what: str) -> None:
+    assert in_a_child(what) == "did it"
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["peer.look()", "peer.report()", "peer.target()", "peer.wait()", "peer.__enter__()"],
+)
+def test_a_child_cannot_use_its_parents_connection(what: str) -> None:
+    assert " was opened by process " in in_a_child("assert peer.closed\n" + what)
+
+
+# ---- interrupted questions ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question", ["report", "look"])
+def test_an_interrupted_question_leaves_the_connection_usable(
+    serve: Callable[..., Served], alarm: Alarm, question: str
+) -> None:
+    size = 1 << 28 if question == "look" else 4096
+    served = serve(size=size)
+    with served.dial(timeout=LIMIT) as peer:
+        alarm.set(0.05)
+        with pytest.raises(Interrupted):
+            peer.look() if question == "look" else peer.report(1)
+        assert not peer.closed
+        began = time.monotonic()
+        assert peer.look(3, 5).offset == 3
+        assert time.monotonic() - began < LIMIT / 2
+        peer.qp.post_send(rp.Send(peer.mr[:7]))
+        arrival = peer.report(1)
+        assert arrival is not None
+        assert arrival.byte_len == 7
+        assert not peer.closed
+    assert served.until(connect.Left).reason == "done"
+
+
+def test_a_late_answer_is_not_taken_for_the_end(serve: Callable[..., Served], alarm: Alarm) -> None:
+    served = serve()
+    with served.dial(timeout=LIMIT) as peer:
+        alarm.set(0.05)
+        with pytest.raises(Interrupted):
+            peer.report(1)
+        peer.qp.post_send(rp.Send(peer.mr[:7]))
+        served.until(connect.Arrived)
+        # Its answer comes now.
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            assert not peer.closed
+        assert peer.report(2, timeout=0) is None
+        alarm.set(0.05)
+        with pytest.raises(Interrupted):
+            peer.report(2)
+        served.server.close()
+        until(lambda: peer.closed)
+        with pytest.raises(connect.ConnectError, match="the server ends"):
+            peer.look()
+
+
+def test_questions_interrupted_at_any_moment_get_no_others_answer(
+    context: rp.Context, alarm: Alarm
+) -> None:
+    rng, interrupted, lost = random.Random(2), 0, 0
+    said: set[str] = set()
+    with connect.serve(context, port=0, data=bytes(range(200))) as server:
+        peer = connect.dial(context, *server.address)
+        for _ in range(500):
+            at = rng.randrange(200)
+            try:
+                alarm.set(rng.uniform(1e-5, 5e-4))
+                assert peer.look(at, 1).data == bytes([at])
+                alarm.clear()
+            except Interrupted:
+                interrupted += 1
+            except connect.ConnectError as error:
+                alarm.clear()
+                # It came while bytes were sent or taken.
+                said.add(str(error))
+                lost += 1
+                peer.close()
+                peer = connect.dial(context, *server.address)
+            finally:
+                alarm.clear()
+        peer.close()
+    assert said <= {"the connection is closed: Interrupted interrupted a question"}
+    assert interrupted > lost
+
+
+@pytest.mark.parametrize("question", ["report", "look"])
+def test_asyncio_a_cancelled_question_leaves_the_connection_usable(
+    serve: Callable[..., Served], question: str
+) -> None:
+    served = serve(size=1 << 28 if question == "look" else 4096)
+
+    async def main() -> None:
+        address = served.server.address[:2]
+        async with await connect.adial(served.context, *address, timeout=LIMIT) as peer:
+            asked = peer.look() if question == "look" else peer.report(1)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asked, 0.05)
+            assert not peer.closed
+            assert (await peer.look(3, 5)).offset == 3
+            peer.qp.post_send(rp.Send(peer.mr[:7]))
+            arrival = await peer.report(1)
+            assert arrival is not None
+            assert arrival.byte_len == 7
+            assert not peer.closed
+
+    asyncio.run(main())
+    assert served.until(connect.Left).reason == "done"
+
+
+# ---- closed while another asks ----------------------------------------------------------
+
+
+def test_close_ends_the_question_of_another_thread(serve: Callable[..., Served]) -> None:
+    served = serve()
+    peer = served.dial()
+    said: list[Any] = []
+
+    def ask() -> None:
+        try:
+            said.append(peer.report(1, timeout=60))
+        except connect.ConnectError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for one in threads:
+        one.start()
+    until(lambda: peer._turn.locked())
+    began = time.monotonic()
+    peer.close()
+    for one in threads:
+        one.join(LIMIT)
+    assert time.monotonic() - began < 30
+    assert said[0] == "the connection was closed before the answer came"
+    assert set(said[1:]) == {"the connection is closed"}
+    assert served.until(connect.Left).reason == "done"
+
+
+def test_asyncio_close_ends_the_question_of_another_task(serve: Callable[..., Served]) -> None:
+    served = serve()
+
+    async def main() -> None:
+        peer = await connect.adial(served.context, *served.server.address[:2])
+        asking = asyncio.create_task(peer.report(1, timeout=60))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await peer.close()
+            with pytest.raises(connect.ConnectError, match="closed before the answer came"):
+                await asking
+
+    asyncio.run(main())
+    assert served.until(connect.Left).reason == "done"
+
+
+# ---- arguments --------------------------------------------------------------------------
+
+REPORTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"index": 0}, ValueError, "index=0: "),
+    ({"index": 1 << 64}, ValueError, "index=18446744073709551616: "),
+    ({"index": 1.5}, TypeError, "index: expected int, got float"),
+    ({"index": "1"}, TypeError, "index: expected int, got str"),
+    ({"timeout": float("nan")}, ValueError, "timeout: expected seconds or None, got NaN"),
+    ({"timeout": "1"}, TypeError, "timeout: expected seconds or None, got str"),
+]
+LOOKS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"offset": -1}, ValueError, "offset=-1 is not within the 4096 bytes"),
+    ({"offset": 5000}, ValueError, "offset=5000 is not within the 4096 bytes"),
+    ({"offset": 1.5}, TypeError, "offset: expected int, got float"),
+    ({"offset": None}, TypeError, "offset: expected int, got NoneType"),
+    ({"length": -1}, ValueError, "length=-1 is negative"),
+    ({"length": 1 << 64}, ValueError, r"\[0:18446744073709551616\] is not within"),
+    ({"length": 1.5}, TypeError, "length: expected int, got float"),
+]
+
+
+@pytest.mark.parametrize(
+    ("question", "arguments", "error", "text"),
+    [("report", *one) for one in REPORTS] + [("look", *one) for one in LOOKS],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_sent(
+    context: rp.Context, question: str, arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with connect.serve(context, port=0) as server:
+        with connect.dial(context, *server.address) as peer:
+            with pytest.raises(error, match=text):
+                getattr(peer, question)(**arguments)
+            assert peer.look(0, True).data == b"\0"
+            assert peer.report(True, timeout=-1.0) is None
+
+        async def main() -> None:
+            async with await connect.adial(context, *server.address) as peer:
+                with pytest.raises(error, match=text):
+                    await getattr(peer, question)(**arguments)
+                assert (await peer.look(0, True)).data == b"\0"
+                assert await peer.report(True, timeout=-1.0) is None
+
+        asyncio.run(main())

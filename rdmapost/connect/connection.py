@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .._arguments import time_limit
+from .._arguments import index, seconds, time_limit
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
@@ -128,6 +128,7 @@ class Dialled:
         Args:
             offset: bytes from its start.
         """
+        self._refuse_inherited()
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
@@ -154,17 +155,24 @@ class Dialled:
         """
         return self.cq.wait(count, self.timeout if timeout is None else timeout)
 
-    def _ask_report(self, index: int, timeout: float) -> Report:
-        if index < 1:
-            raise ValueError(f"index={index}: arrivals count from 1")
-        return Report(index, int(min(timeout, 60.0) * 1000))
+    def _ask_report(self, number: int, timeout: float | None) -> tuple[Report, float]:
+        # int(), because True is an index too, and JSON has its own word for it.
+        number = int(index("index", number))
+        if not 1 <= number < 1 << 64:
+            raise ValueError(f"index={number}: arrivals count from 1, up to 2**64 - 1")
+        given = seconds(timeout)
+        wait = min(max(0.0, self.timeout if given is None else given), 60.0)
+        return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        length = self.offer.size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > self.offer.size:
-            raise ValueError(
-                f"[{offset}:{offset + length}] is not within the {self.offer.size} bytes exposed"
-            )
+        offset, size = int(index("offset", offset)), self.offer.size
+        if not 0 <= offset <= size:
+            raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+        length = size - offset if length is None else int(index("length", length))
+        if length < 0:
+            raise ValueError(f"length={length} is negative")
+        if offset + length > size:
+            raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
 
     @staticmethod

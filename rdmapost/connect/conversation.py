@@ -318,19 +318,24 @@ class Conversation:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._report or self._looking or self._session.partial:
+        if self._looking or (isinstance(message, Look) and self._session.partial):
             # So a client that does not listen cannot make work either.
             raise ProtocolError("another question came before the answer to the last one")
+        late: list[Message] = []
+        if self._report is not None:
+            # Whoever was to have that answer waits for it no more.
+            self._report = None
+            late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
             # The rest of it, if it is long, is for the ticks to come.
             self._looking = self._client.look(message.offset, message.length)
-            return list(self._seen())
+            return [*late, *self._seen()]
         assert isinstance(message, Report)
         # It may be there, and not have been announced yet.
         self._take(self._client)
         self._report = message
         self._report_until = time.monotonic() + message.timeout_ms / 1000
-        return self._settle()
+        return [*late, *self._settle()]
 
     def _take(self, client: ServedClient) -> None:
         """Tell the owner what has arrived."""
