@@ -425,3 +425,63 @@ def test_a_wrong_argument_is_refused_before_anything_is_sent(
                 assert await peer.report(True, timeout=-1.0) is None
 
         asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("max_clients", 0, ValueError),
+        ("max_clients", 1 << 64, ValueError),
+        ("max_clients", float("nan"), TypeError),
+        ("on_event", "x", TypeError),
+    ],
+)
+def test_serve_names_the_argument_that_is_wrong(
+    context: rp.Context, name: str, value: object, error: type[Exception]
+) -> None:
+    options: dict[str, Any] = {"port": 0, name: value}
+    with pytest.raises(error, match=name):
+        connect.serve(context, **options)
+
+    async def main() -> None:
+        with pytest.raises(error, match=name):
+            await connect.aserve(context, **options)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (1.5, TypeError)])
+def test_dial_refuses_a_size_that_cannot_be(
+    context: rp.Context, size: Any, error: type[Exception]
+) -> None:
+    with connect.serve(context, port=0) as server, pytest.raises(error, match="local_size"):
+        connect.dial(context, *server.address, local_size=size)
+
+
+@pytest.mark.parametrize(
+    ("offset", "error"), [(-1, ValueError), (4097, ValueError), (1.5, TypeError)]
+)
+def test_a_target_is_within_the_exposed_memory(
+    context: rp.Context, offset: Any, error: type[Exception]
+) -> None:
+    with (
+        connect.serve(context, port=0) as server,
+        connect.dial(context, *server.address) as peer,
+    ):
+        assert peer.target(4096)["remote_addr"] == peer.offer.addr + 4096
+        with pytest.raises(error, match="offset"):
+            peer.target(offset)
+
+
+def test_an_address_to_parse_is_text() -> None:
+    text: Any = None
+    with pytest.raises(TypeError, match="text: expected str, got NoneType"):
+        connect.parse_address(text)
+
+
+@pytest.mark.parametrize("access", [-1, 1 << 60])
+def test_a_region_takes_no_other_bits_than_those_of_access(
+    context: rp.Context, access: int
+) -> None:
+    with rp.PD(context) as pd, pytest.raises(ValueError, match="not made of Access flags"):
+        rp.MR(pd, 64, access)

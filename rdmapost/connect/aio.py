@@ -64,12 +64,15 @@ async def aserve(
         any more ends, with a ResourceWarning.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         RdmaError: the port has no such GID, or the device has no atomics and they are
             asked for.
         ConnectError: there is no such host.
         OSError: the address is in use, or is not this machine's.
     """
+    if on_event is not None and not callable(on_event):
+        raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
     exposure = make_exposure(
         context, size=size, access=access, count=count, receive_size=receive_size, data=data,
         shared=shared, port_num=port_num, gid_index=gid_index,
@@ -84,7 +87,7 @@ async def aserve(
 
     reception = Reception(
         context, exposure, token=token, max_clients=max_clients, timeout=timeout,
-        idle_timeout=idle_timeout, on_event=tell,
+        idle_timeout=idle_timeout, on_event=None if on_event is None else tell,
     )  # fmt: skip
     return AsyncServer(reception, await asyncio.to_thread(open_listener, host, port))
 

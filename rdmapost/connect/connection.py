@@ -61,6 +61,9 @@ class Dialled:
                 f"{QPType(qp_type).name} queue pairs cannot be connected this way; "
                 f"{', '.join(kind.name for kind in QP_TYPES)} can"
             )
+        local_size = index("local_size", local_size)
+        if local_size < 0:
+            raise ValueError(f"local_size={local_size} is negative")
         self.timeout = time_limit(timeout)
         self._pid = os.getpid()
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
@@ -127,8 +130,14 @@ class Dialled:
 
         Args:
             offset: bytes from its start.
+
+        Raises:
+            TypeError: offset is not an integer.
+            ValueError: it is outside the exposed memory.
+            ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
+        offset = self._offset(offset)
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
@@ -165,15 +174,19 @@ class Dialled:
         return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        offset, size = int(index("offset", offset)), self.offer.size
-        if not 0 <= offset <= size:
-            raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+        offset, size = self._offset(offset), self.offer.size
         length = size - offset if length is None else int(index("length", length))
         if length < 0:
             raise ValueError(f"length={length} is negative")
         if offset + length > size:
             raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
+
+    def _offset(self, offset: int) -> int:
+        offset = int(index("offset", offset))
+        if not 0 <= offset <= self.offer.size:
+            raise ValueError(f"offset={offset} is not within the {self.offer.size} bytes exposed")
+        return offset
 
     @staticmethod
     def _as_arrival(answer: Message) -> Arrival | None:

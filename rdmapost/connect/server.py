@@ -98,6 +98,7 @@ def serve(
         ends, with a ResourceWarning.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         RdmaError: the port has no such GID, or the device has no atomics and they are
             asked for.
