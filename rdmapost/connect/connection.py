@@ -133,11 +133,14 @@ class Dialled:
 
         Raises:
             TypeError: offset is not an integer.
-            ValueError: it is outside the exposed memory.
+            ValueError: it is negative, or beyond all addresses; the server's device
+                refuses what is merely outside the exposed memory.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        offset = self._offset(offset)
+        offset = int(index("offset", offset))
+        if not 0 <= offset < (1 << 64) - self.offer.addr:
+            raise ValueError(f"offset={offset} is negative, or beyond all addresses")
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
@@ -174,19 +177,15 @@ class Dialled:
         return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        offset, size = self._offset(offset), self.offer.size
+        offset, size = int(index("offset", offset)), self.offer.size
+        if not 0 <= offset <= size:
+            raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
         length = size - offset if length is None else int(index("length", length))
         if length < 0:
             raise ValueError(f"length={length} is negative")
         if offset + length > size:
             raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
-
-    def _offset(self, offset: int) -> int:
-        offset = int(index("offset", offset))
-        if not 0 <= offset <= self.offer.size:
-            raise ValueError(f"offset={offset} is not within the {self.offer.size} bytes exposed")
-        return offset
 
     @staticmethod
     def _as_arrival(answer: Message) -> Arrival | None:
