@@ -237,7 +237,17 @@ class _Threads:
     def start(self) -> None:
         # Thread.start() waits, and what a signal handler raises there may be lost; here
         # another thread waits.
-        _thread.start_new_thread(self._acceptor.start, ())
+        _thread.start_new_thread(self._begin, ())
+        while self._handover:
+            time.sleep(0.0001)
+        if self.ended:
+            raise RuntimeError("cannot start a thread for the server")
+
+    def _begin(self) -> None:
+        try:
+            self._acceptor.start()
+        except RuntimeError:
+            self.end()
 
     def run(self) -> None:
         try:
@@ -247,10 +257,11 @@ class _Threads:
                 wake.setblocking(False)
                 self._stop_fd, self._wake = stopped.fileno(), wake
                 try:
-                    if not self.ended:
-                        Acceptor(
-                            self.reception, self._listener, self._stop_fd, self._start_client
-                        ).run()
+                    if self.ended:
+                        self.end()
+                    Acceptor(
+                        self.reception, self._listener, self._stop_fd, self._start_client
+                    ).run()
                 finally:
                     # No new clients from here on.
                     self._listener.close()
@@ -275,6 +286,7 @@ class _Threads:
         try:
             self._handover.pop()
         except IndexError:
+            # It has begun.
             if (wake := self._wake) is not None:
                 with suppress(OSError):
                     wake.send(b"\0")
