@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import operator
 import re
@@ -59,6 +60,9 @@ def _fixed(name: str, doc: str) -> Any:
     return property(operator.attrgetter(name), doc=doc)
 
 
+_ALL_ACCESS = int(functools.reduce(operator.or_, Access))
+
+
 class MR(Resource, struct="ibv_mr"):
     """A memory region: memory that the device may use (ibv_reg_mr(3)).
 
@@ -85,7 +89,8 @@ class MR(Resource, struct="ibv_mr"):
     Raises:
         TypeError: it is no writable buffer, or one of Python objects or of pointers
             that Python follows; or another argument is of another type.
-        ValueError: it is empty, or not contiguous, or the access flags do not go together.
+        ValueError: it is empty, or not contiguous; or access has other bits than those of
+            Access, or flags that do not go together.
         MemoryError: so many bytes cannot be allocated.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.
@@ -99,7 +104,10 @@ class MR(Resource, struct="ibv_mr"):
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        self._access = Access(index("access", access))
+        bits = index("access", access)
+        if bits < 0 or bits & ~_ALL_ACCESS:
+            raise ValueError(f"access={bits:#x} is not made of Access flags")
+        self._access = Access(bits)
         needs_local = self._access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
         if needs_local and not self._access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")

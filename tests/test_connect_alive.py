@@ -94,15 +94,17 @@ def test_asyncio_the_end_of_a_server_is_seen_without_asking(context: rp.Context)
 
 
 def test_asyncio_a_server_ends_with_its_event_loop(context: rp.Context) -> None:
-    async def main() -> connect.Connection:
+    async def main() -> tuple[connect.AsyncServer, connect.Connection]:
         server = await connect.aserve(context, port=0)
-        return await asyncio.to_thread(connect.dial, context, *server.address[:2])
+        return server, await asyncio.to_thread(connect.dial, context, *server.address[:2])
 
-    with asyncio.run(main()) as peer:
+    server, peer = asyncio.run(main())
+    with peer:
         assert peer.closed
         with pytest.raises(connect.ConnectError, match="the server ends"):
             peer.look()
     assert [t.name for t in threading.enumerate() if t.name.startswith("serve ")] == []
+    del server
 
 
 NETWORK_THAT_GOES = """

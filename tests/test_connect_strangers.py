@@ -181,17 +181,29 @@ def test_a_client_that_asks_and_never_listens(
     served.works()
 
 
-@pytest.mark.parametrize(
-    "second", [Report(2, 60_000), Look(0, 1), b"{"], ids=["report", "look", "half"]
-)
+@pytest.mark.parametrize("second", [Report(2, 60_000), b"{"], ids=["report", "half"])
 def test_two_questions_at_once_are_one_too_many(
     serve: Callable[..., Served], context: rp.Context, second: Message | bytes
 ) -> None:
     served = serve()
-    said = [hello(context), Ready(), Report(1, 60_000), second]
+    said = [hello(context), Ready(), Look(0, 1), second]
     with stranger(served, *said) as sock:
         code, text = one_error(sock)
     assert (code, text) == ("format", "another question came before the answer to the last one")
+    served.works()
+
+
+@pytest.mark.parametrize(("second", "last"), [(Report(2, 0), "nothing"), (Look(0, 1), "seen")])
+def test_a_question_ends_the_wait_for_a_report(
+    serve: Callable[..., Served], context: rp.Context, second: Message, last: str
+) -> None:
+    served = serve()
+    began = time.monotonic()
+    with stranger(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        kinds = [answer["type"] for answer in answers(sock)]
+    assert kinds == ["offer", "ready", "nothing", last]
+    assert time.monotonic() - began < 30
     served.works()
 
 

@@ -7,6 +7,7 @@ import threading
 from ipaddress import ip_address
 from typing import Any
 
+from .._arguments import expect
 from .errors import ConnectError, ConnectTimeout
 
 __all__ = ["DEFAULT_PORT", "is_loopback", "parse_address", "resolve", "show_address"]
@@ -23,8 +24,10 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
         default_port: the port, unless the text has one.
 
     Raises:
+        TypeError: text is no str.
         ValueError: it is no such text.
     """
+    expect("text", text, str)
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):

@@ -7,12 +7,12 @@ of it runs in the event loop but the owner's on_event.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from .._arguments import seconds
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
@@ -22,7 +22,7 @@ from .connection import Dialled
 from .conversation import Reception, check_token
 from .errors import ConnectError, ProtocolError
 from .events import OnEvent
-from .messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
+from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
 from .server import Serving, make_exposure, open_listener
 from .sockets import prepare
@@ -60,15 +60,19 @@ async def aserve(
         on_event: called with each event, in the event loop's thread.
 
     Returns:
-        The server, at work; an asynchronous context manager.
+        The server, at work; an asynchronous context manager.  One that nobody can reach
+        any more ends, with a ResourceWarning.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         RdmaError: the port has no such GID, or the device has no atomics and they are
             asked for.
         ConnectError: there is no such host.
         OSError: the address is in use, or is not this machine's.
     """
+    if on_event is not None and not callable(on_event):
+        raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
     exposure = make_exposure(
         context, size=size, access=access, count=count, receive_size=receive_size, data=data,
         shared=shared, port_num=port_num, gid_index=gid_index,
@@ -83,7 +87,7 @@ async def aserve(
 
     reception = Reception(
         context, exposure, token=token, max_clients=max_clients, timeout=timeout,
-        idle_timeout=idle_timeout, on_event=tell,
+        idle_timeout=idle_timeout, on_event=None if on_event is None else tell,
     )  # fmt: skip
     return AsyncServer(reception, await asyncio.to_thread(open_listener, host, port))
 
@@ -101,14 +105,28 @@ class AsyncServer(Serving):
         super().__init__(reception, listener)
         # Who takes an event loop down cancels its tasks.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
-        self._life.add_done_callback(lambda task: self._end())
+        threads, self._loop = self._threads, asyncio.get_running_loop()
+        self._life.add_done_callback(lambda task: threads.close())
+
+    def __del__(self) -> None:
+        super().__del__()
+        if hasattr(self, "_loop") and not self._life.done():
+            # Any thread may run a finalizer; a loop that is closed needs nothing.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._life.cancel)
 
     async def close(self) -> None:
-        """Tell every client that the server ends, and take back what they have."""
+        """Tell every client that the server ends, and take back what they have.
+
+        Do nothing if it has been done, or in the child of a fork, whose parent has the server.
+        """
+        if self._threads.pid != os.getpid():
+            return
         await asyncio.to_thread(self._end)
         self._life.cancel()
 
     async def __aenter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     async def __aexit__(
@@ -170,12 +188,18 @@ async def adial(
 
 
 class AsyncConnection(Dialled):
-    """A connection to a server; ``adial`` makes it."""
+    """A connection to a server; ``adial`` makes it.
+
+    A question (report, look) that is cancelled, by asyncio.timeout() for instance,
+    leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
+    event loop; await ``cq.completions`` there.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._writer: asyncio.StreamWriter | None = None
         self._session = ClientSession()
         self._turn = asyncio.Lock()
+        self._closing = asyncio.get_running_loop().create_future()
         super().__init__(*args, **options)
 
     async def _connect(self, host: str, port: int, token: str | None) -> None:
@@ -202,37 +226,43 @@ class AsyncConnection(Dialled):
         self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
+        self._refuse_inherited()
         async with self._turn:
-            if self._writer is None:
+            if self._writer is None or (self._closing.done() and not isinstance(message, Bye)):
                 raise ConnectError("the connection is closed", "lost")
             try:
                 return self._teller.answer(await self._exchange(self._writer, message, more_time))
-            except BaseException:
-                # Whatever comes after this is the answer to something else.
-                self._hang_up()
+            except ConnectError:
+                # close() has still to say goodbye.
+                if not self._closing.done() or isinstance(message, Bye):
+                    self._hang_up()
                 raise
 
     async def _exchange(
         self, writer: asyncio.StreamWriter, message: Message, more_time: float
     ) -> Message:
-        session, teller = self._session, self._teller
-        session.ask(message)
+        session, teller, question = self._session, self._teller, encode(message)
+        leaving = isinstance(message, Bye)
         limit = self.timeout + more_time
         broken = ""
         try:
+            if session.busy and not leaving:
+                # The late answer to a question that was cancelled.
+                async with asyncio.timeout(self.timeout):
+                    while (late := session.next_message()) is None:
+                        await self._hear(broken, leaving)
+                if isinstance(late, Error):
+                    return late
             async with asyncio.timeout(limit):
+                session.ask(message)
                 try:
-                    writer.write(encode(message))
+                    writer.write(question)
                     await writer.drain()
                 except OSError as error:
                     # What the server has said before it went may still be there.
                     broken = error.strerror or str(error)
                 while (answer := session.next_message()) is None:
-                    data = await asyncio.shield(self._reading)
-                    if not data:
-                        raise teller.ended(session.partial, broken)
-                    session.receive(data)
-                    self._read_on()
+                    await self._hear(broken, leaving)
                 return answer
         except ConnectError as error:
             raise teller.wrong(error) if isinstance(error, ProtocolError) else error from None
@@ -241,25 +271,40 @@ class AsyncConnection(Dialled):
         except OSError as error:
             raise teller.ended(session.partial, error.strerror or str(error)) from None
 
+    async def _hear(self, broken: str, leaving: bool) -> None:
+        """Wait for bytes of the server's, or for the end."""
+        awaited: set[asyncio.Future[Any]] = {self._reading}
+        if not leaving:
+            awaited.add(self._closing)
+        # What is cancelled here is the waiting, and not the reading.
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        if not leaving and self._closing.done():
+            raise self._teller.closing()
+        if self._reading.cancelled() or not (data := self._reading.result()):
+            raise self._teller.ended(self._session.partial, broken)
+        self._session.receive(data)
+        self._read_on()
+
     async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
         """Ask the server what has arrived in one of its receives.
 
         Args:
             index: which, from 1, in the order in which they are used.
-            timeout: seconds that it waits for that, at most 60; those of the
-                connection unless given.
+            timeout: seconds that it waits for that, at most 60, negative ones count
+                as 0; those of the connection unless given.
 
         Returns:
             The arrival, or None if it did not come in time.
 
         Raises:
-            ValueError: index is less than 1.
-            ConnectError: the server is gone, or knows it no more.
+            TypeError: an argument is not a number.
+            ValueError: index is not in 1..2**64-1, or timeout is NaN.
+            ClosedError: another process opened the connection.
+            ConnectError: the server is gone, or knows it no more, or the connection was
+                closed meanwhile.
         """
-        given = seconds(timeout)
-        timeout = self.timeout if given is None else given
-        asked = self._ask_report(index, timeout)
-        return self._as_arrival(await self._ask(asked, timeout + MARGIN_S))
+        question, wait = self._ask_report(index, timeout)
+        return self._as_arrival(await self._ask(question, wait + MARGIN_S))
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what stands in its memory.
@@ -273,8 +318,10 @@ class AsyncConnection(Dialled):
             because others' data stands there too and it may not be read.
 
         Raises:
+            TypeError: an argument is not an integer.
             ValueError: that is outside the exposed memory.
-            ConnectError: the server is gone.
+            ClosedError: another process opened the connection.
+            ConnectError: the server is gone, or the connection was closed meanwhile.
         """
         seen = await self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -283,17 +330,37 @@ class AsyncConnection(Dialled):
     @property
     def closed(self) -> bool:
         """Whether the server is no longer there to be asked, as in Connection."""
+        if self._pid != os.getpid():
+            return True
         if self._turn.locked():
             return False
         # It speaks unasked only to say why it goes.
-        return self._writer is None or self._reading.done()
+        if self._writer is None or not self._reading.done() or not self._session.owed:
+            return self._writer is None or self._reading.done()
+        # This may be a late answer.
+        try:
+            if self._reading.cancelled() or not (data := self._reading.result()):
+                return True
+            self._session.receive(data)
+            self._read_on()
+            return self._session.late()
+        except (OSError, ProtocolError):
+            self._hang_up()
+            return True
 
     async def close(self) -> None:
         """Say goodbye, and give everything back; do nothing if that has been done.
 
+        Questions of other tasks end with a ConnectError.  In the child of a fork it
+        does nothing: its parent has the connection.
+
         Raises:
             VerbsError: the device refused.
         """
+        if self._pid != os.getpid():
+            return
+        if not self._closing.done():
+            self._closing.set_result(None)
         try:
             if self._writer is not None:
                 with suppress(ConnectError):
@@ -309,6 +376,7 @@ class AsyncConnection(Dialled):
             writer.close()
 
     async def __aenter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     async def __aexit__(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import os
 import select
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
+from io import FileIO
 from types import TracebackType
 from typing import Any, Self
 
-from .._arguments import seconds
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
@@ -120,6 +122,10 @@ class Teller:
         how = f" ({why})" if why else " in the middle of a message" if half else ""
         return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
 
+    def closing(self) -> ConnectError:
+        """Make the error of a question that close() has ended."""
+        return ConnectError("the connection was closed before the answer came", "lost")
+
     def silent(self, seconds: float) -> ConnectTimeout:
         """Make the error of a server that does not answer."""
         return ConnectTimeout(
@@ -129,7 +135,12 @@ class Teller:
 
 
 class Connection(Dialled):
-    """A connection to a server; ``dial`` makes it."""
+    """A connection to a server; ``dial`` makes it.
+
+    A question (report, look) that an exception of a signal handler interrupts, such as
+    KeyboardInterrupt, leaves the connection usable: its late answer is dropped.  In the
+    rare case that it comes while bytes are sent or taken, it closes the connection.
+    """
 
     def __init__(
         self, context: Context, host: str, port: int, token: str | None, **options: Any
@@ -137,7 +148,12 @@ class Connection(Dialled):
         self._socket: socket.socket | None = None
         # One question after the other, whoever asks.
         self._turn = threading.Lock()
+        self._closing = False
+        self._steady = False
+        self._why = ""
         super().__init__(context, **options)
+        # Wakes those who wait for an answer, so that they do not keep close() waiting.
+        self._wake = FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
         try:
             self._session = ClientSession()
             self._socket = self._reach(host, port)
@@ -148,6 +164,7 @@ class Connection(Dialled):
                     message = greeting.send(self._ask(message))
         except BaseException:
             self._hang_up()
+            self._wake.close()
             with suppress(RdmaError):
                 self._give_back()
             raise
@@ -179,40 +196,70 @@ class Connection(Dialled):
 
         Raises:
             ConnectError: there is none; the connection is closed then.
+            ClosedError: another process opened the connection.
         """
+        self._refuse_inherited()
         with self._turn:
-            if self._socket is None:
-                raise ConnectError("the connection is closed", "lost")
+            if self._socket is None or (self._closing and not isinstance(message, Bye)):
+                raise ConnectError(f"the connection is closed{self._why}", "lost")
+            self._steady = True
             try:
                 return self._teller.answer(self._exchange(self._socket, message, more_time))
-            except BaseException:
-                # Whatever comes after this is the answer to something else.
-                self._hang_up()
+            except BaseException as error:
+                if isinstance(error, ConnectError):
+                    # close() has still to say goodbye.
+                    if not self._closing or isinstance(message, Bye):
+                        self._hang_up()
+                elif not self._steady:
+                    # Nobody knows what has been sent and taken.
+                    self._why = f": {type(error).__name__} interrupted a question"
+                    self._hang_up()
                 raise
 
     def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
-        session, teller = self._session, self._teller
+        session, data = self._session, encode(message)
+        leaving = isinstance(message, Bye)
+        if session.busy and not leaving:
+            # The late answer to a question that was interrupted.
+            late = self._answer(sock, self.timeout)
+            if isinstance(late, Error):
+                return late
+        self._steady = False
         session.ask(message)
-        limit = self.timeout + more_time
-        deadline = time.monotonic() + limit
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
         broken: OSError | None = None
         try:
-            send_all(sock, encode(message), self.timeout)
+            send_all(sock, data, self.timeout)
         except TimeoutError:
-            raise teller.silent(self.timeout) from None
+            raise self._teller.silent(self.timeout) from None
         except OSError as error:
             # What the server has said before it went may still be there.
             broken = error
+        return self._answer(sock, self.timeout + more_time, broken, leaving)
+
+    def _answer(
+        self, sock: socket.socket, limit: float, broken: OSError | None = None,
+        leaving: bool = False,
+    ) -> Message:  # fmt: skip
+        session, teller = self._session, self._teller
+        deadline = time.monotonic() + limit
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        if not leaving:
+            poller.register(self._wake, select.POLLIN)
         while True:
+            self._steady = False
             try:
                 if (answer := session.next_message()) is not None:
                     return answer
             except ProtocolError as error:
                 raise teller.wrong(error) from None
             left = deadline - time.monotonic()
-            if left <= 0 or not poller.poll(min(left, 3600.0) * 1000 + 1):
+            self._steady = True
+            ready = poller.poll(min(left, 3600.0) * 1000 + 1) if left > 0 else []
+            self._steady = False
+            if not leaving and self._closing:
+                raise teller.closing()
+            if not ready:
                 raise teller.silent(limit)
             try:
                 data = sock.recv(MAX_LINE)
@@ -232,19 +279,21 @@ class Connection(Dialled):
 
         Args:
             index: which, from 1, in the order in which they are used.
-            timeout: seconds that it waits for that, at most 60; those of the
-                connection unless given.
+            timeout: seconds that it waits for that, at most 60, negative ones count
+                as 0; those of the connection unless given.
 
         Returns:
             The arrival, or None if it did not come in time.
 
         Raises:
-            ValueError: index is less than 1.
-            ConnectError: the server is gone, or knows it no more.
+            TypeError: an argument is not a number.
+            ValueError: index is not in 1..2**64-1, or timeout is NaN.
+            ClosedError: another process opened the connection.
+            ConnectError: the server is gone, or knows it no more, or the connection was
+                closed meanwhile.
         """
-        given = seconds(timeout)
-        timeout = self.timeout if given is None else given
-        return self._as_arrival(self._ask(self._ask_report(index, timeout), timeout + MARGIN_S))
+        question, wait = self._ask_report(index, timeout)
+        return self._as_arrival(self._ask(question, wait + MARGIN_S))
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what stands in its memory.
@@ -258,8 +307,10 @@ class Connection(Dialled):
             because others' data stands there too and it may not be read.
 
         Raises:
+            TypeError: an argument is not an integer.
             ValueError: that is outside the exposed memory.
-            ConnectError: the server is gone.
+            ClosedError: another process opened the connection.
+            ConnectError: the server is gone, or the connection was closed meanwhile.
         """
         seen = self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -275,6 +326,8 @@ class Connection(Dialled):
         one whose host is gone in half a minute; the next question says why.  While
         one waits for its answer this is False.
         """
+        if self._pid != os.getpid():
+            return True
         if not self._turn.acquire(blocking=False):
             return False
         try:
@@ -283,23 +336,53 @@ class Connection(Dialled):
             # It speaks unasked only to say why it goes.
             poller = select.poll()
             poller.register(fd, select.POLLIN)
-            return bool(poller.poll(0))
+            while poller.poll(0):
+                if not self._session.owed or self._is_last(sock):
+                    return True
+            return False
         finally:
             self._turn.release()
+
+    def _is_last(self, sock: socket.socket) -> bool:
+        """Take what may be a late answer, and return whether it is not, but the end."""
+        try:
+            if not (data := sock.recv(MAX_LINE)):
+                return True
+            self._session.receive(data)
+            return self._session.late()
+        except BlockingIOError:
+            return False
+        except (OSError, ProtocolError):
+            self._hang_up()
+            return True
+        except BaseException:
+            self._hang_up()
+            raise
 
     def close(self) -> None:
         """Say goodbye, and give everything back; do nothing if that has been done.
 
         When it returns, the server has taken back what it gave, unless it is gone.
+        Questions of other threads end with a ConnectError.  In the child of a fork it
+        does nothing: its parent has the connection.
 
         Raises:
             VerbsError: the device refused.
         """
-        if self._socket is not None:
-            with suppress(ConnectError):
-                self._ask(Bye())
-        self._hang_up()
-        self._give_back()
+        if self._pid != os.getpid():
+            return
+        self._closing = True
+        try:
+            if self._socket is not None:
+                # Closed by another thread meanwhile, it needs to wake nobody.
+                with suppress(ValueError):
+                    self._wake.write((1).to_bytes(8, sys.byteorder))
+                with suppress(ConnectError):
+                    self._ask(Bye())
+        finally:
+            self._hang_up()
+            self._wake.close()
+            self._give_back()
 
     def _hang_up(self) -> None:
         sock, self._socket = self._socket, None
@@ -307,6 +390,7 @@ class Connection(Dialled):
             sock.close()
 
     def __enter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     def __exit__(

@@ -5,11 +5,12 @@ No input or output: a shell sends what ``greeting`` yields, and gives it the ans
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .._arguments import time_limit
+from .._arguments import index, seconds, time_limit
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
@@ -20,6 +21,7 @@ from ..queuepair import QP
 from .errors import ProtocolError
 from .fabric import fabric_of
 from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
+from .sockets import refuse_inherited
 
 __all__ = ["Dialled"]
 
@@ -59,7 +61,11 @@ class Dialled:
                 f"{QPType(qp_type).name} queue pairs cannot be connected this way; "
                 f"{', '.join(kind.name for kind in QP_TYPES)} can"
             )
+        local_size = index("local_size", local_size)
+        if local_size < 0:
+            raise ValueError(f"local_size={local_size} is negative")
         self.timeout = time_limit(timeout)
+        self._pid = os.getpid()
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
         self._context = context
@@ -115,12 +121,26 @@ class Dialled:
             self.qp.connect(offer.endpoint, access=self._local_access)
         yield Ready()
 
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork: the TCP connection is its parent's."""
+        refuse_inherited("the connection", self._pid)
+
     def target(self, offset: int = 0) -> dict[str, Any]:
         """Return the fields of a work request that name a place in the server's memory.
 
         Args:
             offset: bytes from its start.
+
+        Raises:
+            TypeError: offset is not an integer.
+            ValueError: it is negative, or beyond all addresses; the server's device
+                refuses what is merely outside the exposed memory.
+            ClosedError: another process opened the connection.
         """
+        self._refuse_inherited()
+        offset = int(index("offset", offset))
+        if not 0 <= offset < (1 << 64) - self.offer.addr:
+            raise ValueError(f"offset={offset} is negative, or beyond all addresses")
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
@@ -147,17 +167,24 @@ class Dialled:
         """
         return self.cq.wait(count, self.timeout if timeout is None else timeout)
 
-    def _ask_report(self, index: int, timeout: float) -> Report:
-        if index < 1:
-            raise ValueError(f"index={index}: arrivals count from 1")
-        return Report(index, int(min(timeout, 60.0) * 1000))
+    def _ask_report(self, number: int, timeout: float | None) -> tuple[Report, float]:
+        # int(), because True is an index too, and JSON has its own word for it.
+        number = int(index("index", number))
+        if not 1 <= number < 1 << 64:
+            raise ValueError(f"index={number}: arrivals count from 1, up to 2**64 - 1")
+        given = seconds(timeout)
+        wait = min(max(0.0, self.timeout if given is None else given), 60.0)
+        return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        length = self.offer.size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > self.offer.size:
-            raise ValueError(
-                f"[{offset}:{offset + length}] is not within the {self.offer.size} bytes exposed"
-            )
+        offset, size = int(index("offset", offset)), self.offer.size
+        if not 0 <= offset <= size:
+            raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+        length = size - offset if length is None else int(index("length", length))
+        if length < 0:
+            raise ValueError(f"length={length} is negative")
+        if offset + length > size:
+            raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
 
     @staticmethod

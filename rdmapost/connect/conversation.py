@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 
-from .._arguments import time_limit
+from .._arguments import index, time_limit
 from ..channel import CompChannel
 from ..device import Context
 from ..errors import RdmaError
@@ -43,6 +43,7 @@ _log = logging.getLogger("rdmapost.connect")
 HELLO_S = 5.0
 """What a hello may take at most, however long the other steps may."""
 _LAST_ROUNDS = 16
+_MAX_CLIENTS = 1 << 16
 
 
 class Reception:
@@ -63,6 +64,7 @@ class Reception:
             looks keep one core busy, and not all.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
     """
 
@@ -78,8 +80,11 @@ class Reception:
         on_event: OnEvent | None,
     ) -> None:
         check_token(token)
-        if max_clients < 1:
-            raise ValueError(f"max_clients={max_clients} is not at least 1")
+        max_clients = index("max_clients", max_clients)
+        if not 1 <= max_clients <= _MAX_CLIENTS:
+            raise ValueError(f"max_clients={max_clients} is not in 1..{_MAX_CLIENTS}")
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
         timeout = time_limit(timeout)
         if idle_timeout is not None:
             idle_timeout = time_limit(idle_timeout, "idle_timeout")
@@ -318,19 +323,24 @@ class Conversation:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._report or self._looking or self._session.partial:
+        if self._looking or (isinstance(message, Look) and self._session.partial):
             # So a client that does not listen cannot make work either.
             raise ProtocolError("another question came before the answer to the last one")
+        late: list[Message] = []
+        if self._report is not None:
+            # Whoever was to have that answer waits for it no more.
+            self._report = None
+            late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
             # The rest of it, if it is long, is for the ticks to come.
             self._looking = self._client.look(message.offset, message.length)
-            return list(self._seen())
+            return [*late, *self._seen()]
         assert isinstance(message, Report)
         # It may be there, and not have been announced yet.
         self._take(self._client)
         self._report = message
         self._report_until = time.monotonic() + message.timeout_ms / 1000
-        return self._settle()
+        return [*late, *self._settle()]
 
     def _take(self, client: ServedClient) -> None:
         """Tell the owner what has arrived."""

@@ -18,6 +18,9 @@ An exchange, C being the client and S the server::
     S seen
     C bye       S bye: it has taken everything back
 
+A question that comes while a report waits ends it: the answer to the report is
+nothing, and then comes the other one.
+
 In place of every answer of the server there can be an error, its last message.
 """
 

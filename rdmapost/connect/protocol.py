@@ -9,6 +9,7 @@ is read then.
 from __future__ import annotations
 
 import hmac
+from collections import deque
 from enum import Enum, auto
 from typing import Any
 
@@ -195,11 +196,16 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 
 
 class ClientSession:
-    """The client's side.  It asks, and the server answers, one by one."""
+    """The client's side.  It asks, and the server answers, one by one.
+
+    A client that was interrupted while it waited may ask again: the server answers
+    both questions, and the late answer is dropped here.
+    """
 
     def __init__(self) -> None:
         self._lines = Lines()
-        self._asked: type | None = None
+        self._asked: deque[type] = deque()
+        self._error: Error | None = None
 
     def ask(self, message: Message) -> None:
         """Note what is being sent, and so what can come.
@@ -207,9 +213,19 @@ class ClientSession:
         Raises:
             ConnectError: the answer to what was asked before has not come.
         """
-        if self._asked is not None:
+        if self._asked and self._asked[-1] is not Report and not isinstance(message, Bye):
             raise ConnectError("an answer of the server is still to come")
-        self._asked = type(message)
+        self._asked.append(type(message))
+
+    @property
+    def owed(self) -> bool:
+        """Whether the answer to a question has not come."""
+        return bool(self._asked)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer must come before the next question."""
+        return bool(self._asked) and self._asked[-1] is Look
 
     def receive(self, data: bytes) -> None:
         """Take bytes as they come."""
@@ -223,13 +239,33 @@ class ClientSession:
         Raises:
             ProtocolError: it is not right.
         """
-        line = self._lines.next_line()
-        if line is None:
-            return None
-        fields = fields_of(line)
-        expected = () if self._asked is None else _ANSWERS[self._asked]
-        message: Message = decode(fields, *expected, Error)
-        self._asked = None
+        while self._error is None:
+            line = self._lines.next_line()
+            if line is None:
+                return None
+            message = self._read(fields_of(line))
+            if not self._asked:
+                return message
+        return self._error
+
+    def late(self) -> bool:
+        """Drop late answers, and return whether the server has said why it goes."""
+        while self._error is None and (message := self.next_message()) is not None:
+            if isinstance(message, Error):
+                # The next question is told.
+                self._error = message
+        return self._error is not None
+
+    def _read(self, fields: dict[str, Any]) -> Message:
+        expected = _ANSWERS[self._asked[0]] if self._asked else ()
+        if self._asked and self._asked[-1] is Bye:
+            # After that nothing else is answered.
+            expected = (*expected, Bye)
+        message: Message = decode(fields, *dict.fromkeys(expected), Error)
+        if isinstance(message, (Bye, Error)):
+            self._asked.clear()
+        elif self._asked:
+            self._asked.popleft()
         return message
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import logging
 import mmap
@@ -10,6 +11,8 @@ import select
 import socket
 import threading
 import time
+import warnings
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +20,7 @@ from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
 from ..errors import RdmaError
+from ..memory import PD
 from .acceptor import BACKLOG, Acceptor
 from .address import DEFAULT_PORT, is_loopback, resolve, show_address
 from .conversation import Conversation, Reception
@@ -24,7 +28,7 @@ from .errors import ConnectError
 from .events import OnEvent
 from .exposure import EXPOSABLE, Exposure, ServedClient
 from .messages import MAX_LINE
-from .sockets import drain, prepare, send_all
+from .sockets import drain, prepare, refuse_inherited, send_all
 
 __all__ = ["Server", "Serving", "make_exposure", "open_listener", "serve"]
 
@@ -63,7 +67,7 @@ def serve(
     domain of its own, until it goes.
 
     Args:
-        context: an open device; it stays open as long as the server.
+        context: an open device; it cannot be closed before the server.
         host: address to listen on; "0.0.0.0" or "::" for all.  Nothing is
             encrypted: expose it only to a network that may see everything, the
             token included.
@@ -90,9 +94,11 @@ def serve(
             connections; it must be quick.
 
     Returns:
-        The server, at work; a context manager.
+        The server, at work; a context manager.  One that nobody can reach any more
+        ends, with a ResourceWarning.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         RdmaError: the port has no such GID, or the device has no atomics and they are
             asked for.
@@ -170,81 +176,147 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError as error:
+    except BaseException as error:
         listener.close()
+        if not isinstance(error, OSError):
+            raise
         raise ConnectError(
             f"cannot listen on {show_address(address)}: {error.strerror or error}", "unreachable"
         ) from error
     return listener
 
 
-class Serving:
-    """What Server and AsyncServer have in common: an acceptor, and a thread for each client."""
+class _AtWork(PD):
+    """Keeps a device open as long as a server uses it, with clients or without."""
+
+    __slots__ = ("_server",)
+
+    def __init__(self, context: Context, server: str) -> None:
+        self._server = server
+        super().__init__(context)
+
+    def __str__(self) -> str:
+        return f"server {self._server}"
+
+
+class _Threads:
+    """What a server consists of: an acceptor, a thread for each client, and all that they use.
+
+    The threads refer to this, and never to the Server: one that nobody can reach any
+    more is found, and ends them.  The acceptor's thread makes and gives back what
+    needs giving back, so that no signal handler can come between.
+
+    Args:
+        reception: the server's.
+        listener: a listening socket.
+    """
 
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
-        self._reception = reception
+        self.reception = reception
         self.address: tuple[Any, ...] = listener.getsockname()
-        self.warning = self._warning()
-        if self.warning is not None:
-            _log.warning("%s", self.warning)
-        self._threads: set[threading.Thread] = set()
+        self.pid = os.getpid()
+        self.ended = False
+        self._never_ran = False
+        self._listener = listener
+        self._at_work = _AtWork(reception.context, str(self))
+        self._clients: set[threading.Thread] = set()
         self._lock = threading.Lock()
-        self._closing = False
-        # Readable from the moment when the server ends, for everyone who polls it.
-        self._stop_fd, self._stop = os.pipe()
-        acceptor = Acceptor(reception, listener, self._stop_fd, self._start_client)
-        self._acceptor = threading.Thread(target=acceptor.run, name=f"serve {self}", daemon=True)
-        # The queue pairs go before the devices, however the process ends.
-        atexit.register(self._end)
-        self._acceptor.start()
+        # Sending makes the other end readable, for everyone who polls it.
+        self._wake: socket.socket | None = None
+        self._stop_fd = -1
+        self._deaf = threading.Event()
+        # Whoever takes it out gives back what is in it: the thread, or who ends it before.
+        self._handover = [self]
+        self._acceptor = threading.Thread(
+            target=_run, args=(self._handover,), name=f"serve {self}", daemon=True
+        )
 
     def __str__(self) -> str:
         return show_address(self.address)
 
-    def _warning(self) -> str | None:
-        if is_loopback(self.address):
-            return None
-        token = "" if self._reception.token is None else " with the token"
-        return f"everyone{token} who reaches {self} gets {self.exposure}"
+    def start(self) -> None:
+        # Thread.start() waits, and what a signal handler raises there may be lost; here
+        # another thread waits.
+        _thread.start_new_thread(self._begin, ())
+        while self._handover:
+            time.sleep(0.0001)
+        if self.ended:
+            raise RuntimeError("cannot start a thread for the server")
 
-    @property
-    def exposure(self) -> Exposure:
-        """What every client is given: size, access, count, receive_size."""
-        return self._reception.exposure
+    def _begin(self) -> None:
+        try:
+            self._acceptor.start()
+        except RuntimeError:
+            self.end()
 
-    @property
-    def clients(self) -> list[ServedClient]:
-        """Those who are there: their queue pairs, memory and offers."""
-        return list(self._reception.clients.values())
+    def run(self) -> None:
+        try:
+            _running.add(self)
+            stopped, wake = socket.socketpair()
+            with stopped, wake:
+                wake.setblocking(False)
+                self._stop_fd, self._wake = stopped.fileno(), wake
+                try:
+                    if self.ended:
+                        self.end()
+                    Acceptor(
+                        self.reception, self._listener, self._stop_fd, self._start_client
+                    ).run()
+                finally:
+                    # No new clients from here on.
+                    self._listener.close()
+                    self.end()
+                    self._deaf.set()
+                    for thread in self._client_threads():
+                        thread.join()
+        finally:
+            self._give_back()
 
-    @property
-    def memory(self) -> memoryview | None:
-        """The memory that all clients share, or None if each has its own."""
-        shared = self._reception.exposure.memory
-        return None if shared is None else memoryview(shared)
+    def _give_back(self) -> None:
+        _running.discard(self)
+        self._listener.close()
+        self._deaf.set()
+        with suppress(RdmaError):
+            self._at_work.close()
 
-    def _end(self) -> None:
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
-        atexit.unregister(self._end)
-        os.close(self._stop)
-        deadline = time.monotonic() + self._reception.timeout + _LAST_MOMENT_S
-        # The acceptor first: after it there are no new ones.
-        ended = self._join([self._acceptor], deadline)
-        with self._lock:
-            threads = list(self._threads)
-        if self._join(threads, deadline) and ended:
-            os.close(self._stop_fd)
+    def end(self) -> None:
+        """Have the threads end, and wait for none; callable from a finalizer."""
+        # In this order: run() sets _wake, and looks at ended afterwards.
+        self.ended = True
+        try:
+            self._handover.pop()
+        except IndexError:
+            # It has begun.
+            if (wake := self._wake) is not None:
+                with suppress(OSError):
+                    wake.send(b"\0")
+        else:
+            self._never_ran = True
+            self._give_back()
 
-    @staticmethod
-    def _join(threads: list[threading.Thread], deadline: float) -> bool:
-        for thread in threads:
-            # A callback may close the server in one of them.
-            if thread is not threading.current_thread():
+    def close(self) -> None:
+        """End the threads, and wait until what the clients had is taken back."""
+        if self.pid != os.getpid():
+            # These are the parent's, and a child has none.
+            return
+        self.end()
+        # A callback may close the server in one of them.
+        this = threading.current_thread()
+        if self._never_ran or this is self._acceptor:
+            return
+        deadline = time.monotonic() + self.reception.timeout + _LAST_MOMENT_S
+        if this not in self._client_threads():
+            # It joins the others.
+            self._acceptor.join(max(0.0, deadline - time.monotonic()))
+            return
+        self._deaf.wait(max(0.0, deadline - time.monotonic()))
+        for thread in self._client_threads():
+            if thread is not this:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+
+    def _client_threads(self) -> list[threading.Thread]:
+        with self._lock:
+            return list(self._clients)
 
     # ---- a client ---------------------------------------------------------------
 
@@ -254,14 +326,14 @@ class Serving:
             daemon=True,
         )  # fmt: skip
         with self._lock:
-            if len(self._threads) >= self._reception.max_clients + _MAX_LEAVING:
+            if len(self._clients) >= self.reception.max_clients + _MAX_LEAVING:
                 return False
-            self._threads.add(thread)
+            self._clients.add(thread)
         try:
             thread.start()
         except RuntimeError:
             with self._lock:
-                self._threads.discard(thread)
+                self._clients.discard(thread)
             return False
         return True
 
@@ -278,7 +350,7 @@ class Serving:
             _log.exception("a client's thread failed")
         finally:
             with self._lock:
-                self._threads.discard(threading.current_thread())
+                self._clients.discard(threading.current_thread())
 
     def _exchange(self, sock: socket.socket, conversation: Conversation) -> None:
         poller = select.poll()
@@ -290,7 +362,7 @@ class Serving:
         while True:
             answer += conversation.tick()
             try:
-                send_all(sock, answer, self._reception.timeout)
+                send_all(sock, answer, self.reception.timeout)
             except OSError as error:
                 conversation.lost(f"the connection broke: {error.strerror or error}")
             if conversation.over:
@@ -319,6 +391,91 @@ class Serving:
                     answer += conversation.feed(data)
 
 
+_running: set[_Threads] = set()
+
+
+def _run(handover: list[_Threads]) -> None:
+    try:
+        threads = handover.pop()
+    except IndexError:
+        # It was ended before it began.
+        return
+    threads.run()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Close the queue pairs before the devices, however the process ends."""
+    for threads in list(_running):
+        threads.close()
+
+
+class Serving:
+    """What Server and AsyncServer have in common."""
+
+    def __init__(self, reception: Reception, listener: socket.socket) -> None:
+        self._reception = reception
+        try:
+            self.address: tuple[Any, ...] = listener.getsockname()
+            self.warning = self._warning()
+            if self.warning is not None:
+                _log.warning("%s", self.warning)
+            self._threads = _Threads(reception, listener)
+        except BaseException:
+            listener.close()
+            raise
+        try:
+            self._threads.start()
+        except BaseException:
+            self._threads.end()
+            raise
+
+    def __del__(self) -> None:
+        threads: _Threads | None = getattr(self, "_threads", None)
+        if threads is None or threads.ended or threads.pid != os.getpid():
+            return
+        # Not close(): a finalizer may run in any thread, one of the server's included.
+        threads.end()
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+
+    def __str__(self) -> str:
+        return show_address(self.address)
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._threads.ended else ""
+        return f"<rdmapost.connect.{type(self).__name__} {self}{state}>"
+
+    def _warning(self) -> str | None:
+        if is_loopback(self.address):
+            return None
+        token = "" if self._reception.token is None else " with the token"
+        return f"everyone{token} who reaches {self} gets {self.exposure}"
+
+    def _refuse_inherited(self) -> None:
+        refuse_inherited(f"server {self}", self._threads.pid)
+
+    @property
+    def exposure(self) -> Exposure:
+        """What every client is given: size, access, count, receive_size."""
+        return self._reception.exposure
+
+    @property
+    def clients(self) -> list[ServedClient]:
+        """Those who are there: their queue pairs, memory and offers."""
+        self._refuse_inherited()
+        return list(self._reception.clients.values())
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The memory that all clients share, or None if each has its own."""
+        self._refuse_inherited()
+        shared = self._reception.exposure.memory
+        return None if shared is None else memoryview(shared)
+
+    def _end(self) -> None:
+        self._threads.close()
+
+
 class Server(Serving):
     """A server at work; ``serve`` makes it.
 
@@ -330,11 +487,13 @@ class Server(Serving):
     def close(self) -> None:
         """Tell every client that the server ends, and take back what they have.
 
-        Returns when that is done; do nothing if it has been done.
+        Returns when that is done; do nothing if it has been done, or in the child of a
+        fork, whose parent has the server.
         """
         self._end()
 
     def __enter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     def __exit__(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
 from contextlib import suppress
 
-__all__ = ["LINGER_BYTES", "LINGER_S", "drain", "prepare", "send_all"]
+from ..errors import ClosedError
+
+__all__ = ["LINGER_BYTES", "LINGER_S", "drain", "prepare", "refuse_inherited", "send_all"]
 
 LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
@@ -25,6 +28,20 @@ def prepare(sock: socket.socket) -> None:
         for name, value in _KEEPALIVE:
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def refuse_inherited(what: str, pid: int) -> None:
+    """Refuse what a child process has from its parent, which goes on using the same sockets.
+
+    Args:
+        what: what it is.
+        pid: the process that opened it.
+
+    Raises:
+        ClosedError: this is another process.
+    """
+    if pid != os.getpid():
+        raise ClosedError(f"{what} was opened by process {pid}")
 
 
 def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
