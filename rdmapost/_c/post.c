@@ -418,6 +418,8 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 			take_back_list(q, post, outcome.posted);
 	}
 	raised = end_and_run(q, &turn, taken);
+	if (taken > 0 && !outcome.code && !raised)
+		Py_RETURN_NONE;
 	if (outcome.code)
 		raise_failure(q, owner, wrs, outcome);
 	else if (rule)
@@ -453,6 +455,8 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 		return answer(raised);
 	if (rule)
 		rp_refuse(post, rule, 0);
+	if (!outcome.code && !post->refusal.rule && !raised)
+		Py_RETURN_NONE;
 	if (outcome.code)
 		raise_failure(q, owner, wrs_of(post), outcome);
 	else if (post->refusal.rule)
