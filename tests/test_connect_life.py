@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import random
 import signal
 import subprocess
 import sys
@@ -81,33 +79,6 @@ def alarm() -> Iterator[Alarm]:
 
 
 # ---- a server ---------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_an_interrupted_serve_leaves_no_server(context: rp.Context, alarm: Alarm) -> None:
-    rng, interrupted, port = random.Random(1), 0, 0
-    open_before = len(os.listdir("/proc/self/fd"))
-    end = time.monotonic() + LIMIT
-    while interrupted < 100 and time.monotonic() < end:
-        server = None
-        try:
-            alarm.set(rng.uniform(1e-5, 1.2e-3))
-            server = connect.serve(context, port=port)
-            alarm.clear()
-        except Interrupted:
-            interrupted += 1
-        finally:
-            alarm.clear()
-        if server is not None:
-            port = server.address[1]
-            server.close()
-        until(lambda: not server_threads())
-    assert interrupted > 10
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= open_before
-    # Nothing is left on the port or the device either.
-    connect.serve(context, port=port).close()
-    context.close()
 
 
 @pytest.mark.parametrize("clients", [0, 1])
@@ -283,35 +254,6 @@ def test_a_late_answer_is_not_taken_for_the_end(serve: Callable[..., Served], al
         until(lambda: peer.closed)
         with pytest.raises(connect.ConnectError, match="the server ends"):
             peer.look()
-
-
-def test_questions_interrupted_at_any_moment_get_no_others_answer(
-    context: rp.Context, alarm: Alarm
-) -> None:
-    rng, interrupted, lost = random.Random(2), 0, 0
-    said: set[str] = set()
-    with connect.serve(context, port=0, data=bytes(range(200))) as server:
-        peer = connect.dial(context, *server.address)
-        for _ in range(500):
-            at = rng.randrange(200)
-            try:
-                alarm.set(rng.uniform(1e-5, 5e-4))
-                assert peer.look(at, 1).data == bytes([at])
-                alarm.clear()
-            except Interrupted:
-                interrupted += 1
-            except connect.ConnectError as error:
-                alarm.clear()
-                # It came while bytes were sent or taken.
-                said.add(str(error))
-                lost += 1
-                peer.close()
-                peer = connect.dial(context, *server.address)
-            finally:
-                alarm.clear()
-        peer.close()
-    assert said <= {"the connection is closed: Interrupted interrupted a question"}
-    assert interrupted > lost
 
 
 @pytest.mark.parametrize("question", ["report", "look"])
