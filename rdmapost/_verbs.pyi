@@ -55,12 +55,6 @@ def describe_handles(
 # has closed them all: finalizers do nothing.
 def exiting(closed_all: bool, /) -> None: ...
 
-# _c/lock.c.
-class Lock:
-    def wait(self) -> None: ...
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-
 # _c/inflight.c: what is posted to a queue and not known to be done.
 class InFlight:
     def __init__(self, in_order: bool = True, tagged: InFlight | None = None) -> None: ...
@@ -146,7 +140,7 @@ def describe_wr(
 # _c/post.c; posting.py derives from it, and has what it calls to say why something is refused.
 class Queue:
     def __init__(
-        self, *, verb: int, in_flight: InFlight, lock: Lock, checked: bool, pd: int, room: int,
+        self, *, verb: int, in_flight: InFlight, checked: bool, pd: int, room: int,
         datagram: bool, binds: bool, max_sge: int, max_msg_size: int, max_inline_data: int,
         max_tso_header: int, max_num_tags: int, kinds: tuple[tuple[int, int], ...],
     ) -> None: ...  # fmt: skip

@@ -52,7 +52,6 @@ class PostQueue(door.Queue):
         verb, depth, depth_name, sge_name, max_sge, max_num_tags, limits: as given.
         in_flight: what is posted and not known to be done.
         tagged: as given.
-        lock: held by whoever posts.
     """
 
     def __init__(
@@ -77,11 +76,9 @@ class PostQueue(door.Queue):
         self.max_num_tags = limits.max_num_tags
         self.tagged = tagged
         self.in_flight = door.InFlight(tagged=tagged, in_order=verb is not Verb.ibv_post_srq_recv)
-        self.lock = door.Lock()
         super().__init__(
             verb=int(verb),
             in_flight=self.in_flight,
-            lock=self.lock,
             checked=checked,
             pd=address_of(limits.pd._live()),
             room=depth if checked and bounded else _COUNT_MASK,

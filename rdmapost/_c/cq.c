@@ -34,7 +34,7 @@ struct waiter {
 /* Of a CQ; a completion channel has one too, for who waits for its events. */
 struct poller {
 	PyObject_HEAD
-	struct rp_lock *lock; /* for all that follows */
+	struct rp_lock lock; /* for all that follows */
 	struct waiter *first;
 	struct waiter *leader;
 	unsigned int waiting; /* threads */
@@ -46,30 +46,9 @@ struct poller {
 	int64_t spin_ns;
 	struct rp_settled *backlog, **end; /* what is settled, and where the next is put */
 	size_t there; /* of these */
-	struct rp_settled *returned; /* goes in front of it; who puts it here needs no lock */
 	struct rp_settled *spare; /* for what is polled next */
 	size_t spares;
 };
-
-/* How the lock is held: not, by who is further up in this thread, by us. */
-enum held { BUSY, OWN, TAKEN };
-
-/* Who is in the middle of another verb has locks that others may wait for. */
-static enum held enter(struct poller *p, int nested)
-{
-	if (rp_owns(p->lock))
-		return OWN;
-	if (nested)
-		return rp_try(p->lock) ? TAKEN : BUSY;
-	rp_take(p->lock);
-	return TAKEN;
-}
-
-static void leave(struct poller *p, enum held held)
-{
-	if (held == TAKEN)
-		rp_give(p->lock);
-}
 
 /* ---- who waits ---------------------------------------------------------- */
 
@@ -115,9 +94,9 @@ static void wake_waiters(struct poller *p)
 		wake(p->first);
 }
 
+/* The lock is held. */
 static void join(struct poller *p, struct waiter *me)
 {
-	enum held held = enter(p, 0);
 	struct waiter **at = &p->first;
 
 	while (*at)
@@ -125,15 +104,14 @@ static void join(struct poller *p, struct waiter *me)
 	me->next = NULL;
 	*at = me;
 	p->waiting++;
-	leave(p, held);
 }
 
 /* Let a thread wait no longer. */
 static void part(struct poller *p, struct waiter *me)
 {
-	enum held held = enter(p, 0);
 	struct waiter **at = &p->first;
 
+	rp_take(&p->lock);
 	while (*at && *at != me)
 		at = &(*at)->next;
 	if (*at)
@@ -144,7 +122,7 @@ static void part(struct poller *p, struct waiter *me)
 	if (me->fd >= 0)
 		close(me->fd);
 	wake_waiters(p);
-	leave(p, held);
+	rp_give(&p->lock);
 }
 
 /*
@@ -155,14 +133,14 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 {
 	struct pollfd fds[] = { { .fd = fd, .events = POLLIN }, { .events = POLLIN } };
 	int64_t left = deadline - now_ns();
-	enum held held = enter(p, 0);
 	eventfd_t counted;
 	int n;
 
+	rp_take(&p->lock);
 	if (me->fd < 0)
 		me->fd = eventfd(me->woken, EFD_CLOEXEC | EFD_NONBLOCK);
 	n = errno;
-	leave(p, held);
+	rp_give(&p->lock);
 	if (me->fd < 0) {
 		rp_raise_verbs("eventfd", n);
 		return -1;
@@ -174,10 +152,10 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
 	Py_END_ALLOW_THREADS
 	if (n > 0 && fds[1].revents) {
-		held = enter(p, 0);
+		rp_take(&p->lock);
 		eventfd_read(me->fd, &counted);
 		me->woken = 0;
-		leave(p, held);
+		rp_give(&p->lock);
 	}
 	if (n <= 0 && PyErr_CheckSignals())
 		return -1;
@@ -196,11 +174,12 @@ static int tell(PyObject *function)
 /* Tell the event loop that leads to look, or to go if it is closed; 0, or -1. */
 static int tell_tasks(struct poller *p)
 {
-	enum held held = enter(p, 0);
-	PyObject *tasks = Py_XNewRef(p->tasks);
+	PyObject *tasks;
 	int failed;
 
-	leave(p, held);
+	rp_take(&p->lock);
+	tasks = Py_XNewRef(p->tasks);
+	rp_give(&p->lock);
 	failed = tell(tasks);
 	Py_XDECREF(tasks);
 	return failed;
@@ -248,7 +227,6 @@ METHOD(until)
 	struct rp_use use;
 	int64_t deadline;
 	int claimed, fd;
-	enum held held;
 
 	if (begin(args, nargs, 5, &use))
 		return NULL;
@@ -258,11 +236,11 @@ METHOD(until)
 	/* Tasks that have gone without a word give way. */
 	if (args[4] != Py_True && RP_LOAD(&p->tasks) && tell_tasks(p))
 		goto out;
-	held = enter(p, 0);
+	rp_take(&p->lock);
 	claimed = p->tasks && args[4] != Py_True;
 	if (!claimed)
 		join(p, &me);
-	leave(p, held);
+	rp_give(&p->lock);
 	if (claimed) {
 		found = Py_NewRef(Py_NotImplemented);
 		goto out;
@@ -284,12 +262,12 @@ out:
 static PyObject *release(PyObject *self, PyObject *unused)
 {
 	struct poller *p = POLLER(self);
-	enum held held = enter(p, 0);
 
 	(void)unused;
+	rp_take(&p->lock);
 	for (struct waiter *w = p->first; w; w = w->next)
 		wake(w);
-	leave(p, held);
+	rp_give(&p->lock);
 	return tell_tasks(p) ? NULL : Py_NewRef(Py_None);
 }
 
@@ -300,16 +278,15 @@ static PyObject *release(PyObject *self, PyObject *unused)
 static PyObject *claim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
-	enum held held;
 	int leads;
 
 	if (RP_LOAD(&p->tasks) != tasks && tell_tasks(p))
 		return NULL;
-	held = enter(p, 0);
+	rp_take(&p->lock);
 	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
 	leads = p->tasks == tasks;
-	leave(p, held);
+	rp_give(&p->lock);
 	return PyBool_FromLong(leads);
 }
 
@@ -317,14 +294,15 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 static PyObject *unclaim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
-	enum held held = enter(p, 0);
-	int leads = p->tasks == tasks;
+	int leads;
 
+	rp_take(&p->lock);
+	leads = p->tasks == tasks;
 	if (leads) {
 		p->tasks = NULL;
 		wake_waiters(p);
 	}
-	leave(p, held);
+	rp_give(&p->lock);
 	if (leads)
 		Py_DECREF(tasks);
 	Py_RETURN_NONE;
@@ -351,22 +329,6 @@ static int reserve(struct poller *p, size_t count)
 		p->spares++;
 	}
 	return 0;
-}
-
-/* Put what has been returned in front of the backlog. */
-static void take_returned(struct poller *p)
-{
-	struct rp_settled *list = __atomic_exchange_n(&p->returned, NULL, __ATOMIC_SEQ_CST);
-	struct rp_settled **last = &list;
-
-	for (; *last; last = &(*last)->next)
-		p->there++;
-	if (last == &list)
-		return;
-	if (!p->backlog)
-		p->end = last;
-	*last = p->backlog;
-	p->backlog = list;
 }
 
 /* Take so many off its front. */
@@ -458,7 +420,6 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 struct order {
 	uint64_t count, promised;
 	int fewer;
-	int nested;
 	int64_t spin_ns;
 	int error; /* of polling */
 };
@@ -473,7 +434,6 @@ static int gather(struct poller *p, const struct rp_handle *handle, struct order
 	PyObject *raised;
 	uint64_t wanted = order->count + order->promised;
 	struct touched touched;
-	enum held held;
 	int polled;
 
 	do {
@@ -483,22 +443,19 @@ static int gather(struct poller *p, const struct rp_handle *handle, struct order
 			rp_raise(raised);
 			return -1;
 		}
-		held = enter(p, order->nested);
-		if (held != BUSY)
-			take_returned(p);
-		if (held == TAKEN && p->there < wanted) {
+		rp_take(&p->lock);
+		if (p->there < wanted) {
 			uint64_t lacking = wanted - p->there;
 
 			polled = poll_batch(p, handle, lacking < BATCH ? (int)lacking : BATCH,
 					    order->spin_ns, &touched);
 			order->error = polled < 0 ? -polled : 0;
 		}
-		if (polled < BATCH && taken && held != BUSY &&
-		    (order->fewer || p->there >= wanted))
+		if (polled < BATCH && taken && (order->fewer || p->there >= wanted))
 			*taken = take_first(p, order->count < p->there ? order->count : p->there);
 		if (polled > 0 && p->there)
 			wake_waiters(p);
-		leave(p, held);
+		rp_give(&p->lock);
 		for (int i = 0; i < touched.count; i++) {
 			rp_drop_done(touched.queue[i]);
 			Py_DECREF((PyObject *)touched.queue[i]);
@@ -519,45 +476,37 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 }
 
 /* Let a list that has been delivered be spare; some of it is freed. */
-static void recycle(struct poller *p, struct rp_settled *list, int nested)
+static void recycle(struct poller *p, struct rp_settled *list)
 {
-	enum held held = enter(p, nested);
-
-	for (; list && held != BUSY && p->spares < BATCH; p->spares++) {
+	rp_take(&p->lock);
+	for (; list && p->spares < BATCH; p->spares++) {
 		struct rp_settled *s = list;
 
 		list = s->next;
 		s->next = p->spare;
 		p->spare = s;
 	}
-	leave(p, held);
+	rp_give(&p->lock);
 	while (list)
 		list = free_settled(list);
 }
 
-/*
- * Put back what is not delivered.  Where the lock is another's, who takes it next
- * finds it: in the middle of a verb we do not wait.
- */
-static void put_back(struct poller *p, struct rp_settled *list, int nested)
+/* Put what is not delivered in front of the backlog. */
+static void put_back(struct poller *p, struct rp_settled *list)
 {
 	struct rp_settled **last = &list;
-	enum held held;
 
-	while (*last)
-		last = &(*last)->next;
-	if (last == &list)
+	if (!list)
 		return;
-	*last = __atomic_load_n(&p->returned, __ATOMIC_SEQ_CST);
-	while (!__atomic_compare_exchange_n(&p->returned, last, list, 0, __ATOMIC_SEQ_CST,
-					    __ATOMIC_SEQ_CST))
-		;
-	held = enter(p, nested);
-	if (held != BUSY) {
-		take_returned(p);
-		wake_waiters(p);
-	}
-	leave(p, held);
+	rp_take(&p->lock);
+	for (; *last; last = &(*last)->next)
+		p->there++;
+	if (!p->backlog)
+		p->end = last;
+	*last = p->backlog;
+	p->backlog = list;
+	wake_waiters(p);
+	rp_give(&p->lock);
 }
 
 /*
@@ -587,7 +536,7 @@ static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct o
 
 		Py_XDECREF(wc);
 		if (failed) {
-			put_back(p, list, order->nested);
+			put_back(p, list);
 			n = -1;
 			break;
 		}
@@ -598,7 +547,7 @@ static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct o
 		s->next = done;
 		done = s;
 	}
-	recycle(p, done, order->nested);
+	recycle(p, done);
 	return n;
 }
 
@@ -618,7 +567,7 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 /* poll(handle, most, into): append what is there now to an empty list. */
 METHOD(poll_now)
 {
-	struct order order = { .fewer = 1, .nested = rp_in_verb() };
+	struct order order = { .fewer = 1 };
 	struct rp_use use;
 	Py_ssize_t n = -1;
 
@@ -646,13 +595,13 @@ static int sleep_for_events(struct poller *p, const struct rp_handle *handle, st
 			    int64_t deadline)
 {
 	struct order order = { .count = me->count };
-	enum held held = enter(p, 0);
 	int leads, ready;
 
+	rp_take(&p->lock);
 	if (!p->leader && !p->tasks)
 		p->leader = me;
 	leads = p->leader == me;
-	leave(p, held);
+	rp_give(&p->lock);
 	if (leads) {
 		/* Then look again: what came in between raises none. */
 		if (ask_for_event(handle, 0))
@@ -669,14 +618,8 @@ static int sleep_for_events(struct poller *p, const struct rp_handle *handle, st
 }
 
 /* Wait, without a place in the list, in the middle of another verb; 0, or -1. */
-static int nap(const struct poller *p)
+static int nap(void)
 {
-	if (rp_owns(p->lock)) {
-		PyErr_SetString(PyExc_RuntimeError,
-				"this thread is in the middle of polling the same CQ: a signal "
-				"handler, say, cannot wait for it");
-		return -1;
-	}
 	Py_BEGIN_ALLOW_THREADS
 	poll(NULL, 0, 1);
 	Py_END_ALLOW_THREADS
@@ -691,12 +634,13 @@ static int nap(const struct poller *p)
 METHOD(wait_for)
 {
 	struct poller *p = POLLER(self);
-	struct order order = { .nested = rp_in_verb() };
 	struct waiter me = { .fd = -1 };
+	/* The outer verb may be a wait that leads; it does not go on before this returns. */
+	int nested = rp_in_verb(), joined = 0;
+	struct order order = { .count = 0 };
 	PyObject *result = NULL;
 	int64_t deadline;
 	struct rp_use use;
-	int joined = 0;
 
 	if (begin(args, nargs, 5, &use))
 		return NULL;
@@ -716,12 +660,14 @@ METHOD(wait_for)
 			result = PyLong_FromSize_t(p->there);
 			break;
 		}
-		if (order.nested) {
-			if (nap(p))
+		if (nested) {
+			if (nap())
 				break;
 		} else if (!joined) {
 			/* Whoever shuts it from now on wakes us. */
+			rp_take(&p->lock);
 			join(p, &me);
+			rp_give(&p->lock);
 			joined = 1;
 			order.spin_ns = p->spin_ns;
 		} else if (sleep_for_events(p, use.handle, &me, deadline)) {
@@ -739,7 +685,7 @@ out:
 METHOD(fill)
 {
 	struct poller *p = POLLER(self);
-	struct order order = { .nested = rp_in_verb() };
+	struct order order = { .count = 0 };
 	PyObject *found = NULL;
 	struct rp_use use;
 
@@ -775,14 +721,14 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
 
 		if (!s) {
-			put_back(POLLER(self), list, rp_in_verb());
+			put_back(POLLER(self), list);
 			return PyErr_NoMemory();
 		}
 		s->made = Py_NewRef(PyList_GetItem(wcs, i));
 		s->next = list;
 		list = s;
 	}
-	put_back(POLLER(self), list, rp_in_verb());
+	put_back(POLLER(self), list);
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
@@ -809,8 +755,7 @@ static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	p->extended = extended;
 	p->channel = channel;
 	p->spin_ns = spin_ns;
-	p->lock = (struct rp_lock *)PyObject_CallNoArgs(rp_lock_type);
-	if (!p->lock)
+	if (rp_init_lock(&p->lock))
 		Py_CLEAR(p);
 	return (PyObject *)p;
 }
@@ -842,7 +787,6 @@ static void poller_dealloc(PyObject *self)
 	struct poller *p = POLLER(self);
 
 	PyObject_GC_UnTrack(self);
-	take_returned(p);
 	while (p->backlog)
 		p->backlog = free_settled(p->backlog);
 	while (p->spare)
@@ -850,7 +794,7 @@ static void poller_dealloc(PyObject *self)
 	Py_XDECREF(p->tasks);
 	Py_XDECREF(p->queues);
 	Py_XDECREF(p->drop_event);
-	Py_XDECREF((PyObject *)p->lock);
+	rp_free_lock(&p->lock);
 	PyObject_GC_Del(self);
 	Py_DECREF(type);
 }
@@ -871,11 +815,12 @@ static PyMethodDef poller_methods[] = {
 static PyObject *get_tasks(PyObject *self, void *unused)
 {
 	struct poller *p = POLLER(self);
-	enum held held = enter(p, 0);
-	PyObject *tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
+	PyObject *tasks;
 
 	(void)unused;
-	leave(p, held);
+	rp_take(&p->lock);
+	tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
+	rp_give(&p->lock);
 	return tasks;
 }
 

@@ -39,8 +39,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	PyObject *module = rp_cffi_init();
 
 	if (module &&
-	    (rp_add_lock(module) ||
-	     rp_add_handle(module) || rp_add_in_flight(module) ||
+	    (rp_add_handle(module) || rp_add_in_flight(module) ||
 	     rp_add_completions(module) || rp_add_poller(module) ||
 	     rp_add_wr(module) || rp_add_region(module) ||
 	     rp_add_buffer(module) || rp_add_tag_handle(module) ||

@@ -66,26 +66,28 @@ int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int fl
 /* The end of a tp_dealloc: give the memory back, and the reference to the type. */
 void rp_free(PyObject *self);
 
-/* ---- lock.c: who posts to a queue, or closes it, holds its lock --------- */
+/*
+ * ---- lock.c: the lock of a queue ----------------------------------------
+ *
+ * No Python code runs while a thread holds one, so no thread asks for it twice, and whoever
+ * waits for it does not wait long.  (The soft device's is another matter; see soft_verb.c.)
+ */
 
 struct rp_thread;
 
 struct rp_lock {
-	PyObject_HEAD
 	uint64_t owner; /* the mark of the thread that holds it, or 0 */
 	int waiting; /* threads */
 	unsigned int woken; /* the process in which one of these is about to look again, or 0 */
 	PyThread_type_lock given; /* what they sleep on */
 };
 
-extern PyObject *rp_lock_type;
+int rp_init_lock(struct rp_lock *lock); /* 0, or -1 with an exception */
+void rp_free_lock(struct rp_lock *lock);
 
-/* Waits without the GIL if it must; 0, or -1 with an exception where this thread has it. */
-int rp_take(struct rp_lock *lock);
+/* Waits, without the GIL, while another thread holds it. */
+void rp_take(struct rp_lock *lock);
 void rp_give(struct rp_lock *lock);
-
-/* Take it if nobody has it; whether that was so. */
-int rp_try(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 
 /* ---- completions.c: what a completion is in Python ---------------------- */
@@ -130,7 +132,6 @@ static inline int rp_has_type(PyObject *object, PyObject *type)
 
 /* ---- the types and functions of each file: 0, or -1 with an exception --- */
 
-int rp_add_lock(PyObject *module);
 int rp_add_in_flight(PyObject *module);
 int rp_add_completions(PyObject *module);
 int rp_add_poller(PyObject *module);

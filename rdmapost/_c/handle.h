@@ -174,7 +174,7 @@ void rp_unname(struct rp_handle *handle);
  */
 void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure);
 
-/* ---- lock.c, quickly ------------------------------------------------------ */
+/* ---- lock.c, the fast path ------------------------------------------------ */
 
 /* Wake one who waits for a lock that has been given. */
 void rp_wake(struct rp_lock *lock);

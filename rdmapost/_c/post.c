@@ -317,20 +317,14 @@ static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn
 		rp_raise_closed(owner);
 		return -1;
 	}
-	turn->nested = 0;
-	if (rp_try_for(q->lock, turn->me))
-		return 0;
-	turn->nested = rp_owns(q->lock);
-	if (turn->nested || !rp_take(q->lock))
-		return 0;
-	rp_end_use(&turn->use);
-	return -1;
+	if (!rp_try_for(&q->lock, turn->me))
+		rp_take(&q->lock);
+	return 0;
 }
 
 static inline void end(struct queue *q, struct rp_turn *turn)
 {
-	if (!turn->nested)
-		rp_give_quickly(q->lock);
+	rp_give_quickly(&q->lock);
 	rp_end_use_by(turn->me, &turn->use);
 }
 
@@ -339,8 +333,7 @@ static inline PyObject *end_and_run(struct queue *q, struct rp_turn *turn, Py_ss
 {
 	PyObject *raised;
 
-	if (!turn->nested)
-		rp_give_quickly(q->lock);
+	rp_give_quickly(&q->lock);
 	raised = taken > 0 ? rp_run_device() : NULL;
 	rp_end_use_by(turn->me, &turn->use);
 	return raised;
@@ -486,7 +479,7 @@ static PyObject *queue_post(PyObject *self, PyObject *const *args, Py_ssize_t na
 	struct post post;
 	PyObject *answer;
 
-	if (nargs != 2 || !q->lock || !is_owner(q, args[0])) {
+	if (nargs != 2 || !q->in_flight || !is_owner(q, args[0])) {
 		PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
 		return NULL;
 	}
@@ -537,7 +530,7 @@ static int take_kinds(struct queue *q, PyObject *kinds)
 /* See rdmapost/posting.py for the arguments. */
 static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "verb", "in_flight", "lock", "checked", "pd",
+	static char *names[] = { "verb", "in_flight", "checked", "pd",
 				 "room", "datagram", "binds", "max_sge",
 				 "max_msg_size", "max_inline_data",
 				 "max_tso_header", "max_num_tags", "kinds",
@@ -545,15 +538,14 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	struct queue *q = (struct queue *)self;
 	unsigned long long room, pd, max_msg_size, max_inline, max_header,
 		max_tags;
-	PyObject *in_flight, *lock, *kinds;
+	PyObject *in_flight, *kinds;
 
-	if (q->lock) {
+	if (q->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!O!pKKppiKKKKO!", names, &q->verb,
-		    rp_in_flight_type, &in_flight, rp_lock_type, &lock,
-		    &q->checked, &pd, &room, &q->datagram, &q->binds,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKppiKKKKO!", names, &q->verb,
+		    rp_in_flight_type, &in_flight, &q->checked, &pd, &room, &q->datagram, &q->binds,
 		    &q->max_sge, &max_msg_size, &max_inline, &max_header,
 		    &max_tags, &PyTuple_Type, &kinds) ||
 	    take_kinds(q, kinds))
@@ -562,6 +554,8 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		PyErr_SetString(PyExc_ValueError, "there is no such verb");
 		return -1;
 	}
+	if (rp_init_lock(&q->lock))
+		return -1;
 	q->pd = (void *)(uintptr_t)pd;
 	q->room = room;
 	q->max_msg_size = max_msg_size;
@@ -569,7 +563,6 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	q->max_tso_header = max_header;
 	q->max_num_tags = max_tags;
 	q->in_flight = (struct rp_in_flight *)Py_NewRef(in_flight);
-	q->lock = (struct rp_lock *)Py_NewRef(lock);
 	return 0;
 }
 
@@ -587,7 +580,7 @@ static void queue_dealloc(PyObject *self)
 
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)q->in_flight);
-	Py_XDECREF((PyObject *)q->lock);
+	rp_free_lock(&q->lock);
 	Py_XDECREF(q->owner_type);
 	rp_free(self);
 }

@@ -119,8 +119,8 @@ static inline int rp_refuse(struct post *post, const char *rule, uint64_t a)
 
 struct queue {
 	PyObject_HEAD
-	struct rp_lock *lock;
-	struct rp_in_flight *in_flight;
+	struct rp_lock lock;
+	struct rp_in_flight *in_flight; /* NULL before __init__ */
 	int verb, checked, datagram;
 	int binds; /* the type of the queue pair has BIND_MW */
 	int ready; /* the state takes work requests */
@@ -227,15 +227,10 @@ PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *w
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_list_closed(struct queue *q, const struct post *post);
 
-/*
- * Use what owns the queue, and take the lock, unless this thread has it already: a
- * signal handler or a finalizer may post in the middle of a post to a device that is
- * written in Python.  0, or -1 with an exception.
- */
+/* Use what owns the queue, and take its lock; 0, or -1 with an exception. */
 struct rp_turn {
 	struct rp_thread *me;
 	struct rp_use use;
-	int nested;
 };
 int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn);
 void rp_end_post(struct queue *q, struct rp_turn *turn);

@@ -80,19 +80,6 @@ static struct rp_sent *get_sent(struct prepared *p)
 	return (struct rp_sent *)sent;
 }
 
-/* Hold the queue's lock, as this thread may already; 0, or -1 with an exception. */
-static int lock(struct prepared *p, int *nested)
-{
-	*nested = rp_owns(p->queue->lock);
-	return *nested ? 0 : rp_take(p->queue->lock);
-}
-
-static void unlock(struct prepared *p, int nested)
-{
-	if (!nested)
-		rp_give(p->queue->lock);
-}
-
 /* ---- preparing ----------------------------------------------------------- */
 
 /* Check all; the index of the first that is refused, or -1. */
@@ -296,7 +283,7 @@ static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	(void)kwargs;
 	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
 		return -1;
-	if (!((struct queue *)queue)->lock) {
+	if (!((struct queue *)queue)->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
 		return -1;
 	}
@@ -343,18 +330,18 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 {
 	struct prepared *p = (struct prepared *)self;
 	PyObject *sent;
-	int nested;
 
 	(void)unused;
 	if (RP_LOAD(&p->state) == NEW || RP_LOAD(&p->state) == REFUSED)
 		Py_RETURN_NONE;
-	/* Whoever posts it has what it takes along by now; nobody takes from it what is let go of. */
-	if (!is_whole(p) || lock(p, &nested))
+	if (!is_whole(p))
 		return NULL;
+	/* Whoever posts it has what it takes along by now; nobody takes from it what is let go of. */
+	rp_take(&p->queue->lock);
 	RP_BEGIN(p);
 	sent = swap((PyObject **)(void *)&p->sent, NULL);
 	RP_END();
-	unlock(p, nested);
+	rp_give(&p->queue->lock);
 	if (sent)
 		let_go(self);
 	Py_XDECREF(sent);
@@ -569,9 +556,10 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
 {
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
-	int nested, same = -1;
+	int same = -1;
 
-	if (sent && !lock(p, &nested)) {
+	if (sent) {
+		rp_take(&p->queue->lock);
 		RP_BEGIN(p);
 		same = p->sent == from;
 		if (same) {
@@ -579,7 +567,7 @@ static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct 
 			*wr_id = swap(&p->post.requests[index].wr_id, *wr_id);
 		}
 		RP_END();
-		unlock(p, nested);
+		rp_give(&p->queue->lock);
 	}
 	Py_XDECREF(sent);
 	return same;

@@ -13,7 +13,7 @@
 
 static PyObject *parts; /* what soft_device was given, held for ever */
 
-static struct rp_lock *lock;
+static struct rp_lock lock; /* while Python runs, too: ask rp_soft_busy() first */
 static PyObject *raised; /* a list: exceptions of handlers, for the main thread */
 static double due = -1; /* when something has to be done, by the monotonic clock; -1 is never */
 static int broken; /* there is something to tell */
@@ -27,7 +27,7 @@ PyObject *rp_soft_given(enum rp_part which)
 
 int rp_soft_busy(void)
 {
-	return rp_owns(lock);
+	return rp_owns(&lock);
 }
 
 /* ---- exceptions of signal handlers --------------------------------------- */
@@ -230,7 +230,7 @@ static void enter(void)
 {
 	PyObject *call;
 
-	rp_take(lock);
+	rp_take(&lock);
 	if (forked) {
 		rp_journal_forget();
 		rp_clear(rp_soft_given(READY));
@@ -255,7 +255,7 @@ static void leave(void)
 	carry_on();
 	tell = broken;
 	broken = doomed = 0;
-	rp_give(lock);
+	rp_give(&lock);
 	if (tell) {
 		told = PyObject_CallObject(rp_soft_given(TELL), NULL);
 		if (!told)
@@ -296,8 +296,8 @@ static void after_fork(void)
 {
 	forked = 1;
 	due = -1;
-	doomed = lock->owner && (uint32_t)lock->owner == (uint32_t)rp_thread()->mark;
-	lock->owner = doomed ? rp_thread()->mark : 0;
+	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
+	lock.owner = doomed ? rp_thread()->mark : 0;
 }
 
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
@@ -392,10 +392,8 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_verb(PyObject *module)
 {
-	/* Held for ever. */
-	lock = (struct rp_lock *)PyObject_CallObject(rp_lock_type, NULL);
-	raised = PyList_New(0);
-	if (!lock || !raised || pthread_atfork(NULL, NULL, after_fork))
+	raised = PyList_New(0); /* held for ever */
+	if (!raised || rp_init_lock(&lock) || pthread_atfork(NULL, NULL, after_fork))
 		return -1;
 	return PyModule_AddFunctions(module, functions);
 }
