@@ -63,8 +63,8 @@ struct request {
 	PyObject *wr;
 	const struct kind *kind;
 	PyObject *wr_id;
-	PyObject *held; /* as in struct rp_entry */
-	int holds, named; /* so many in a tuple; whether rp_name_all() has been called */
+	PyObject *held; /* as in struct rp_entry, once all is read */
+	int named; /* rp_name_all() has been called */
 	int exact, num_sge; /* whether it is of no subclass, and slots can be read */
 	size_t record; /* its offset among the records */
 	size_t owners; /* of its SGEs, the index of the first */
@@ -101,12 +101,14 @@ struct post {
 	size_t used, size;
 	PyObject **owners; /* of every SGE: borrowed from what the requests hold */
 	size_t owned, owner_room;
+	PyObject **holds; /* what the request that is being read is to hold */
+	size_t holding, hold_room;
 	struct binding *binding; /* where that is what posts it */
 	int binds; /* windows */
 	struct refusal refusal; /* of the request that is the last */
 	/* Enough for most; not initialised. */
 	struct request few[2];
-	PyObject *few_owners[8];
+	PyObject *few_owners[8], *few_holds[8];
 	_Alignas(8) char small[512];
 };
 

@@ -127,56 +127,6 @@ static inline int read_attribute(struct post *post, const struct request *r,
 	return read;
 }
 
-/* Make room for a tuple of so many, and put in what is held so far; 0, or -1 with an exception. */
-static int widen(struct request *r, Py_ssize_t size)
-{
-	PyObject *held = PyTuple_New(size), *before = r->held;
-
-	if (!held)
-		return -1;
-	for (Py_ssize_t i = 0; i < size; i++) {
-		PyObject *one = i >= r->holds ? Py_None : r->holds == 1 ? before :
-				PyTuple_GetItem(before, i);
-
-		PyTuple_SetItem(held, i, Py_NewRef(one));
-	}
-	r->held = held;
-	Py_DECREF(before);
-	return 0;
-}
-
-/*
- * Hold an object as long as the work request is in flight.  One that is held already is looked for
- * among the latest only, so that reading many SGEs takes as long for each; to hold it twice is as
- * good.
- */
-static int hold(struct request *r, PyObject *object)
-{
-	if (!r->holds) {
-		r->held = Py_NewRef(object);
-		r->holds = 1;
-		return 1;
-	}
-	if (r->holds == 1 && r->held == object)
-		return 1;
-	for (int i = r->holds; r->holds > 1 && i > 0 && i > r->holds - LOOKED_AT; i--)
-		if (PyTuple_GetItem(r->held, i - 1) == object)
-			return 1;
-	/* Enough for nearly all. */
-	if ((r->holds == 1 || r->holds == PyTuple_Size(r->held)) &&
-	    widen(r, r->holds == 1 ? 4 : 2 * (Py_ssize_t)r->holds))
-		return -1;
-	/* A tuple that the collector has shown to somebody takes nothing more: another is made. */
-	if (PyTuple_SetItem(r->held, r->holds, Py_NewRef(object))) {
-		PyErr_Clear();
-		if (widen(r, PyTuple_Size(r->held)) ||
-		    PyTuple_SetItem(r->held, r->holds, Py_NewRef(object)))
-			return -1;
-	}
-	r->holds++;
-	return 1;
-}
-
 /* ---- room --------------------------------------------------------------- */
 
 /* Return a larger array in place of one; NULL with an exception.  `small` is not freed. */
@@ -238,10 +188,73 @@ static inline struct request *room_for_request(struct post *post)
 	return r ? r + post->count : NULL;
 }
 
+/* ---- what a work request holds ------------------------------------------- */
+
+/*
+ * Hold an object as long as the work request is in flight: 1, or -1 with an exception.  One that is
+ * held already is looked for among the latest only, so that reading many SGEs takes as long for
+ * each; to hold it twice is as good.
+ */
+static int hold(struct post *post, PyObject *object)
+{
+	size_t i = post->holding, oldest = i > LOOKED_AT ? i - LOOKED_AT : 0;
+
+	while (i > oldest)
+		if (post->holds[--i] == object)
+			return 1;
+	if (post->holding == post->hold_room) {
+		PyObject **more = enlarge(post->holds, post->few_holds, post->holding,
+					  &post->hold_room, post->holding + 1, sizeof(*more));
+
+		if (!more)
+			return -1;
+		post->holds = more;
+	}
+	post->holds[post->holding++] = Py_NewRef(object);
+	return 1;
+}
+
+/* Return a tuple of objects, which nobody else sees before it is whole; NULL with an exception. */
+static PyObject *pack(PyObject *const *objects, size_t count)
+{
+	PyObject *list, *tuple;
+
+	if (count == 2)
+		return PyTuple_Pack(2, objects[0], objects[1]);
+	if (count == 3)
+		return PyTuple_Pack(3, objects[0], objects[1], objects[2]);
+	list = PyList_New(0);
+	for (size_t i = 0; list && i < count; i++)
+		if (PyList_Append(list, objects[i]))
+			Py_CLEAR(list);
+	tuple = list ? PyList_AsTuple(list) : NULL;
+	Py_XDECREF(list);
+	return tuple;
+}
+
+static void drop_holds(struct post *post)
+{
+	while (post->holding)
+		Py_DECREF(post->holds[--post->holding]);
+}
+
+/* A request has been read: let it hold what it is to hold; 1, or -1 with an exception. */
+static int seal(struct post *post, struct request *r)
+{
+	if (post->holding == 1) {
+		r->held = post->holds[--post->holding];
+	} else if (post->holding) {
+		r->held = pack(post->holds, post->holding);
+		drop_holds(post);
+		return r->held ? 1 : -1;
+	}
+	return 1;
+}
+
 /* ---- SGEs ---------------------------------------------------------------- */
 
 /* Read one into a record; its owner is held before any other code can run. */
-static int read_sge(struct post *post, struct request *r, PyObject *from, struct ibv_sge *sge)
+static int read_sge(struct post *post, PyObject *from, struct ibv_sge *sge)
 {
 	uint64_t number[3];
 	PyObject *owner;
@@ -262,7 +275,7 @@ static int read_sge(struct post *post, struct request *r, PyObject *from, struct
 		return refuse(post, "not_an_owner", NULL, owner, 0);
 	*sge = (struct ibv_sge){ number[0], (uint32_t)number[1], (uint32_t)number[2] };
 	post->owners[post->owned++] = owner;
-	return owner == Py_None ? 1 : hold(r, owner);
+	return owner == Py_None ? 1 : hold(post, owner);
 }
 
 /* Read an sg_list behind the record, which is the last so far. */
@@ -287,7 +300,7 @@ static int read_sges(struct post *post, struct request *r, PyObject *sg_list)
 		read = room_for_sges(post, (size_t)count);
 	post->used += read > 0 ? (size_t)count * sizeof(struct ibv_sge) : 0;
 	for (Py_ssize_t i = 0; read > 0 && i < count; i++)
-		read = read_sge(post, r, one ? sges : PyTuple_GetItem(sges, i),
+		read = read_sge(post, one ? sges : PyTuple_GetItem(sges, i),
 				(struct ibv_sge *)(void *)(post->records + start) + i);
 	r->num_sge = (int)count;
 	Py_DECREF(sges);
@@ -311,7 +324,7 @@ static int read_resource(struct post *post, struct request *r, const struct fiel
 		return refuse(post, "not_a_resource", field->slot.name, value,
 			      (uint64_t)field->what);
 	*at = (struct rp_handle *)value;
-	return hold(r, value);
+	return hold(post, value);
 }
 
 static int read_header(struct post *post, struct request *r, const struct field *field,
@@ -337,7 +350,7 @@ static int read_header(struct post *post, struct request *r, const struct field 
 	}
 	r->hdr = buffer;
 	held = r->hdr_len > UINT16_MAX ?
-		       refuse(post, "header_too_long", NULL, NULL, r->hdr_len) : hold(r, buffer);
+		       refuse(post, "header_too_long", NULL, NULL, r->hdr_len) : hold(post, buffer);
 	Py_DECREF(buffer);
 	return held;
 }
@@ -467,6 +480,8 @@ static int read_next(struct queue *q, struct post *post, PyObject *wr, const str
 		Py_XDECREF(sg_list);
 	}
 	if (read > 0)
+		read = seal(post, r);
+	if (read > 0)
 		put_head(q->verb, post->records + r->record, r);
 	return read;
 }
@@ -493,7 +508,7 @@ static void begin(struct post *post, PyObject *one)
 {
 	post->wrs = NULL;
 	post->one = one;
-	post->count = post->used = post->owned = 0;
+	post->count = post->used = post->owned = post->holding = 0;
 	post->binding = NULL;
 	post->binds = 0;
 	post->refusal.rule = NULL;
@@ -502,6 +517,8 @@ static void begin(struct post *post, PyObject *one)
 	post->capacity = sizeof(post->few) / sizeof(post->few[0]);
 	post->owners = post->few_owners;
 	post->owner_room = sizeof(post->few_owners) / sizeof(post->few_owners[0]);
+	post->holds = post->few_holds;
+	post->hold_room = sizeof(post->few_holds) / sizeof(post->few_holds[0]);
 	post->records = post->small;
 	post->size = sizeof(post->small);
 }
@@ -548,9 +565,10 @@ int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struc
 	post->count = 1;
 	memcpy(post->records, of->records + from->record, size);
 	post->used = size;
-	if ((r->ah && hold(r, (PyObject *)r->ah) < 0) || (r->hdr && hold(r, r->hdr) < 0))
+	if ((r->ah && hold(post, (PyObject *)r->ah) < 0) || (r->hdr && hold(post, r->hdr) < 0) ||
+	    read_sges(post, r, sg_list) < 0)
 		return -1;
-	return read_sges(post, r, sg_list) < 0 ? -1 : 0;
+	return seal(post, r) < 0 ? -1 : 0;
 }
 
 PyObject *rp_make_sges(const struct post *post, const struct request *r)
@@ -583,8 +601,11 @@ void rp_free_post(struct post *post)
 		Py_XDECREF(r->wr_id_of_tag);
 		Py_XDECREF(r->tag);
 	}
+	drop_holds(post);
 	Py_XDECREF(post->refusal.owned);
 	Py_XDECREF(post->wrs);
+	if (post->holds != post->few_holds)
+		PyMem_Free(post->holds);
 	if (post->requests != post->few)
 		PyMem_Free(post->requests);
 	if (post->owners != post->few_owners)

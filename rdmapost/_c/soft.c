@@ -537,6 +537,7 @@ struct ibv_context *rp_soft_context_init(struct verbs_context *whole)
 {
 	struct ibv_context *context = &whole->context;
 
+	rp_soft_opened();
 	whole->sz = sizeof(*whole);
 	whole->post_srq_ops = post_srq_ops;
 	context->abi_compat = __VERBS_ABI_IS_EXTENDED;

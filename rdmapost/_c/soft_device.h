@@ -51,6 +51,9 @@ enum rp_part {
 };
 PyObject *rp_soft_given(enum rp_part which);
 
+/* A device has been opened: from now on, posts and polls run what it has to do. */
+void rp_soft_opened(void);
+
 /* Whether an exception of a signal handler's is about to be raised in this thread. */
 int rp_soft_raises(void);
 

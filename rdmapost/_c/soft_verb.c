@@ -291,6 +291,11 @@ static PyObject *progress(void)
 	return first;
 }
 
+void rp_soft_opened(void)
+{
+	rp_progress = progress;
+}
+
 /* The thread that forks goes on with what it is in the middle of; others are not there. */
 static void after_fork(void)
 {
@@ -378,7 +383,6 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 		return NULL;
 	}
 	parts = Py_NewRef(args);
-	rp_progress = progress;
 	Py_RETURN_NONE;
 }
 
