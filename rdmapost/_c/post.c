@@ -145,7 +145,7 @@ static void record(struct queue *q, struct post *post, struct request *r)
 	}
 	if (r->mw) {
 		post->binds = 1;
-		entry.state = post->binding && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
+		entry.state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}
 	if (q->in_flight->tagged)
 		entry.removes = record_tags(q->in_flight->tagged, r, (void *)wr, &entry);
@@ -221,7 +221,7 @@ static struct outcome bind(struct rp_handle *owner, const struct post *post)
 
 	if (code)
 		mw->rkey = rkey;
-	if (code && !post->binding->sure && code != EOPNOTSUPP && code != ENOSYS)
+	if (code && !post->sure && code != EOPNOTSUPP && code != ENOSYS)
 		return (struct outcome){ code, -1 }; /* the device may complete it yet */
 	return (struct outcome){ code, !code };
 }
@@ -436,12 +436,12 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	if (readable)
 		taken = take_in(q, owner, post, NULL, readable, &rule);
 	if (taken > 0)
-		outcome = post->binding ? bind(owner, post) :
+		outcome = post->type_1 ? bind(owner, post) :
 					  submit(q->verb, owner->address, post->records,
 						 (size_t)taken);
 	if (outcome.code)
 		take_back_each(q, post, (size_t)taken, outcome.posted);
-	if (post->binds && !post->binding)
+	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	raised = end_and_run(q, &turn, taken);
 	if (taken < 0 || (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
@@ -494,13 +494,14 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct queue *q = (struct queue *)self;
 	PyObject *object, *wr, *answer = NULL;
-	struct binding binding;
 	struct post post;
+	int sure;
 
-	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &object, &wr, &binding.sure))
+	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &object, &wr, &sure))
 		return NULL;
 	if (!rp_read(q, wr, &post)) {
-		post.binding = &binding;
+		post.type_1 = 1;
+		post.sure = sure;
 		answer = post_read(q, (struct rp_handle *)object, &post);
 	}
 	rp_free_post(&post);

@@ -86,11 +86,6 @@ struct refusal {
 	struct ibv_sge sge;
 };
 
-/* A call that binds a window of type 1; see queue_bind_mw() in post.c. */
-struct binding {
-	int sure; /* what fails is not posted */
-};
-
 /* A list of work requests on its way. */
 struct post {
 	PyObject *wrs; /* a tuple, or NULL where `one` is the only one */
@@ -103,7 +98,7 @@ struct post {
 	size_t owned, owner_room;
 	PyObject **holds; /* what the request that is being read is to hold */
 	size_t holding, hold_room;
-	struct binding *binding; /* where that is what posts it */
+	int type_1, sure; /* ibv_bind_mw() posts it; what that refuses is not posted */
 	int binds; /* windows */
 	struct refusal refusal; /* of the request that is the last */
 	/* Enough for most; not initialised. */

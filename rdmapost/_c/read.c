@@ -509,8 +509,7 @@ static void begin(struct post *post, PyObject *one)
 	post->wrs = NULL;
 	post->one = one;
 	post->count = post->used = post->owned = post->holding = 0;
-	post->binding = NULL;
-	post->binds = 0;
+	post->type_1 = post->sure = post->binds = 0;
 	post->refusal.rule = NULL;
 	post->refusal.owned = NULL;
 	post->requests = post->few;

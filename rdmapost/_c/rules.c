@@ -150,7 +150,7 @@ static int check_ah(const struct queue *q, struct post *post, const struct reque
 static int check_bind(const struct queue *q, struct post *post, const struct request *r)
 {
 	const struct ibv_mw_bind_info *info = &send_wr(post, r)->bind_mw.bind_info;
-	int type_1 = post->binding != NULL;
+	int type_1 = post->type_1;
 	struct ibv_mw *mw;
 
 	if (!r->mw || !r->mr)
@@ -239,7 +239,7 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 	const struct ibv_sge *sge = rp_sges(post, r);
 	uint64_t total = 0;
 
-	if (post->binding && !q->binds)
+	if (post->type_1 && !q->binds)
 		return rp_refuse(post, "wrong_opcode", 0);
 	/* Drivers follow the pointer without looking, whatever the opcode. */
 	if (q->datagram && !r->ah)
