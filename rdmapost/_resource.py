@@ -156,8 +156,12 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
         self._begin_making()
-        init(self, *args, **options)
-        self._end_making()
+        try:
+            init(self, *args, **options)
+        except BaseException:
+            self._end_making(False)
+            raise
+        self._end_making(True)
 
     return __init__
 
@@ -166,7 +170,7 @@ def _fixed(name: str, member: Any) -> property:
     """Return a slot that only the constructor can set."""
 
     def fix(self: Resource, value: Any) -> None:
-        if not self.closed and not self._unfinished:
+        if not self._making:
             raise AttributeError(f"{name} of a {type(self).__name__} cannot be set")
         member.__set__(self, value)
 

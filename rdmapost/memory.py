@@ -9,6 +9,8 @@ import mmap
 import operator
 import re
 import resource
+import struct
+import sys
 from collections.abc import Iterator
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -114,19 +116,19 @@ class MR(Resource, struct="ibv_mr"):
         self._writable = bool(self._access & Access.LOCAL_WRITE)
         size = _size_of(memory)
         self._given = size is None
-        self.buffer = _bytes_of(memory if size is None else _allocate(size))
+        buffer = _bytes_of(memory if size is None else _allocate(size))
         # Holds the buffer, whatever becomes of the other view: it cannot be freed or resized.
-        self._memory = memoryview(self.buffer)
-        self._length = len(self._memory)
-        start = start_of(self._memory)
+        held = memoryview(buffer)
+        length, start = len(held), start_of(held)
+        self.buffer, self._memory, self._length = buffer, held, length
         provider = pd.context._provider
         try:
             handle = self._make(
-                provider.reg_mr, (pd, ffi.cast("char *", start), self._length, self._access),
-                provider.dereg_mr, (pd,), self._memory, self._access,
+                provider.reg_mr, (pd, ffi.cast("char *", start), length, self._access),
+                provider.dereg_mr, (pd,), held, self._access,
             )  # fmt: skip
         except VerbsError as error:
-            error.hint = error.hint or _why_not_registered(error.errno, self._length)
+            error.hint = error.hint or _why_not_registered(error.errno, length)
             raise
         zero_based = self._access & Access.ZERO_BASED
         self._addr = 0 if zero_based else start
@@ -182,6 +184,9 @@ class MR(Resource, struct="ibv_mr"):
         refuse_posted(self, self.pd.context)
 
     def _forget(self) -> None:
+        if not hasattr(self, "_memory"):
+            # The collector has taken it apart.
+            return
         self._memory.release()
         if self._given:
             # The owner has it back, and may resize it.
@@ -292,7 +297,7 @@ def _bytes_of(memory: Any) -> memoryview:
         raise TypeError(
             f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
         ) from None
-    if what := _followed(view.format):
+    if what := _followed(view):
         raise TypeError(
             f"a memory region cannot be {type(memory).__name__} of format {view.format!r}: the "
             f"device would write over {what}"
@@ -301,23 +306,45 @@ def _bytes_of(memory: Any) -> memoryview:
         raise ValueError("a region has at least 1 byte, not 0")
     if not view.contiguous:
         raise ValueError("a region is one piece of memory, and this buffer has gaps")
-    if view.format == "B" and view.ndim == 1:
+    if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
         return view
-    if view.c_contiguous and view.format in _PLAIN_FORMATS:
+    plain = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
+    if view.c_contiguous and plain:
         return view.cast("B")
     # It knows every format and order of dimensions, and memoryview.cast does not.
     return PickleBuffer(view).raw()
 
 
-def _followed(format_: str | None) -> str | None:
-    """Say which pointers a buffer of this format (PEP 3118) has that Python follows, if any.
+def _followed(view: memoryview) -> str | None:
+    """Say which pointers a buffer has that Python follows, if any.
 
     Addresses that are mere numbers (``P``) are the caller's business.
     """
-    found = _POINTERS.search(_FIELD_NAMES.sub("", format_ or "B"))
+    ctypes = sys.modules.get("_ctypes")
+    if ctypes is not None and isinstance(view.obj, ctypes.Structure.__base__):
+        # The formats of packed structures and of unions tell nothing.
+        codes = "".join(_ctypes_codes(ctypes, type(view.obj)))
+    else:
+        codes = _FIELD_NAMES.sub("", view.format or "B")
+    found = _POINTERS.search(codes)
     if found is None:
         return None
     return "references to Python objects" if found[0] == "O" else "pointers that Python follows"
+
+
+def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
+    """Return the format codes of the numbers and pointers that a ctypes type is made of."""
+    if issubclass(cls, ctypes.Array):
+        yield from _ctypes_codes(ctypes, cls._type_)
+    elif issubclass(cls, (ctypes.Structure, ctypes.Union)):
+        for base in cls.__mro__:
+            for _, field, *_ in base.__dict__.get("_fields_", ()):
+                yield from _ctypes_codes(ctypes, field)
+    elif issubclass(cls, ctypes._SimpleCData):
+        # A pointer to characters of 16 bits or more has the code of numpy's complex numbers.
+        yield "z" if cls._type_ == "Z" else cls._type_
+    else:
+        yield "&"
 
 
 def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
@@ -329,7 +356,8 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
     batches = [
         str(batch)
         for handle in open_handles()
-        for batch in list(getattr(handle, "_batches", ()))
+        if hasattr(handle, "_batches")
+        for batch in handle._prepared_lists()
         if batch._names(resource_)
     ]
     if batches:

@@ -14,7 +14,7 @@ from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
 from .enums import Access, QPState, QPType, SendFlags
-from .errors import RdmaError, VerbsError, describe_errno, where_explained
+from .errors import ClosedError, RdmaError, VerbsError, describe_errno, where_explained
 from .memory import MR, MW, PD
 from .multicast import Multicast
 from .posting import PostQueue, recv_queue, send_queue
@@ -205,7 +205,7 @@ class QP(Multicast, struct="ibv_qp"):
             self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
         )
         self._recv = recv_queue(self._limits, self.max_recv_wr, checked=self.checked)
-        self._batches: weakref.WeakSet[Batch] = weakref.WeakSet()
+        self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         for queue in (self._send, self._recv):
             context._queues[queue.in_flight.number] = queue.in_flight
         self._note_state(QPState.RESET)
@@ -217,7 +217,7 @@ class QP(Multicast, struct="ibv_qp"):
         if not hasattr(self, "_batches"):
             # An interrupt has ended the constructor: nothing was posted.
             return
-        for batch in list(self._batches):
+        for batch in self._prepared_lists():
             batch.close()
         self._leave_groups()
         self._keep_completions()
@@ -358,8 +358,18 @@ class QP(Multicast, struct="ibv_qp"):
 
     def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
         batch = Batch(queue, self, wrs)
-        self._batches.add(batch)
+        self._batches[id(batch)] = batch
+        try:
+            self._live()
+        except ClosedError:
+            # Another thread has closed it meanwhile, and may not have seen the list.
+            batch.close()
+            raise
         return batch
+
+    def _prepared_lists(self) -> list[Batch]:
+        # Other threads add to it meanwhile, and the collector takes from it.
+        return [batch for one in self._batches.valuerefs() if (batch := one()) is not None]
 
     def bind_mw(
         self,

@@ -316,6 +316,11 @@ class SRQ(Resource, struct="ibv_srq"):
             return f"{what} is not supported by {name}"
         if code == errno.EINVAL and isinstance(wr, OpsWR) and self.srq_type is not SRQType.TM:
             return f"{self} has no matching list; create it with srq_type=SRQType.TM"
+        if code == errno.ENOMEM and isinstance(wr, OpsWR):
+            return (
+                f"{name} says that the queue of operations or the matching list is full "
+                f"(max_ops={self.max_ops}, max_num_tags={self.max_num_tags})"
+            )
         if code == errno.ENOMEM:
             return f"{name} says that the queue is full (max_wr={self.max_wr})"
         return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"

@@ -86,6 +86,46 @@ def test_second_call_of_a_constructor_changes_nothing(made):
     assert not thing.closed
 
 
+@pytest.mark.parametrize("name", ["MR", "CQ"])
+def test_constructor_that_runs_is_alone(name, context, pd):
+    """Of two threads that construct one object, one is refused, and changes nothing."""
+
+    class Stops:
+        """A size that says when the constructor has come to it, and goes on when it may."""
+
+        def __index__(self):
+            began.set()
+            assert goes_on.wait(20)
+            return 64
+
+    began, goes_on = threading.Event(), threading.Event()
+    cls = getattr(rp, name)
+    of = pd if name == "MR" else context
+    thing = cls.__new__(cls)
+    first = threading.Thread(target=thing.__init__, args=(of, Stops()))
+    first.start()
+    try:
+        assert began.wait(20)
+        with pytest.raises(RuntimeError, match="is being made; __init__ is not called again"):
+            thing.__init__(of, 4096)
+        with pytest.raises(AttributeError, match="cannot be set"):
+            setattr(thing, "pd" if name == "MR" else "context", None)
+    finally:
+        goes_on.set()
+        first.join()
+    with thing:
+        assert (thing.length if name == "MR" else thing.cqe) == 64
+
+
+def test_constructor_that_failed_may_be_called_again(pd):
+    mr = rp.MR.__new__(rp.MR)
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        mr.__init__(pd, 0)
+    mr.__init__(pd, 64)
+    with mr:
+        assert mr.length == 64
+
+
 def test_public_attributes_of_a_resource_cannot_be_set(made):
     """What closes it relies on them."""
     thing, _ = made

@@ -31,6 +31,38 @@ class Numbers(ctypes.Structure):
     _fields_ = [("O", ctypes.c_int), ("z", ctypes.c_int * 3), ("X{}", ctypes.c_double)]
 
 
+class Packed(ctypes.Structure):
+    """Of a packed structure ctypes gives no other format than that of bytes."""
+
+    _pack_ = 1
+    _fields_ = [("count", ctypes.c_int), ("value", ctypes.py_object)]
+
+
+class Either(ctypes.Union):
+    """Of a union, neither."""
+
+    _fields_ = [("count", ctypes.c_int), ("text", ctypes.c_char_p)]
+
+
+class Around(Numbers):
+    _fields_ = [("either", Either * 2)]
+
+
+class Colon(ctypes.Structure):
+    """Its first name ends like one of a format."""
+
+    _fields_ = [("x:", ctypes.c_int), ("o", ctypes.py_object)]
+
+
+class PackedNumbers(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = [("O", ctypes.c_int), ("z", ctypes.c_double)]
+
+
+class EitherNumber(ctypes.Union):
+    _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
+
+
 def f(*fields: tuple[str, Any]) -> list[tuple[str, Any]]:
     return list(fields)
 
@@ -53,6 +85,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ctypes strings": (lambda: (ctypes.c_char_p * 4)(), "c_char_p_Array_4"),
     "ctypes wide strings": (lambda: (ctypes.c_wchar_p * 4)(), "c_wchar_p_Array_4"),
     "ctypes pointers": (lambda: (ctypes.POINTER(ctypes.c_int) * 4)(), "_Array_4"),
+    "ctypes packed structures": (lambda: (Packed * 2)(), "Packed_Array_2"),
+    "ctypes union": (Either, "Either"),
+    "ctypes unions in structures": (Around, "Around"),
+    "ctypes bytes of a packed structure": (lambda: memoryview(Packed()).cast("B"), "memoryview"),
+    "ctypes structure with a colon in a name": (Colon, "Colon"),
     "ctypes functions": (lambda: (ctypes.CFUNCTYPE(None) * 4)(), "_Array_4"),
 }
 
@@ -70,6 +107,8 @@ TAKEN: dict[str, Callable[[], Any]] = {
     "ctypes numbers": lambda: (ctypes.c_longlong * 4)(),
     "ctypes addresses that are numbers": lambda: (ctypes.c_void_p * 4)(),
     "ctypes structure named as formats": lambda: (Numbers * 2)(),
+    "ctypes packed structures of numbers": lambda: (PackedNumbers * 8)(),
+    "ctypes unions of numbers": lambda: (EitherNumber * 8)(),
 }
 
 

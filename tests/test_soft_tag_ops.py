@@ -57,6 +57,40 @@ def test_handle_whose_completion_has_been_polled_is_refused(server):
         server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
 
 
+def test_old_handle_never_names_a_new_entry(server):
+    """However often its place has been taken again."""
+    old = server.add(1).handle
+    server.srq.post_srq_ops(rp.TagDel(handle=old))
+    server.one()
+    for _ in range(255):
+        add = server.add(1)
+        server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
+        server.one()
+    server.add(2, recv_wr_id=7)
+    with pytest.raises(rp.PostError, match="not on the list any more"):
+        server.srq.post_srq_ops(rp.TagDel(handle=old))
+    server.client.eager(2, b"whole")
+    assert (server.one().wr_id, server.bytes(5)) == (7, b"whole")
+
+
+def test_removal_that_fails_removes_nothing(stack, pd):
+    """Unchecked: the device alone knows that its handle is an old one."""
+    server = Server(stack, pd, checked=False)
+    handles = []
+    for _ in range(256):
+        handles.append(server.add(1).handle)
+        server.srq.post_srq_ops(rp.TagDel(handle=handles[-1]))
+        server.one()
+    old = handles[0]
+    server.add(2, recv_wr_id=7)
+    server.srq.post_srq_ops(rp.TagDel(handle=old))
+    assert server.one().status is WCStatus.TM_ERR
+    with pytest.raises(rp.InUseError):
+        server.mr.close()
+    server.client.eager(2, b"whole")
+    assert server.one().wr_id == 7
+
+
 def test_handle_belongs_to_one_queue(stack, pd, server):
     """Drivers take the number as an index: not even an unchecked post gets through."""
     for checked in (True, False):
@@ -147,7 +181,7 @@ def test_unsignaled_operations_fill_the_devices_queue(stack, pd):
     """Their slots come free with a later signaled one, as on a send queue."""
     server = Server(stack, pd, max_ops=2, checked=False)
     server.srq.post_srq_ops([rp.TagSync(flags=0), rp.TagSync(flags=0)])
-    with pytest.raises(rp.PostError) as caught:
+    with pytest.raises(rp.PostError, match=r"operations .* full \(max_ops=2, ") as caught:
         server.srq.post_srq_ops(rp.TagSync())
     assert (caught.value.errno, caught.value.index) == (errno.ENOMEM, 0)
 

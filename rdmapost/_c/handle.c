@@ -21,8 +21,11 @@ enum {
 /* Who is to close what is put off. */
 enum { NOBODY, BY_CALLER, BY_FINALIZER };
 
-/* What has become of a handle.  Who closes a DESTROYED one calls _forget(). */
-enum { NEW, MAKING, OPEN, DESTROYED, GONE };
+/*
+ * What has become of a handle: BEGUN while its constructor prepares what MAKING takes.  Who closes a
+ * DESTROYED one calls _forget().
+ */
+enum { NEW, BEGUN, MAKING, OPEN, DESTROYED, GONE };
 
 PyObject *rp_handle_type;
 int rp_exiting;
@@ -329,7 +332,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
 
 void rp_raise_closed(struct rp_handle *h)
 {
-	if (state_of(h) != NEW && h->process != process)
+	if (h->process && h->process != process)
 		PyErr_Format(python.closed, "%S was opened by process %d; open the device again",
 			     h, h->pid);
 	else
@@ -441,8 +444,8 @@ static void end_uses(struct rp_use *uses, int used)
 static int check_struct(const struct rp_handle *h, PyObject *made)
 {
 	PyObject *items = PyDict_Items(python.structs);
-	PyObject *type = PyObject_CallFunctionObjArgs(python.type_of, made, NULL);
-	int wrong = !items || !type;
+	PyObject *type = items ? PyObject_CallFunctionObjArgs(python.type_of, made, NULL) : NULL;
+	int wrong = !type;
 
 	for (Py_ssize_t i = 0; !wrong && i < PyList_Size(items); i++) {
 		PyObject *class, *wanted;
@@ -492,9 +495,12 @@ static void drop_held(struct rp_handle *h, char state)
 	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps };
 	struct error error = save_error();
 	struct rp_use use;
-	struct rp_bound *bound = h->bound;
+	struct rp_bound *bound;
 
+	RP_BEGIN(h);
+	bound = h->bound;
 	h->bound = NULL;
+	RP_END();
 	h->cdata = h->destroy = h->parents = h->keeps = NULL;
 	set_state(h, state);
 	/* What nobody holds any more is closed when that is over. */
@@ -533,30 +539,41 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 	return made;
 }
 
-static void raise_made(PyObject *self)
+static int change_state(struct rp_handle *h, char from, char to)
 {
-	PyErr_Format(PyExc_RuntimeError, "%S has been made; __init__ is not called again", self);
+	return __atomic_compare_exchange_n(&h->state, &from, to, 0, __ATOMIC_SEQ_CST,
+					   __ATOMIC_SEQ_CST);
 }
 
-/* _begin_making(): a constructor begins.  Nothing may have been made: it would change that. */
+static void raise_made(PyObject *self)
+{
+	PyErr_Format(PyExc_RuntimeError, "%S %s made; __init__ is not called again", self,
+		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
+}
+
+/* _begin_making(): a constructor begins, if no other has. */
 static PyObject *handle_begin(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	(void)unused;
-	if (state_of(h) != NEW) {
+	if (!change_state(h, NEW, BEGUN)) {
 		raise_made(self);
 		return NULL;
 	}
-	h->unfinished = 1;
+	__atomic_store_n(&h->maker, this_thread(), __ATOMIC_SEQ_CST);
 	Py_RETURN_NONE;
 }
 
-/* _end_making(): it has ended, well. */
-static PyObject *handle_end(PyObject *self, PyObject *unused)
+/* _end_making(well): it has ended; where nothing was made another may begin. */
+static PyObject *handle_end(PyObject *self, PyObject *well)
 {
-	(void)unused;
-	((struct rp_handle *)self)->unfinished = 0;
+	struct rp_handle *h = (struct rp_handle *)self;
+
+	if (well == Py_True)
+		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
+	else
+		change_state(h, BEGUN, NEW);
 	Py_RETURN_NONE;
 }
 
@@ -570,14 +587,14 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *made;
 	unsigned int access = 0;
-	char state = NEW;
+	char before;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names, &create,
 					 &PyTuple_Type, &values, &destroy, &PyTuple_Type,
 					 &parents, &keeps, &access))
 		return NULL;
-	if (!__atomic_compare_exchange_n(&h->state, &state, MAKING, 0, __ATOMIC_SEQ_CST,
-					 __ATOMIC_SEQ_CST)) {
+	before = (char)state_of(h);
+	if (before > BEGUN || !change_state(h, before, MAKING)) {
 		raise_made(self);
 		return NULL;
 	}
@@ -589,7 +606,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	h->parents = Py_NewRef(parents);
 	made = make(h, create, values);
 	if (!made)
-		drop_held(h, NEW);
+		drop_held(h, before);
 	return made;
 }
 
@@ -650,6 +667,25 @@ static PyObject *get_closed(PyObject *self, void *unused)
 
 	(void)unused;
 	return PyBool_FromLong(h->process != process || state_of(h) != OPEN);
+}
+
+static uintptr_t maker_of(PyObject *self)
+{
+	return __atomic_load_n(&((struct rp_handle *)self)->maker, __ATOMIC_SEQ_CST);
+}
+
+static PyObject *get_unfinished(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyBool_FromLong(maker_of(self) != 0);
+}
+
+/* Whether this thread is in the middle of its constructor, or no constructor has begun. */
+static PyObject *get_making(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyBool_FromLong(maker_of(self) == this_thread() ||
+			       state_of((struct rp_handle *)self) == NEW);
 }
 
 static PyObject *get_parents(PyObject *self, void *unused)
@@ -785,8 +821,8 @@ static int destroy(struct rp_handle *h)
 }
 
 /*
- * Call _forget() until it has come to its end, then let go of all that is held.
- * 0, or -1 with the first exception of an interrupt, which did not end it.
+ * Call _forget() until it has come to its end, then let go of all that is held.  What is gone from
+ * the device is gone, whatever it raises: 0, or -1 with the first exception.
  */
 static int finish(struct rp_handle *h)
 {
@@ -799,10 +835,8 @@ static int finish(struct rp_handle *h)
 			first = save_error();
 		PyErr_Clear();
 	}
-	if (forgotten) {
-		leave_parents(h->parents, PyTuple_Size(h->parents));
-		drop_held(h, GONE);
-	}
+	leave_parents(h->parents, PyTuple_Size(h->parents));
+	drop_held(h, GONE);
 	restore_error(first);
 	return PyErr_Occurred() ? -1 : 0;
 }
@@ -1026,7 +1060,7 @@ static void handle_dealloc(PyObject *self)
 static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
-	{ "_end_making", handle_end, METH_NOARGS, NULL },
+	{ "_end_making", handle_end, METH_O, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
@@ -1046,6 +1080,8 @@ static PyMethodDef handle_methods[] = {
 static PyGetSetDef handle_getset[] = {
 	{ "_handle", get_struct, NULL, NULL, NULL },
 	{ "_parents", get_parents, NULL, NULL, NULL },
+	{ "_unfinished", get_unfinished, NULL, NULL, NULL },
+	{ "_making", get_making, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
@@ -1053,7 +1089,6 @@ static PyGetSetDef handle_getset[] = {
 static PyMemberDef handle_members[] = {
 	/* Whether its last user closes it. */
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
-	{ "_unfinished", T_BOOL, offsetof(struct rp_handle, unfinished), READONLY, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
@@ -1078,6 +1113,12 @@ static PyType_Slot handle_slots[] = {
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
+	if (python.open) {
+		PyErr_SetString(PyExc_ImportError,
+				"rdmapost can be imported once in a process; it has been, and its "
+				"modules were forgotten or belong to another interpreter");
+		return NULL;
+	}
 	if (!PyArg_ParseTuple(args, "OOOOOO!OO!", &python.closed, &python.error, &python.failed,
 			      &python.ffi, &python.to_number, &PyDict_Type, &python.open,
 			      &python.type_of, &PyDict_Type, &python.structs))

@@ -28,6 +28,7 @@ struct rp_handle {
 	PyObject *keeps; /* what must not go before it: memory */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* among those to close after a verb */
+	uintptr_t maker; /* the thread whose constructor has begun, and not ended well, or 0 */
 	uintptr_t closer; /* the thread that closes it, or 0 */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that made it */
@@ -39,7 +40,6 @@ struct rp_handle {
 	char refused; /* the device would not let it go */
 	char kept; /* and so it is there until the process ends */
 	char put_off; /* to be closed after a verb */
-	char unfinished; /* its constructor has begun, and not ended */
 };
 
 extern PyObject *rp_handle_type;

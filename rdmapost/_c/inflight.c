@@ -190,7 +190,8 @@ static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket, int 
 		ahead -= ahead < left ? ahead : left;
 		if (entry->state >= RP_BIND)
 			note_bind(entry, wr_id != NULL, status);
-		if (entry->removes && q->tagged)
+		/* An error is that of the last, which has removed nothing. */
+		if (entry->removes && q->tagged && (!wr_id || status == IBV_WC_SUCCESS))
 			release(q->tagged, entry->removes);
 	}
 	return wr_id;
@@ -229,13 +230,14 @@ void rp_match(struct rp_in_flight *q, uint64_t ticket)
 	RP_END();
 }
 
-int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket)
+int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket, uint64_t serial)
 {
+	const struct rp_entry *entry;
 	int found;
 
 	RP_BEGIN(q);
-	found = q->in_order ? ((ticket - q->done) & UINT32_MAX) < q->posted - q->done :
-			      find(q, ticket) != NULL;
+	entry = find(q, ticket);
+	found = entry && entry->serial == serial;
 	RP_END();
 	return found;
 }
@@ -243,7 +245,7 @@ int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket)
 static void free_slot(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	*entry = (struct rp_entry){ .count = q->free,
-				    .generation = (unsigned char)(entry->generation + 1) };
+				    .generation = (entry->generation + 1) & 0xFF };
 	q->free = (uint32_t)(entry - q->entries) + 1;
 	q->end--;
 }

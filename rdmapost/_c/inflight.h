@@ -24,7 +24,7 @@ struct rp_entry {
 	PyObject *held; /* one object, a tuple of them (of a bind the window and the region), or NULL */
 	uint32_t count; /* of work requests; in a free or done slot the next */
 	uint32_t removes; /* the end of the ticket of the receive that a TAG_DEL removes, or 0 */
-	unsigned char generation, state;
+	uint64_t serial : 48, generation : 8, state : 8; /* serial: no two of a queue have the same */
 };
 
 struct rp_in_flight {
@@ -82,6 +82,7 @@ static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 	} else {
 		entry = rp_take_slot(q, &ticket);
 		what.generation = entry->generation;
+		what.serial = q->posted;
 	}
 	*entry = what;
 	q->posted += what.count;
@@ -115,8 +116,11 @@ static inline void rp_drop_done(struct rp_in_flight *q)
 /* A message has matched this tagged receive, and its data will follow. */
 void rp_match(struct rp_in_flight *q, uint64_t ticket);
 
-/* Whether a ticket is outstanding. */
-int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket);
+/*
+ * Whether a work request is outstanding, of a queue that completes in any order.  Its slot, and in
+ * the end its ticket too, is another's when it is done; its serial is not.
+ */
+int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket, uint64_t serial);
 
 /*
  * Let what is held (see rp_entry) be named by a work request in flight, or no longer.  Returns the

@@ -104,6 +104,7 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 		r->tagged = rp_record(list, (struct rp_entry){ .wr_id = r->wr_id_of_tag,
 							       .held = entry->held, .count = 1,
 							       .state = RP_POSTED });
+		r->serial = list->posted - 1;
 		r->wr_id_of_tag = NULL;
 		entry->held = NULL;
 		wr->tm.add.recv_wr_id = r->tagged;
@@ -111,7 +112,7 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 	if (!tag || tag->list != list)
 		return 0;
 	wr->tm.handle = tag->value;
-	return (uint32_t)tag->ticket;
+	return rp_is_outstanding(list, tag->ticket, tag->serial) ? (uint32_t)tag->ticket : 0;
 }
 
 void rp_link(const struct post *post, size_t index, size_t count)
@@ -303,7 +304,8 @@ static int give_handles(struct queue *q, struct post *post, int64_t in)
 
 		if (!r->tagged)
 			continue;
-		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged, op->tm.handle);
+		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged, r->serial,
+					 op->tm.handle);
 		failed = !tag || PyObject_SetAttrString(r->wr, "handle", tag);
 		Py_XDECREF(tag);
 	}

@@ -69,7 +69,7 @@ struct request {
 	size_t record; /* its offset among the records */
 	size_t owners; /* of its SGEs, the index of the first */
 	uint64_t flags;
-	uint64_t ticket, tagged; /* as recorded; of a tagged receive */
+	uint64_t ticket, tagged, serial; /* as recorded; of a tagged receive */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
 	PyObject *tag; /* the handle of a TAG_DEL */
 	struct rp_handle *ah, *mw, *mr;
@@ -156,11 +156,12 @@ uint64_t rp_buffer_start(PyObject *buffer, uint64_t *length);
 struct rp_tag_handle {
 	PyObject_HEAD
 	struct rp_in_flight *list; /* the tagged receives */
-	uint64_t ticket;
+	uint64_t ticket, serial;
 	uint32_t value; /* the device's name for it */
 };
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint32_t value);
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint64_t serial,
+			     uint32_t value);
 
 /* ---- read.c ------------------------------------------------------------- */
 

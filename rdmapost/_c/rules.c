@@ -276,7 +276,7 @@ static int check_tag_handle(const struct queue *q, struct post *post, const stru
 
 	if (!tag || tag->list != q->in_flight->tagged)
 		return rp_refuse(post, "no_tag_handle", 0);
-	if (q->checked && !rp_is_outstanding(tag->list, tag->ticket))
+	if (q->checked && !rp_is_outstanding(tag->list, tag->ticket, tag->serial))
 		return no_because_of(post, "tag_not_listed", r->tag);
 	return 1;
 }

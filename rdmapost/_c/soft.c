@@ -400,18 +400,17 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
 	struct quiet quiet = begin_quietly();
 	struct queue *queue = find_queue(handle, names[what]);
-	int code = queue ? 0 : EINVAL, any = 0;
+	int code = queue ? 0 : EINVAL;
 
+	/* It runs when the post is over, and does no harm where nothing was taken in. */
+	if (queue && queue->prompt)
+		code = rp_soft_start(handle);
 	while (wr && !code) {
 		code = take_in(what, type, queue, wr);
-		if (code)
-			break;
-		any = 1;
 		/* The three kinds have this in common. */
-		wr = ((struct ibv_recv_wr *)wr)->next;
+		if (!code)
+			wr = ((struct ibv_recv_wr *)wr)->next;
 	}
-	if (any && queue->prompt)
-		rp_soft_start(handle);
 	Py_XDECREF((PyObject *)queue);
 	end_quietly(quiet);
 	if (code)
@@ -437,11 +436,11 @@ static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bin
 		wqe->flags = bind->send_flags;
 		wqe->window = rp_soft_part(mw->handle, NAMES);
 		wqe->region = rp_soft_part(bind->bind_info.mr->handle, NAMES);
-		code = wqe->window && wqe->region ? put_in(queue, wqe, 0) : EINVAL;
-		if (!code) {
+		code = wqe->window && wqe->region ? rp_soft_start(qp->handle) : EINVAL;
+		if (!code)
+			code = put_in(queue, wqe, 0);
+		if (!code)
 			mw->rkey = wr->bind_mw.rkey;
-			rp_soft_start(qp->handle);
-		}
 		Py_DECREF((PyObject *)wqe);
 	}
 	Py_XDECREF((PyObject *)queue);

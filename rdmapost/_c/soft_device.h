@@ -66,7 +66,7 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
  */
 long rp_soft_step(PyObject *call);
 
-/* Let the device carry out what the object of a handle has to do. */
-void rp_soft_start(uint32_t handle);
+/* Let the device carry out what the object of a handle has to do; 0 or ENOMEM. */
+int rp_soft_start(uint32_t handle);
 
 #endif

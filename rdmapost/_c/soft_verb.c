@@ -319,13 +319,14 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 	return found;
 }
 
-void rp_soft_start(uint32_t handle)
+int rp_soft_start(uint32_t handle)
 {
 	PyObject *object = rp_soft_part(handle, NAMES);
+	int failed = !object || PyList_Append(rp_soft_given(READY), object);
 
-	if (object && PyList_Append(rp_soft_given(READY), object))
-		PyErr_Clear();
+	PyErr_Clear();
 	Py_XDECREF(object);
+	return failed ? ENOMEM : 0;
 }
 
 /* verb(function, *args): call it as one step: all of it happens, or nothing and it raises. */

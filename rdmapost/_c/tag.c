@@ -1,7 +1,8 @@
 /* The handle of an entry of a matching list; a TAG_ADD's post makes it, a TAG_DEL names it. */
 #include "post.h"
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint32_t value)
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint64_t serial,
+			     uint32_t value)
 {
 	struct rp_tag_handle *tag = (struct rp_tag_handle *)PyType_GenericAlloc(
 		(PyTypeObject *)rp_known.tag_handle, 0);
@@ -10,6 +11,7 @@ PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint32_
 		return NULL;
 	tag->list = (struct rp_in_flight *)Py_NewRef((PyObject *)list);
 	tag->ticket = ticket;
+	tag->serial = serial;
 	tag->value = value;
 	return (PyObject *)tag;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -321,6 +322,36 @@ def test_resource_refuses_to_be_copied_by_the_name_of_its_type(kind, device):
     gc.collect()
     rig.works()
     rig.close()
+
+
+@isolated(silent=True, timeout=60)
+def test_preparing_lists_while_another_thread_closes_what_they_name(device):
+    """A refusal names the lists that there are; a closed queue pair leaves none of them open."""
+    end = time.monotonic() + SECONDS
+    for _ in range(ROUNDS):
+        rig = Rig(device)
+        qp = rig.queue_pair()
+        made: list[Any] = []
+        first = qp.prepare(rig.write())
+
+        def prepare(rig=rig, qp=qp, made=made):
+            with contextlib.suppress(rp.ClosedError, rp.PostError):
+                while True:
+                    made.append(qp.prepare(rig.write()))
+                    if len(made) > 20:
+                        made.pop(0).close()
+
+        with thread(prepare):
+            until(lambda made=made: len(made) > 5, "lists are prepared")
+            for _ in range(5):
+                with pytest.raises(rp.InUseError, match="prepared list"):
+                    rig.mr.close()
+            qp.close()
+        assert first.closed
+        assert all(batch.closed for batch in made)
+        rig.close()
+        if time.monotonic() > end:
+            break
 
 
 # ---- waits that are released ------------------------------------------------------
