@@ -365,7 +365,8 @@ thread.join(20)
 
 def test_child_opens_a_device_where_a_thread_was_opening_the_first_at_the_fork() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOADING],
+        # -P: what is installed is tested, whatever the current directory holds.
+        [sys.executable, "-P", "-W", "ignore", "-c", LOADING],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["0"], done.stderr[-600:]
