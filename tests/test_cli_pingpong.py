@@ -248,11 +248,15 @@ def test_failure_as_json(context):
 def test_options_that_the_device_cannot_have(context):
     port = context.query_port(1)
     ran = client(context, 1, "--qp-type", "ud", "-s", str(port.active_mtu.bytes + 1))
-    assert ran.code == 1
+    assert ran.code == 2
     assert f"size={port.active_mtu.bytes + 1} is not in 1..{port.active_mtu.bytes}" in ran.err
+    assert "a UD message is one packet" in ran.err
+    ran = client(context, 1, "--rx-depth", str(context.attr.max_qp_wr + 1))
+    assert ran.code == 2
+    assert "rx_depth=" in ran.err
     if port.active_mtu < rp.MTU.MTU_4096:
         ran = client(context, 1, "--mtu", "4096")
-        assert ran.code == 1
+        assert ran.code == 2
         assert "mtu=4096 is more than the active MTU" in ran.err
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
-from .address import DEFAULT_PORT, show_address
+from .address import DEFAULT_PORT, check_where, show_address
 from .client import MARGIN_S, Teller, why_not_reached
 from .connection import Dialled
 from .conversation import Reception, check_token
@@ -73,6 +73,7 @@ async def aserve(
     """
     if on_event is not None and not callable(on_event):
         raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
+    port = check_where(host, port, 0)
     exposure = make_exposure(
         context, size=size, access=access, count=count, receive_size=receive_size, data=data,
         shared=shared, port_num=port_num, gid_index=gid_index,
@@ -166,12 +167,14 @@ async def adial(
         The connection; an asynchronous context manager.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
         ProtocolError: what listens there speaks something else.
         VerbsError: the device refused.
     """
+    port = check_where(host, port)
     check_token(token)
     connection = AsyncConnection(
         context, qp_type, timeout=timeout, local_size=local_size, local_access=local_access,

@@ -17,7 +17,7 @@ from typing import Any, Self
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
-from .address import DEFAULT_PORT, resolve, show_address
+from .address import DEFAULT_PORT, check_where, resolve, show_address
 from .connection import Dialled
 from .conversation import check_token
 from .errors import ConnectError, ConnectTimeout, ProtocolError
@@ -65,12 +65,14 @@ def dial(
         The connection; a context manager.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
         ProtocolError: what listens there speaks something else.
         VerbsError: the device refused.
     """
+    port = check_where(host, port)
     check_token(token)
     return Connection(
         context, host, port, token,
