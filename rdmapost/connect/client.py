@@ -298,7 +298,7 @@ class Connection(Dialled):
         return self._as_arrival(self._ask(question, wait + MARGIN_S))
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
-        """Ask the server what stands in its memory.
+        """Ask the server what its memory holds.
 
         Args:
             offset: from its start.
@@ -306,7 +306,7 @@ class Connection(Dialled):
 
         Returns:
             A digest and the first bytes; empty where the server does not tell,
-            because others' data stands there too and it may not be read.
+            because the memory holds others' data, too, and may not be read.
 
         Raises:
             TypeError: an argument is not an integer.
