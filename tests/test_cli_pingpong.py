@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from cli_runner import Ran, run
 from playing import listening, start
-from ports import HOST, free_port
+from ports import HOST, free_port, wait_for_port
 from support import LIMIT, run_python
 
 import rdmapost as rp
@@ -276,14 +276,11 @@ def test_a_stranger_is_told_in_one_line(context):
     port = free_port()
 
     def shout() -> None:
-        for _ in range(1000):
-            with contextlib.suppress(ConnectionRefusedError):
-                with socket.create_connection((HOST, port), 5) as sock:
-                    sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                    with contextlib.suppress(OSError):
-                        sock.recv(1)
-                return
-            time.sleep(0.01)
+        wait_for_port(port)
+        with socket.create_connection((HOST, port), 5) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            with contextlib.suppress(OSError):
+                sock.recv(1)
 
     thread = threading.Thread(target=shout)
     thread.start()
