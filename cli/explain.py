@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -62,10 +63,10 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     NAME is a completion status, an errno, an opcode, a QP type or state, a
     flag or an asynchronous event, by name or number, as any program printed it:
     RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read, or the
-    words of ibv_wc_status_str and strerror.  Without a NAME it lists them all.
+    words of ibv_wc_status_str and strerror.  Several are explained one after
+    the other.  Without a NAME it lists them all.
     """
     from rdmapost.explain import KINDS, UnknownNameError, names
-    from rdmapost.explain import explain as look_up
 
     out: Output = ctx.obj
     out.json = as_json
@@ -73,14 +74,27 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
         out.doc["names"] = known = names()
         out.finish("\n\n".join(f"{KINDS[kind]}:\n{_fill(of)}" for kind, of in known.items()))
         return
-    out.doc["name"] = what = " ".join(name)
+    out.doc["name"] = " ".join(name)
     try:
-        found = look_up(what)
+        found = _look_up(name)
     except UnknownNameError as error:
         out.doc["nearest"] = error.nearest
         raise click.UsageError(str(error), ctx) from None
     out.doc["explanations"] = [asdict(one) for one in found]
     out.finish(_BETWEEN.join(_page(one, KINDS[one.kind]) for one in found))
+
+
+def _look_up(words: tuple[str, ...]) -> list[Explanation]:
+    """Explain words that are one name together, or else one name each."""
+    from rdmapost.explain import UnknownNameError
+    from rdmapost.explain import explain as look_up
+
+    try:
+        return list(look_up(" ".join(words)))
+    except UnknownNameError:
+        with suppress(UnknownNameError):
+            return [one for word in dict.fromkeys(words) for one in look_up(word)]
+        raise
 
 
 def _page(one: Explanation, kind: str) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "flag_options",
     "given",
     "integer",
+    "not_empty",
     "payload_of",
     "payload_options",
     "payload_options_for",
@@ -71,6 +72,14 @@ def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
 
 U32 = integer(0, (1 << 32) - 1)
 U64 = integer(0, (1 << 64) - 1)
+
+
+def not_empty(text: str) -> str:
+    """Refuse an empty text: a variable of the shell that is not set, most often."""
+    if not text:
+        raise click.BadParameter("it is empty")
+    return text
+
 
 _SIZE = re.compile(r"(\d+|0x[0-9a-f]+)(?:([kmg])(?:i?b)?)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -162,7 +171,7 @@ def device_options(function: Command) -> Command:
     """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
 
     @click.option(
-        "-d", "--device", metavar="NAME", shell_complete=_devices,
+        "-d", "--device", type=not_empty, metavar="NAME", shell_complete=_devices,
         help="Device, such as mlx5_0, rxe0 or soft0.",
     )  # fmt: skip
     @click.option(

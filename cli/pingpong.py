@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import Target, device_options, integer, seconds, size_in_bytes, timeout_option
+from .options import (
+    Target,
+    device_options,
+    integer,
+    not_empty,
+    seconds,
+    size_in_bytes,
+    timeout_option,
+)
 from .output import Output, columns, fields
 
 if TYPE_CHECKING:
@@ -21,7 +29,7 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
 
 
 @click.command()
-@click.argument("host", required=False)
+@click.argument("host", type=not_empty, required=False)
 @click.option(
     "--qp-type",
     type=click.Choice(["rc", "uc", "ud"], case_sensitive=False),
@@ -55,7 +63,9 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     "--tcp-port", type=integer(0, 65535), metavar="N", default=18515, show_default=True,
     help="TCP port of the exchange (-p of the stock programs).",
 )  # fmt: skip
-@click.option("--bind", metavar="ADDRESS", help="Listen here.  [default: on every address]")
+@click.option(
+    "--bind", type=not_empty, metavar="ADDRESS", help="Listen here.  [default: on every address]"
+)
 @click.option(
     "--wait", type=seconds, metavar="SECONDS", help="Wait so long for a client.  [default: no end]"
 )
@@ -96,7 +106,7 @@ def pingpong(
     from rdmapost import MTU, QPType
     from rdmapost.pingpong import Pingpong, listen
 
-    from .session import open_target
+    from .session import open_target, usage_error
 
     out.doc.update(
         device=None, kind=None, role="server" if host is None else "client", peer=None,
@@ -108,11 +118,15 @@ def pingpong(
                 f"{context.name} is inside this process, and no other process can reach it",
                 err=True,
             )
-        with Pingpong(
-            context, QPType[qp_type.upper()], size=size, iters=iters, rx_depth=rx_depth,
-            mtu=None if mtu is None else MTU[f"MTU_{mtu}"], validate=validate, events=events,
-            sl=sl, port_num=port_num, gid_index=target.gid_index, timeout=timeout,
-        ) as side:  # fmt: skip
+        try:
+            side = Pingpong(
+                context, QPType[qp_type.upper()], size=size, iters=iters, rx_depth=rx_depth,
+                mtu=None if mtu is None else MTU[f"MTU_{mtu}"], validate=validate, events=events,
+                sl=sl, port_num=port_num, gid_index=target.gid_index, timeout=timeout,
+            )  # fmt: skip
+        except ValueError as error:
+            usage_error(str(error))
+        with side:
             out.doc.update(size=side.size, gid_index=side.gid_index, local=_address(side.local))
             out.note(f"local    {side.local}")
             if host is not None:

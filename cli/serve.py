@@ -19,6 +19,7 @@ from .options import (
     Target,
     device_options,
     integer,
+    not_empty,
     payload_of,
     seconds,
     size_in_bytes,
@@ -51,7 +52,7 @@ def _access(value: str) -> str:
 
 @click.command()
 @click.option(
-    "--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True,
+    "--bind", type=not_empty, metavar="ADDRESS", default="127.0.0.1", show_default=True,
     help="Listen here; 0.0.0.0 or :: is everywhere.",
 )  # fmt: skip
 @click.option(

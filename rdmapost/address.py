@@ -90,6 +90,11 @@ def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
     return f"{kind}; the port has only link-local addresses"
 
 
+_LOCAL = {"port_num": 255, "dlid": 0xFFFF, "sl": 15, "src_path_bits": 255, "static_rate": 255}
+_GLOBAL = {"sgid_index": 255, "flow_label": (1 << 20) - 1, "hop_limit": 255, "traffic_class": 255}
+"""The largest value of each field, in ``struct ibv_ah_attr`` and in its GRH."""
+
+
 @dataclass(frozen=True, slots=True)
 class AHAttr:
     """The way to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
@@ -105,6 +110,8 @@ class AHAttr:
         flow_label: 0..2^20-1.
         hop_limit: 0..255.
         traffic_class: 0..255.
+
+    The fields are checked when they are used, by AH and QP.modify.
     """
 
     port_num: int = 1
@@ -119,14 +126,26 @@ class AHAttr:
     traffic_class: int = 0
 
     def _fill(self, raw: Any) -> None:
-        """Write the fields into a ``struct ibv_ah_attr``."""
-        for name in ("port_num", "dlid", "sl", "src_path_bits", "static_rate"):
-            setattr(raw, name, getattr(self, name))
+        """Write the fields into a ``struct ibv_ah_attr``.
+
+        Raises:
+            TypeError: a field is of another type.
+            ValueError: a number is out of range.
+        """
+        expect("dgid", self.dgid, GID, None)
+        for name, most in _LOCAL.items():
+            setattr(raw, name, self._number(name, most))
         raw.is_global = self.dgid is not None
         if self.dgid is not None:
             raw.grh.dgid.raw = bytes(self.dgid)
-            for name in ("sgid_index", "flow_label", "hop_limit", "traffic_class"):
-                setattr(raw.grh, name, getattr(self, name))
+            for name, most in _GLOBAL.items():
+                setattr(raw.grh, name, self._number(name, most))
+
+    def _number(self, name: str, most: int) -> int:
+        number = index(name, getattr(self, name))
+        if not 0 <= number <= most:
+            raise ValueError(f"{name}={number} is not in 0..{most}")
+        return number
 
     @classmethod
     def _read(cls, raw: Any) -> AHAttr:
@@ -154,7 +173,7 @@ class AH(Resource, struct="ibv_ah"):
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the device has no such port, or a number does not fit.
+        ValueError: the device has no such port, or a number is out of range.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to look at.
     """
@@ -176,10 +195,7 @@ class AH(Resource, struct="ibv_ah"):
         if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
             raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
         raw = ffi.new("struct ibv_ah_attr *")
-        try:
-            attr._fill(raw)
-        except OverflowError as error:
-            raise ValueError(f"the address does not fit: {error}") from None
+        attr._fill(raw)
         self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
 
     def __str__(self) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address
 from typing import Any
 
-from ._arguments import index
+from ._arguments import expect, index
+from ._arguments import index as whole_number
 from ._binding import door, ffi
 from ._resource import Resource
 from .enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
@@ -43,10 +44,12 @@ class GID(bytes):
         value: 16 bytes, or text such as "fe80::1" or "::ffff:10.0.0.1".
 
     Raises:
+        TypeError: it is of another type.
         ValueError: it is neither.
     """
 
     def __new__(cls, value: bytes | str) -> GID:
+        expect("value", value, bytes, str, bytearray, memoryview)
         if isinstance(value, str):
             value = IPv6Address(value).packed
         if len(value) != 16:
@@ -189,13 +192,16 @@ def open_device(name: str | None = None) -> Context:
             libibverbs that has an active port; never the software device.
 
     Raises:
+        TypeError: name is neither text nor None.
         NoRdmaError: libibverbs cannot be loaded.
         NoDeviceError: there is no such device, or none with an active port.
         VerbsError: the device cannot be opened; the text says what is missing.
 
     See ibv_open_device(3).
     """
-    name = name or os.environ.get(_DEVICE_VARIABLE) or None
+    expect("name", name, str, None)
+    if name is None:
+        name = os.environ.get(_DEVICE_VARIABLE) or None
     if name is None:
         return _open_active()
     # The soft device first: it is there whether or not libibverbs is.
@@ -205,9 +211,8 @@ def open_device(name: str | None = None) -> Context:
             if info.name == name:
                 return Context(provider, info)
     names = ", ".join(info.name for info in found)
-    raise NoDeviceError(
-        f"there is no RDMA device {name}: " + (f"there is {names}" if names else NO_DEVICES)
-    )
+    there = f"there is {names}" if names else NO_DEVICES
+    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {there}")
 
 
 def _open_active() -> Context:
@@ -356,14 +361,15 @@ class Context(Resource, struct="ibv_context"):
             index: which entry, from 0.
 
         Raises:
+            TypeError: an argument is not an integer.
             ValueError: the device has no such port.
             ClosedError: the device is closed.
             VerbsError: there is no such entry, or the device failed.
 
         See ibv_query_pkey(3).
         """
-        port_num = self._check_port(port_num)
-        pkey: int = self._verb(self._provider.query_pkey, port_num, operator.index(index))
+        port_num, entry = self._check_port(port_num), whole_number("index", index)
+        pkey: int = self._verb(self._provider.query_pkey, port_num, entry)
         return pkey
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import errno
 from typing import Any
 
-from ._arguments import expect
+from ._arguments import expect, index
 from ._binding import ffi
 from ._resource import Resource
 from .address import AH, AHAttr, GIDChoice, choose_gid
@@ -146,10 +146,10 @@ class Steps(Resource):
                 min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, ...).
 
         Raises:
-            TypeError: there is no such field.
+            TypeError: there is no such field, or its value is of another type.
             ValueError: a step that the state machine does not have, an
                 attribute that the step needs and that is missing, or a number
-                that does not fit.
+                that is out of range.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -163,12 +163,14 @@ class Steps(Resource):
             if bit is None:
                 raise TypeError(f"struct ibv_qp_attr has no field {name}")
             mask |= bit
+            if name in ("ah_attr", "alt_ah_attr"):
+                expect(name, value, AHAttr)
+                value._fill(getattr(raw, name))
+                continue
+            attrs[name] = number = index(name, value)
             try:
-                if isinstance(value, AHAttr):
-                    value._fill(getattr(raw, name))
-                else:
-                    setattr(raw, name, value)
-            except (OverflowError, TypeError, AttributeError) as error:
+                setattr(raw, name, number)
+            except OverflowError as error:
                 raise ValueError(f"{name}={value!r} does not fit: {error}") from None
         state = attrs.get("cur_qp_state", self._state)
         to = QPState(attrs.get("qp_state", state))

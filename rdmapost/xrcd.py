@@ -18,13 +18,13 @@ class XRCD(Resource, struct="ibv_xrcd"):
     Args:
         context: an open device.
         fd: an open file, by whose inode other processes find the same domain;
-            -1 for a domain that is nobody else's.
+            -1 for a new domain that no other process shares, whatever oflags says.
         oflags: os.O_CREAT makes the domain if the file has none; os.O_EXCL with
             it refuses one that is there already.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number does not fit.
+        ValueError: fd is not in -1..2^31-1, or oflags has another flag.
         ClosedError: the device is closed.
         UnsupportedError: the device has no XRC.
         VerbsError: the device refused.
@@ -40,11 +40,13 @@ class XRCD(Resource, struct="ibv_xrcd"):
     def __init__(self, context: Context, fd: int = -1, oflags: int = os.O_CREAT) -> None:
         expect("context", context, Context)
         self.context = context
+        fd, oflags = index("fd", fd), index("oflags", oflags)
+        if not -1 <= fd < 1 << 31:
+            raise ValueError(f"fd={fd} is not in -1..2^31-1")
+        if oflags & ~(os.O_CREAT | os.O_EXCL):
+            raise ValueError(f"oflags={oflags:#x} is not made of os.O_CREAT and os.O_EXCL")
         init = ffi.new("struct ibv_xrcd_init_attr *")
         init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS
-        try:
-            init.fd, init.oflags = index("fd", fd), index("oflags", oflags)
-        except OverflowError:
-            raise ValueError(f"fd={fd} or oflags={oflags} does not fit into 32 bits") from None
+        init.fd, init.oflags = fd, oflags
         provider = context._provider
         self._make(provider.open_xrcd, (context, init), provider.close_xrcd, (context,))

@@ -8,7 +8,8 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import pytest
@@ -45,6 +46,14 @@ def resident() -> int:
     """Return the bytes of this process that are in memory."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for what another thread does, and nothing tells of."""
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def needs(condition: object, what: str, context: rp.Context) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -34,6 +35,16 @@ async def settle() -> None:
     """Let every task that can run go on until it waits."""
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+def abandoned(wait: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
+    """Start a task that waits in an event loop of its own, and close the loop around it."""
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        task = loop.create_task(wait())
+        loop.run_until_complete(settle())
+        assert not task.done()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    return task
 
 
 async def waiting(cq: rp.CQ, count: int = 1) -> asyncio.Task[list[rp.WC]]:

@@ -155,6 +155,7 @@ def test_ten_thousand_operations_of_several_tasks_are_all_accounted_for(connect,
 
         takers = [asyncio.create_task(take()) for _ in range(4)]
         await asyncio.gather(*(post(pair) for pair in pairs))
+        # Nothing tells when the last are polled: no task may want as few as there are.
         while any(pair.a.outstanding.send for pair in pairs):
             await asyncio.sleep(0.001)
         for task in takers:

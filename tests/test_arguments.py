@@ -10,6 +10,7 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import QPType, connect
+from rdmapost.pingpong import Pingpong
 
 Make = Callable[[rp.Context, rp.PD, rp.CQ], Any]
 
@@ -66,6 +67,46 @@ WRONG: dict[str, tuple[Make, str]] = {
         lambda context, pd, cq: rp.QP(pd, QPType.XRC_RECV, cq, xrcd=3),
         "xrcd: expected XRCD or None, got int",
     ),
+    "device by number": (
+        lambda context, pd, cq: rp.open_device(0),
+        "name: expected str or None, got int",
+    ),
+    "GID of a truth": (
+        lambda context, pd, cq: rp.GID(True),
+        "value: expected bytes or str or bytearray or memoryview, got bool",
+    ),
+    "P_Key by a float": (
+        lambda context, pd, cq: context.query_pkey(1, 0.0),
+        "index: expected int, got float",
+    ),
+    "serve on no host": (
+        lambda context, pd, cq: connect.serve(context, None, 0),
+        "host: expected str, got NoneType",
+    ),
+    "serve on a port in text": (
+        lambda context, pd, cq: connect.serve(context, port="18600"),
+        "port: expected int, got str",
+    ),
+    "serve with a number for a token": (
+        lambda context, pd, cq: connect.serve(context, port=0, token=5),
+        "token: expected str or None, got int",
+    ),
+    "serve a size in a float": (
+        lambda context, pd, cq: connect.serve(context, port=0, size=4096.0),
+        "size: expected int, got float",
+    ),
+    "dial no host": (
+        lambda context, pd, cq: connect.dial(context, None),
+        "host: expected str, got NoneType",
+    ),
+    "dial a port in text": (
+        lambda context, pd, cq: connect.dial(context, port="18600"),
+        "port: expected int, got str",
+    ),
+    "pingpong of a size in a float": (
+        lambda context, pd, cq: Pingpong(context, size=64.0),
+        "size: expected int, got float",
+    ),
 }
 
 
@@ -75,6 +116,22 @@ def test_argument_of_the_wrong_type_is_named(make: str, context, pd, cq) -> None
     with pytest.raises(TypeError) as caught:
         call(context, pd, cq)
     assert str(caught.value) == words
+
+
+def test_empty_name_is_no_device() -> None:
+    """Nor is it the choice of one, as None is."""
+    with pytest.raises(rp.NoDeviceError, match="there is no RDMA device ''"):
+        rp.open_device("")
+
+
+def test_server_needs_a_host_and_a_port(context) -> None:
+    for call in (connect.serve, connect.dial):
+        with pytest.raises(ValueError, match="host: expected a name or an address, got ''"):
+            call(context, "")
+        with pytest.raises(ValueError, match=r"port=65536 is not in [01]\.\.65535"):
+            call(context, port=65536)
+    with pytest.raises(ValueError, match=r"port=0 is not in 1\.\.65535"):
+        connect.dial(context, port=0)
 
 
 def test_class_of_a_resource_is_not_a_resource(context) -> None:

@@ -93,6 +93,12 @@ def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
         (["devices", "-g", "x"], "'x' is not an integer"),
         (["atomic", "cas", "--swap", "0x1ffffffffffffffff"], "at most 18446744073709551615"),
         (["atomic", "fetch-add", "--add"], "requires an argument"),
+        (["send", "-d", ""], "'--device': it is empty"),
+        (["send", "-d", "soft0", "-d", ""], "'--device': it is empty"),
+        (["doctor", "-d", ""], "'--device': it is empty"),
+        (["serve", "-d", "soft0", "--bind", ""], "'--bind': it is empty"),
+        (["pingpong", "-d", "soft0", "--wait", "1", "--bind", ""], "'--bind': it is empty"),
+        (["pingpong", "-d", "soft0", ""], "'[HOST]': it is empty"),
     ],
 )
 def test_usage_error(args: list[str], says: str) -> None:

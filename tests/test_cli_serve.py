@@ -14,13 +14,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from cli_runner import Ran, on, process
-from support import LIMIT
+from support import LIMIT, until
 
 import rdmapost as rp
 from rdmapost import connect
@@ -169,10 +168,7 @@ def test_serve_dismisses_an_idle_client_if_told_to(
 ) -> None:
     def visit(address: tuple[str, int]) -> None:
         with connect.dial(context, *address) as peer:
-            end = time.monotonic() + LIMIT
-            while not peer.closed:
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            until(lambda: peer.closed)
 
     ran = serving(context, monkeypatch, visit, "--idle-timeout", "0.3")
     assert ran.code == 0

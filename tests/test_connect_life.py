@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from serving import Served, both_servers
-from support import LIMIT
+from support import LIMIT, until
 
 import rdmapost as rp
 from rdmapost import connect
@@ -28,14 +28,6 @@ def context() -> Iterator[rp.Context]:
     """A device of the test's own, which it may close."""
     with rp.open_device("soft0") as opened:
         yield opened
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what other threads do."""
-    end = time.monotonic() + LIMIT
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def server_threads() -> list[str]:

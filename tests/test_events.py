@@ -6,10 +6,9 @@ import datetime
 import errno
 import select
 import threading
-import time
 
 import pytest
-from support import ALL, needs
+from support import ALL, needs, until
 
 import rdmapost as rp
 from rdmapost import EventType, QPType, SendFlags, WCStatus
@@ -196,8 +195,7 @@ def test_closing_a_device_wakes_a_thread_that_waits_for_its_events(context):
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    while not other._poller.waiting:
-        time.sleep(0.001)
+    until(lambda: other._poller.waiting)
     other.close()
     thread.join(20)
     assert raised == [f"device {other.name} is closed"]

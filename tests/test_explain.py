@@ -310,6 +310,20 @@ def test_a_negative_number_is_no_option() -> None:
     assert (ran.code, ran.out.split()[0]) == (0, "EINVAL:")
 
 
+def test_several_names_are_explained_one_after_the_other() -> None:
+    ran = run("explain", "110", "-22", "rtr", "-22")
+    assert ran.code == 0
+    heads = [page.strip().split("\n")[0] for page in ran.out.split("-" * 80)]
+    assert heads == [
+        "ETIMEDOUT: errno 110", "EINVAL: errno 22", "RTR: QP state 2 (IBV_QPS_RTR)",
+    ]  # fmt: skip
+    doc = run("explain", "--json", "110", "-22").doc
+    assert [one["name"] for one in doc["explanations"]] == ["ETIMEDOUT", "EINVAL"]
+    ran = run("explain", "-22", "nonsense")
+    assert ran.code == 2
+    assert "'-22 nonsense' is no status" in ran.err
+
+
 def test_help_fits_80_columns() -> None:
     ran = run("explain", "--help")
     assert ran.code == 0

@@ -16,7 +16,7 @@ import threading
 import time
 
 import pytest
-from support import LIMIT, Pair, needs, run_python
+from support import LIMIT, Pair, needs, run_python, until
 
 import rdmapost as rp
 
@@ -48,6 +48,10 @@ def collects_always():
 
 def write(pair: Pair, wr_id: int = 0) -> rp.RdmaWrite:
     return pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=wr_id)
+
+
+def waiting(source: rp.CQ | rp.CompChannel, threads: list[threading.Thread]) -> None:
+    until(lambda: source._poller.waiting == len(threads))
 
 
 def ended(threads: list[threading.Thread]) -> None:
@@ -299,8 +303,7 @@ def test_closing_a_cq_ends_the_threads_that_wait_for_it(context):
         threads = [threading.Thread(target=wait, args=(n,)) for n in (1, 2, 1, 50)]
         for thread in threads:
             thread.start()
-        while cq._poller.waiting < len(threads):
-            time.sleep(0.001)
+        waiting(cq, threads)
         cq.close()
         ended(threads)
         assert cq.closed
@@ -319,8 +322,7 @@ def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while channel._poller.waiting < len(threads):
-        time.sleep(0.001)
+    waiting(channel, threads)
     channel.close()
     ended(threads)
     assert errors == ["completion channel is closed"] * 3
@@ -328,21 +330,21 @@ def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
 
 def test_a_thread_that_looks_for_events_over_and_over_does_not_keep_a_channel_open(context):
     for _ in range(20):
-        channel, looks, errors = rp.CompChannel(context), [], []
+        channel, looks, errors = rp.CompChannel(context), threading.Semaphore(0), []
 
         def look(channel=channel, looks=looks, errors=errors) -> None:
             try:
                 while True:
                     assert channel.get_cq_event(0) is None
-                    looks.append(1)
+                    looks.release()
             except rp.ClosedError as error:
                 errors.append(error)
 
         threads = [threading.Thread(target=look) for _ in range(2)]
         for thread in threads:
             thread.start()
-        while len(looks) < 10:
-            time.sleep(0.0001)
+        for _ in range(10):
+            assert looks.acquire(timeout=LIMIT)
         start = time.monotonic()
         channel.close()
         assert time.monotonic() - start < 2
@@ -434,9 +436,7 @@ def test_threads_that_poll_and_wait_share_what_comes(connect):
     for thread in posters + takers:
         thread.start()
     ended(posters)
-    end = time.monotonic() + LIMIT
-    while any(pair.a.outstanding.send for pair in pairs) and time.monotonic() < end:
-        time.sleep(0.001)
+    until(lambda: not any(pair.a.outstanding.send for pair in pairs))
     done.set()
     ended(takers)
     got += cq.poll(total)

@@ -201,12 +201,14 @@ def test_step_that_does_not_exist_is_refused(connect):
     [
         ({"qp_color": 1}, TypeError, "struct ibv_qp_attr has no field qp_color"),
         ({"qp_state": 99}, ValueError, "99"),
-        ({"qp_state": "RTS"}, ValueError, "qp_state='RTS' does not fit"),
+        ({"qp_state": "RTS"}, TypeError, "qp_state: expected int, got str"),
+        ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
         ({"timeout": 256}, ValueError, "timeout=256 does not fit"),
         ({"rq_psn": -1}, ValueError, "rq_psn=-1 does not fit"),
-        ({"ah_attr": 5}, ValueError, "ah_attr=5 does not fit"),
-        ({"port_num": rp.AHAttr()}, ValueError, "port_num=AHAttr"),
-        ({"ah_attr": rp.AHAttr(sl=256)}, ValueError, "sl=256"),
+        ({"ah_attr": 5}, TypeError, "ah_attr: expected AHAttr, got int"),
+        ({"port_num": rp.AHAttr()}, TypeError, "port_num: expected int, got AHAttr"),
+        ({"ah_attr": rp.AHAttr(sl=256)}, ValueError, "sl=256 is not in 0..15"),
+        ({"ah_attr": rp.AHAttr(dgid=True)}, TypeError, "dgid: expected GID or None, got bool"),
     ],
 )
 def test_attribute_that_is_none_is_named(rc, attrs, error, words):
@@ -317,8 +319,25 @@ def test_address_handle_needs_a_port_and_a_gid(pd, context):
     if context.query_port(1).link_layer is rp.LinkLayer.ETHERNET:
         with pytest.raises(ValueError, match="is Ethernet: give the AH a dgid"):
             rp.AH(pd, rp.AHAttr())
-    with pytest.raises(ValueError, match="the address does not fit"):
-        rp.AH(pd, rp.AHAttr(dgid=rp.choose_gid(context).gid, traffic_class=256))
+
+
+@pytest.mark.parametrize(
+    ("field", "error", "words"),
+    [
+        ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
+        ({"dgid": True}, TypeError, "dgid: expected GID or None, got bool"),
+        ({"dgid": "::1"}, TypeError, "dgid: expected GID or None, got str"),
+        ({"sgid_index": "1"}, TypeError, "sgid_index: expected int, got str"),
+        ({"sl": 16}, ValueError, "sl=16 is not in 0..15"),
+        ({"flow_label": 1 << 20}, ValueError, "flow_label=1048576 is not in 0..1048575"),
+        ({"hop_limit": -1}, ValueError, "hop_limit=-1 is not in 0..255"),
+        ({"traffic_class": 256}, ValueError, "traffic_class=256 is not in 0..255"),
+    ],
+    ids=str,
+)
+def test_field_of_an_address_that_cannot_be_is_named(pd, context, field, error, words):
+    with pytest.raises(error, match=words):
+        rp.AH(pd, rp.AHAttr(**{"dgid": rp.choose_gid(context).gid, **field}))
 
 
 def test_address_handle_names_its_peer(pd, context):

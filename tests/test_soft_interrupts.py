@@ -63,6 +63,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.stack = contextlib.ExitStack()
+        # Other tests may have opened the device, too.
+        self.before = [set(table) for table in soft_state._tables]
         self.memory = bytearray(DATA)
         self.unequal = 0  # bytes of a message, at 0, and of its answer, at 768, that have addresses
         self.completions: list[tuple[int, int, int]] = []
@@ -246,7 +248,10 @@ class Bench:
         """Close all; nothing of it is left."""
         self.stack.close()
         device = soft_state.device
-        assert [len(table) for table in soft_state._tables] == [0] * len(soft_state._tables)
+        made = [
+            set(table) - was for table, was in zip(soft_state._tables, self.before, strict=True)
+        ]
+        assert not any(made), made
         for left in (
             device.qps, device.srqs, device.groups, device.parked, device.channels,
             device.memory.regions_by_lkey, device.memory._by_rkey,

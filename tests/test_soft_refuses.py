@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 
 import pytest
@@ -174,15 +175,22 @@ def test_drained_queue_is_told_where_that_is_asked_for():
         assert rp.get_async_event(context, 0) is None
 
 
-def test_cq_that_overruns_breaks_its_queue_pair():
-    """A completion that finds no room is lost, and so is the queue pair."""
+@contextlib.contextmanager
+def small_cq(qp_type):
+    """Open a device, and give a CQ for one completion, memory, and a queue pair."""
     with (
         rp.open_device("soft0") as context,
         rp.PD(context) as pd,
         rp.CQ(context, 1) as cq,
         rp.MR(pd, 64) as mr,
-        rp.QP(pd, QPType.UD, cq) as qp,
+        rp.QP(pd, qp_type, cq) as qp,
     ):
+        yield context, cq, mr, qp
+
+
+def test_cq_that_overruns_breaks_its_queue_pair():
+    """A completion that finds no room is lost, and so is the queue pair."""
+    with small_cq(QPType.UD) as (context, cq, mr, qp):
         qp.connect()
         while rp.get_async_event(context, 0) is not None:
             pass
@@ -201,13 +209,7 @@ def test_cq_that_overruns_breaks_its_queue_pair():
 
 
 def test_cq_that_overruns_when_a_queue_pair_is_flushed_says_so():
-    with (
-        rp.open_device("soft0") as context,
-        rp.PD(context) as pd,
-        rp.CQ(context, 1) as cq,
-        rp.MR(pd, 64) as mr,
-        rp.QP(pd, QPType.RC, cq) as qp,
-    ):
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
         qp.to_init()
         qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
         qp.to_err()

@@ -179,7 +179,10 @@ def test_what_is_needed_is_asked_for_by_name(context, xrc, pd, cq):
         (lambda: rp.SRQ(pd, srq_type=SRQType.XRC, cq=cq), "type XRC needs an XRC domain"),
         (lambda: rp.SRQ(pd, srq_type=SRQType.XRC, xrcd=xrc.xrcd), "type XRC needs a CQ"),
         (lambda: rp.SRQ(pd, xrcd=xrc.xrcd), "type BASIC has no use for an XRC domain"),
-        (lambda: rp.XRCD(context, fd=1 << 31), "does not fit into 32 bits"),
+        (lambda: rp.XRCD(context, fd=1 << 31), r"fd=2147483648 is not in -1..2\^31-1"),
+        (lambda: rp.XRCD(context, fd=-2), r"fd=-2 is not in -1..2\^31-1"),
+        (lambda: rp.XRCD(context, -1, -1), "oflags=-0x1 is not made of os.O_CREAT and os.O_EXCL"),
+        (lambda: rp.XRCD(context, -1, os.O_RDWR), "oflags=0x2 is not made of"),
     ):
         with pytest.raises(ValueError, match=words):
             make()

@@ -7,10 +7,10 @@ import threading
 from ipaddress import ip_address
 from typing import Any
 
-from .._arguments import expect
+from .._arguments import expect, index
 from .errors import ConnectError, ConnectTimeout
 
-__all__ = ["DEFAULT_PORT", "is_loopback", "parse_address", "resolve", "show_address"]
+__all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address", "resolve", "show_address"]
 
 DEFAULT_PORT = 18600
 """TCP port of the exchange; ibv_rc_pingpong has 18515."""
@@ -47,6 +47,30 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
     if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535):
         raise ValueError(f"{port[:20]!r} is not a port: 1..65535")
     return host, int(port)
+
+
+def check_where(host: str, port: int, least: int = 1) -> int:
+    """Check the arguments that say where a server listens.
+
+    Args:
+        host: a name or an address.
+        port: the port.
+        least: the lowest port: 0 where that takes a free one.
+
+    Returns:
+        The port, as an int.
+
+    Raises:
+        TypeError: one of them is of another type.
+        ValueError: host is empty, or there is no such port.
+    """
+    expect("host", host, str)
+    if not host:
+        raise ValueError("host: expected a name or an address, got ''")
+    port = index("port", port)
+    if not least <= port <= 65535:
+        raise ValueError(f"port={port} is not in {least}..65535")
+    return port
 
 
 def show_address(address: tuple[Any, ...]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
-from .address import DEFAULT_PORT, show_address
+from .address import DEFAULT_PORT, check_where, show_address
 from .client import MARGIN_S, Teller, why_not_reached
 from .connection import Dialled
 from .conversation import Reception, check_token
@@ -28,6 +28,34 @@ from .server import Serving, make_exposure, open_listener
 from .sockets import prepare
 
 __all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
+
+
+class _ClosedAtTheEnd:
+    """An asynchronous context manager that closes itself."""
+
+    def _refuse_inherited(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        self._refuse_inherited()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            # The error that is under way matters more than what follows from it.
+            with suppress(RdmaError):
+                await self.close()
 
 
 # ---- the server -------------------------------------------------------------------
@@ -73,6 +101,7 @@ async def aserve(
     """
     if on_event is not None and not callable(on_event):
         raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
+    port = check_where(host, port, 0)
     exposure = make_exposure(
         context, size=size, access=access, count=count, receive_size=receive_size, data=data,
         shared=shared, port_num=port_num, gid_index=gid_index,
@@ -92,7 +121,7 @@ async def aserve(
     return AsyncServer(reception, await asyncio.to_thread(open_listener, host, port))
 
 
-class AsyncServer(Serving):
+class AsyncServer(Serving, _ClosedAtTheEnd):
     """A server at work; ``aserve`` makes it.
 
     It ends with the event loop at the latest.
@@ -125,18 +154,6 @@ class AsyncServer(Serving):
         await asyncio.to_thread(self._end)
         self._life.cancel()
 
-    async def __aenter__(self) -> Self:
-        self._refuse_inherited()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
 
 # ---- the client -------------------------------------------------------------------
 
@@ -166,12 +183,14 @@ async def adial(
         The connection; an asynchronous context manager.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
         ProtocolError: what listens there speaks something else.
         VerbsError: the device refused.
     """
+    port = check_where(host, port)
     check_token(token)
     connection = AsyncConnection(
         context, qp_type, timeout=timeout, local_size=local_size, local_access=local_access,
@@ -187,7 +206,7 @@ async def adial(
     return connection
 
 
-class AsyncConnection(Dialled):
+class AsyncConnection(Dialled, _ClosedAtTheEnd):
     """A connection to a server; ``adial`` makes it.
 
     A question (report, look) that is cancelled, by asyncio.timeout() for instance,
@@ -286,42 +305,31 @@ class AsyncConnection(Dialled):
         self._read_on()
 
     async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
-        """Ask the server what has arrived in one of its receives.
+        """Ask the server what has arrived in one of its receives: Connection.report for asyncio.
 
         Args:
-            index: which, from 1, in the order in which they are used.
-            timeout: seconds that it waits for that, at most 60, negative ones count
-                as 0; those of the connection unless given.
+            index, timeout: as there.
 
         Returns:
             The arrival, or None if it did not come in time.
 
         Raises:
-            TypeError: an argument is not a number.
-            ValueError: index is not in 1..2**64-1, or timeout is NaN.
-            ClosedError: another process opened the connection.
-            ConnectError: the server is gone, or knows it no more, or the connection was
-                closed meanwhile.
+            TypeError, ValueError, ClosedError, ConnectError: as there.
         """
         question, wait = self._ask_report(index, timeout)
         return self._as_arrival(await self._ask(question, wait + MARGIN_S))
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
-        """Ask the server what stands in its memory.
+        """Ask the server what its memory holds: Connection.look for asyncio.
 
         Args:
-            offset: from its start.
-            length: bytes; all that follow unless given.
+            offset, length: as there.
 
         Returns:
-            A digest and the first bytes; empty where the server does not tell,
-            because others' data stands there too and it may not be read.
+            A digest and the first bytes.
 
         Raises:
-            TypeError: an argument is not an integer.
-            ValueError: that is outside the exposed memory.
-            ClosedError: another process opened the connection.
-            ConnectError: the server is gone, or the connection was closed meanwhile.
+            TypeError, ValueError, ClosedError, ConnectError: as there.
         """
         seen = await self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -374,20 +382,3 @@ class AsyncConnection(Dialled):
         if writer is not None:
             self._reading.cancel()
             writer.close()
-
-    async def __aenter__(self) -> Self:
-        self._refuse_inherited()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            await self.close()
-        else:
-            # The error that is under way matters more than what follows from it.
-            with suppress(RdmaError):
-                await self.close()

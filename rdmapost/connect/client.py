@@ -17,7 +17,7 @@ from typing import Any, Self
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
-from .address import DEFAULT_PORT, resolve, show_address
+from .address import DEFAULT_PORT, check_where, resolve, show_address
 from .connection import Dialled
 from .conversation import check_token
 from .errors import ConnectError, ConnectTimeout, ProtocolError
@@ -65,12 +65,14 @@ def dial(
         The connection; a context manager.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
         ProtocolError: what listens there speaks something else.
         VerbsError: the device refused.
     """
+    port = check_where(host, port)
     check_token(token)
     return Connection(
         context, host, port, token,
@@ -296,7 +298,7 @@ class Connection(Dialled):
         return self._as_arrival(self._ask(question, wait + MARGIN_S))
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
-        """Ask the server what stands in its memory.
+        """Ask the server what its memory holds.
 
         Args:
             offset: from its start.
@@ -304,7 +306,7 @@ class Connection(Dialled):
 
         Returns:
             A digest and the first bytes; empty where the server does not tell,
-            because others' data stands there too and it may not be read.
+            because the memory holds others' data, too, and may not be read.
 
         Raises:
             TypeError: an argument is not an integer.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 
-from .._arguments import index, time_limit
+from .._arguments import expect, index, time_limit
 from ..channel import CompChannel
 from ..device import Context
 from ..errors import RdmaError
@@ -149,7 +149,8 @@ class Reception:
 
 
 def check_token(token: str | None) -> None:
-    """Raise ValueError unless a token can be one."""
+    """Raise TypeError or ValueError unless a token can be one."""
+    expect("token", token, str, None)
     if token is not None and not 1 <= len(token) <= MAX_TOKEN:
         raise ValueError(f"a token has 1 to {MAX_TOKEN} characters, not {len(token)}")
 

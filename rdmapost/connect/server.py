@@ -16,13 +16,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
+from .._arguments import expect, index
 from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
 from ..errors import RdmaError
 from ..memory import PD
 from .acceptor import BACKLOG, Acceptor
-from .address import DEFAULT_PORT, is_loopback, resolve, show_address
+from .address import DEFAULT_PORT, check_where, is_loopback, resolve, show_address
 from .conversation import Conversation, Reception
 from .errors import ConnectError
 from .events import OnEvent
@@ -105,6 +106,7 @@ def serve(
         ConnectError: there is no such host.
         OSError: the address is in use, or is not this machine's.
     """
+    port = check_where(host, port, 0)
     exposure = make_exposure(
         context, size=size, access=access, count=count, receive_size=receive_size, data=data,
         shared=shared, port_num=port_num, gid_index=gid_index,
@@ -129,7 +131,11 @@ def make_exposure(
     gid_index: int | None,
 ) -> Exposure:
     """Check what is to be exposed; the arguments are serve()'s."""
-    receive_size = min(size, _RECEIVE_SIZE) if receive_size is None else receive_size
+    expect("context", context, Context)
+    size, count = index("size", size), index("count", count)
+    if receive_size is None:
+        receive_size = min(size, _RECEIVE_SIZE)
+    receive_size = index("receive_size", receive_size)
     for name, value, least, most in (
         ("size", size, 1, 1 << 40), ("count", count, 0, _MAX_COUNT),
         ("receive_size", receive_size, 0, 1 << 31),
@@ -139,7 +145,9 @@ def make_exposure(
     if len(data) > size:
         raise ValueError(f"{len(data)} bytes of data are more than size={size}")
     has_atomics = bool(context.attr.atomic_cap)
-    if access is None:
+    if access is not None:
+        access = index("access", access)
+    else:
         access = EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
     if access & ~EXPOSABLE:
         raise ValueError(
@@ -167,8 +175,6 @@ def open_listener(host: str, port: int) -> socket.socket:
         ConnectError: there is no such host.
         OSError: it cannot be listened on; the text says where.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port={port} is not in 0..65535")
     family, kind, proto, _, address = resolve(host, port, 5.0)[0]
     listener = socket.socket(family, kind, proto)
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from .._arguments import index
 from .._together import Together
 from ..address import AH, AHAttr
 from ..completion import CQ, WC
@@ -66,6 +67,7 @@ class Pingpong(Together):
         gid_index: the local GID of that address; None where it has none.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: a number is out of range, or the type is none of the three.
         RdmaError: the port has no GID, or not the one asked for.
         VerbsError: the device refused.
@@ -91,15 +93,20 @@ class Pingpong(Together):
             raise ValueError(f"there is no pingpong on {qp_type.name}, but on RC, UC and UD")
         port = context.query_port(port_num)
         self._ud = qp_type is QPType.UD
-        self.size = size if size is not None else 1024 if self._ud else 4096
+        iters, rx_depth, sl = index("iters", iters), index("rx_depth", rx_depth), index("sl", sl)
+        if size is None:
+            size = 1024 if self._ud else 4096
+        self.size = index("size", size)
         self._path_mtu = min(MTU.MTU_1024, port.active_mtu) if mtu is None else MTU(mtu)
         if self._path_mtu > port.active_mtu:
             raise ValueError(
                 f"mtu={self._path_mtu.bytes} is more than the active MTU of "
                 f"{context.name} port {port_num}, {port.active_mtu.bytes}"
             )
-        # A message of UD is one packet.
-        longest = port.active_mtu.bytes if self._ud else port.max_msg_sz
+        longest, why = port.max_msg_sz, ""
+        if self._ud:
+            longest = port.active_mtu.bytes
+            why = f": a UD message is one packet, and {context.name} port {port_num} has this MTU"
         for name, value, least, most in (
             ("size", self.size, 1, longest),
             ("iters", iters, 1, (1 << 31) - 1),
@@ -107,7 +114,8 @@ class Pingpong(Together):
             ("sl", sl, 0, 15),
         ):
             if not least <= value <= most:
-                raise ValueError(f"{name}={value} is not in {least}..{most}")
+                reason = why if name == "size" and value > most else ""
+                raise ValueError(f"{name}={value} is not in {least}..{most}{reason}")
         self.iters, self.validate, self.timeout = iters, validate, timeout
         self._rx_depth, self._events, self._sl = rx_depth, events, sl
         self._headroom = GRH_BYTES if self._ud else 0

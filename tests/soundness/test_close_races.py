@@ -363,16 +363,12 @@ def test_closing_a_completion_queue_releases_who_waits_for_it(timeout, device):
     """Any number of threads: each gets ClosedError, and the queue is closed."""
     rig = Rig(device)
     cq = rp.CQ(rig.context)
-    started = threading.Barrier(4)
 
     def wait() -> None:
-        started.wait()
         cq.wait(1, timeout)
 
     with thread(wait) as one, thread(wait) as two, thread(wait) as three:
-        started.wait()
-        # Any moment of a wait will do; this is most often its sleep.
-        time.sleep(0.2)
+        until(lambda: cq._poller.waiting == 3, "the threads wait")
         cq.close()
         assert cq.closed
     for raised in (one, two, three):
@@ -404,15 +400,8 @@ def test_wait_that_is_released_gives_its_completions_to_none(device):
 def test_closing_a_channel_releases_who_waits_for_its_events(device):
     rig = Rig(device)
     channel = rp.CompChannel(rig.context)
-    started = threading.Event()
-
-    def wait() -> None:
-        started.set()
-        channel.get_cq_event(None)
-
-    with thread(wait) as raised:
-        started.wait()
-        time.sleep(0.2)
+    with thread(lambda: channel.get_cq_event(None)) as raised:
+        until(lambda: channel._poller.waiting, "the thread waits")
         channel.close()
         assert channel.closed
     assert [type(error) for error in raised] == [rp.ClosedError]
@@ -446,7 +435,7 @@ def test_wait_of_another_thread_still_gets_its_completions(device):
     """That waits can be released takes none from those that are not."""
     rig = Rig(device)
     with thread(lambda: rig.found.extend(rig.cq.wait(2, None))) as raised:
-        time.sleep(0.1)
+        until(lambda: rig.cq._poller.waiting, "the thread waits")
         rig.a.post_send([rig.write(1), rig.write(2)])
         until(lambda: len(rig.found) == 2, "the completions")
     assert not raised

@@ -103,6 +103,17 @@ def rebind(rig: Rig, mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
     )  # fmt: skip
 
 
+def held_until_closed(rig: Rig, mw: rp.MW, ref: weakref.ref[Memory]) -> None:
+    """Take the last completion; the memory stays until the window is closed, and no longer."""
+    rig.cq.wait(1)[0].check()
+    gc.collect()
+    assert ref() is not None
+    mw.close()
+    gc.collect()
+    assert ref() is None
+    rig.close()
+
+
 @isolated(silent=True)
 def test_window_whose_bind_fails_holds_what_it_was_bound_to(device):
     """A window of type 2 that is bound cannot be bound anew; the other region is let go."""
@@ -156,13 +167,7 @@ def test_bind_that_nobody_asked_the_completion_of_is_known_by_a_later_one(device
     rebind(rig, mw, rp.MR(rig.pd, memory, BINDABLE), send_flags=0)
     del memory
     rig.b.post_send(rig.write())
-    rig.cq.wait(1)[0].check()
-    gc.collect()
-    assert ref() is not None
-    mw.close()
-    gc.collect()
-    assert ref() is None
-    rig.close()
+    held_until_closed(rig, mw, ref)
 
 
 @isolated(silent=True)
@@ -184,13 +189,7 @@ def test_region_under_an_invalidated_window_can_be_closed(device):
     """It is held until the window goes or is bound anew, and nothing stands against closing it."""
     rig, mw, _, ref = bound(device, "TYPE_2")
     rig.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey))
-    rig.cq.wait(1)[0].check()
-    gc.collect()
-    assert ref() is not None
-    mw.close()
-    gc.collect()
-    assert ref() is None
-    rig.close()
+    held_until_closed(rig, mw, ref)
 
 
 @pytest.mark.parametrize("mw_type", TYPES)
