@@ -245,7 +245,7 @@ int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket, uint64_t serial)
 static void free_slot(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	*entry = (struct rp_entry){ .count = q->free,
-				    .generation = (entry->generation + 1) & 0xFF };
+				    .generation = (unsigned char)(entry->generation + 1) };
 	q->free = (uint32_t)(entry - q->entries) + 1;
 	q->end--;
 }

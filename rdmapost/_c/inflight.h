@@ -24,7 +24,8 @@ struct rp_entry {
 	PyObject *held; /* one object, a tuple of them (of a bind the window and the region), or NULL */
 	uint32_t count; /* of work requests; in a free or done slot the next */
 	uint32_t removes; /* the end of the ticket of the receive that a TAG_DEL removes, or 0 */
-	uint64_t serial : 48, generation : 8, state : 8; /* serial: no two of a queue have the same */
+	uint64_t serial; /* no two of a queue have the same */
+	unsigned char generation, state;
 };
 
 struct rp_in_flight {

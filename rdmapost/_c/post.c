@@ -96,17 +96,17 @@ static int check_tags(struct queue *q, struct post *post, const struct request *
 
 /* Record a tagged receive that is added, and name the one that is removed; return that. */
 static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct ibv_ops_wr *wr,
-			    struct rp_entry *entry)
+			    PyObject **held)
 {
 	struct rp_tag_handle *tag = (void *)r->tag;
 
 	if (r->wr_id_of_tag) {
 		r->tagged = rp_record(list, (struct rp_entry){ .wr_id = r->wr_id_of_tag,
-							       .held = entry->held, .count = 1,
+							       .held = *held, .count = 1,
 							       .state = RP_POSTED });
 		r->serial = list->posted - 1;
 		r->wr_id_of_tag = NULL;
-		entry->held = NULL;
+		*held = NULL;
 		wr->tm.add.recv_wr_id = r->tagged;
 	}
 	if (!tag || tag->list != list)
@@ -134,24 +134,29 @@ void rp_link(const struct post *post, size_t index, size_t count)
 static void record(struct queue *q, struct post *post, struct request *r)
 {
 	struct ibv_send_wr *wr = (void *)(post->records + r->record);
-	struct rp_entry entry = { .wr_id = r->wr_id, .count = 1, .state = RP_POSTED };
+	PyObject *wr_id = r->wr_id, *held = NULL;
+	unsigned char state = RP_POSTED;
+	uint32_t removes = 0;
 
 	r->wr_id = NULL;
 	/* Inline data has been copied when the call returns: the request holds it till then. */
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE)) {
-		entry.held = r->held;
+		held = r->held;
 		/* A window is looked at when the device has returned. */
 		r->held = r->mw ? Py_NewRef(r->held) : NULL;
 		r->named = 0;
 	}
 	if (r->mw) {
 		post->binds = 1;
-		entry.state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
+		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}
 	if (q->in_flight->tagged)
-		entry.removes = record_tags(q->in_flight->tagged, r, (void *)wr, &entry);
+		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &held);
 	/* Every work request begins with its wr_id. */
-	wr->wr_id = r->ticket = rp_record(q->in_flight, entry);
+	wr->wr_id = r->ticket = rp_record(q->in_flight,
+					  (struct rp_entry){ .wr_id = wr_id, .held = held,
+							     .count = 1, .removes = removes,
+							     .state = state });
 }
 
 /* Check and record one after another; how many. */

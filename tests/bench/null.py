@@ -51,6 +51,10 @@ GOALS: tuple[tuple[str, str, str, float | None], ...] = (
     ("list of 32 receives, checked", "recv/32", "/checked", None),
     ("list of 32 receives, unchecked", "recv/32", "/unchecked", None),
     ("poll 16", "poll/16", "", 0.25),
+    ("write, from made to polled", "life/RDMA_WRITE/1", "", None),
+    ("list of 32 writes, likewise", "life/RDMA_WRITE/32", "", None),
+    ("receive, likewise", "life/RECV/1", "", None),
+    ("list of 32 receives, likewise", "life/RECV/32", "", None),
 )
 
 PLAIN = "RDMA_WRITE"

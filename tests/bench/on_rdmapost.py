@@ -173,6 +173,20 @@ class Bench:
 
         yield Case("poll/16", "poll(16)", 16, {"poll": self.cq.poll}, before)
 
+    def lives(self, qp: rp.QP) -> Iterator[Case]:
+        """From the work request's making to its completion: what a post leaves for later, too."""
+        for name, one, post in (
+            ("RDMA_WRITE", build("RDMA_WRITE"), qp.post_send),
+            ("RECV", "RecvWR(mr[0:8], wr_id=7)", qp.post_recv),
+        ):
+            for length in (1, 32):
+                posted = one if length == 1 else f"[{one} for _ in range({length})]"
+                names = {**self.names, "post": post, "take": self.cq.poll}
+                yield Case(
+                    f"life/{name}/{length}", f"post({posted}); take({length})", length, names,
+                    lambda _: self.null.remember(True), lambda: self.drain(qp),
+                )  # fmt: skip
+
     def cases(self) -> Iterator[Case]:
         for mode in ("checked", "unchecked"):
             options = {"checked": mode == "checked", "max_inline_data": 64}
@@ -187,6 +201,7 @@ class Bench:
                 yield from self.patches(qp)
                 yield from self.pieces(qp)
                 yield from self.polls(qp)
+                yield from self.lives(qp)
 
     def growth(self, runs: int) -> dict[str, float]:
         """Time one more post, and a poll, when so many are outstanding or were posted before."""
