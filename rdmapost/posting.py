@@ -1,8 +1,8 @@
-"""The queues that work requests are posted to, and what is said where one is refused.
+"""The queues that work requests are posted to, and the errors for those that are refused.
 
 Posting is in C (``_c/post.h`` says how): reading the work requests, checking them, recording
 them as in flight, and the call.  A list stops at the first work request that cannot be posted;
-those before it go in, and stand.
+those before it are posted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PostQueue(door.Queue):
         verb, depth, depth_name, sge_name, max_sge, max_num_tags, limits: as given.
         in_flight: what is posted and not known to be done.
         tagged: as given.
-        lock: held by whoever posts.
+        lock: held while posting.
     """
 
     def __init__(
