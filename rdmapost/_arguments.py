@@ -1,4 +1,4 @@
-"""Reading arguments: which one is of the wrong type, numbers, and seconds."""
+"""Checking and converting arguments: types, integers, and seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LONGEST_S = 1e6
 
 
 def expect(name: str, given: object, *kinds: type | None) -> None:
-    """Refuse an argument that is of none of the given types.
+    """Raise TypeError unless an argument is of one of the given types.
 
     Args:
         name: the parameter's name.
         given: the argument.
-        kinds: the types that it may be of; None for one that may be left out.
+        kinds: the accepted types; None accepts None.
 
     Raises:
         TypeError: it is of another type; the text names the argument, what was
@@ -33,14 +33,14 @@ def expect(name: str, given: object, *kinds: type | None) -> None:
 
 
 def index(name: str, given: Any) -> int:
-    """Return an argument that is a whole number, of whatever type, as an int.
+    """Return an integer argument of any type as an int.
 
     Args:
         name: the parameter's name.
         given: the argument.
 
     Raises:
-        TypeError: it is no whole number; the text names the argument.
+        TypeError: it is not an integer; the text names the argument.
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected int, got {type(given).__name__}")
@@ -49,14 +49,14 @@ def index(name: str, given: Any) -> int:
 
 
 def seconds(given: Any, name: str = "timeout") -> float | None:
-    """Return an argument that is a number of seconds as a float; None for as long as it takes.
+    """Return an argument in seconds as a float; None means no timeout.
 
     Args:
         given: the argument.
         name: the parameter's name.
 
     Raises:
-        TypeError: it is no number, as a timedelta is none; the text names the argument.
+        TypeError: it is not a number (a timedelta, text); the text names the argument.
         ValueError: it is NaN, or too large for a float.
     """
     if given is None:
@@ -77,14 +77,14 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
 
 
 def time_limit(given: Any, name: str = "timeout") -> float:
-    """Return an argument that is a time of more than 0 s, and has an end, as a float.
+    """Return an argument in seconds, positive and finite, as a float.
 
     Args:
         given: the argument.
         name: the parameter's name.
 
     Raises:
-        TypeError: it is no number; the text names the argument.
+        TypeError: it is not a number; the text names the argument.
         ValueError: it is 0 or less, or too long.
     """
     value = seconds(given, name)

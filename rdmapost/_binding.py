@@ -40,7 +40,7 @@ def fill(struct: Any, **counts: int) -> None:
     """Set fields of a struct that are unsigned and of 32 bits.
 
     Raises:
-        TypeError: one is no whole number; the text names it.
+        TypeError: a value is not an integer; the text names it.
         ValueError: a number does not fit; the text names it.
     """
     for name, value in counts.items():

@@ -1,12 +1,11 @@
-"""What every resource has in common: making, using and closing it, and in which order.
+"""What all resources have in common: creating, using and closing them, and the order of that.
 
-A resource holds its parents, so a parent lives as long as its children do.
-Closing a parent with open children is an error that names them.  When the
-garbage collector finalises a whole tree at once it does so in any order; a
-parent reached first then waits, and its last child closes it.
+A resource holds references to its parents.  Closing a parent with open children
+raises an error that names them.  The garbage collector may finalize a tree in
+any order; a parent that it reaches first waits, and its last child closes it.
 
-The life itself is C's (``_c/handle.c``): no interrupt, no other thread and no
-finalizer can come between what a device says and the note of it.
+C implements this (``_c/handle.c``): no interrupt, thread or finalizer can come
+between a device's answer and recording it.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Resource(door.Handle):
-    """Something of the device's that must be given back.
+    """An object of the device that must be destroyed.
 
-    ``class PD(Resource, struct="ibv_pd")`` stands for a struct of the device's.
-    No instance is open without one; its constructor is called once; nobody finds
-    it before the constructor has ended (open_handles); and nobody sets its public
-    attributes after that: others rely on them, and so does closing it.
+    ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
+    one is closed.  The constructor runs once; open_handles lists the instance
+    only after that, and its public attributes are then read-only: other code,
+    closing included, relies on them.
 
     A constructor calls ``self._make(create, args, destroy, parents)``: the
-    resource is then what ``create(*args)`` returned, ``destroy`` gives it back,
-    and it closes before its parents do.  Resources among the arguments stand
-    for their structs.  ``self._verb(function, *args)`` calls a function with
-    the struct, which nobody destroys meanwhile.
+    struct is what ``create(*args)`` returned, ``destroy`` destroys it, and it
+    closes before its parents do.  Resources among the arguments are passed as
+    their structs.  ``self._verb(function, *args)`` calls a function with the
+    struct, which cannot be destroyed meanwhile.
 
-    Closing calls, of the methods that a subclass may have:
+    Closing calls these methods of a subclass, if it has them:
 
     - ``_wake``, when no new verb can begin: it ends those that wait;
-    - ``_release``, when no new verb can begin and none is in progress: what the
-      device wants done first, or InUseError;
+    - ``_release``, when no verb is in progress either: it does what the device
+      needs first, or raises InUseError;
     - then ``destroy``;
-    - ``_forget``, once the struct is gone.  It is called again where an
-      interrupt has ended it.
+    - ``_forget``, once the struct is gone; called again if an interrupt ended
+      it.
     """
 
     __slots__ = ("__weakref__",)

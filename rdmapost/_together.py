@@ -1,4 +1,4 @@
-"""Resources that are made together and given back together."""
+"""Resources that are made together and closed together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Together"]
 
 
 class Together:
-    """What holds resources on a stack, and closes them, the latest first.
+    """A base class that holds resources on a stack and closes them, the latest first.
 
     Subclasses set ``_stack`` when everything is there.
     """
@@ -18,7 +18,7 @@ class Together:
     _stack: ExitStack
 
     def close(self) -> None:
-        """Give everything back; do nothing if that has been done.
+        """Close everything; do nothing if that has been done.
 
         Raises:
             VerbsError: the device refused.

@@ -1,25 +1,25 @@
 """Waiting in asyncio tasks for completions and events, on their file descriptors.
 
-``await cq.completions(n)`` and ``async for wc in cq`` are the front of this;
-``get_cq_event`` and ``get_async_event`` here are the awaitable ones of their
-namesakes.
+``await cq.completions(n)`` and ``async for wc in cq`` are the public interface;
+``get_cq_event`` and ``get_async_event`` here are the awaitable versions of
+their namesakes.
 
-There is no thread, and nothing is looked at by the clock.  A task asks for an
-event, looks again, and only then sleeps; whatever takes an event asks for the
-next one and looks again before anybody sleeps on.  So none is missed.
+There is no thread and no periodic polling.  A task requests an event, polls
+again, and only then sleeps; code that takes an event requests the next one and
+polls again before any task sleeps on.  So no event is missed.
 
-What completes stays in the CQ until a task takes all that it asked for in one
-step, in which it cannot be cancelled.  So cancelling loses nothing.
+Completions stay in the CQ until a task takes all that it asked for in one
+step, in which it cannot be cancelled.  So cancelling loses none.
 
 Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
 tasks that wait for it.
 
-An exception of a signal handler's may come between any two steps here.  So
-whether a task still waits is one attribute, ``_Waiter.gone``, set before all
-else that is done when it ends, and nobody believes what else is noted: whoever
-finds that the tasks of a place have gone, or that their loop is closed, takes
-the place down.  Only the resource's poller and the event loop hold a place, so
-what a closed loop leaves behind is garbage.
+A signal handler may raise between any two steps here.  So one attribute says
+whether a task still waits, ``_Waiter.gone``; it is set first when the wait
+ends, and all other state is only a hint: any code that finds the tasks of a
+place gone, or their loop closed, takes the place down.  Only the resource's
+poller and the event loop refer to a place, so what a closed loop leaves behind
+is garbage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["Completions", "completions", "get_async_event", "get_cq_event"]
 
 
 class Completions:
-    """The completions of a CQ, one after another, without end (``async for wc in cq``).
+    """An endless iterator over the completions of a CQ (``async for wc in cq``).
 
     Args:
         cq: the CQ; when it is closed the next step raises ClosedError.
@@ -196,7 +196,7 @@ class _Waiter:
         count: how many completions it wants.
         woken: done when it is to look at what there is.
         expired: whether its time is up.
-        gone: whether it waits no longer; all the rest follows from this.
+        gone: whether it has stopped waiting; everything else follows from this.
     """
 
     __slots__ = ("count", "expired", "gone", "timer", "woken")
@@ -230,8 +230,8 @@ class _Waiter:
 class _Watch:
     """A descriptor that an event loop watches.
 
-    Through an epoll of its own: the number of a descriptor that somebody closes, and that is
-    another one's at once, is never watched; and where this is forgotten, the epoll closes itself.
+    It uses its own epoll: when the descriptor is closed and its number reused, the new one is not
+    watched, and the epoll closes itself when this object is dropped.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -252,7 +252,7 @@ class _Watch:
             raise
 
     def close(self) -> None:
-        """Cease to watch it; the loop may be closed, or another thread's."""
+        """Stop watching it; the loop may be closed, or another thread's."""
         if (epoll := self._epoll) is None:
             return
         if not self._loop.is_closed():
@@ -293,7 +293,7 @@ class _Place:
         return not self.loop.is_closed() and bool(self.waiting())
 
     def __call__(self) -> None:
-        """Let the tasks look again, in any thread; where none wait any more, give way."""
+        """Let the tasks look again, from any thread; stop if none wait any more."""
         if self.in_use():
             try:
                 self.loop.call_soon_threadsafe(self.look_again)
@@ -339,7 +339,7 @@ class _Place:
         raise RdmaError("tasks of another event loop wait for the same events")
 
     def stop(self) -> None:
-        """Leave the events to others.  If that is interrupted, whoever wants them does it."""
+        """Leave the events to others.  If interrupted, the next to want them finishes it."""
         self._watch.close()
         self.owner._poller.unclaim(self)
 
@@ -355,7 +355,7 @@ class _Place:
         raise NotImplementedError
 
     def look(self) -> None:
-        """Take what is there, and wake whom that is for."""
+        """Take what is there, and wake the tasks that it is for."""
         raise NotImplementedError
 
     def hear(self) -> None:
@@ -374,7 +374,7 @@ class _Place:
         except Exception as error:
             self.fail(error)
         except BaseException:
-            # It ends the loop, or whoever runs it goes on: what was not looked at is then.
+            # It ends the loop, or the loop's caller continues, and the tasks look again then.
             self.wake()
             raise
 

@@ -1,4 +1,4 @@
-"""Completion channels: a file descriptor that tells which CQs have completions."""
+"""Completion channels: a file descriptor that reports which CQs have completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FD = operator.attrgetter("fd")
 class CompChannel(Resource, struct="ibv_comp_channel"):
     """A completion channel that CQs share (ibv_create_comp_channel(3)).
 
-    ``CQ(context, channel=...)`` announces its completions here, once for each
+    ``CQ(context, channel=...)`` reports its completions here, once for each
     ``cq.req_notify()``.  ``fileno()`` is for select, poll and event loops.
 
     Args:
@@ -82,8 +82,8 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
     def get_cq_event(self, timeout: float | None = 0.0) -> CQ | None:
         """Return the CQ of the next event, and acknowledge it.
 
-        The CQ announces nothing more until its next ``req_notify()``; poll it
-        after that call, for what came in between is not announced.
+        The CQ reports nothing more until its next ``req_notify()``; poll it
+        after that call, because what came in between is not reported.
 
         Args:
             timeout: seconds to wait; None waits as long as it takes.

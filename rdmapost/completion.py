@@ -76,9 +76,9 @@ class WC(NamedTuple):
         return self
 
     def datagram(self, received: Any) -> Datagram:
-        """Return what a receive on a UD queue pair got: the GRH, and the payload.
+        """Return the GRH and the payload of a receive on a UD queue pair.
 
-        Only for UD: elsewhere a message has nothing in front.
+        Only for UD: other messages have no GRH in front.
 
         Args:
             received: the RecvWR that was posted, or the buffer of its bytes.
@@ -115,11 +115,11 @@ class CQ(Resource, struct="ibv_cq"):
     Args:
         context: an open device.
         cqe: entries it must hold, 1..the device's max_cqe.
-        channel: where it announces completions; without one it has a channel
-            of its own, and ``wait`` sleeps on that.
+        channel: where it reports completions; None gives the CQ a private
+            channel, on which ``wait`` sleeps.
         comp_vector: which interrupt vector signals it.
-        tm_info: completions tell the tags of tag-matching messages; the CQ of a
-            tag-matching SRQ needs it.
+        tm_info: completions carry the tags of tag-matching messages; the CQ of
+            a tag-matching SRQ needs it.
 
     Attributes:
         cqe: entries it holds.
@@ -128,7 +128,7 @@ class CQ(Resource, struct="ibv_cq"):
         TypeError: an argument is of another type.
         ValueError: cqe is out of range.
         ClosedError: the device is closed.
-        UnsupportedError: tm_info is wanted, and the device has no tag matching.
+        UnsupportedError: tm_info is set, and the device has no tag matching.
         VerbsError: the device refused.
     """
 
@@ -184,14 +184,14 @@ class CQ(Resource, struct="ibv_cq"):
             self._poller.release()
 
     def req_notify(self, solicited_only: bool = False) -> None:
-        """Ask for one event on the channel, at the next completion.
+        """Request one event on the channel, at the next completion.
 
         Args:
-            solicited_only: only at a completion that the sender asked to be
-                announced (SendFlags.SOLICITED), or at an error.
+            solicited_only: only at a completion that the sender solicited
+                (SendFlags.SOLICITED), or at an error.
 
         Raises:
-            RdmaError: the CQ was created without a channel to announce it on.
+            RdmaError: the CQ was created without a channel.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
 
@@ -203,10 +203,10 @@ class CQ(Resource, struct="ibv_cq"):
         self._poller.notify(self, bool(solicited_only))
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
-        """Return the completions that are there now, without waiting.
+        """Return the completions that are available, without waiting.
 
         A finalizer or a signal handler that calls it in the middle of another
-        poll of the same CQ may get fewer than there are.
+        poll of the same CQ may get fewer than are available.
 
         Args:
             max_entries: how many at most.
@@ -230,10 +230,9 @@ class CQ(Resource, struct="ibv_cq"):
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
 
-        The wait spins for a moment, and then sleeps on the completion channel.
-        Beside another thread that keeps the GIL busy, each of the two costs
-        one turn of that thread, and completions that are there cost none.
-        Closing the CQ ends it.
+        It spins briefly, and then sleeps on the completion channel.  If another
+        thread keeps the GIL busy, each of the two costs one switch interval;
+        completions that are already there cost none.  Closing the CQ ends it.
 
         Args:
             count: how many.
@@ -243,10 +242,10 @@ class CQ(Resource, struct="ibv_cq"):
             WaitTimeout: fewer came; those stay for the next poll or wait.
             TypeError: count or timeout is no number.
             ValueError: count is negative, or timeout is NaN.
-            RdmaError: the CQ announces its completions on a channel that it shares.
+            RdmaError: the CQ reports its completions on a shared channel.
             ClosedError: the CQ is closed, or another thread closes it.
             RuntimeError: a signal handler calls it in the middle of a poll of the same CQ, and
-                fewer are there: nobody can poll meanwhile.
+                fewer are available: the CQ cannot be polled until that poll ends.
             VerbsError: the device failed.
         """
         if self.channel is not None:
@@ -270,8 +269,8 @@ class CQ(Resource, struct="ibv_cq"):
         """Wait for completions in an asyncio task and return exactly that many.
 
         No thread waits, and cancelling loses none.  Several tasks of one event loop may
-        wait; one who wants few does not wait for one who wants many.  CQs that share a
-        channel may be waited for too.  ``async for wc in cq`` gives one after another.
+        wait; a task that wants few does not wait for one that wants many.  CQs that
+        share a channel work too.  ``async for wc in cq`` yields them one at a time.
 
         Args:
             count: how many.
@@ -329,10 +328,10 @@ class CQ(Resource, struct="ibv_cq"):
     # ---- for those whose queues complete here ---------------------------------
 
     def _keep(self) -> None:
-        """Take what is in the queue now, before or after one of its QPs is destroyed.
+        """Take what is in the queue, before or after one of its QPs is destroyed.
 
-        Devices differ in what they do to completions of a destroyed QP; taken
-        here, they are delivered on all of them.
+        Some devices drop the completions of a destroyed QP; taken here, they
+        are delivered on every device.
         """
         with contextlib.suppress(ClosedError, VerbsError):
             self._poller.fill(self, self._poller.fill(self, 0) + self.cqe)

@@ -86,7 +86,7 @@ class GIDTableEntry:
     """A valid entry of a port's GID table (ibv_query_gid_table(3)).
 
     Attributes:
-        index: its place in the table: the gid_index to give.
+        index: its index in the table, for gid_index.
         gid: the GID.
         gid_type: its kind, or None where the library cannot tell.
         ndev: name of the network device behind it, or "".
@@ -169,10 +169,10 @@ class DeviceAttr:
 def list_devices() -> list[DeviceInfo]:
     """List the devices that can be opened: those of libibverbs, and the soft one.
 
-    Where libibverbs is not installed there are none of the first kind.
+    Without libibverbs there is only the soft one.
 
     Raises:
-        VerbsError: the kernel could not be asked.
+        VerbsError: the kernel could not be queried.
 
     See ibv_get_device_list(3).
     """
@@ -306,7 +306,7 @@ class Context(Resource, struct="ibv_context"):
         Raises:
             ValueError: the device has no such port.
             ClosedError: the device is closed.
-            VerbsError: it could not be asked.
+            VerbsError: the query failed.
 
         See ibv_query_port(3).
         """
@@ -384,7 +384,7 @@ class Context(Resource, struct="ibv_context"):
 
     @property
     def faults(self) -> Any:
-        """What is to go wrong on purpose, on the software device (soft.faults.FaultPlan).
+        """Faults to inject, on the software device (soft.faults.FaultPlan).
 
         Raises:
             UnsupportedError: it is a real device.

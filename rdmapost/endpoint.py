@@ -32,7 +32,7 @@ class Endpoint:
         mtu: the path MTU that its port can take.
 
     Raises:
-        TypeError: a number is none.
+        TypeError: a number is not an integer.
         ValueError: a number is out of range.
     """
 
@@ -65,8 +65,8 @@ class Endpoint:
             line: the text; space around it does not matter.
 
         Raises:
-            TypeError: it is no str.
-            ValueError: it is no such text.
+            TypeError: it is not a str.
+            ValueError: it is not the text of an endpoint.
         """
         expect("line", line, str)
         match = _LINE.fullmatch(line.strip())

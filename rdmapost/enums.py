@@ -2,7 +2,7 @@
 
 Values are written as numbers, because an older header may lack the newer
 ones; a test compares them with the header that the module was compiled
-against.  They stand in one file, long as it is: it is one header's list.
+against.  They are in one long file because they are one header's list.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class WCStatus(IntEnum):
     REM_ACCESS_ERR = 10
     """The responder refused access: rkey, range or permission."""
     REM_OP_ERR = 11
-    """The responder could not complete the request because of a fault of its own."""
+    """The responder could not complete the request because of an internal error."""
     RETRY_EXC_ERR = 12
     """No acknowledgement came within timeout times retry_cnt."""
     RNR_RETRY_EXC_ERR = 13
@@ -358,7 +358,7 @@ class WCFlags(IntFlag):
     """What a completion carries: ``enum ibv_wc_flags``, ibv_poll_cq(3)."""
 
     GRH = 1 << 0
-    """A 40-byte GRH stands at the start of the receive buffer (UD)."""
+    """The receive buffer starts with a 40-byte GRH (UD)."""
     WITH_IMM = 1 << 1
     """imm_data is valid."""
     IP_CSUM_OK = 1 << 2

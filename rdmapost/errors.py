@@ -1,4 +1,4 @@
-"""Exceptions.  Every one says what happened, and where known why and what to try."""
+"""Exceptions.  Each says what happened and, if known, why and what to try."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class NoRdmaError(RdmaError):
 
 
 class NoDeviceError(RdmaError):
-    """The named device does not exist, or no device is there to choose."""
+    """The named device does not exist, or there is no device to choose."""
 
 
 class ClosedError(RdmaError, ValueError):
@@ -122,11 +122,11 @@ class PostError(VerbsError):
     """A work request could not be posted.
 
     Attributes:
-        index: which work request of the list failed, from 0; None where the
+        index: which work request of the list failed, from 0; None if the
             device did not say.
-        posted: how many went in before it; None where the device did not say.
-        wr: the failing work request; None where the device did not say.  Where
-            it names resources it is a str, its repr(), after pickling.
+        posted: how many were posted before it; None if the device did not say.
+        wr: the failing work request; None if the device did not say.  If it
+            names resources, pickling replaces it by its repr(), a str.
         reason: the cause, from what the library knows.
     """
 
@@ -174,7 +174,7 @@ class CompletionError(RdmaError):
 
 
 class WaitTimeout(RdmaError, TimeoutError):
-    """Fewer completions came than were waited for.
+    """Fewer completions came than were asked for.
 
     Those that came are not lost: the next poll or wait returns them.
     """

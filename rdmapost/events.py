@@ -1,4 +1,4 @@
-"""Asynchronous events: what happens to a device and its resources beside completions."""
+"""Asynchronous events: what happens to a device and its resources apart from completions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class AsyncEvent(NamedTuple):
         event_type: what happened: an EventType, or the number of one that
             only a newer libibverbs knows.
         element: the QP, CQ or SRQ that it happened to, or the number of the
-            port; None where the resource is closed already, or is the device,
-            and for a type that is not known.
+            port; None if the resource has been closed, if the event is the
+            device's own, and for a type that is not known.
     """
 
     event_type: EventType | int
@@ -32,9 +32,9 @@ class AsyncEvent(NamedTuple):
 def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent | None:
     """Return the next asynchronous event of a device, and acknowledge it.
 
-    ``context.async_fd`` is readable when there is one.  Where an exception of a
-    signal handler's, such as KeyboardInterrupt, keeps this from returning an
-    event that it has taken, the next call returns it.
+    ``context.async_fd`` is readable when there is one.  If a signal handler
+    raises (KeyboardInterrupt) after an event was taken and before it is
+    returned, the next call returns it.
 
     Args:
         context: an open device.

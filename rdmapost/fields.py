@@ -1,8 +1,8 @@
-"""Which fields of a work request are which members of the structs that a device reads.
+"""How the fields of a work request map to the members of the structs that a device reads.
 
 ``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr`` (ibv_post_recv(3)) and
-``struct ibv_ops_wr`` (ibv_post_srq_ops(3)).  Every class of work requests has a row here, and
-this is the only place that knows; where a member is, cffi knows.
+``struct ibv_ops_wr`` (ibv_post_srq_ops(3)).  Every class of work requests has a row here,
+and nowhere else; cffi knows the offsets of the members.
 """
 
 from __future__ import annotations

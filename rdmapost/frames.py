@@ -1,4 +1,4 @@
-"""Messages that a device looks into: Ethernet frames, TCP/IPv4 packets, tagged messages."""
+"""Messages whose headers a device reads: Ethernet frames, TCP/IPv4 packets, tagged messages."""
 
 from __future__ import annotations
 

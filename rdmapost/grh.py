@@ -29,8 +29,8 @@ _MAPPED = bytes(10) + b"\xff\xff"
 class GRH:
     """A Global Routing Header (``struct ibv_grh``): which way a datagram came.
 
-    Over RoCE v2 it is the header of the IP packet.  Of IPv4 that has 20 bytes,
-    which stand in the last 20 of the 40; its addresses are shown as GIDs.
+    Over RoCE v2 it is the header of the IP packet.  An IPv4 header has 20 bytes,
+    which are the last 20 of the 40; its addresses are shown as GIDs.
 
     Attributes:
         sgid, dgid: where the datagram came from, and where it went.

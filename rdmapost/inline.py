@@ -1,9 +1,9 @@
 """How many inline bytes a device grants.
 
-No attribute of a device says it, and it depends on the queue pair's type and
-its other limits; the only way to find out is to create queue pairs
-(ibv_create_qp(3)).  Drivers differ: some refuse what is too much, some grant
-more than was asked, and some grant less.
+No device attribute reports it, and it depends on the queue pair's type and
+other limits; the only way to find out is to create queue pairs
+(ibv_create_qp(3)).  Drivers differ: some refuse a size that is too large, some
+grant more than was requested, and some grant less.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def max_inline(
 
     Args:
         pd: the protection domain.
-        qp_type: type of the queue pair that is wanted; XRC_RECV has no sends.
+        qp_type: type of the queue pair; XRC_RECV has no sends.
         send_cq: where its sends would complete.
         at_most: how many bytes would be enough, 0..2^31.
-        options: what QP takes beside max_inline_data.  Give those that the real
-            one will have: a device may grant less to a queue with more SGEs.
+        options: QP's other options.  Pass those that the real one will have: a
+            device may grant less to a queue with more SGEs.
 
     Returns:
-        bytes, 0 where the device takes no inline data, and at most at_most.
+        bytes, at most at_most; 0 if the device takes no inline data.
 
     Raises:
         ValueError: at_most is out of range; or as from QP.

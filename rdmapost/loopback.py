@@ -1,4 +1,4 @@
-"""Two queue pairs of one device that reach each other, with what they need around them."""
+"""Two connected queue pairs of one device, with the resources that they need."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Side:
 class Loopback(Together):
     """A local and a remote queue pair of one device, connected to each other.
 
-    A context manager; ``close()`` gives everything back, in the right order
-    whatever is still outstanding.  What names the remote side in a message is
-    ``**loopback.address``: an address handle on UD, a shared receive queue on
-    XRC, and nothing elsewhere.
+    A context manager; ``close()`` closes everything in the right order, whatever
+    is still outstanding.  ``**loopback.address`` are the fields of a message that
+    name the remote side: an address handle on UD, a shared receive queue on XRC,
+    and none for the other types.
 
-    The waits share one deadline, so that nothing hangs: it starts when the
-    loopback has been made.
+    All waits share one deadline, which starts when the loopback has been made, so
+    that nothing hangs.
 
     Args:
         context: an open device.
         qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
-        local_size, remote_size: bytes of memory on each side; the remote one has the headroom
-            of its receives besides.
+        local_size, remote_size: bytes of memory on each side; the remote side's excludes the
+            headroom of its receives.
         access: what the remote memory permits, an Access; everything unless given.
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
@@ -191,7 +191,7 @@ class Loopback(Together):
         }
 
     def window(self, mw_type: MWType = MWType.TYPE_2) -> MW:
-        """Make a memory window that is given back with the loopback.
+        """Make a memory window that is closed with the loopback.
 
         Args:
             mw_type: the kind of window.
@@ -203,7 +203,7 @@ class Loopback(Together):
         return self._used.enter_context(MW(self._pd, mw_type))
 
     def region(self, length: int, access: int) -> MR:
-        """Make one more region on both sides' PD; it is given back with the loopback.
+        """Make another region on both sides' PD; it is closed with the loopback.
 
         Args:
             length: bytes.

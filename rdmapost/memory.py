@@ -34,7 +34,7 @@ _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 
 
 class PD(Resource, struct="ibv_pd"):
-    """A protection domain: what it holds may be used together (ibv_alloc_pd(3)).
+    """A protection domain: only resources of the same one work together (ibv_alloc_pd(3)).
 
     Args:
         context: an open device.
@@ -74,26 +74,26 @@ class MR(Resource, struct="ibv_mr"):
     Args:
         pd: the protection domain.
         memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
-            array, ...) of numbers or bytes, which stays alive and cannot be resized meanwhile; or
-            a number of bytes to allocate, zeroed and aligned to a page.
-        access: what may be done with it, an Access.
+            array, ...) of numbers or bytes, which is kept alive and cannot be resized meanwhile;
+            or a number of bytes to allocate, zeroed and page-aligned.
+        access: the permitted accesses, an Access.
 
     Attributes:
         addr: address of the first byte, in SGEs and as the remote_addr of a
             peer; 0 if access has ZERO_BASED.
-        end: address behind the last byte.
+        end: address after the last byte.
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
-        buffer: the memory, as a memoryview of bytes; of memory that was given,
-            until the region is closed.
+        buffer: the memory, as a memoryview of bytes; a view of the caller's
+            memory is released when the region is closed.
 
     Raises:
-        TypeError: it is no writable buffer, or one of Python objects or of pointers
-            that Python follows; or another argument is of another type.
-        ValueError: it is empty, or not contiguous; or access has other bits than those of
-            Access, or flags that do not go together.
-        MemoryError: so many bytes cannot be allocated.
+        TypeError: it is not a writable buffer, or it holds Python objects or pointers
+            that Python follows; or another argument is of the wrong type.
+        ValueError: it is empty or not contiguous; or access has bits that Access has
+            not, or flags that exclude each other.
+        MemoryError: the bytes cannot be allocated.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.
     """
@@ -199,7 +199,7 @@ door.make_sges(MR, SGE)
 
 
 class MW(Resource, struct="ibv_mw"):
-    """A memory window: a key for a part of a region, bound and unbound by work requests.
+    """A memory window: a key to part of a region, bound and unbound by work requests.
 
     A window of type 1 is bound with ``qp.bind_mw``, one of type 2 by a BindMW
     that is posted.
@@ -237,12 +237,12 @@ class MW(Resource, struct="ibv_mw"):
     def rkey(self) -> int:
         """Its key; a bind gives it a new one, as soon as it is posted.
 
-        Where that bind completes with an error, set it back to the key before
-        (ibv_bind_mw(3)): a driver takes the key that the next bind replaces
+        If that bind completes with an error, set it back to the previous key
+        (ibv_bind_mw(3)): the driver reads the key that the next bind replaces
         from here.
 
         Raises:
-            ValueError: the key that is set is not in 0..2^32-1.
+            ValueError: the new key is not in 0..2^32-1.
             ClosedError: the window is closed.
         """
         rkey: int = self._verb(_RKEY)

@@ -26,13 +26,13 @@ class Multicast(Steps):
     """
 
     def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
-        """Receive what is sent to a multicast group, too (UD).
+        """Also receive what is sent to a multicast group (UD).
 
         A message to the group has ``remote_qpn=MULTICAST_QPN``, the Q_Key of the
         receivers, and an AH with the group as dgid (and its LID as dlid).  Each
         queue pair that is attached gets one copy, however often it was attached.
-        On a network the port must have joined the group as well: on InfiniBand
-        at the subnet administrator.  Closing the queue pair detaches it.
+        On a network the port must also have joined the group, on InfiniBand
+        through the subnet administrator.  Closing the queue pair detaches it.
 
         Args:
             gid: the group: in ff00::/8, or an IPv4 one such as "::ffff:239.1.2.3".
@@ -60,7 +60,7 @@ class Multicast(Steps):
         """Receive no more of what is sent to a multicast group.
 
         Args:
-            gid, lid: as they were given to attach_mcast.
+            gid, lid: as passed to attach_mcast.
 
         Raises:
             RdmaError: the queue pair is not attached to the group.

@@ -1,7 +1,7 @@
 """Lists that are checked and packed once, and posted many times.
 
-``batch = qp.prepare([...])``, then ``batch.post()`` as often as wanted.  What
-differs from post to post is written in place, through ``batch[index]``.
+``batch = qp.prepare([...])``, then ``batch.post()`` any number of times.  Change
+what differs between posts in place, through ``batch[index]``.
 The work is in C (``_c/prepared.c``).
 """
 
@@ -62,7 +62,7 @@ class Batch(door.Prepared):
 
     Raises:
         PostError: a work request cannot be posted; index says which.
-        ValueError: there is none.
+        ValueError: the list is empty.
     """
 
     __slots__ = ("__weakref__",)

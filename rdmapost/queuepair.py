@@ -81,7 +81,8 @@ class QP(Multicast, struct="ibv_qp"):
     Raises:
         TypeError: an argument is of another type.
         ValueError: the device has no such port, a CQ is of another device, or
-            something is given or missing that the type does not have or needs.
+            an argument is given that the type does not have, or one that it needs
+            is missing.
         ClosedError: the PD or a CQ is closed.
         VerbsError: the device refused; the text says which limit was exceeded.
     """
@@ -247,7 +248,7 @@ class QP(Multicast, struct="ibv_qp"):
         self._recv.in_flight.clear()
 
     def _drop_outstanding(self) -> None:
-        """Reset, if need be: what an outstanding work request names cannot be closed."""
+        """Reset it if necessary: what an outstanding work request names cannot be closed."""
         if any(self.outstanding):
             with contextlib.suppress(RdmaError):
                 self.to_reset()
@@ -276,8 +277,8 @@ class QP(Multicast, struct="ibv_qp"):
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or something in the list is none;
-                index, posted and reason say which, how many went in before it, and why.
+            PostError: a work request was refused, or an item of the list is not one;
+                index, posted and reason say which, how many were posted before it, and why.
             ClosedError: the QP is closed.
 
         See ibv_post_send(3).
@@ -293,7 +294,7 @@ class QP(Multicast, struct="ibv_qp"):
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or something in the list is none.
+            PostError: a work request was refused, or an item of the list is not one.
             ClosedError: the QP is closed.
             RdmaError: the queue pair takes its receives from an SRQ.
 
@@ -329,7 +330,7 @@ class QP(Multicast, struct="ibv_qp"):
 
         Raises:
             PostError: a work request cannot be posted; index says which.
-            ValueError: there is none.
+            ValueError: the list is empty.
             ClosedError: the QP is closed.
 
         See ibv_post_send(3).
@@ -347,7 +348,7 @@ class QP(Multicast, struct="ibv_qp"):
 
         Raises:
             PostError: a work request cannot be posted; index says which.
-            ValueError: there is none.
+            ValueError: the list is empty.
             ClosedError: the QP is closed.
             RdmaError: the queue pair takes its receives from an SRQ.
 
@@ -384,24 +385,23 @@ class QP(Multicast, struct="ibv_qp"):
     ) -> None:
         """Post the binding of a window of type 1 to a part of a region (RC, UC, XRC_SEND).
 
-        It takes a place in the send queue and completes there as BIND_MW, and
+        It takes a slot in the send queue and completes there as BIND_MW.
         ``mw.rkey`` is the new key at once; a peer may use it after the
-        completion.  A window that is bound already is bound anew: its key
-        before is of no use then.
+        completion.  Binding a bound window again invalidates its previous key.
 
         Args:
-            mw: the window; those of type 2 are bound by a BindMW that is posted.
+            mw: the window; post a BindMW to bind one of type 2.
             mr: the region, registered with Access.MW_BIND and open until the
                 window is unbound; also needed to unbind.
-            addr: first byte of the part.
-            length: its bytes; 0 unbinds the window.
+            addr: address of the first byte.
+            length: bytes; 0 unbinds the window.
             mw_access_flags: what the peer may do through the window, an Access.
             wr_id: comes back in the completion, 0..2^64-1.
             send_flags: SIGNALED, FENCE or both; 0 for neither.
 
         Raises:
-            PostError: it was refused, here or by the device; the window has the
-                key that it had.
+            PostError: it was refused, here or by the device; the window keeps its
+                previous key.
             ClosedError: the QP is closed.
 
         See ibv_bind_mw(3).
@@ -425,16 +425,17 @@ class QP(Multicast, struct="ibv_qp"):
         return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
 
     def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
-        """Say what is wrong, or may become so: the checklist of why sends do not complete.
+        """Say what is wrong, or may go wrong: a checklist of why sends do not complete.
 
-        The state, the port, the GID and the path; the time until RETRY_EXC_ERR and
-        RNR_RETRY_EXC_ERR; what is outstanding on the queues and in the CQs; and
-        whether the peer means this queue pair, agrees on MTU and PSNs, and has
-        receives.  Nothing is changed, and whatever is wrong is a finding.
+        It checks the state, the port, the GID and the path; the time until
+        RETRY_EXC_ERR and RNR_RETRY_EXC_ERR; what is outstanding on the queues and in
+        the CQs; and whether the peer is connected to this queue pair, agrees on MTU
+        and PSNs, and has receives.  It changes nothing and reports each problem as a
+        finding.
 
         Args:
-            peer: the other side, or what its endpoint() said.  A connected queue pair
-                finds its peer by itself where that is on the same open device.
+            peer: the other side, or its endpoint().  A connected queue pair finds a
+                peer on the same open device by itself.
 
         Returns:
             findings, the problems first.

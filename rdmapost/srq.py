@@ -1,4 +1,4 @@
-"""Shared receive queues: plain ones, those of XRC, and those that match tags."""
+"""Shared receive queues: basic ones, XRC, and tag matching."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class SRQ(Resource, struct="ibv_srq"):
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number does not fit, or what the type needs is missing.
+        ValueError: a number is out of range, or what the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
-        UnsupportedError: the device has none of the type.
+        UnsupportedError: the device does not support the type.
         VerbsError: the device refused.
     """
 
@@ -257,13 +257,13 @@ class SRQ(Resource, struct="ibv_srq"):
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
     def arm_limit(self, srq_limit: int) -> None:
-        """Ask for one event, SRQ_LIMIT_REACHED, when few receives are left.
+        """Request one event, SRQ_LIMIT_REACHED, when few receives are left.
 
         Args:
-            srq_limit: fewer than this many; 0 takes the request back.
+            srq_limit: fewer than this many; 0 cancels the request.
 
         Raises:
-            TypeError: srq_limit is no whole number.
+            TypeError: srq_limit is not an integer.
             ValueError: srq_limit is not in 0..2^32-1.
             ClosedError: the SRQ is closed.
             VerbsError: the device refused.

@@ -1,7 +1,7 @@
 """The state machine of a queue pair as data: which attributes each step needs.
 
-From ibv_modify_qp(3).  A step is (state, next state); what is not in the table
-is no step of that QP type.  RESET and ERR can be reached from every state.
+From ibv_modify_qp(3).  A step is (state, next state); a QP type has only the
+steps in the table.  RESET and ERR can be reached from every state.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Steps(Resource):
         return self._gid
 
     def endpoint(self) -> Endpoint:
-        """Return what the peer must know to connect to this queue pair.
+        """Return what the peer needs to connect to this queue pair.
 
         Raises:
             RdmaError: the port has no GID.
@@ -76,7 +76,7 @@ class Steps(Resource):
         return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, port.active_mtu)
 
     def path_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AHAttr:
-        """Return the way to a peer, for an AH or for ibv_modify_qp's ah_attr.
+        """Return the path to a peer, for an AH or for ibv_modify_qp's ah_attr.
 
         Args:
             remote: the peer's endpoint.
@@ -137,7 +137,7 @@ class Steps(Resource):
         return QPAttr._read(raw)
 
     def modify(self, **attrs: Any) -> None:
-        """Change attributes; those that are given make up the mask.
+        """Change attributes; the ones that are passed make up the mask.
 
         Args:
             attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
@@ -147,9 +147,8 @@ class Steps(Resource):
 
         Raises:
             TypeError: there is no such field, or its value is of another type.
-            ValueError: a step that the state machine does not have, an
-                attribute that the step needs and that is missing, or a number
-                that is out of range.
+            ValueError: the state machine has no such step, an attribute that
+                the step needs is missing, or a number is out of range.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -334,7 +333,7 @@ class Steps(Resource):
         qkey: int = DEFAULT_QKEY,
         **more: int,
     ) -> None:
-        """Bring the queue pair to RTS from wherever it is on the way.
+        """Bring the queue pair to RTS, by the steps that are still missing.
 
         Args:
             remote: the peer's endpoint; not for UD.

@@ -1,12 +1,11 @@
 """Work requests as dataclasses, one for every opcode.
 
 A class has exactly the fields that its opcode uses, by the man pages' names
-(ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3)); a field that an
-opcode does not have cannot be given.  All integers are in host byte order.
+(ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3)) and accepts no
+others.  All integers are in host byte order.
 
-What the classes mean is checked when they are posted, not when they are made:
-a work request may be changed between posts, and people test devices with
-wrong ones.
+Work requests are checked when they are posted, not when they are made: they may
+change between posts, and wrong ones are useful for testing devices.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ async def aserve(
         on_event: called with each event, in the event loop's thread.
 
     Returns:
-        The server, at work; an asynchronous context manager.  One that nobody can reach
-        any more ends, with a ResourceWarning.
+        The running server; an asynchronous context manager.  If it becomes unreachable
+        it ends, with a ResourceWarning.
 
     Raises:
         TypeError: an argument is of another type.
@@ -122,7 +122,7 @@ async def aserve(
 
 
 class AsyncServer(Serving, _ClosedAtTheEnd):
-    """A server at work; ``aserve`` makes it.
+    """A running server; ``aserve`` makes it.
 
     It ends with the event loop at the latest.
 
@@ -357,7 +357,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             return True
 
     async def close(self) -> None:
-        """Say goodbye, and give everything back; do nothing if that has been done.
+        """Tell the server, and close everything; do nothing if that has been done.
 
         Questions of other tasks end with a ConnectError.  In the child of a fork it
         does nothing: its parent has the connection.

@@ -139,9 +139,9 @@ class Teller:
 class Connection(Dialled):
     """A connection to a server; ``dial`` makes it.
 
-    A question (report, look) that an exception of a signal handler interrupts, such as
-    KeyboardInterrupt, leaves the connection usable: its late answer is dropped.  In the
-    rare case that it comes while bytes are sent or taken, it closes the connection.
+    If a signal handler raises (KeyboardInterrupt) during a question (report, look), the
+    connection stays usable: its late answer is dropped.  In the rare case that it raises
+    while bytes are sent or received, the connection is closed.
     """
 
     def __init__(
@@ -281,8 +281,8 @@ class Connection(Dialled):
 
         Args:
             index: which, from 1, in the order in which they are used.
-            timeout: seconds that it waits for that, at most 60, negative ones count
-                as 0; those of the connection unless given.
+            timeout: seconds to wait for it, at most 60; a negative one counts as 0; the
+                connection's unless given.
 
         Returns:
             The arrival, or None if it did not come in time.
@@ -291,8 +291,8 @@ class Connection(Dialled):
             TypeError: an argument is not a number.
             ValueError: index is not in 1..2**64-1, or timeout is NaN.
             ClosedError: another process opened the connection.
-            ConnectError: the server is gone, or knows it no more, or the connection was
-                closed meanwhile.
+            ConnectError: the server is gone, no longer has the report, or the connection
+                was closed meanwhile.
         """
         question, wait = self._ask_report(index, timeout)
         return self._as_arrival(self._ask(question, wait + MARGIN_S))
@@ -362,9 +362,9 @@ class Connection(Dialled):
             raise
 
     def close(self) -> None:
-        """Say goodbye, and give everything back; do nothing if that has been done.
+        """Tell the server, and close everything; do nothing if that has been done.
 
-        When it returns, the server has taken back what it gave, unless it is gone.
+        When it returns, the server has released its side, unless it is gone.
         Questions of other threads end with a ConnectError.  In the child of a fork it
         does nothing: its parent has the connection.
 

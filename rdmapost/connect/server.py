@@ -61,42 +61,42 @@ def serve(
     gid_index: int | None = None,
     on_event: OnEvent | None = None,
 ) -> Server:
-    """Let others connect queue pairs to this device, and use its memory as far as they may.
+    """Let others connect queue pairs to this device, and access memory of it.
 
-    It listens on TCP; each client that keeps to the exchange gets a queue pair
-    connected to its own, memory, and posted receives, all in a protection
-    domain of its own, until it goes.
+    It listens on TCP.  Each client that follows the protocol gets a connected queue
+    pair, memory, and posted receives, all in a separate protection domain, until it
+    leaves.
 
     Args:
         context: an open device; it cannot be closed before the server.
         host: address to listen on; "0.0.0.0" or "::" for all.  Nothing is
-            encrypted: expose it only to a network that may see everything, the
+            encrypted: expose it only to a network that may see all traffic, the
             token included.
         port: TCP port; 0 chooses one.
         size: bytes of memory that each client can reach.
-        access: what it may do with it, of REMOTE_READ, REMOTE_WRITE and
-            REMOTE_ATOMIC; all that the device can do unless given.
+        access: what it may do with it: REMOTE_READ, REMOTE_WRITE and
+            REMOTE_ATOMIC; by default all that the device supports.
         count: receives posted for each client, 0..16384; a used one is posted again.
         receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
-        data: what the memory holds at first; zeros follow.
+        data: the initial contents of the memory; zeros follow.
         shared: one memory for all clients, instead of one for each.
-        token: what a client must know, up to 256 characters; None lets in everyone.
-            Take a random one: 64 wrong ones a second are looked at, 32 from one address.
+        token: what a client must know, up to 256 characters; None admits everyone.
+            Use a random one: 64 wrong ones a second are checked, 32 from one address.
         max_clients: how many at once.
         timeout: seconds for each step of the exchange; the hello has 5 at most.
-        idle_timeout: seconds after which a client is dismissed that has neither asked
-            anything nor sent anything that arrives in a receive, alive or not.  The
-            server cannot see RDMA reads, writes and atomics: leave it at None, no
-            limit, for clients that do nothing else.  Without it a client stays as long
-            as its TCP connection; one whose host is gone is noticed in half a minute.
+        idle_timeout: seconds after which a client is dismissed if it has neither asked
+            anything nor sent a message, alive or not.  The server cannot see RDMA reads,
+            writes and atomics: keep None, no limit, for clients that do nothing else.
+            Without it a client stays as long as its TCP connection; a host that
+            disappears is detected within half a minute.
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
             thread of the client that it is about, or in the one that accepts
             connections; it must be quick.
 
     Returns:
-        The server, at work; a context manager.  One that nobody can reach any more
-        ends, with a ResourceWarning.
+        The running server; a context manager.  If it becomes unreachable it ends,
+        with a ResourceWarning.
 
     Raises:
         TypeError: an argument is of another type.
@@ -483,7 +483,7 @@ class Serving:
 
 
 class Server(Serving):
-    """A server at work; ``serve`` makes it.
+    """A running server; ``serve`` makes it.
 
     Attributes:
         address: where it listens, (host, port, ...).
