@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect, index
+from ._arguments import expect, index, member
 from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
@@ -140,11 +140,11 @@ class QP(Multicast, struct="ibv_qp"):
             raise ValueError("the CQ was created on another open device than the PD")
         self.pd, self.send_cq, self.recv_cq, self.srq = pd, send_cq, recv_cq, srq
         self.xrcd = xrcd
-        self.qp_type = QPType(qp_type)
+        self.qp_type = member("qp_type", qp_type, QPType)
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
         refuse_misfits(self.qp_type, pd, srq, xrcd, max_tso_header)
-        self.checked = checked
-        self.sq_sig_all = sq_sig_all
+        self.checked = bool(checked)
+        self.sq_sig_all = bool(sq_sig_all)
         self.port_num = port_num = index("port_num", port_num)
         if gid_index is not None:
             gid_index = index("gid_index", gid_index)
@@ -170,7 +170,7 @@ class QP(Multicast, struct="ibv_qp"):
             max_recv_sge=max_recv_sge, max_inline_data=max_inline_data,
         )  # fmt: skip
         init.qp_type = self.qp_type
-        init.sq_sig_all = sq_sig_all
+        init.sq_sig_all = self.sq_sig_all
         given = (pd, send_cq, recv_cq, srq, xrcd)
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)

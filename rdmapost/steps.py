@@ -6,14 +6,14 @@ import contextlib
 import errno
 from typing import Any
 
-from ._arguments import expect, index
+from ._arguments import expect, index, member
 from ._binding import ffi
 from ._resource import Resource
 from .address import AH, AHAttr, GIDChoice, choose_gid
 from .endpoint import Endpoint
 from .enums import Access, LinkLayer, QPAttrMask, QPState, QPType
 from .errors import RdmaError, VerbsError
-from .memory import PD
+from .memory import PD, access_flags
 from .qpattr import QUERY_MASK, QPAttr
 from .states import FIELDS, RANGES, missing_attributes
 
@@ -172,9 +172,9 @@ class Steps(Resource):
                 setattr(raw, name, number)
             except OverflowError as error:
                 raise ValueError(f"{name}={value!r} does not fit: {error}") from None
-        state = attrs.get("cur_qp_state", self._state)
-        to = QPState(attrs.get("qp_state", state))
-        if reason := missing_attributes(self.qp_type, QPState(state), to, mask):
+        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
+        to = member("qp_state", attrs.get("qp_state", state), QPState)
+        if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
         if to is QPState.RESET:
             self._keep_completions()
@@ -213,12 +213,14 @@ class Steps(Resource):
             qkey: Q_Key (UD).
 
         Raises:
-            ValueError: as in modify.
+            TypeError: an argument is no whole number.
+            ValueError: access has other bits than those of Access; or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
         See ibv_modify_qp(3).
         """
+        access = access_flags("access", access)
         attrs: dict[str, Any] = {"qp_state": QPState.INIT, "port_num": self.port_num}
         if self.qp_type is not QPType.RAW_PACKET:
             attrs["pkey_index"] = pkey_index
@@ -256,7 +258,7 @@ class Steps(Resource):
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint.
+            TypeError: remote is no Endpoint, or another argument no whole number.
             ValueError: the peer's endpoint is missing, or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -305,6 +307,7 @@ class Steps(Resource):
                 at most 16, unless given.
 
         Raises:
+            TypeError: an argument is no whole number.
             ValueError: as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -342,11 +345,13 @@ class Steps(Resource):
             more: what to_rtr and to_rts take.
 
         Raises:
-            TypeError: remote is no Endpoint, or there is no such option.
+            TypeError: remote is no Endpoint, another argument no whole number, or there
+                is no such option.
             ValueError: the peer's endpoint is missing, the queue pair is connected to
                 another one, or as in modify.
             ClosedError: the QP is closed.
-            VerbsError: the device refused.
+            VerbsError: the device refused, as it does where an error has put the queue
+                pair into ERR.
 
         See ibv_modify_qp(3).
         """

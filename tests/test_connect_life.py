@@ -319,8 +319,8 @@ def test_asyncio_close_ends_the_question_of_another_task(serve: Callable[..., Se
 # ---- arguments --------------------------------------------------------------------------
 
 REPORTS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"index": 0}, ValueError, "index=0: "),
-    ({"index": 1 << 64}, ValueError, "index=18446744073709551616: "),
+    ({"index": 0}, ValueError, "index=0 is not in 1"),
+    ({"index": 1 << 64}, ValueError, r"index=18446744073709551616 is not in 1\.\.2\^64-1"),
     ({"index": 1.5}, TypeError, "index: expected int, got float"),
     ({"index": "1"}, TypeError, "index: expected int, got str"),
     ({"timeout": float("nan")}, ValueError, "timeout: expected seconds or None, got NaN"),
@@ -331,7 +331,7 @@ LOOKS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"offset": 5000}, ValueError, "offset=5000 is not within the 4096 bytes"),
     ({"offset": 1.5}, TypeError, "offset: expected int, got float"),
     ({"offset": None}, TypeError, "offset: expected int, got NoneType"),
-    ({"length": -1}, ValueError, "length=-1 is negative"),
+    ({"length": -1}, ValueError, "length=-1 is not in 0"),
     ({"length": 1 << 64}, ValueError, r"\[0:18446744073709551616\] is not within"),
     ({"length": 1.5}, TypeError, "length: expected int, got float"),
 ]

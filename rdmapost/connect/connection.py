@@ -10,13 +10,13 @@ from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .._arguments import index, seconds, time_limit
+from .._arguments import expect, index, member, seconds, time_limit, within
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
 from ..grh import GRH_BYTES
-from ..memory import MR, PD
+from ..memory import MR, PD, access_flags
 from ..queuepair import QP
 from .errors import ProtocolError
 from .fabric import fabric_of
@@ -56,14 +56,16 @@ class Dialled:
         gid_index: int | None,
         timeout: float,
     ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
             raise ValueError(
-                f"{QPType(qp_type).name} queue pairs cannot be connected this way; "
+                f"{qp_type.name} queue pairs cannot be connected this way; "
                 f"{', '.join(kind.name for kind in QP_TYPES)} can"
             )
-        local_size = index("local_size", local_size)
-        if local_size < 0:
-            raise ValueError(f"local_size={local_size} is negative")
+        local_size = within("local_size", local_size, 0)
+        local_access = access_flags("local_access", local_access)
+        depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
         self._pid = os.getpid()
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
@@ -138,7 +140,7 @@ class Dialled:
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        offset = int(index("offset", offset))
+        offset = index("offset", offset)
         if not 0 <= offset < (1 << 64) - self.offer.addr:
             raise ValueError(f"offset={offset} is negative, or beyond all addresses")
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
@@ -168,21 +170,16 @@ class Dialled:
         return self.cq.wait(count, self.timeout if timeout is None else timeout)
 
     def _ask_report(self, number: int, timeout: float | None) -> tuple[Report, float]:
-        # int(), because True is an index too, and JSON has its own word for it.
-        number = int(index("index", number))
-        if not 1 <= number < 1 << 64:
-            raise ValueError(f"index={number}: arrivals count from 1, up to 2**64 - 1")
+        number = within("index", number, 1, (1 << 64) - 1)
         given = seconds(timeout)
         wait = min(max(0.0, self.timeout if given is None else given), 60.0)
         return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        offset, size = int(index("offset", offset)), self.offer.size
+        offset, size = index("offset", offset), self.offer.size
         if not 0 <= offset <= size:
             raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
-        length = size - offset if length is None else int(index("length", length))
-        if length < 0:
-            raise ValueError(f"length={length} is negative")
+        length = size - offset if length is None else within("length", length, 0)
         if offset + length > size:
             raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
