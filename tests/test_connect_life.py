@@ -70,6 +70,88 @@ def alarm() -> Iterator[Alarm]:
     one.end()
 
 
+# ---- a connection ------------------------------------------------------------------------
+
+
+def test_a_dropped_connection_gives_everything_back_at_once(
+    serve: Callable[..., Served],
+) -> None:
+    """Without the collector of cycles, and with one warning."""
+    served = serve()
+    peer = served.dial()
+    where, dropped = peer._teller.where, weakref.ref(peer)
+    qp, mr = peer.qp, peer.mr
+    qp.post_recv(rp.RecvWR(mr[:64]))
+    peer.look()
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning) as warned:
+            del peer
+        said = [str(one.message) for one in warned]
+        # What is recorded of a warning has its source.
+        del warned
+        assert dropped() is None
+    finally:
+        gc.enable()
+    assert said == [f"the connection to {where} was not closed"]
+    assert qp.closed
+    assert mr.closed
+    assert served.until(connect.Left).reason == "the connection ended without a bye"
+
+
+def test_asyncio_a_dropped_connection_gives_everything_back(
+    serve: Callable[..., Served],
+) -> None:
+    """In whatever thread it is dropped."""
+    served = serve()
+
+    async def main() -> None:
+        held = [await connect.adial(served.context, *served.server.address[:2])]
+        await held[0].look()
+        where, dropped, qp = held[0]._teller.where, weakref.ref(held[0]), held[0].qp
+        with pytest.warns(ResourceWarning) as warned:
+            await asyncio.to_thread(held.clear)
+        said = [str(one.message) for one in warned]
+        del warned
+        assert dropped() is None
+        assert said == [f"the connection to {where} was not closed"]
+        assert qp.closed
+        left = await asyncio.to_thread(served.until, connect.Left)
+        assert left.reason == "the connection ended without a bye"
+
+    asyncio.run(main())
+
+
+def test_a_dropped_connection_in_a_cycle_gives_everything_back(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    peer = served.dial()
+    peer.qp.post_recv(rp.RecvWR(peer.mr[:64]))
+    peer.itself = peer  # type: ignore[attr-defined]
+    del peer
+    with pytest.warns(ResourceWarning, match=r"the connection to .* was not closed"):
+        gc.collect()
+    assert served.until(connect.Left).reason == "the connection ended without a bye"
+
+
+def test_a_closed_connection_warns_of_nothing(serve: Callable[..., Served]) -> None:
+    """Nor does one that never came about."""
+    served = serve(token="secret")
+    where = (served.context, *served.server.address[:2])
+    served.dial().close()
+    with pytest.raises(connect.ConnectError, match="token"):
+        served.dial(token="wrong")
+
+    async def main() -> None:
+        await (await connect.adial(*where, token="secret")).close()
+        with pytest.raises(connect.ConnectError, match="token"):
+            await connect.adial(*where, token="wrong")
+
+    asyncio.run(main())
+    gc.collect()
+
+
 # ---- a server ---------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ No input or output: a shell sends what ``greeting`` yields, and gives it the ans
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -68,6 +69,8 @@ class Dialled:
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
         self._pid = os.getpid()
+        # Where it leads, from when it is there until it is closed.
+        self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
         self._context = context
@@ -93,7 +96,9 @@ class Dialled:
                 )
             )
             self._used = stack.enter_context(ExitStack())
-            stack.callback(self._drop_outstanding)
+            # Not a method: the stack must not keep the connection, which would be left to the
+            # collector then.
+            stack.callback(_drop_outstanding, self.qp)
             self._stack = stack.pop_all()
 
     def greeting(self, token: str | None) -> Generator[Message, Message, None]:
@@ -188,11 +193,28 @@ class Dialled:
     def _as_arrival(answer: Message) -> Arrival | None:
         return answer if isinstance(answer, Arrival) else None
 
-    def _drop_outstanding(self) -> None:
-        """Reset, if need be: what an outstanding work request names cannot be closed."""
-        if any(self.qp.outstanding):
-            with suppress(RdmaError):
-                self.qp.to_reset()
-
     def _give_back(self) -> None:
         self._stack.close()
+
+    def _abandon(self) -> None:
+        """Close the TCP connection without a goodbye, in whatever thread a finalizer runs."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        where, self._where = getattr(self, "_where", ""), ""
+        if not where or self._pid != os.getpid():
+            return
+        # Not close(): that waits for the server.
+        self._abandon()
+        with suppress(RdmaError):
+            self._give_back()
+        warnings.warn(
+            f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2
+        )
+
+
+def _drop_outstanding(qp: QP) -> None:
+    """Reset, if need be: what an outstanding work request names cannot be closed."""
+    if any(qp.outstanding):
+        with suppress(RdmaError):
+            qp.to_reset()
