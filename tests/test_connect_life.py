@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import signal
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def test_a_closed_server_warns_of_nothing(context: rp.Context) -> None:
     server.close()
     del server
     gc.collect()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("wrong")])
+def test_what_a_callback_raises_is_logged_and_ends_nothing(
+    context: rp.Context, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the client's thread nor the one that accepts."""
+    told: queue.Queue[connect.Event] = queue.Queue()
+
+    def on_event(event: connect.Event) -> None:
+        told.put(event)
+        raise error
+
+    with connect.serve(context, port=0, token="secret", on_event=on_event) as server:
+        for _ in range(2):
+            with pytest.raises(connect.ConnectError, match="token"):
+                connect.dial(context, *server.address, token="wrong")
+            with connect.dial(context, *server.address, token="secret") as peer:
+                assert peer.look(0, 1).length == 1
+        kinds = [type(told.get(timeout=LIMIT)) for _ in range(6)]
+    assert kinds == [connect.Refused, connect.Joined, connect.Left] * 2
+    assert caplog.messages == ["on_event failed"] * 6
+    assert {record.exc_info[1] for record in caplog.records if record.exc_info} == {error}
 
 
 def test_a_callback_may_close_its_server(context: rp.Context) -> None:

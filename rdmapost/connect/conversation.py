@@ -142,7 +142,8 @@ class Reception:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:
+            except BaseException:
+                # SystemExit too: it would end the thread, and with it the client or the acceptor.
                 _log.exception("on_event failed")
 
 

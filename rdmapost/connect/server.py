@@ -92,7 +92,8 @@ def serve(
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
             thread of the client that it is about, or in the one that accepts
-            connections; it must be quick.
+            connections; it must be quick.  What it raises, SystemExit included, is
+            logged, and the server goes on.
 
     Returns:
         The server, at work; a context manager.  One that nobody can reach any more
