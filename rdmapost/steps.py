@@ -337,7 +337,9 @@ class Steps(Resource):
         qkey: int = DEFAULT_QKEY,
         **more: int,
     ) -> None:
-        """Bring the queue pair to RTS from wherever it is on the way.
+        """Bring the queue pair to RTS from RESET, INIT, RTR, SQD or SQE.
+
+        From ERR the only way is back: to_reset() first, on both sides.
 
         Args:
             remote: the peer's endpoint; not for UD.
@@ -348,7 +350,7 @@ class Steps(Resource):
             TypeError: remote is no Endpoint, another argument no whole number, or there
                 is no such option.
             ValueError: the peer's endpoint is missing, the queue pair is connected to
-                another one, or as in modify.
+                another one or was put into ERR by to_err(), or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused, as it does where an error has put the queue
                 pair into ERR.
@@ -426,6 +428,8 @@ class Steps(Resource):
         port = self.pd.context.query_port(self.port_num)
         if port.state.name != "ACTIVE":
             return f"port {self.port_num} is {port.state.name}; bring the link up"
+        if (state := self.state) is QPState.ERR:
+            return "the QP is in ERR: take it back with to_reset() first"
         if reason := self._out_of_range(attrs):
             return reason
         if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
@@ -435,7 +439,7 @@ class Steps(Resource):
                     f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
                     "both sides need GIDs of one kind and one network (see --gid-index)"
                 )
-        return f"the QP stays in {self.state.name} and does not go to {to.name}"
+        return f"the QP stays in {state.name} and does not go to {to.name}"
 
     def _out_of_range(self, attrs: dict[str, Any]) -> str | None:
         """Name an attribute that this device cannot take, or any."""
