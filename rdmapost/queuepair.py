@@ -60,8 +60,10 @@ class QP(Multicast, struct="ibv_qp"):
         send_cq: where sends complete.
         recv_cq: where receives complete; send_cq unless given.
         srq: take receives from this shared queue.
-        xrcd: the XRC domain (XRC_RECV); such a queue pair has no PD and no CQs of
-            its own but uses those of the SRQ that a message names.
+        xrcd: the XRC domain (XRC_RECV).  Such a queue pair uses the PD and the CQ of the
+            SRQ that a message names.  Give any PD and CQ of the same open device: the PD
+            says which device, nothing completes on the CQ, and both stay open as long as
+            the queue pair.
         max_send_wr, max_recv_wr: work requests that each queue must hold.
         max_send_sge, max_recv_sge: SGEs of one work request.
         max_inline_data: bytes of one inline work request.
