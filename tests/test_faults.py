@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
+import pickle
 import weakref
 
 import pytest
@@ -44,6 +46,13 @@ def test_plan_outlives_the_variable_of_its_device() -> None:
     del cq, pd, mr, qp
     gc.collect()
     assert gone() is None
+
+
+def test_plan_cannot_be_copied_or_pickled() -> None:
+    with rp.open_device("soft0") as context:
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"^cannot copy 'FaultPlan' object"):
+                way(context.faults)
 
 
 def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:

@@ -6,6 +6,7 @@ A plan belongs to an open device.  Each fault is used up when it strikes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from .._arguments import member, within
 from .._binding import door
@@ -39,6 +40,9 @@ class FaultPlan(door.Record):
         self.posts.clear()
         self.statuses.clear()
         self.refusals.clear()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("cannot copy 'FaultPlan' object: it belongs to an open device")
 
     # ---- planning -----------------------------------------------------------
 
