@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 
 import click
@@ -33,9 +34,8 @@ def report(error: Exception, out: Output) -> int:
         the exit code.
     """
     if isinstance(error, click.exceptions.Abort):
-        if out.json:
-            out.doc["error"] = "interrupted"
-            out.finish("")
+        out.doc["error"] = "interrupted"
+        _finish(out)
         return INTERRUPTED
     code, lines = _explain(error)
     out.doc["error"] = lines[0]
@@ -46,9 +46,15 @@ def report(error: Exception, out: Output) -> int:
         name = error.ctx.command_path if error.ctx is not None else name
         lines.append(f"Try '{name} --help'.")
     click.echo(f"{name}: " + "\n".join(lines), err=True)
-    if out.json:
-        out.finish("")
+    _finish(out)
     return code
+
+
+def _finish(out: Output) -> None:
+    """Print the document, where it can be printed: that it cannot may be what went wrong."""
+    if out.json:
+        with contextlib.suppress(OSError):
+            out.finish("")
 
 
 def _explain(error: Exception) -> tuple[int, list[str]]:

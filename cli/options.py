@@ -20,6 +20,7 @@ __all__ = [
     "Peer",
     "Shot",
     "Target",
+    "check_token",
     "device_options",
     "flag_options",
     "given",
@@ -212,6 +213,28 @@ def timeout_option(function: Command) -> Command:
     )(function)
 
 
+class _TokenOption(click.Option):
+    """An option whose variable, set and empty, is not taken for one that is not set."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        # click would: a server would then serve everyone, for a variable that was not filled in.
+        return os.environ.get(str(self.envvar))
+
+
+def check_token(token: str | None) -> None:
+    """Refuse what cannot be a token as wrong usage.
+
+    Args:
+        token: what --token or its variable gives, or None.
+    """
+    from rdmapost.connect import conversation
+
+    try:
+        conversation.check_token(token)
+    except ValueError as error:
+        _usage(f"{error} (--token, or the variable RDMAPOST_TOKEN)")
+
+
 def token_option(text: str) -> Callable[[Command], Command]:
     """Add --token.
 
@@ -220,6 +243,7 @@ def token_option(text: str) -> Callable[[Command], Command]:
     """
     return click.option(
         "--token",
+        cls=_TokenOption,
         metavar="T",
         envvar="RDMAPOST_TOKEN",
         show_envvar=True,
@@ -253,13 +277,10 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
                         _usage(f"--{name} needs a HOST to post to")
                 return function(peer=None, **options)
             from rdmapost.connect.address import parse_address
-            from rdmapost.connect.conversation import check_token
 
-            # An empty variable is none.
-            token = token or None
+            check_token(token)
             try:
                 host, port = parse_address(server)
-                check_token(token)
             except ValueError as error:
                 _usage(str(error))
             return function(peer=Peer(host, port, token, offset or 0), **options)
@@ -371,7 +392,10 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
     def decorate(function: Command) -> Command:
         @click.option("--data", metavar="TEXT", help=f"The data.{text_default}")
         @click.option(
-            "--data-file", type=click.File("rb"), metavar="FILE", help="Take the data from a file."
+            "--data-file",
+            type=click.File("rb"),
+            metavar="FILE",
+            help="Take the data from a file; - is standard input.",
         )
         @click.option(
             "--size",

@@ -17,6 +17,7 @@ import click
 
 from .options import (
     Target,
+    check_token,
     device_options,
     integer,
     not_empty,
@@ -77,7 +78,12 @@ def _access(value: str) -> str:
     "[default: all that the device can]",
 )  # fmt: skip
 @click.option("--data", metavar="TEXT", help="What the memory holds at first, before zeros.")
-@click.option("--data-file", type=click.File("rb"), metavar="FILE", help="Take that from a file.")
+@click.option(
+    "--data-file",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Take that from a file; - is standard input.",
+)
 @click.option("--shared", is_flag=True, help="One memory for all clients, not one for each.")
 @token_option("Serve only those who give this token")
 @click.option(
@@ -121,16 +127,12 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost import connect as library
-    from rdmapost.connect.conversation import check_token
 
     from .session import open_target, usage_error
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
-    try:
-        check_token(token)
-    except ValueError as error:
-        usage_error(str(error))
+    check_token(token)
     content = payload_of(data or "", data_file, None)
     if size is None:
         size = max(4096, len(content))

@@ -1,14 +1,24 @@
-"""Checking and converting arguments: types, integers, and seconds."""
+"""Checking and converting arguments: types, integers, flags, buffers and seconds.
+
+Every integer from a caller goes through ``index`` or a function built on it: cffi would accept
+anything with ``__int__``, and drop its fraction.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from enum import IntEnum, IntFlag
+from typing import Any, TypeVar
 
-__all__ = ["expect", "index", "seconds", "time_limit"]
+__all__ = ["content", "expect", "flags", "index", "member", "seconds", "time_limit", "within"]
 
 _LONGEST_S = 1e6
+_PLAIN = 1 << 20
+"""Below this a bound is shown in decimal, and from here on as a power of two if it is one."""
+
+_Member = TypeVar("_Member", bound=IntEnum)
+_Flags = TypeVar("_Flags", bound=IntFlag)
 
 
 def expect(name: str, given: object, *kinds: type | None) -> None:
@@ -44,8 +54,98 @@ def index(name: str, given: Any) -> int:
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected int, got {type(given).__name__}")
-    # numpy's numbers wrap where an int grows, and keep their type in whatever is made of them.
-    return operator.index(given)
+    # numpy's numbers wrap where an int grows, and keep their type in whatever is made of them;
+    # and operator.index() leaves True what it is.
+    return int(operator.index(given))
+
+
+def within(name: str, given: Any, least: int, most: int | None = None) -> int:
+    """Return an argument that is a whole number in a range, of whatever type, as an int.
+
+    Args:
+        name: the parameter's name.
+        given: the argument.
+        least, most: the range, both included; most None is no bound.
+
+    Raises:
+        TypeError: it is no whole number; the text names the argument.
+        ValueError: it is out of range; the text names the argument.
+    """
+    value = index(name, given)
+    if value < least or (most is not None and value > most):
+        raise ValueError(
+            f"{name}={value} is not in {least}..{'' if most is None else _bound(most)}"
+        )
+    return value
+
+
+def _bound(number: int) -> str:
+    """Show the upper bound of a range."""
+    for below in (0, 1):
+        power = number + below
+        if power >= _PLAIN and power & (power - 1) == 0:
+            return f"2^{power.bit_length() - 1}{'-1' if below else ''}"
+    return str(number)
+
+
+def member(name: str, given: Any, kind: type[_Member]) -> _Member:
+    """Return an argument that is a member of an enumeration, or the number of one.
+
+    Args:
+        name: the parameter's name.
+        given: the argument.
+        kind: the enumeration.
+
+    Raises:
+        TypeError: it is no whole number; the text names the argument.
+        ValueError: it is the number of no member; the text names the argument.
+    """
+    if type(given) is kind:
+        return given
+    if not hasattr(type(given), "__index__"):
+        raise TypeError(f"{name}: expected {kind.__name__}, got {type(given).__name__}")
+    number = operator.index(given)
+    try:
+        return kind(number)
+    except ValueError:
+        raise ValueError(f"{name}={number} is not a valid {kind.__name__}") from None
+
+
+def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
+    """Return an argument that is made of flags, or the number of such a combination.
+
+    Args:
+        name: the parameter's name.
+        given: the argument.
+        allowed: all the flags that it may have.
+        made_of: their names, for the text of the error.
+
+    Raises:
+        TypeError: it is no whole number; the text names the argument.
+        ValueError: it has other bits; the text names the argument.
+    """
+    bits = index(name, given)
+    if bits < 0 or bits & ~int(allowed):
+        raise ValueError(f"{name}={bits:#x} is not made of {made_of}")
+    return type(allowed)(bits)
+
+
+def content(name: str, given: Any) -> bytes:
+    """Return the bytes of an argument that is a buffer.
+
+    bytes() itself would take a list of numbers too, and a number for that many zeros.
+
+    Args:
+        name: the parameter's name.
+        given: the argument.
+
+    Raises:
+        TypeError: it is no buffer; the text names the argument.
+    """
+    try:
+        return bytes(memoryview(given))
+    except TypeError:
+        raise TypeError(f"{name}: expected bytes, got {type(given).__name__}") from None
 
 
 def seconds(given: Any, name: str = "timeout") -> float | None:

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from . import _verbs as door
-from ._arguments import index
+from ._arguments import within
 from ._verbs import ffi, lib
 
 __all__ = ["address_of", "door", "ffi", "fill", "lib", "start_of"]
@@ -44,7 +44,4 @@ def fill(struct: Any, **counts: int) -> None:
         ValueError: a number does not fit; the text names it.
     """
     for name, value in counts.items():
-        try:
-            setattr(struct, name, index(name, value))
-        except OverflowError:
-            raise ValueError(f"{name}={value} is not in 0..2^32-1") from None
+        setattr(struct, name, within(name, value, 0, (1 << 32) - 1))

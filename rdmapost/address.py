@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import expect, index
+from ._arguments import expect, index, within
 from ._binding import ffi
 from ._resource import Resource
 from .device import GID, Context, GIDTableEntry
@@ -105,13 +105,17 @@ class AHAttr:
         sl: service level, 0..15.
         src_path_bits: low bits of the source LID.
         static_rate: encoded rate limit; 0 for none.
-        dgid: the peer's GID, or None where the LID is enough (InfiniBand).
+        dgid: the peer's GID, as a GID, 16 bytes or text; None where the LID is enough (InfiniBand).
         sgid_index: which of the local GIDs is the source.
         flow_label: 0..2^20-1.
         hop_limit: 0..255.
         traffic_class: 0..255.
 
-    The fields are checked when they are used, by AH and QP.modify.
+    The numbers are checked when they are used, by AH and QP.modify.
+
+    Raises:
+        TypeError: dgid is of another type.
+        ValueError: dgid is no GID.
     """
 
     port_num: int = 1
@@ -125,14 +129,17 @@ class AHAttr:
     hop_limit: int = 64
     traffic_class: int = 0
 
+    def __post_init__(self) -> None:
+        if self.dgid is not None:
+            object.__setattr__(self, "dgid", GID._named("dgid", self.dgid))
+
     def _fill(self, raw: Any) -> None:
         """Write the fields into a ``struct ibv_ah_attr``.
 
         Raises:
-            TypeError: a field is of another type.
+            TypeError: a number is none.
             ValueError: a number is out of range.
         """
-        expect("dgid", self.dgid, GID, None)
         for name, most in _LOCAL.items():
             setattr(raw, name, self._number(name, most))
         raw.is_global = self.dgid is not None
@@ -142,10 +149,7 @@ class AHAttr:
                 setattr(raw.grh, name, self._number(name, most))
 
     def _number(self, name: str, most: int) -> int:
-        number = index(name, getattr(self, name))
-        if not 0 <= number <= most:
-            raise ValueError(f"{name}={number} is not in 0..{most}")
-        return number
+        return within(name, getattr(self, name), 0, most)
 
     @classmethod
     def _read(cls, raw: Any) -> AHAttr:

@@ -164,6 +164,7 @@ class CQ(Resource, struct="ibv_cq"):
         self._poller = door.Poller(
             context._queues, tm_info, provider.spin_ns, self._channel.fd, self._drop
         )
+        tm_info = bool(tm_info)
         create = provider.create_cq_ex if tm_info else provider.create_cq
         handle = self._make(
             create, (context, cqe, announces, comp_vector), provider.destroy_cq,
@@ -212,12 +213,15 @@ class CQ(Resource, struct="ibv_cq"):
             max_entries: how many at most.
 
         Raises:
-            ValueError: max_entries is negative.
+            TypeError: max_entries is no whole number.
+            ValueError: it is negative.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
 
         See ibv_poll_cq(3).
         """
+        if type(max_entries) is not int:
+            max_entries = index("max_entries", max_entries)
         found: list[WC] = []
         try:
             self._poller.poll(self, max_entries, found)
@@ -255,6 +259,8 @@ class CQ(Resource, struct="ibv_cq"):
             )
         if type(timeout) is not float or timeout != timeout:
             timeout = seconds(timeout)
+        if type(count) is not int:
+            count = index("count", count)
         found: list[WC] = []
         try:
             there = self._poller.wait(self, count, 0, timeout, found)

@@ -41,7 +41,7 @@ class GID(bytes):
     """A global identifier: 16 bytes, shown as an IPv6 address (``union ibv_gid``).
 
     Args:
-        value: 16 bytes, or text such as "fe80::1" or "::ffff:10.0.0.1".
+        value: 16 bytes (or another buffer of them), or text such as "fe80::1" or "::ffff:10.0.0.1".
 
     Raises:
         TypeError: it is of another type.
@@ -49,12 +49,22 @@ class GID(bytes):
     """
 
     def __new__(cls, value: bytes | str) -> GID:
-        expect("value", value, bytes, str, bytearray, memoryview)
+        return cls._named("value", value)
+
+    @classmethod
+    def _named(cls, name: str, value: Any) -> GID:
+        """Make one of an argument or a field, whose name the errors say."""
+        expect(name, value, bytes, str, bytearray, memoryview)
         if isinstance(value, str):
-            value = IPv6Address(value).packed
-        if len(value) != 16:
-            raise ValueError(f"a GID has 16 bytes, not {len(value)}")
-        return super().__new__(cls, value)
+            try:
+                raw = IPv6Address(value).packed
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        else:
+            raw = bytes(value)
+        if len(raw) != 16:
+            raise ValueError(f"{name}: a GID has 16 bytes, not {len(raw)}")
+        return super().__new__(cls, raw)
 
     def __str__(self) -> str:
         address = IPv6Address(bytes(self))

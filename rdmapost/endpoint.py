@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ._arguments import expect, index
+from ._arguments import expect, member, within
 from .device import GID
 from .enums import MTU
 
@@ -32,8 +32,8 @@ class Endpoint:
         mtu: the path MTU that its port can take.
 
     Raises:
-        TypeError: a number is not an integer.
-        ValueError: a number is out of range.
+        TypeError: a field is of another type; the text names it.
+        ValueError: a number is out of range, or gid is not a GID.
     """
 
     qpn: int
@@ -44,12 +44,10 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         for name, bits in (("qpn", 24), ("psn", 24), ("lid", 16)):
-            value = index(name, getattr(self, name))
-            if not 0 <= value < 1 << bits:
-                raise ValueError(f"{name}={value} is not in 0..2^{bits}-1")
+            value = within(name, getattr(self, name), 0, (1 << bits) - 1)
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "gid", GID(self.gid))
-        object.__setattr__(self, "mtu", MTU(self.mtu))
+        object.__setattr__(self, "gid", GID._named("gid", self.gid))
+        object.__setattr__(self, "mtu", member("mtu", self.mtu, MTU))
 
     def __str__(self) -> str:
         return (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+from ._arguments import within
 from .completion import CQ
 from .enums import QPType
 from .errors import VerbsError
@@ -47,12 +48,12 @@ def max_inline(
         bytes, at most at_most; 0 if the device takes no inline data.
 
     Raises:
+        TypeError: at_most is no whole number; or as from QP.
         ValueError: at_most is out of range; or as from QP.
         VerbsError: the device refuses the queue pair without inline data too,
             or for another reason than its size.
     """
-    if not 0 <= at_most <= 1 << 31:
-        raise ValueError(f"at_most={at_most} is not in 0..2^31")
+    at_most = within("at_most", at_most, 0, 1 << 31)
 
     def grants(size: int) -> int | None:
         try:

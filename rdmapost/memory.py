@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ._arguments import expect, index
+from ._arguments import expect, flags, index, member, within
 from ._binding import door, ffi, start_of
 from ._resource import Resource, open_handles
 from .device import Context
@@ -62,7 +62,21 @@ def _fixed(name: str, doc: str) -> Any:
     return property(operator.attrgetter(name), doc=doc)
 
 
-_ALL_ACCESS = int(functools.reduce(operator.or_, Access))
+_ALL_ACCESS = functools.reduce(operator.or_, Access)
+
+
+def access_flags(name: str, given: Any) -> Access:
+    """Return an argument that is an Access.
+
+    Args:
+        name: the parameter's name.
+        given: the argument.
+
+    Raises:
+        TypeError: it is no whole number; the text names the argument.
+        ValueError: it has other bits than those of Access.
+    """
+    return flags(name, given, _ALL_ACCESS, "Access flags")
 
 
 class MR(Resource, struct="ibv_mr"):
@@ -106,10 +120,7 @@ class MR(Resource, struct="ibv_mr"):
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        bits = index("access", access)
-        if bits < 0 or bits & ~_ALL_ACCESS:
-            raise ValueError(f"access={bits:#x} is not made of Access flags")
-        self._access = Access(bits)
+        self._access = access_flags("access", access)
         needs_local = self._access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
         if needs_local and not self._access & Access.LOCAL_WRITE:
             raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
@@ -225,7 +236,7 @@ class MW(Resource, struct="ibv_mw"):
     def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        self.type = MWType(mw_type)
+        self.type = member("mw_type", mw_type, MWType)
         provider = pd.context._provider
         self._make(provider.alloc_mw, (pd, self.type), provider.dealloc_mw, (pd,))
 
@@ -242,7 +253,8 @@ class MW(Resource, struct="ibv_mw"):
         from here.
 
         Raises:
-            ValueError: the new key is not in 0..2^32-1.
+            TypeError: the new key is not an integer.
+            ValueError: it is not in 0..2^32-1.
             ClosedError: the window is closed.
         """
         rkey: int = self._verb(_RKEY)
@@ -250,10 +262,7 @@ class MW(Resource, struct="ibv_mw"):
 
     @rkey.setter
     def rkey(self, rkey: int) -> None:
-        try:
-            self._verb(setattr, "rkey", rkey)
-        except OverflowError:
-            raise ValueError(f"rkey={rkey} is not in 0..2^32-1") from None
+        self._verb(setattr, "rkey", within("rkey", rkey, 0, (1 << 32) - 1))
 
     def next_rkey(self) -> int:
         """Return the rkey for the next bind: the low byte is one more (ibv_inc_rkey(3))."""

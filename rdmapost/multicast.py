@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 
+from ._arguments import within
 from .device import GID
 from .enums import QPType
 from .errors import RdmaError, VerbsError
@@ -39,6 +40,7 @@ class Multicast(Steps):
             lid: its LID on InfiniBand; 0 on Ethernet.
 
         Raises:
+            TypeError: gid is of another type, or lid no whole number.
             ValueError: it is no multicast GID, or lid is not in 0..65535.
             RdmaError: the queue pair is not of type UD.
             ClosedError: the QP is closed.
@@ -64,6 +66,7 @@ class Multicast(Steps):
 
         Raises:
             RdmaError: the queue pair is not attached to the group.
+            TypeError: gid is of another type, or lid no whole number.
             ValueError: it is no multicast GID, or lid is not in 0..65535.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -96,14 +99,12 @@ class Multicast(Steps):
     def _group(self, gid: GID | bytes | str, lid: int) -> tuple[GID, int]:
         if self.qp_type is not QPType.UD:
             raise RdmaError(f"{self} has no multicast; UD queue pairs have it")
-        group = GID(gid)
+        group = GID._named("gid", gid)
         if not group.is_multicast:
             raise ValueError(
                 f"{group} is no multicast GID: those are in ff00::/8 or ::ffff:224.0.0.0/100"
             )
-        if not 0 <= lid <= 0xFFFF:
-            raise ValueError(f"lid={lid} is not in 0..65535")
-        return group, lid
+        return group, within("lid", lid, 0, 0xFFFF)
 
     def _why_not_attached(self, code: int | None) -> str:
         attr, name = self.pd.context.attr, self.pd.context.name

@@ -146,6 +146,10 @@ class PostQueue(door.Queue):
         if rule == "not_ready":
             reason = owner._why_not_ready(self)
         else:
+            if rule == "full":
+                # A list that is posted piece by piece stops at the first that has no place; a
+                # prepared one goes in whole or not at all.
+                a = 1 if posted == index else len(wrs)
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
             raise ValueError(reason)

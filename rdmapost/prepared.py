@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, Self
 
+from ._arguments import index as whole_number
 from ._binding import door
 from .fields import NUMBERS
 
@@ -58,7 +59,9 @@ class Batch(door.Prepared):
     windows and address handles that it names stay open until it is closed;
     closing its queue pair closes it.
 
-    ``post()`` posts the whole list, as post_send or post_recv does.
+    ``post()`` posts the whole list, as post_send or post_recv does.  ``batch[index]``
+    counts from the end where index is negative; an index that the list does not have is
+    an IndexError, and there are no slices.
 
     Raises:
         PostError: a work request cannot be posted; index says which.
@@ -77,9 +80,13 @@ class Batch(door.Prepared):
         return f"prepared list of {len(self)}"
 
     def __getitem__(self, index: int) -> PreparedWR:
-        if index < 0:
-            index += len(self)
-        return _class_for(self._type_of(index))(self, index)
+        if isinstance(index, slice):
+            raise TypeError("a prepared list has no slices; take its work requests one by one")
+        at, count = whole_number("index", index), len(self)
+        if not -count <= at < count:
+            raise IndexError(f"index {at} is not in a {self}")
+        at %= count
+        return _class_for(self._type_of(at))(self, at)
 
     def __iter__(self) -> Iterator[PreparedWR]:
         return (self[index] for index in range(len(self)))

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect, index
+from ._arguments import expect, index, member
 from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
@@ -60,8 +60,10 @@ class QP(Multicast, struct="ibv_qp"):
         send_cq: where sends complete.
         recv_cq: where receives complete; send_cq unless given.
         srq: take receives from this shared queue.
-        xrcd: the XRC domain (XRC_RECV); such a queue pair has no PD and no CQs of
-            its own but uses those of the SRQ that a message names.
+        xrcd: the XRC domain (XRC_RECV).  Such a queue pair uses the PD and the CQ of the
+            SRQ that a message names.  Give any PD and CQ of the same open device: the PD
+            says which device, nothing completes on the CQ, and both stay open as long as
+            the queue pair.
         max_send_wr, max_recv_wr: work requests that each queue must hold.
         max_send_sge, max_recv_sge: SGEs of one work request.
         max_inline_data: bytes of one inline work request.
@@ -141,11 +143,11 @@ class QP(Multicast, struct="ibv_qp"):
             raise ValueError("the CQ was created on another open device than the PD")
         self.pd, self.send_cq, self.recv_cq, self.srq = pd, send_cq, recv_cq, srq
         self.xrcd = xrcd
-        self.qp_type = QPType(qp_type)
+        self.qp_type = member("qp_type", qp_type, QPType)
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
         refuse_misfits(self.qp_type, pd, srq, xrcd, max_tso_header)
-        self.checked = checked
-        self.sq_sig_all = sq_sig_all
+        self.checked = bool(checked)
+        self.sq_sig_all = bool(sq_sig_all)
         self.port_num = port_num = index("port_num", port_num)
         if gid_index is not None:
             gid_index = index("gid_index", gid_index)
@@ -171,7 +173,7 @@ class QP(Multicast, struct="ibv_qp"):
             max_recv_sge=max_recv_sge, max_inline_data=max_inline_data,
         )  # fmt: skip
         init.qp_type = self.qp_type
-        init.sq_sig_all = sq_sig_all
+        init.sq_sig_all = self.sq_sig_all
         given = (pd, send_cq, recv_cq, srq, xrcd)
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)

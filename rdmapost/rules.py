@@ -262,9 +262,10 @@ def closed(r: Refusal) -> str:
 @_rule
 def full(r: Refusal) -> str:
     queue = r.queue
+    beside = "" if r.a == 1 else f", and the list has {r.a} more"
     return (
         f"the queue is full: {queue.depth_name}={queue.depth} and "
-        f"{queue.outstanding} work requests are outstanding; poll the CQ, or create "
+        f"{queue.outstanding} work requests are outstanding{beside}; poll the CQ, or create "
         "the queue deeper"
     )
 

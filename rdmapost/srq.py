@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import expect, index
+from ._arguments import expect, index, member
 from ._binding import ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
@@ -90,7 +90,7 @@ class SRQ(Resource, struct="ibv_srq"):
         expect("xrcd", xrcd, XRCD, None)
         expect("cq", cq, CQ, None)
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
-        self.srq_type = SRQType(srq_type)
+        self.srq_type = member("srq_type", srq_type, SRQType)
         tagged = self.srq_type is SRQType.TM
         max_num_tags, max_ops = index("max_num_tags", max_num_tags), index("max_ops", max_ops)
         self.max_num_tags = max_num_tags if tagged else 0
@@ -107,10 +107,10 @@ class SRQ(Resource, struct="ibv_srq"):
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
-        self._recv = recv_queue(limits, self.max_wr, checked=checked, shared=True)
+        self._recv = recv_queue(limits, self.max_wr, checked=bool(checked), shared=True)
         tagged = self.srq_type is SRQType.TM
         limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
-        self._ops = ops_queue(limits, self.max_ops, checked=checked and tagged)
+        self._ops = ops_queue(limits, self.max_ops, checked=bool(checked) and tagged)
         for queue in self._queues():
             context._queues[queue.number] = queue
         self._recv.set_ready(True)

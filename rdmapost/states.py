@@ -129,9 +129,10 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
         ways = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
+        remedy = ": take it back with to_reset() first" if state is S.ERR else ""
         return (
             f"a {qp_type.name} queue pair cannot go from {state.name} to {to.name}; "
-            f"from {state.name} it can go to {', '.join(ways)}"
+            f"from {state.name} it can go to {', '.join(ways)}{remedy}"
         )
     lacking = required & ~mask
     if lacking:

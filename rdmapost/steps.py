@@ -6,14 +6,14 @@ import contextlib
 import errno
 from typing import Any
 
-from ._arguments import expect, index
+from ._arguments import expect, index, member
 from ._binding import ffi
 from ._resource import Resource
 from .address import AH, AHAttr, GIDChoice, choose_gid
 from .endpoint import Endpoint
 from .enums import Access, LinkLayer, QPAttrMask, QPState, QPType
 from .errors import RdmaError, VerbsError
-from .memory import PD
+from .memory import PD, access_flags
 from .qpattr import QUERY_MASK, QPAttr
 from .states import FIELDS, RANGES, missing_attributes
 
@@ -171,9 +171,9 @@ class Steps(Resource):
                 setattr(raw, name, number)
             except OverflowError as error:
                 raise ValueError(f"{name}={value!r} does not fit: {error}") from None
-        state = attrs.get("cur_qp_state", self._state)
-        to = QPState(attrs.get("qp_state", state))
-        if reason := missing_attributes(self.qp_type, QPState(state), to, mask):
+        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
+        to = member("qp_state", attrs.get("qp_state", state), QPState)
+        if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
         if to is QPState.RESET:
             self._keep_completions()
@@ -212,12 +212,14 @@ class Steps(Resource):
             qkey: Q_Key (UD).
 
         Raises:
-            ValueError: as in modify.
+            TypeError: an argument is no whole number.
+            ValueError: access has other bits than those of Access; or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
         See ibv_modify_qp(3).
         """
+        access = access_flags("access", access)
         attrs: dict[str, Any] = {"qp_state": QPState.INIT, "port_num": self.port_num}
         if self.qp_type is not QPType.RAW_PACKET:
             attrs["pkey_index"] = pkey_index
@@ -255,7 +257,7 @@ class Steps(Resource):
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint.
+            TypeError: remote is no Endpoint, or another argument no whole number.
             ValueError: the peer's endpoint is missing, or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -304,6 +306,7 @@ class Steps(Resource):
                 at most 16, unless given.
 
         Raises:
+            TypeError: an argument is no whole number.
             ValueError: as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -333,7 +336,9 @@ class Steps(Resource):
         qkey: int = DEFAULT_QKEY,
         **more: int,
     ) -> None:
-        """Bring the queue pair to RTS, by the steps that are still missing.
+        """Bring the queue pair to RTS from RESET, INIT, RTR, SQD or SQE.
+
+        From ERR the only way is back: to_reset() first, on both sides.
 
         Args:
             remote: the peer's endpoint; not for UD.
@@ -341,11 +346,13 @@ class Steps(Resource):
             more: what to_rtr and to_rts take.
 
         Raises:
-            TypeError: remote is no Endpoint, or there is no such option.
+            TypeError: remote is no Endpoint, another argument no whole number, or there
+                is no such option.
             ValueError: the peer's endpoint is missing, the queue pair is connected to
-                another one, or as in modify.
+                another one or was put into ERR by to_err(), or as in modify.
             ClosedError: the QP is closed.
-            VerbsError: the device refused.
+            VerbsError: the device refused, as it does where an error has put the queue
+                pair into ERR.
 
         See ibv_modify_qp(3).
         """
@@ -420,6 +427,8 @@ class Steps(Resource):
         port = self.pd.context.query_port(self.port_num)
         if port.state.name != "ACTIVE":
             return f"port {self.port_num} is {port.state.name}; bring the link up"
+        if (state := self.state) is QPState.ERR:
+            return "the QP is in ERR: take it back with to_reset() first"
         if reason := self._out_of_range(attrs):
             return reason
         if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
@@ -429,7 +438,7 @@ class Steps(Resource):
                     f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
                     "both sides need GIDs of one kind and one network (see --gid-index)"
                 )
-        return f"the QP stays in {self.state.name} and does not go to {to.name}"
+        return f"the QP stays in {state.name} and does not go to {to.name}"
 
     def _out_of_range(self, attrs: dict[str, Any]) -> str | None:
         """Name an attribute that this device cannot take, or any."""

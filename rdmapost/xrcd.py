@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ._arguments import expect, index
+from ._arguments import expect, index, within
 from ._binding import ffi, lib
 from ._resource import Resource
 from .device import Context
@@ -40,9 +40,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
     def __init__(self, context: Context, fd: int = -1, oflags: int = os.O_CREAT) -> None:
         expect("context", context, Context)
         self.context = context
-        fd, oflags = index("fd", fd), index("oflags", oflags)
-        if not -1 <= fd < 1 << 31:
-            raise ValueError(f"fd={fd} is not in -1..2^31-1")
+        fd, oflags = within("fd", fd, -1, (1 << 31) - 1), index("oflags", oflags)
         if oflags & ~(os.O_CREAT | os.O_EXCL):
             raise ValueError(f"oflags={oflags:#x} is not made of os.O_CREAT and os.O_EXCL")
         init = ffi.new("struct ibv_xrcd_init_attr *")

@@ -290,6 +290,63 @@ def test_interrupted(as_json: bool, tmp_path: pathlib.Path) -> None:
     assert (json.loads(out) if as_json else out) == ({"error": "interrupted"} if as_json else "")
 
 
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["send"], 1, "rdmapost: [Errno 28] No space left on device\n"),
+        (["check"], 1, "rdmapost: [Errno 28] No space left on device\n"),
+        (["devices"], 1, "rdmapost: [Errno 28] No space left on device\n"),
+        (["send", "--size", "x"], 2, "'x' is not a size"),
+        (["send", "-d", "nowhere0"], 3, "there is no RDMA device nowhere0"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_output_that_cannot_be_written(
+    args: list[str], code: int, says: str, as_json: bool
+) -> None:
+    """One line says why, or what else was wrong; and no traceback."""
+    with pathlib.Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", "rdmapost.cli", *args, *(["--json"] if as_json else [])],
+            env={**os.environ, "RDMAPOST_DEVICE": "soft0"},
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert ran.returncode == code
+    assert says in ran.stderr
+    assert len(ran.stderr.splitlines()) == (2 if code == 2 else 1)
+
+
+def test_token_that_is_empty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty variable, too: it was to keep others out, and would let in everyone."""
+    calls = [["send", "127.0.0.1:1"], ["read", "127.0.0.1:1"], ["serve", "-d", "soft0"]]
+    ran = [run(*call, "--token", "") for call in calls]
+    monkeypatch.setenv("RDMAPOST_TOKEN", "")
+    ran += [run(*call) for call in calls]
+    for one in ran:
+        assert (one.code, one.out) == (2, "")
+        assert (
+            "a token has 1 to 256 characters, not 0 (--token, or the variable RDMAPOST_TOKEN)"
+            in one.err
+        )
+    # Without a server to show it to, it does not matter.
+    assert run("send", "-d", "soft0").code == 0
+
+
+@pytest.mark.parametrize("command", [["send"], ["write"], ["serve"]], ids=lambda one: one[0])
+def test_help_says_that_data_may_come_from_standard_input(command: list[str]) -> None:
+    assert "- is standard input." in " ".join(run(*command, "--help").out.split())
+
+
+def test_data_comes_from_standard_input() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "rdmapost.cli", "send", "-d", "soft0", "--json",
+         "--data-file", "-"],
+        input="from a pipe", capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert json.loads(ran.stdout)["received"] == "from a pipe"
+
+
 def failed(error: Exception, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any, list[str]]:
     """Report an error; return the exit code, the document and the text."""
     out = Output(json=True)

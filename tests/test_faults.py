@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
+import pickle
 import weakref
 
 import pytest
@@ -46,6 +48,13 @@ def test_plan_outlives_the_variable_of_its_device() -> None:
     assert gone() is None
 
 
+def test_plan_cannot_be_copied_or_pickled() -> None:
+    with rp.open_device("soft0") as context:
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"^cannot copy 'FaultPlan' object"):
+                way(context.faults)
+
+
 def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
     with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
         plan = context.faults
@@ -54,7 +63,7 @@ def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
             lambda: plan.fail_post(errno.ENOMEM, after=-1),
             lambda: plan.complete_with(-1, WCStatus.LOC_PROT_ERR),
             lambda: plan.complete_with(1 << 64, WCStatus.LOC_PROT_ERR),
-            lambda: plan.complete_with(1, 99), lambda: plan.complete_with(1, "LOC_PROT_ERR"),
+            lambda: plan.complete_with(1, 99),
             lambda: plan.not_ready(1, -1), lambda: plan.not_ready(-1, 1),
         ]  # fmt: skip
         for plans in refused:
@@ -63,8 +72,9 @@ def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
         for plans in (
             lambda: plan.fail_post("ENOMEM"), lambda: plan.complete_with("1", WCStatus.SUCCESS),
             lambda: plan.not_ready("qp", 1), lambda: plan.not_ready(1, 1.0),
+            lambda: plan.complete_with(1, "LOC_PROT_ERR"), lambda: plan.complete_with(1, 4.0),
         ):  # fmt: skip
-            with pytest.raises(TypeError, match="expected int, got"):
+            with pytest.raises(TypeError, match=r"expected (int|WCStatus), got"):
                 plans()
         access = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
         with rp.MR(pd, 64, access) as mr, rp.QP(pd, QPType.RC, cq) as qp:

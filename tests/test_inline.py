@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from support import needs
@@ -53,6 +55,15 @@ def test_nothing_is_left_behind(context, cq):
     rp.max_inline(pd, QPType.RC, cq, max_send_sge=2, max_send_wr=8)
     pd.close()
     assert pd.closed
+
+
+@pytest.mark.parametrize("at_most", [Fraction(1, 100), Decimal(64), 64.5, 64.0, "64", None])
+def test_size_that_is_no_whole_number(pd, cq, at_most, monkeypatch):
+    """It is refused before the search, which would not end."""
+    monkeypatch.setattr(rp.inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made"))
+    words = f"^at_most: expected int, got {type(at_most).__name__}"
+    with pytest.raises(TypeError, match=words):
+        rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
 
 
 @pytest.mark.parametrize("at_most", [-1, (1 << 31) + 1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 from support import ALL, GRH, needs
@@ -221,7 +223,7 @@ def test_only_datagrams_have_it(pd, cq, qp_type, call):
         (("::ffff:240.0.0.1",), "is no multicast GID"),
         ((bytes(16),), ":: is no multicast GID"),
         ((b"\xff" * 15,), "a GID has 16 bytes, not 15"),
-        (("group",), "group"),
+        (("group",), "^gid: .*'group'"),
         (("ff0e::1", -1), "lid=-1 is not in"),
         (("ff0e::1", 1 << 16), "lid=65536 is not in"),
     ],
@@ -229,6 +231,14 @@ def test_only_datagrams_have_it(pd, cq, qp_type, call):
 def test_what_is_no_group(pd, cq, call, arguments, words):
     with rp.QP(pd, QPType.UD, cq) as qp, pytest.raises(ValueError, match=words):
         getattr(qp, call)(*arguments)
+
+
+@pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
+@pytest.mark.parametrize("lid", [0.5, 0.0, Decimal("0.01"), Fraction(1, 100), "0", None], ids=repr)
+def test_lid_that_is_no_whole_number(pd, cq, call, lid):
+    words = f"^lid: expected int, got {type(lid).__name__}"
+    with rp.QP(pd, QPType.UD, cq) as qp, pytest.raises(TypeError, match=words):
+        getattr(qp, call)("ff0e::1", lid)
 
 
 def test_group_that_it_is_not_attached_to(connect, group):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 from support import ALL, Connect, Pair, needs
@@ -426,6 +427,32 @@ def test_unchecked_list_goes_out_as_it_is(connect: Connect):
     wr.rkey ^= 0xFF00
     pair.a.prepare(wr).post()
     assert pair.cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_index_counts_from_either_end(rc):
+    batch = rc.a.prepare([write(rc, wr_id=n) for n in range(3)])
+    assert [batch[n].wr_id for n in (0, 2, -1, -3, True)] == [0, 2, 2, 0, 1]
+    for wrong in (3, -4, 1 << 80, -(1 << 80), 1 << 63, -(1 << 31)):
+        with pytest.raises(IndexError, match=f"^index {wrong} is not in a prepared list of 3"):
+            batch[wrong]
+    for wrong in (1.0, "1", None, Fraction(1)):
+        with pytest.raises(TypeError, match=f"^index: expected int, got {type(wrong).__name__}"):
+            batch[wrong]
+    with pytest.raises(TypeError, match=r"^a prepared list has no slices"):
+        batch[0:2]
+
+
+def test_full_queue_says_how_many_more_the_list_has(connect: Connect):
+    pair = connect(max_send_wr=8)
+    room = pair.a.max_send_wr
+    pair.a.post_send([write(pair)] * (room - 1))
+    batch = pair.a.prepare([write(pair)] * 2)
+    with pytest.raises(rp.PostError) as caught:
+        batch.post()
+    assert caught.value.reason.startswith(
+        f"the queue is full: max_send_wr={room} and {room - 1} work requests are outstanding, "
+        "and the list has 2 more; "
+    )
 
 
 def test_list_says_what_it_is(rc):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
+
 import pytest
 from support import ALL, Pair
 
@@ -208,13 +211,52 @@ def test_step_that_does_not_exist_is_refused(connect):
         ({"ah_attr": 5}, TypeError, "ah_attr: expected AHAttr, got int"),
         ({"port_num": rp.AHAttr()}, TypeError, "port_num: expected int, got AHAttr"),
         ({"ah_attr": rp.AHAttr(sl=256)}, ValueError, "sl=256 is not in 0..15"),
-        ({"ah_attr": rp.AHAttr(dgid=True)}, TypeError, "dgid: expected GID or None, got bool"),
     ],
 )
 def test_attribute_that_is_none_is_named(rc, attrs, error, words):
     with pytest.raises(error, match=words.replace("(", r"\(")):
         rc.a.modify(**attrs)
     rc.works()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unnoticed"])
+def test_connect_in_err_names_the_way_back(connect, known):
+    pair = connect()
+    if known:
+        pair.a.to_err()
+    else:
+        # The device puts it there, and nobody has asked for its state.
+        pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], rkey=pair.theirs.rkey ^ 0xFF00))
+        assert pair.cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
+    for peer in (pair.b.endpoint(), None):
+        with pytest.raises((rp.VerbsError, ValueError), match=r"in ERR|from ERR") as caught:
+            pair.a.connect(peer)
+        assert "take it back with to_reset() first" in str(caught.value)
+    for qp in (pair.a, pair.b):
+        qp.to_reset()
+    pair.connect()
+    pair.works()
+
+
+@pytest.mark.parametrize("wrong", [Decimal("0.01"), Fraction(1, 100), 0.5], ids=repr)
+def test_option_of_a_step_is_a_whole_number(connect, wrong):
+    said = f": expected int, got {type(wrong).__name__}"
+    for name in (
+        "min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class", "timeout", "retry_cnt",
+        "rnr_retry", "max_rd_atomic", "access",
+    ):  # fmt: skip
+        pair = connect(to=QPState.RESET)
+        with pytest.raises(TypeError, match=f"^{name}{said}"):
+            pair.a.connect(pair.b.endpoint(), **{name: wrong})
+    with pytest.raises(TypeError, match=f"^pkey_index{said}"):
+        pair.a.to_init(pkey_index=wrong)
+
+
+@pytest.mark.parametrize("access", [-1, 1 << 9, 1 << 31, 1 << 64])
+def test_access_of_a_step_has_no_other_bits(connect, access):
+    pair = connect(to=QPState.RESET)
+    with pytest.raises(ValueError, match=f"^access={access:#x} is not made of Access flags"):
+        pair.a.connect(pair.b.endpoint(), access=access)
 
 
 def test_connect_takes_no_unknown_option(connect):
@@ -325,19 +367,39 @@ def test_address_handle_needs_a_port_and_a_gid(pd, context):
     ("field", "error", "words"),
     [
         ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
-        ({"dgid": True}, TypeError, "dgid: expected GID or None, got bool"),
-        ({"dgid": "::1"}, TypeError, "dgid: expected GID or None, got str"),
+        ({"dgid": True}, TypeError, "dgid: expected bytes or str or .*, got bool"),
+        ({"dgid": []}, TypeError, "dgid: expected bytes or str or .*, got list"),
+        ({"dgid": b"x"}, ValueError, "dgid: a GID has 16 bytes, not 1"),
+        ({"dgid": b"y" * 17}, ValueError, "dgid: a GID has 16 bytes, not 17"),
+        ({"dgid": "fe80"}, ValueError, "dgid: .*'fe80'"),
         ({"sgid_index": "1"}, TypeError, "sgid_index: expected int, got str"),
         ({"sl": 16}, ValueError, "sl=16 is not in 0..15"),
-        ({"flow_label": 1 << 20}, ValueError, "flow_label=1048576 is not in 0..1048575"),
+        ({"flow_label": 1 << 20}, ValueError, r"flow_label=1048576 is not in 0\.\.2\^20-1"),
         ({"hop_limit": -1}, ValueError, "hop_limit=-1 is not in 0..255"),
         ({"traffic_class": 256}, ValueError, "traffic_class=256 is not in 0..255"),
+        *(
+            ({name: wrong}, TypeError, f"{name}: expected int, got {type(wrong).__name__}")
+            for name in ("sl", "dlid", "src_path_bits", "static_rate", "hop_limit", "flow_label")
+            for wrong in (Fraction(1, 100), Decimal("0.01"))
+        ),
     ],
     ids=str,
 )
 def test_field_of_an_address_that_cannot_be_is_named(pd, context, field, error, words):
     with pytest.raises(error, match=words):
         rp.AH(pd, rp.AHAttr(**{"dgid": rp.choose_gid(context).gid, **field}))
+
+
+def test_gid_of_an_address_is_16_bytes_or_text_too(connect, context):
+    """The address handle leads where the one of a GID does."""
+    pair = connect(QPType.UD)
+    gid = pair.b.endpoint().gid
+    for given in (bytes(gid), bytearray(gid), memoryview(gid), str(gid), gid):
+        attr = rp.AHAttr(dgid=given, sgid_index=pair.a.gid.index)
+        assert attr == rp.AHAttr(dgid=gid, sgid_index=pair.a.gid.index)
+        assert type(attr.dgid) is rp.GID
+        with rp.AH(pair.a.pd, attr) as ah:
+            assert str(ah) == f"AH to {gid}"
 
 
 def test_address_handle_names_its_peer(pd, context):

@@ -836,8 +836,8 @@ def test_prepared_list_goes_in_whole_or_not_at_all(soft):
     error = caught.value
     assert (error.errno, error.index, error.posted) == (errno.ENOMEM, room - 1, 0)
     assert error.reason == (
-        f"the queue is full: max_send_wr={room} and 1 work requests are outstanding; "
-        "poll the CQ, or create the queue deeper"
+        f"the queue is full: max_send_wr={room} and 1 work requests are outstanding, and the "
+        f"list has {room} more; poll the CQ, or create the queue deeper"
     )
     assert qp.outstanding.send == 1
     with pytest.raises(rp.PostError, match="the queue is full"):

@@ -7,7 +7,7 @@ import threading
 from ipaddress import ip_address
 from typing import Any
 
-from .._arguments import expect, index
+from .._arguments import expect, within
 from .errors import ConnectError, ConnectTimeout
 
 __all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address", "resolve", "show_address"]
@@ -67,10 +67,7 @@ def check_where(host: str, port: int, least: int = 1) -> int:
     expect("host", host, str)
     if not host:
         raise ValueError("host: expected a name or an address, got ''")
-    port = index("port", port)
-    if not least <= port <= 65535:
-        raise ValueError(f"port={port} is not in {least}..65535")
-    return port
+    return within("port", port, least, 65535)
 
 
 def show_address(address: tuple[Any, ...]) -> str:

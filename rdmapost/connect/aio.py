@@ -203,6 +203,7 @@ async def adial(
         with suppress(RdmaError):
             connection._give_back()
         raise
+    connection._where = connection._teller.where
     return connection
 
 
@@ -212,6 +213,8 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
     A question (report, look) that is cancelled, by asyncio.timeout() for instance,
     leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
     event loop; await ``cq.completions`` there.
+
+    One that is dropped without close() gives everything back, with a ResourceWarning.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -367,6 +370,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
         """
         if self._pid != os.getpid():
             return
+        self._where = ""
         if not self._closing.done():
             self._closing.set_result(None)
         try:
@@ -377,8 +381,19 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             self._hang_up()
             self._give_back()
 
+    def _abandon(self) -> None:
+        if self._writer is not None:
+            # A loop that is closed needs nothing.
+            with suppress(RuntimeError):
+                loop = self._closing.get_loop()
+                loop.call_soon_threadsafe(_close, self._writer, self._reading)
+
     def _hang_up(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            self._reading.cancel()
-            writer.close()
+            _close(writer, self._reading)
+
+
+def _close(writer: asyncio.StreamWriter, reading: asyncio.Task[bytes]) -> None:
+    reading.cancel()
+    writer.close()

@@ -142,6 +142,8 @@ class Connection(Dialled):
     If a signal handler raises (KeyboardInterrupt) during a question (report, look), the
     connection stays usable: its late answer is dropped.  In the rare case that it raises
     while bytes are sent or received, the connection is closed.
+
+    A connection that is dropped without close() is closed, with a ResourceWarning.
     """
 
     def __init__(
@@ -166,10 +168,10 @@ class Connection(Dialled):
                     message = greeting.send(self._ask(message))
         except BaseException:
             self._hang_up()
-            self._wake.close()
             with suppress(RdmaError):
                 self._give_back()
             raise
+        self._where = self._teller.where
 
     def _reach(self, host: str, port: int) -> socket.socket:
         deadline = time.monotonic() + self.timeout
@@ -373,7 +375,7 @@ class Connection(Dialled):
         """
         if self._pid != os.getpid():
             return
-        self._closing = True
+        self._closing, self._where = True, ""
         try:
             if self._socket is not None:
                 # Closed by another thread meanwhile, it needs to wake nobody.
@@ -383,8 +385,14 @@ class Connection(Dialled):
                     self._ask(Bye())
         finally:
             self._hang_up()
-            self._wake.close()
             self._give_back()
+
+    def _give_back(self) -> None:
+        self._wake.close()
+        super()._give_back()
+
+    def _abandon(self) -> None:
+        self._hang_up()
 
     def _hang_up(self) -> None:
         sock, self._socket = self._socket, None

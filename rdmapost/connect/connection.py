@@ -6,17 +6,18 @@ No input or output: a shell sends what ``greeting`` yields, and gives it the ans
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from .._arguments import index, seconds, time_limit
+from .._arguments import expect, index, member, seconds, time_limit, within
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
 from ..grh import GRH_BYTES
-from ..memory import MR, PD
+from ..memory import MR, PD, access_flags
 from ..queuepair import QP
 from .errors import ProtocolError
 from .fabric import fabric_of
@@ -56,16 +57,20 @@ class Dialled:
         gid_index: int | None,
         timeout: float,
     ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
             raise ValueError(
-                f"{QPType(qp_type).name} queue pairs cannot be connected this way; "
+                f"{qp_type.name} queue pairs cannot be connected this way; "
                 f"{', '.join(kind.name for kind in QP_TYPES)} can"
             )
-        local_size = index("local_size", local_size)
-        if local_size < 0:
-            raise ValueError(f"local_size={local_size} is negative")
+        local_size = within("local_size", local_size, 0)
+        local_access = access_flags("local_access", local_access)
+        depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
         self._pid = os.getpid()
+        # Where it leads, from when it is there until it is closed.
+        self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
         self._context = context
@@ -91,7 +96,9 @@ class Dialled:
                 )
             )
             self._used = stack.enter_context(ExitStack())
-            stack.callback(self._drop_outstanding)
+            # Not a method: the stack must not keep the connection, which would be left to the
+            # collector then.
+            stack.callback(_drop_outstanding, self.qp)
             self._stack = stack.pop_all()
 
     def greeting(self, token: str | None) -> Generator[Message, Message, None]:
@@ -138,7 +145,7 @@ class Dialled:
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        offset = int(index("offset", offset))
+        offset = index("offset", offset)
         if not 0 <= offset < (1 << 64) - self.offer.addr:
             raise ValueError(f"offset={offset} is negative, or beyond all addresses")
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
@@ -168,21 +175,16 @@ class Dialled:
         return self.cq.wait(count, self.timeout if timeout is None else timeout)
 
     def _ask_report(self, number: int, timeout: float | None) -> tuple[Report, float]:
-        # int(), because True is an index too, and JSON has its own word for it.
-        number = int(index("index", number))
-        if not 1 <= number < 1 << 64:
-            raise ValueError(f"index={number}: arrivals count from 1, up to 2**64 - 1")
+        number = within("index", number, 1, (1 << 64) - 1)
         given = seconds(timeout)
         wait = min(max(0.0, self.timeout if given is None else given), 60.0)
         return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        offset, size = int(index("offset", offset)), self.offer.size
+        offset, size = index("offset", offset), self.offer.size
         if not 0 <= offset <= size:
             raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
-        length = size - offset if length is None else int(index("length", length))
-        if length < 0:
-            raise ValueError(f"length={length} is negative")
+        length = size - offset if length is None else within("length", length, 0)
         if offset + length > size:
             raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
@@ -191,11 +193,28 @@ class Dialled:
     def _as_arrival(answer: Message) -> Arrival | None:
         return answer if isinstance(answer, Arrival) else None
 
-    def _drop_outstanding(self) -> None:
-        """Reset, if need be: what an outstanding work request names cannot be closed."""
-        if any(self.qp.outstanding):
-            with suppress(RdmaError):
-                self.qp.to_reset()
-
     def _give_back(self) -> None:
         self._stack.close()
+
+    def _abandon(self) -> None:
+        """Close the TCP connection without a goodbye, in whatever thread a finalizer runs."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        where, self._where = getattr(self, "_where", ""), ""
+        if not where or self._pid != os.getpid():
+            return
+        # Not close(): that waits for the server.
+        self._abandon()
+        with suppress(RdmaError):
+            self._give_back()
+        warnings.warn(
+            f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2
+        )
+
+
+def _drop_outstanding(qp: QP) -> None:
+    """Reset, if need be: what an outstanding work request names cannot be closed."""
+    if any(qp.outstanding):
+        with suppress(RdmaError):
+            qp.to_reset()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 
-from .._arguments import expect, index, time_limit
+from .._arguments import expect, time_limit, within
 from ..channel import CompChannel
 from ..device import Context
 from ..errors import RdmaError
@@ -80,9 +80,7 @@ class Reception:
         on_event: OnEvent | None,
     ) -> None:
         check_token(token)
-        max_clients = index("max_clients", max_clients)
-        if not 1 <= max_clients <= _MAX_CLIENTS:
-            raise ValueError(f"max_clients={max_clients} is not in 1..{_MAX_CLIENTS}")
+        max_clients = within("max_clients", max_clients, 1, _MAX_CLIENTS)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
         timeout = time_limit(timeout)
@@ -144,7 +142,8 @@ class Reception:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:
+            except BaseException:
+                # SystemExit too: it would end the thread, and with it the client or the acceptor.
                 _log.exception("on_event failed")
 
 

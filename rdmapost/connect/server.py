@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from .._arguments import expect, index
+from .._arguments import content, expect, flags, within
 from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
@@ -73,12 +73,12 @@ def serve(
             encrypted: expose it only to a network that may see all traffic, the
             token included.
         port: TCP port; 0 chooses one.
-        size: bytes of memory that each client can reach.
+        size: bytes of memory that each client can reach, 1..2^40.
         access: what it may do with it: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC; by default all that the device supports.
         count: receives posted for each client, 0..16384; a used one is posted again.
         receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
-        data: the initial contents of the memory; zeros follow.
+        data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         token: what a client must know, up to 256 characters; None admits everyone.
             Use a random one: 64 wrong ones a second are checked, 32 from one address.
@@ -92,7 +92,8 @@ def serve(
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
             thread of the client that it is about, or in the one that accepts
-            connections; it must be quick.
+            connections; it must be quick.  What it raises, SystemExit included, is
+            logged, and the server goes on.
 
     Returns:
         The running server; a context manager.  If it becomes unreachable it ends,
@@ -132,27 +133,18 @@ def make_exposure(
 ) -> Exposure:
     """Check what is to be exposed; the arguments are serve()'s."""
     expect("context", context, Context)
-    size, count = index("size", size), index("count", count)
+    size = within("size", size, 1, 1 << 40)
+    count = within("count", count, 0, _MAX_COUNT)
     if receive_size is None:
         receive_size = min(size, _RECEIVE_SIZE)
-    receive_size = index("receive_size", receive_size)
-    for name, value, least, most in (
-        ("size", size, 1, 1 << 40), ("count", count, 0, _MAX_COUNT),
-        ("receive_size", receive_size, 0, 1 << 31),
-    ):  # fmt: skip
-        if not least <= value <= most:
-            raise ValueError(f"{name}={value} is not in {least}..{most}")
+    receive_size = within("receive_size", receive_size, 0, 1 << 31)
+    data = content("data", data)
     if len(data) > size:
         raise ValueError(f"{len(data)} bytes of data are more than size={size}")
     has_atomics = bool(context.attr.atomic_cap)
-    if access is not None:
-        access = index("access", access)
-    else:
+    if access is None:
         access = EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
-    if access & ~EXPOSABLE:
-        raise ValueError(
-            f"access={Access(access)!r} is not made of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC"
-        )
+    access = flags("access", access, EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
     if access & Access.REMOTE_ATOMIC and not has_atomics:
         raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
     # What is wrong with these is said now, and not to the first client.
@@ -163,9 +155,7 @@ def make_exposure(
     if shared:
         memory = mmap.mmap(-1, size)
         memory[: len(data)] = data
-    return Exposure(
-        size, Access(access), count, receive_size, bytes(data), memory, port_num, gid_index
-    )
+    return Exposure(size, access, count, receive_size, data, memory, port_num, gid_index)
 
 
 def open_listener(host: str, port: int) -> socket.socket:

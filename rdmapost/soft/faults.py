@@ -6,8 +6,9 @@ A plan belongs to an open device.  Each fault is used up when it strikes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
-from .._arguments import index
+from .._arguments import member, within
 from .._binding import door
 from ..enums import WCStatus
 from .table import Table
@@ -40,6 +41,9 @@ class FaultPlan(door.Record):
         self.statuses.clear()
         self.refusals.clear()
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("cannot copy 'FaultPlan' object: it belongs to an open device")
+
     # ---- planning -----------------------------------------------------------
 
     def fail_post(self, errno: int, *, after: int = 0) -> None:
@@ -53,7 +57,7 @@ class FaultPlan(door.Record):
             TypeError: one is no whole number.
             ValueError: one is out of range.
         """
-        errno, after = _within("errno", errno, 1, _LARGEST_ERRNO), _within("after", after, 0)
+        errno, after = within("errno", errno, 1, _LARGEST_ERRNO), within("after", after, 0)
         if not self.posts:
             self.posted[0] = 0
         self.posts[self.posted[0] + after] = errno
@@ -66,10 +70,10 @@ class FaultPlan(door.Record):
             status: the status.
 
         Raises:
-            TypeError: wr_id is no whole number.
+            TypeError: one is no whole number.
             ValueError: wr_id is out of range, or there is no such status.
         """
-        self.statuses[_within("wr_id", wr_id, 0, (1 << 64) - 1)] = WCStatus(status)
+        self.statuses[within("wr_id", wr_id, 0, (1 << 64) - 1)] = member("status", status, WCStatus)
 
     def not_ready(self, qp_num: int, times: int) -> None:
         """Let a queue pair behave as if no receive were posted.
@@ -82,7 +86,7 @@ class FaultPlan(door.Record):
             TypeError: one is no whole number.
             ValueError: one is out of range.
         """
-        self.refusals[_within("qp_num", qp_num, 0, (1 << 24) - 1)] = _within("times", times, 0)
+        self.refusals[within("qp_num", qp_num, 0, (1 << 24) - 1)] = within("times", times, 0)
 
     # ---- striking -----------------------------------------------------------
 
@@ -105,10 +109,3 @@ class FaultPlan(door.Record):
         if left > 1:
             self.refusals[qp_num] = left - 1
         return left > 0
-
-
-def _within(name: str, given: int, least: int, most: int | None = None) -> int:
-    value = index(name, given)
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{name}={value} is not in {least}..{'' if most is None else most}")
-    return value
