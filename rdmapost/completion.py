@@ -206,9 +206,6 @@ class CQ(Resource, struct="ibv_cq"):
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
         """Return the completions that are available, without waiting.
 
-        A finalizer or a signal handler that calls it in the middle of another
-        poll of the same CQ may get fewer than are available.
-
         Args:
             max_entries: how many at most.
 
@@ -225,11 +222,11 @@ class CQ(Resource, struct="ibv_cq"):
         found: list[WC] = []
         try:
             self._poller.poll(self, max_entries, found)
+            return found
         except BaseException:
             # An exception of a signal handler may come when they are here already.
             self._poller.put_back(found)
             raise
-        return found
 
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
@@ -247,9 +244,7 @@ class CQ(Resource, struct="ibv_cq"):
             TypeError: count or timeout is no number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
-            ClosedError: the CQ is closed, or another thread closes it.
-            RuntimeError: a signal handler calls it in the middle of a poll of the same CQ, and
-                fewer are available: the CQ cannot be polled until that poll ends.
+            ClosedError: the CQ is closed, now or while it waits.
             VerbsError: the device failed.
         """
         if self.channel is not None:
@@ -264,12 +259,12 @@ class CQ(Resource, struct="ibv_cq"):
         found: list[WC] = []
         try:
             there = self._poller.wait(self, count, 0, timeout, found)
+            if there is None:
+                return found
         except BaseException:
             self._poller.put_back(found)
             raise
-        if there is not None:
-            raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
-        return found
+        raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.

@@ -88,7 +88,8 @@ class MR(Resource, struct="ibv_mr"):
     Args:
         pd: the protection domain.
         memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
-            array, ...) of numbers or bytes, which is kept alive and cannot be resized meanwhile;
+            array, ...) of numbers or bytes, which is kept alive and cannot be resized meanwhile
+            (except by ctypes.resize and ndarray.resize(refcheck=False), which look at nobody);
             or a number of bytes to allocate, zeroed and page-aligned.
         access: the permitted accesses, an Access.
 

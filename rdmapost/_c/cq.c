@@ -38,6 +38,7 @@ struct poller {
 	struct waiter *first;
 	struct waiter *leader;
 	unsigned int waiting; /* threads */
+	unsigned int process; /* generation of the one that these are of */
 	PyObject *tasks; /* tells the event loop that leads to look, or NULL */
 	PyObject *queues; /* a dict of the queues by number */
 	PyObject *drop_event; /* takes an event off the CQ's own channel, if one is there */
@@ -49,6 +50,24 @@ struct poller {
 	struct rp_settled *spare; /* for what is polled next */
 	size_t spares;
 };
+
+/* Take the lock.  Threads that waited before a fork are not here, and neither are their stacks. */
+static void take(struct poller *p)
+{
+	unsigned int process = (unsigned int)(rp_thread()->mark >> 32);
+
+	rp_take(&p->lock);
+	if (p->process != process) {
+		p->process = process;
+		p->first = p->leader = NULL;
+		p->waiting = 0;
+	}
+}
+
+static void give(struct poller *p)
+{
+	rp_give(&p->lock);
+}
 
 /* ---- who waits ---------------------------------------------------------- */
 
@@ -111,18 +130,19 @@ static void part(struct poller *p, struct waiter *me)
 {
 	struct waiter **at = &p->first;
 
-	rp_take(&p->lock);
+	take(p);
 	while (*at && *at != me)
 		at = &(*at)->next;
-	if (*at)
+	if (*at) {
 		*at = me->next;
-	p->waiting--;
+		p->waiting--;
+	}
 	if (p->leader == me)
 		p->leader = NULL;
 	if (me->fd >= 0)
 		close(me->fd);
 	wake_waiters(p);
-	rp_give(&p->lock);
+	give(p);
 }
 
 /*
@@ -136,11 +156,11 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	eventfd_t counted;
 	int n;
 
-	rp_take(&p->lock);
+	take(p);
 	if (me->fd < 0)
 		me->fd = eventfd(me->woken, EFD_CLOEXEC | EFD_NONBLOCK);
 	n = errno;
-	rp_give(&p->lock);
+	give(p);
 	if (me->fd < 0) {
 		rp_raise_verbs("eventfd", n);
 		return -1;
@@ -152,10 +172,10 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
 	Py_END_ALLOW_THREADS
 	if (n > 0 && fds[1].revents) {
-		rp_take(&p->lock);
+		take(p);
 		eventfd_read(me->fd, &counted);
 		me->woken = 0;
-		rp_give(&p->lock);
+		give(p);
 	}
 	if (n <= 0 && PyErr_CheckSignals())
 		return -1;
@@ -177,9 +197,9 @@ static int tell_tasks(struct poller *p)
 	PyObject *tasks;
 	int failed;
 
-	rp_take(&p->lock);
+	take(p);
 	tasks = Py_XNewRef(p->tasks);
-	rp_give(&p->lock);
+	give(p);
 	failed = tell(tasks);
 	Py_XDECREF(tasks);
 	return failed;
@@ -201,7 +221,7 @@ static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, str
 /* Whether it is open; if not, with an exception. */
 static int is_open(struct rp_handle *handle)
 {
-	if (rp_is_open(handle))
+	if (rp_is_open(handle) && !RP_LOAD(&handle->put_off))
 		return 1;
 	/* A daemon thread ends without a word, as it would if nobody had woken it. */
 	if (rp_exiting)
@@ -236,11 +256,11 @@ METHOD(until)
 	/* Tasks that have gone without a word give way. */
 	if (args[4] != Py_True && RP_LOAD(&p->tasks) && tell_tasks(p))
 		goto out;
-	rp_take(&p->lock);
+	take(p);
 	claimed = p->tasks && args[4] != Py_True;
 	if (!claimed)
 		join(p, &me);
-	rp_give(&p->lock);
+	give(p);
 	if (claimed) {
 		found = Py_NewRef(Py_NotImplemented);
 		goto out;
@@ -264,10 +284,10 @@ static PyObject *release(PyObject *self, PyObject *unused)
 	struct poller *p = POLLER(self);
 
 	(void)unused;
-	rp_take(&p->lock);
+	take(p);
 	for (struct waiter *w = p->first; w; w = w->next)
 		wake(w);
-	rp_give(&p->lock);
+	give(p);
 	return tell_tasks(p) ? NULL : Py_NewRef(Py_None);
 }
 
@@ -282,11 +302,11 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 
 	if (RP_LOAD(&p->tasks) != tasks && tell_tasks(p))
 		return NULL;
-	rp_take(&p->lock);
+	take(p);
 	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
 	leads = p->tasks == tasks;
-	rp_give(&p->lock);
+	give(p);
 	return PyBool_FromLong(leads);
 }
 
@@ -296,13 +316,13 @@ static PyObject *unclaim(PyObject *self, PyObject *tasks)
 	struct poller *p = POLLER(self);
 	int leads;
 
-	rp_take(&p->lock);
+	take(p);
 	leads = p->tasks == tasks;
 	if (leads) {
 		p->tasks = NULL;
 		wake_waiters(p);
 	}
-	rp_give(&p->lock);
+	give(p);
 	if (leads)
 		Py_DECREF(tasks);
 	Py_RETURN_NONE;
@@ -443,7 +463,7 @@ static int gather(struct poller *p, const struct rp_handle *handle, struct order
 			rp_raise(raised);
 			return -1;
 		}
-		rp_take(&p->lock);
+		take(p);
 		if (p->there < wanted) {
 			uint64_t lacking = wanted - p->there;
 
@@ -455,7 +475,7 @@ static int gather(struct poller *p, const struct rp_handle *handle, struct order
 			*taken = take_first(p, order->count < p->there ? order->count : p->there);
 		if (polled > 0 && p->there)
 			wake_waiters(p);
-		rp_give(&p->lock);
+		give(p);
 		for (int i = 0; i < touched.count; i++) {
 			rp_drop_done(touched.queue[i]);
 			Py_DECREF((PyObject *)touched.queue[i]);
@@ -478,7 +498,7 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 /* Let a list that has been delivered be spare; some of it is freed. */
 static void recycle(struct poller *p, struct rp_settled *list)
 {
-	rp_take(&p->lock);
+	take(p);
 	for (; list && p->spares < BATCH; p->spares++) {
 		struct rp_settled *s = list;
 
@@ -486,7 +506,7 @@ static void recycle(struct poller *p, struct rp_settled *list)
 		s->next = p->spare;
 		p->spare = s;
 	}
-	rp_give(&p->lock);
+	give(p);
 	while (list)
 		list = free_settled(list);
 }
@@ -498,7 +518,7 @@ static void put_back(struct poller *p, struct rp_settled *list)
 
 	if (!list)
 		return;
-	rp_take(&p->lock);
+	take(p);
 	for (; *last; last = &(*last)->next)
 		p->there++;
 	if (!p->backlog)
@@ -506,7 +526,7 @@ static void put_back(struct poller *p, struct rp_settled *list)
 	*last = p->backlog;
 	p->backlog = list;
 	wake_waiters(p);
-	rp_give(&p->lock);
+	give(p);
 }
 
 /*
@@ -597,11 +617,11 @@ static int sleep_for_events(struct poller *p, const struct rp_handle *handle, st
 	struct order order = { .count = me->count };
 	int leads, ready;
 
-	rp_take(&p->lock);
+	take(p);
 	if (!p->leader && !p->tasks)
 		p->leader = me;
 	leads = p->leader == me;
-	rp_give(&p->lock);
+	give(p);
 	if (leads) {
 		/* Then look again: what came in between raises none. */
 		if (ask_for_event(handle, 0))
@@ -665,9 +685,9 @@ METHOD(wait_for)
 				break;
 		} else if (!joined) {
 			/* Whoever shuts it from now on wakes us. */
-			rp_take(&p->lock);
+			take(p);
 			join(p, &me);
-			rp_give(&p->lock);
+			give(p);
 			joined = 1;
 			order.spin_ns = p->spin_ns;
 		} else if (sleep_for_events(p, use.handle, &me, deadline)) {
@@ -818,9 +838,9 @@ static PyObject *get_tasks(PyObject *self, void *unused)
 	PyObject *tasks;
 
 	(void)unused;
-	rp_take(&p->lock);
+	take(p);
 	tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
-	rp_give(&p->lock);
+	give(p);
 	return tasks;
 }
 

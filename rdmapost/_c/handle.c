@@ -891,16 +891,35 @@ static void keep(struct rp_handle *h)
 	restore_error(error);
 }
 
+static int close_later(void *object)
+{
+	close_abandoned(object);
+	Py_DECREF((PyObject *)object);
+	return 0;
+}
+
+/* Have the main thread close it soon; whether it will. */
+static int put_off_to_main(struct rp_handle *h)
+{
+	Py_INCREF((PyObject *)h);
+	if (!Py_AddPendingCall(close_later, h))
+		return 1;
+	Py_DECREF((PyObject *)h);
+	return 0;
+}
+
 /* Close what nobody can reach. */
 static void close_quietly(struct rp_handle *h)
 {
 	struct error error = save_error();
-	int interrupted = 0, failed = 1;
+	int interrupted = 0, failed = 1, deep = 0;
 
 	Py_INCREF((PyObject *)h);
-	for (int i = 0; failed && i < MOST_INTERRUPTS; i++) {
+	for (int i = 0; failed && !deep && i < MOST_INTERRUPTS; i++) {
 		failed = close_now(h);
-		if (failed && !PyErr_ExceptionMatches(python.error))
+		/* There are too many frames below: it is tried again until some are gone. */
+		deep = failed && PyErr_ExceptionMatches(PyExc_RecursionError) && put_off_to_main(h);
+		if (failed && !deep && !PyErr_ExceptionMatches(python.error))
 			interrupted |= report(h);
 		else if (h->refused || is_busy(h))
 			break;
@@ -908,7 +927,7 @@ static void close_quietly(struct rp_handle *h)
 		PyErr_Clear();
 	}
 	/* If it is in use again, its last user closes it. */
-	if (failed && state_of(h) == OPEN && !is_busy(h))
+	if (failed && !deep && state_of(h) == OPEN && !is_busy(h))
 		keep(h);
 	PyErr_Clear();
 	if (interrupted)
@@ -997,13 +1016,6 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-static int close_later(void *object)
-{
-	close_abandoned(object);
-	Py_DECREF((PyObject *)object);
-	return 0;
-}
-
 static int waits_for_windows(PyObject *self)
 {
 	struct error error = save_error();
@@ -1024,13 +1036,8 @@ static void handle_finalize(PyObject *self)
 	 * A device may take minutes over a queue pair of which a window is bound, and that may be in
 	 * the same garbage: let it be closed first.
 	 */
-	if (RP_LOAD(&bound_windows) && waits_for_windows(self)) {
-		Py_INCREF(self);
-		if (!Py_AddPendingCall(close_later, self))
-			return;
-		Py_DECREF(self);
-	}
-	close_abandoned(h);
+	if (!(RP_LOAD(&bound_windows) && waits_for_windows(self) && put_off_to_main(h)))
+		close_abandoned(h);
 }
 
 static void handle_dealloc(PyObject *self)

@@ -39,7 +39,7 @@ struct rp_handle {
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device would not let it go */
 	char kept; /* and so it is there until the process ends */
-	char put_off; /* to be closed after a verb */
+	char put_off; /* to be closed after a verb: a wait ends now */
 };
 
 extern PyObject *rp_handle_type;

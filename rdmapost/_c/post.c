@@ -297,12 +297,12 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 					  (Py_ssize_t)post->count), NULL);
 }
 
-/* A TAG_ADD's handle is for the caller; 0, or -1 with an exception. */
+/* A TAG_ADD's handle is for the caller, whatever becomes of others; 0, or -1 with the first exception. */
 static int give_handles(struct queue *q, struct post *post, int64_t in)
 {
-	int failed = 0;
+	PyObject *type = NULL, *value, *trace;
 
-	for (int64_t i = 0; !failed && i < in; i++) {
+	for (int64_t i = 0; i < in; i++) {
 		struct request *r = &post->requests[i];
 		const struct ibv_ops_wr *op = (void *)(post->records + r->record);
 		PyObject *tag;
@@ -311,10 +311,17 @@ static int give_handles(struct queue *q, struct post *post, int64_t in)
 			continue;
 		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged, r->serial,
 					 op->tm.handle);
-		failed = !tag || PyObject_SetAttrString(r->wr, "handle", tag);
+		if (tag && !PyObject_SetAttrString(r->wr, "handle", tag))
+			;
+		else if (type)
+			PyErr_Clear();
+		else
+			PyErr_Fetch(&type, &value, &trace);
 		Py_XDECREF(tag);
 	}
-	return failed;
+	if (type)
+		PyErr_Restore(type, value, trace);
+	return type ? -1 : 0;
 }
 
 static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
@@ -506,6 +513,10 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &object, &wr, &sure))
 		return NULL;
+	if (!q->in_flight) {
+		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
+		return NULL;
+	}
 	if (!rp_read(q, wr, &post)) {
 		post.type_1 = 1;
 		post.sure = sure;

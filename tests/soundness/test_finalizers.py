@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from rig import ALL, INLINE, Rig
 from test_inline_memory import Number
 
 import rdmapost as rp
+from rdmapost._resource import open_handles
 
 
 def _victims(rig: Rig) -> dict[str, Any]:
@@ -71,6 +74,47 @@ def _finish(rig: Rig, nested: Nested, wr_ids: list[int]) -> None:
     for thing in nested.victims.values():
         thing.close()
     rig.works()
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["mr", "cq", "qp", "srq"])
+@isolated(silent=True, timeout=30)
+def test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same(kind, soft):
+    """Closing it takes frames that there are none left for: it comes later."""
+    rig = Rig(soft)
+    for room in range(1, 40):
+        box = [_victims(rig)[kind]]
+        gc.collect()
+        there = len(open_handles())
+
+        def drop(frames: int, box: list[Any]) -> None:
+            if frames:
+                drop(frames - 1, box)
+            box.clear()
+
+        with contextlib.suppress(RecursionError):
+            drop(sys.getrecursionlimit() - room, box)
+        box.clear()
+        gc.collect()
+        assert len(open_handles()) < there, room
+    rig.works()
+    rig.close()
+
+
+@isolated(silent=True, timeout=15)
+def test_handler_that_closes_what_its_thread_waits_for_ends_the_wait(soft):
+    """Also one without a timeout; then it is closed."""
+    rig = Rig(soft)
+    cq, channel = rp.CQ(rig.context), rp.CompChannel(rig.context)
+    for thing, wait in (
+        (cq, lambda: cq.wait(1, None)),
+        (channel, lambda: channel.get_cq_event(None)),
+    ):
+        signal.signal(signal.SIGALRM, lambda *_, thing=thing: thing.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(rp.ClosedError, match="is closed"):
+            wait()
+        assert thing.closed
     rig.close()
 
 

@@ -166,6 +166,52 @@ def test_forked_child_that_polls_takes_no_completion_of_its_parent(device):
     rig.close()
 
 
+@pytest.mark.parametrize("waits", ["wait", "get_cq_event", "get_async_event"])
+@isolated(silent=True, timeout=30)
+def test_child_forked_while_threads_wait_starts_threads_and_ends(waits, device):
+    """The threads that waited are not in it, and others have their stacks."""
+    rig = Rig(device)
+    channel = rp.CompChannel(rig.context)
+    verbs: dict[str, Callable[[float], object]] = {
+        "wait": lambda seconds: rig.cq.wait(1, seconds),
+        "get_cq_event": channel.get_cq_event,
+        "get_async_event": lambda seconds: rp.get_async_event(rig.context, seconds),
+    }
+    verb = verbs[waits]
+    pids: list[int] = []
+
+    def fork(*_: object) -> None:
+        pids.append(os.fork())
+        if pids[-1]:
+            return
+        for _ in range(8):
+            thread_ = threading.Thread(target=lambda: bytearray(1 << 16))
+            thread_.start()
+            thread_.join()
+
+    def waiter() -> None:
+        with contextlib.suppress(rp.ClosedError):
+            verb(60)
+
+    waiters = [threading.Thread(target=waiter) for _ in range(4)]
+    for one in waiters:
+        one.start()
+    signal.signal(signal.SIGALRM, fork)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with contextlib.suppress(rp.WaitTimeout):
+            verb(0.5)
+    except rp.ClosedError:
+        assert not pids[-1], "this is the parent"
+        finish(7)
+    assert ended(pids[0]) == 7
+    channel.close()
+    rig.close()
+    for one in waiters:
+        one.join(LIMIT)
+        assert not one.is_alive()
+
+
 @pytest.mark.parametrize("way", ["exit", "fall off", "del", "close", "exception"])
 @isolated(silent=True, timeout=30)
 def test_forked_child_ends_at_once_whatever_other_threads_were_doing(way, device):
