@@ -97,7 +97,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_reading.py",
     ),
     "rdmapost/_c/poll.c": ("test_polling.py", "test_polling_failures.py", "test_binding.py"),
-    "rdmapost/_c/inflight.c": ("test_inflight.py", "test_lifetimes.py"),
+    "rdmapost/_c/inflight.c": ("test_inflight.py",),
+    "rdmapost/_c/buffer.c": ("test_reading.py", "test_values.py", "test_rules.py"),
+    "rdmapost/_c/tag.c": ("test_soft_tag_ops.py", "test_soft_tags.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
@@ -484,7 +486,8 @@ class Selecting:
         library: the module, with all mutants in it.
         numbers: of the mutants, with the place of the function of each.
         jobs: how many children there are at a time.
-        tell: is called with what came of each: its number, and "noticed", "late" or "".
+        tell: is called with what came of each: its number, and "noticed", "late", "survived"
+            or, where no test calls the function, "not called".
     """
 
     KILLERS = 30
@@ -515,7 +518,12 @@ class Selecting:
                 while waiting and len(running) < self.jobs:
                     number = waiting.pop()
                     order = self._order(self.numbers[number], killers)
+                    if not order:
+                        self.tell(number, "not called")
+                        continue
                     running[self._fork(functools.partial(self._try, number, order))] = number
+                if not running:
+                    break
                 pid, status = os.wait()
                 ended(pid)
                 number = running.pop(pid)
@@ -523,7 +531,9 @@ class Selecting:
                 test = int.from_bytes(self.noticed[4 * number : 4 * number + 4], "little") - 1
                 if code and test >= 0:
                     killers = [test, *(other for other in killers if other != test)][: self.KILLERS]
-                self.tell(number, "late" if -code in _OUT_OF_TIME else "noticed" if code else "")
+                self.tell(
+                    number, "late" if -code in _OUT_OF_TIME else "noticed" if code else "survived"
+                )
         finally:
             for pid in running:
                 ended(pid)
@@ -601,8 +611,8 @@ def noticed_together(
     """Try mutants of a C file that are all in one module.
 
     Returns:
-        What came of each that needs no more trying: "noticed", "late", or "" if it does not
-        compile.
+        What came of each: "noticed", "late", "survived", or "" if it does not compile.  What no
+        test calls is not among them: it may run when the module is imported.
     """
     source = (ROOT / module).read_text()
     file = mutants_c.Selectable(source, [*mutants_c.File(source).edits()])
@@ -627,7 +637,7 @@ def noticed_together(
                 be_quiet()
                 loop = Selecting(
                     library, numbers, options.jobs,
-                    lambda number, came: print(f"{number}:{came or 'survived'}", file=tell),
+                    lambda number, came: print(f"{number}:{came}", file=tell),
                 )  # fmt: skip
                 try:
                     # Also what it would capture is shared by all children.
@@ -644,9 +654,9 @@ def noticed_together(
             for line in lines:
                 number, _, came = line.strip().partition(":")
                 mutant = numbered[int(number)]
-                if came != "survived":
+                if came != "not called":
                     found[mutant] = came
-                else:
+                if came == "survived":
                     print(f"  not noticed so far: line {mutant.line}: {mutant.name}",
                           file=sys.stderr, flush=True)  # fmt: skip
     except BaseException:
@@ -659,7 +669,7 @@ def noticed_together(
     return found
 
 
-def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> Tried:
+def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> None:
     """See which survivors mean the same to the compiler."""
     for mutant in mutants:
         assert isinstance(mutant.changed, str)
@@ -671,7 +681,6 @@ def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> Tried:
         except mutants_c.SameObject:
             tried.count -= 1
             tried.same += 1
-    return tried
 
 
 def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -> Tried:
@@ -688,9 +697,12 @@ def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -
         found = noticed_together(module, kind, waiting, options)
         tried.count -= sum(not came for came in found.values())
         tried.late += sum(came == "late" for came in found.values())
+        survived = [mutant for mutant in waiting if found.get(mutant) == "survived"]
         waiting = [mutant for mutant in waiting if mutant not in found]
         if options.quick:
-            return built_alone(kind, waiting, tried)
+            built_alone(kind, survived, tried)
+        else:
+            waiting += survived
     if not waiting:
         return tried
     stages = stages_of(module, kind)

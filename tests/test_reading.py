@@ -6,6 +6,7 @@ import contextlib
 import enum
 import gc
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -384,6 +385,40 @@ def test_lists_are_read_once_and_may_be_of_any_kind(watched):
         watched.qp.post_send(ByIndex())
 
 
+class Failing:
+    """A sequence without __iter__, whose first item cannot be had."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        raise self.error
+
+
+class FailingAtOnce(Failing):
+    def __iter__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [Failing, FailingAtOnce])
+def test_list_that_cannot_be_read_says_why_in_its_own_words(watched, kind):
+    """Only what is no sequence at all is told what it should be."""
+    for error in (Mine("mine"), ValueError("no item")):
+        with pytest.raises(type(error)) as caught:
+            watched.qp.post_send(kind(error))
+        assert caught.value is error
+    with pytest.raises(Mine):
+        watched.qp.post_send(rp.Send(kind(Mine("mine"))))
+    assert watched.refused(rp.Send(kind(ValueError("no item")))) == "no item"
+    watched.nothing_posted()
+
+
+def test_type_error_of_an_iterator_is_told_and_not_that_it_is_no_list(watched):
+    with pytest.raises(TypeError, match="not today"):
+        watched.qp.post_send(FailingAtOnce(TypeError("not today")))
+    assert watched.refused(rp.Send(FailingAtOnce(TypeError("not today")))) == "not today"
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
 def test_list_that_is_changed_while_it_is_read_is_posted_as_it_was(watched, size):
     """The list of work requests, and one of SGEs: no number's __index__ changes what is posted."""
@@ -489,6 +524,22 @@ def test_what_lies_about_its_class_is_not_believed(watched):
         watched.qp.post_send(Posing(rp.Send))
 
 
+def test_sges_behind_a_wrong_one_do_not_make_it_right(watched):
+    good = watched.mr[:8]
+    for wrong, said in (
+        (5, "sg_list holds a int; mr[a:b] makes an SGE"),
+        (good._replace(owner=watched), "an SGE's owner is a Watched, not a region or a buffer"),
+        (good._replace(length=-1), "an SGE's length=-1 is not in 0..2^32-1"),
+        (good._replace(lkey="x"), "an SGE's lkey is a str, not an integer"),
+    ):
+        for sges in ([wrong, good], [good, wrong, good], [wrong, good, good]):
+            assert watched.refused(rp.Send(sges)) == said
+    wrong = good._replace(lkey=Counted(1, raises(Mine("x"))))
+    with pytest.raises(Mine):
+        watched.qp.post_send(rp.Send([wrong, good]))
+    watched.nothing_posted()
+
+
 def test_tuples_that_look_like_sges_are_none(watched):
     mr = watched.mr
 
@@ -529,6 +580,37 @@ def test_buffer_of_a_header_is_held_until_it_is_sent(watched):
     with pytest.raises(rp.PostError):
         watched.qp.post_send(wr)
     assert wr.mss.asked == 1
+
+
+@pytest.mark.parametrize("watched", [False], ids=["unchecked"], indirect=True)
+def test_longest_header_that_16_bits_can_count_is_read_whole(watched):
+    hdr = bytes(range(256)) * 256
+    watched.tap.refuse()
+    with pytest.raises(rp.PostError):
+        watched.qp.post_send(rp.TSO(rp.SGE(1, 2, 3), hdr=hdr[1:], mss=1))
+    [record] = watched.tap.last()
+    assert record.hdr == hdr[1:]
+    with pytest.raises(rp.PostError, match="hdr has 65536 bytes; at most 65535 fit"):
+        watched.qp.post_send(rp.TSO(rp.SGE(1, 2, 3), hdr=hdr, mss=1))
+    assert len(watched.tap.chains) == 1
+
+
+def test_header_that_is_released_or_none_is_told(watched):
+    view = memoryview(b"header")
+    view.release()
+    for hdr in (view, None):
+        assert watched.refused(rp.TSO(rp.SGE(1, 2, 3), hdr=hdr, mss=1)) == "hdr is not bytes"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 knows no __buffer__")
+def test_exception_of_a_headers_own_code_comes_out_unchanged(watched):
+    class Odd:
+        def __buffer__(self, flags: int) -> memoryview:
+            raise Mine("x")
+
+    with pytest.raises(Mine):
+        watched.qp.post_send(rp.TSO(rp.SGE(1, 2, 3), hdr=Odd(), mss=1))
+    watched.nothing_posted()
 
 
 # ---- the other queues -------------------------------------------------------------------
