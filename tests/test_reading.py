@@ -666,6 +666,60 @@ def test_prepared_list_reads_once_and_keeps_what_it_read(watched):
     assert first.rkey == watched.mr.rkey
 
 
+def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched):
+    """The address handle and the header, of every work request of the list."""
+    mr, hdr = watched.mr, bytearray(b"header")
+    with contextlib.ExitStack() as stack:
+        ud = stack.enter_context(
+            rp.QP(watched.pd, QPType.UD, watched.cq, checked=watched.checked, max_tso_header=32)
+        )
+        ud.connect()
+        ah = stack.enter_context(ud.ah_to(ud.endpoint()))
+        fields: Any = {"ah": ah, "remote_qpn": ud.qp_num, "remote_qkey": 5}
+        tso = rp.TSO(mr[:8], hdr=hdr, mss=100, **fields)
+        for wrs in ([rp.Send(mr[:8], **fields)], [tso], [rp.Send(mr[:8], **fields), tso, tso, tso]):
+            batch = ud.prepare(wrs)
+            for i, item in enumerate(batch):
+                item.sg_list = mr[8 * i : 8 * i + 4]
+            with pytest.raises(rp.InUseError):
+                ah.close()
+            if wrs[-1] is tso:
+                with pytest.raises(BufferError):
+                    hdr.extend(b"more")
+            batch.post()
+            records = watched.tap.last()
+            assert [record.sges for record in records] == [
+                [(mr.addr + 8 * i, 4, mr.lkey)] for i in range(len(wrs))
+            ]
+            assert {record.wr.wr.ud.remote_qkey for record in records if not record.hdr} <= {5}
+            assert {record.hdr for record in records} <= {None, b"header"}
+            watched.cq.wait(len(wrs))
+            batch.close()
+            hdr.extend(b"")
+
+
+def test_exception_in_other_sges_of_a_prepared_work_request_comes_out_unchanged(watched):
+    [item] = watched.qp.prepare(watched.write())
+    wrong = watched.mr[8:16]._replace(lkey=Counted(1, raises(Mine("x"))))  # type: ignore[arg-type]
+    for sges in (wrong, [wrong], Failing(Mine("x"))):
+        with pytest.raises(Mine):
+            item.sg_list = sges
+    assert item.sg_list == (watched.mr[:8],)
+
+
+@pytest.mark.parametrize("watched", [False], ids=["unchecked"], indirect=True)
+def test_every_bit_of_the_flags_goes_to_the_device_unchecked(watched):
+    watched.tap.refuse()
+    with pytest.raises(rp.PostError):
+        watched.qp.post_send(rp.LocalInv(send_flags=U32))
+    [record] = watched.tap.last()
+    assert record.wr.send_flags == U32
+    with pytest.raises(rp.PostError):
+        watched.srq.post_srq_ops(rp.TagSync(flags=(1 << 31) - 1))
+    [record] = watched.tap.last()
+    assert record.wr.flags == (1 << 31) - 1
+
+
 def test_many_sges_take_as_long_for_each_as_few(watched):
     """Each has memory of its own, which is held: eight times as many take no 64 times as long."""
 
