@@ -25,6 +25,8 @@ from tap import open_tap
 
 import rdmapost as rp
 from rdmapost import OpsFlags, QPType, SendFlags, WCStatus
+from rdmapost._binding import door
+from rdmapost.fields import KINDS
 
 wr_ids = st.integers(0, (1 << 64) - 1)
 ENOMEM = 12
@@ -577,6 +579,54 @@ def test_answers_of_drivers(pair, context, stack, rc, bad, code, posted):
     assert [wc.wr_id for wc in pair.cq.poll()] == list(range(posted))
 
 
+def test_memory_of_inline_data_is_free_when_the_post_returns(connect, pd):
+    """That of the others in the list is not."""
+    pair = connect(max_inline_data=64)
+    inline, plain = rp.MR(pd, 64), rp.MR(pd, 64)
+    wrs = [write(pair, inline, 1), write(pair, plain, 2), write(pair, inline, 3)]
+    for wr in (wrs[0], wrs[2]):
+        wr.send_flags = SendFlags.INLINE
+    wrs[1].send_flags = SendFlags(0)
+    pair.a.post_send(wrs)
+    assert pair.a.outstanding.send == 3
+    inline.close()
+    assert "wr_id 2" in refused(plain.close)
+    pair.a.to_reset()
+    plain.close()
+
+
+def test_flags_that_mean_inline_to_others_let_go_of_nothing(stack):
+    """The flag of a tagged receive that has the value of INLINE, and INLINE on a bind."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    tap = open_tap(context)
+    stack.callback(tap.close)
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context, tm_info=True))
+    srq = rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq, checked=False)
+    qp = rp.QP(pd, QPType.RC, cq, checked=False)
+    qp.connect(qp.endpoint())
+    mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
+    mw = rp.MW(pd, rp.MWType.TYPE_2)
+    # It says that it has taken them in, and never completes them.
+    tap.refuse(rc=0, bad=0)
+    srq.post_srq_ops(rp.TagAdd(sg_list=mr[:8], recv_wr_id=5, flags=int(SendFlags.INLINE)))
+    assert "wr_id 5" in refused(mr.close)
+    srq.close()
+    assert refused(mr.close) == ""
+    mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
+    qp.post_send(
+        rp.BindMW(
+            mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64, wr_id=6,
+            send_flags=SendFlags.INLINE,
+        )
+    )  # fmt: skip
+    assert "wr_id 6" in refused(mr.close)
+    assert "wr_id 6" in refused(mw.close)
+    qp.close()
+    mw.close()
+    mr.close()
+
+
 def counters(queue: Any) -> Any:
     """Return how many were posted to a queue and how many of these are done, as C counts them."""
     return (ctypes.c_uint64 * 2).from_address(id(queue) + object.__basicsize__)
@@ -633,3 +683,60 @@ def test_slots_of_a_shared_queue_are_used_more_often_than_their_tickets_can_coun
             sender.post_send(rp.Send(send_flags=SendFlags.SIGNALED, wr_id=1 << 40))
             assert {wc.check().wr_id for wc in cq.wait(2)} == {n, 1 << 40}
             assert srq.outstanding == 3
+
+
+# ---- what only the library itself calls ----------------------------------------------
+
+
+def queue(**changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "verb": 0, "in_flight": door.InFlight(), "lock": door.Lock(), "checked": True, "pd": 0,
+        "room": 1, "datagram": False, "binds": False, "max_sge": 1, "max_msg_size": 1,
+        "max_inline_data": 0, "max_tso_header": 0, "max_num_tags": 0, "kinds": (),
+    }  # fmt: skip
+    return door.Queue(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"verb": -1}, "there is no such verb"), ({"verb": 4}, "there is no such verb"),
+        ({"kinds": ((-1, 0),)}, "no such class"), ({"kinds": ((0, 0), (99, 0))}, "no such class"),
+        ({"kinds": ((len(KINDS), 0),)}, "no such class"),
+        ({"kinds": ((1,),)}, "argument"), ({"kinds": 5}, "tuple"),
+        ({"in_flight": None}, "InFlight"), ({"lock": None}, "Lock"),
+    ],
+)  # fmt: skip
+def test_queue_of_wrong_arguments_is_refused(wrong, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        queue(**wrong)
+    for verb in range(4):
+        queue(verb=verb, kinds=((0, 0), (len(KINDS) - 1, 0)))
+
+
+def test_queue_is_initialised_once():
+    made = queue()
+    with pytest.raises(TypeError, match="it has been initialised"):
+        made.__init__(
+            verb=0, in_flight=door.InFlight(), lock=door.Lock(), checked=True, pd=0, room=1,
+            datagram=False, binds=False, max_sge=1, max_msg_size=1, max_inline_data=0,
+            max_tso_header=0, max_num_tags=0, kinds=(),
+        )  # fmt: skip
+
+
+def test_queue_takes_posts_of_its_owner_only(pair):
+    """Before the first and after."""
+    made, wr = queue(), rp.Send()
+    for _ in range(2):
+        for wrong in ((), (pair.a,), (pair.a, wr, wr), (wr, wr), (None, wr)):
+            for at in (made, pair.a._send, door.Queue.__new__(door.Queue)):
+                with pytest.raises(TypeError, match="post"):
+                    at.post(*wrong)
+        for wrong in ((), (pair.a, wr), (None, wr, True), (wr, wr, True)):
+            with pytest.raises(TypeError):
+                pair.a._send.bind_mw(*wrong)
+        with pytest.raises(TypeError, match="post"):
+            door.Queue.__new__(door.Queue).post(pair.a, wr)
+        assert pair.a.outstanding == (0, 0)
+        pair.a.post_send(write(pair, pair.mine))
+        pair.wait()

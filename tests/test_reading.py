@@ -7,6 +7,7 @@ import enum
 import gc
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -492,6 +493,49 @@ def test_post_from_within_a_post_goes_first(watched):
     )
     watched.qp.post_send([outer, watched.write(wr_id=3)])
     assert [wc.check().wr_id for wc in watched.cq.wait(3)] == [1, 2, 3]
+
+
+def in_another_thread(call: Callable[[], Any]) -> None:
+    """Call, and fail if that does not end: whoever called before has kept a lock."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_queue_is_free_for_another_thread_after_each_call(watched):
+    qp, batch = watched.qp, watched.qp.prepare(watched.write(wr_id=1))
+    with contextlib.suppress(rp.PostError):
+        qp.post_send([watched.write(wr_id=0), watched.write(rkey=None)])
+    in_another_thread(batch.post)
+    in_another_thread(lambda: qp.post_send(watched.write(wr_id=2)))
+    batch.post()
+    batch[0].wr_id = 4
+    batch[0].sg_list = watched.mr[8:16]
+    with pytest.raises(ValueError, match="SGEs"):
+        batch[0].sg_list = ()
+    in_another_thread(batch.post)
+    batch.close()
+    with pytest.raises(rp.ClosedError):
+        batch.post()
+    in_another_thread(lambda: qp.post_send(watched.write(wr_id=5)))
+    assert [wc.check().wr_id for wc in watched.cq.wait(6)] == [0, 1, 2, 1, 4, 5]
+
+
+def test_device_that_runs_code_of_pythons_may_be_posted_to_from_there(watched):
+    """It waits for no lock of its own thread, and leaves none behind."""
+
+    class Posting(list[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            if len(self) == 1:
+                watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=2))
+
+    watched.tap.chains = Posting()
+    in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=1)))
+    assert watched.srq.outstanding == 2
+    in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=3)))
+    assert watched.srq.outstanding == 3
 
 
 # ---- what only looks right --------------------------------------------------------------
