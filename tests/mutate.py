@@ -90,14 +90,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost/_c/read.c": ("test_fields.py", "test_reading.py", "test_rules.py", "test_crashes.py"),
     "rdmapost/_c/post.c": (
         "test_rules.py", "test_inflight.py", "test_fields.py", "test_reading.py",
-        "test_posting_lists.py", "test_windows.py", "test_soft_tag_ops.py",
+        "test_posting_lists.py", "test_windows.py", "test_soft_tag_ops.py", "test_prepared.py",
+        "soundness/test_windows_hold.py",
+        "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
     ),
     "rdmapost/_c/prepared.c": (
         "test_prepared.py", "test_fields.py", "test_rules.py", "test_inflight.py",
         "test_reading.py",
     ),
     "rdmapost/_c/poll.c": ("test_polling.py", "test_polling_failures.py", "test_binding.py"),
-    "rdmapost/_c/inflight.c": ("test_inflight.py",),
+    "rdmapost/_c/inflight.c": (
+        "test_inflight.py", "test_prepared.py", "test_soft_tag_ops.py",
+        "soundness/test_windows_hold.py",
+    ),
     "rdmapost/_c/buffer.c": ("test_reading.py", "test_values.py", "test_rules.py"),
     "rdmapost/_c/tag.c": ("test_soft_tag_ops.py", "test_soft_tags.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
@@ -378,6 +383,9 @@ class Stage:
 MEMORY = 8 << 30
 """What each process of a child may map, in bytes."""
 
+_STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
+"""Events of sys.audit(): another process, which may call anything."""
+
 _OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM)
 
 
@@ -502,11 +510,14 @@ class Selecting:
     def pytest_runtestloop(self, session: Any) -> bool:
         lib = ctypes.CDLL(str(self.library))
         self.session = session
+        if tap := sys.modules.get("tap"):
+            # Compiled once for all children.
+            tap._compiled()
         self.selected = ctypes.c_int.in_dll(lib, "mutant_selected")
         self.reached = (ctypes.c_char * (max(self.numbers.values()) + 1)).in_dll(
             lib, "mutant_reached"
         )
-        self.calls: list[set[int]] = [set() for _ in session.items]
+        self.calls: list[set[int] | None] = [None] * len(session.items)
         self.takes = [0.0] * len(session.items)
         self._measure()
         # Where a child says which test noticed.
@@ -540,10 +551,12 @@ class Selecting:
         return True
 
     def _order(self, function: int, killers: list[int]) -> list[int]:
-        """Return the tests that call a function, those first that are likely to notice."""
+        """Return the tests that may call a function, those first that are likely to notice."""
         rank = {test: place for place, test in enumerate(killers)}
-        calling = [test for test, calls in enumerate(self.calls) if function in calls]
-        return sorted(calling, key=lambda test: rank.get(test, len(rank) + test))
+        here = [test for test, calls in enumerate(self.calls) if calls and function in calls]
+        # What another process calls is not known.
+        there = [test for test, calls in enumerate(self.calls) if calls is None]
+        return [*sorted(here, key=lambda test: rank.get(test, len(rank) + test)), *there]
 
     def _fork(self, run: Callable[[], None]) -> int:
         pid = os.fork()
@@ -567,7 +580,9 @@ class Selecting:
         reading, writing = os.pipe()
 
         def run() -> None:
-            said = []
+            said: list[Any] = []
+            started: list[str] = []
+            sys.addaudithook(lambda event, _: started.append(event) if event in _STARTS else None)
             for test, item in enumerate(self.session.items):
                 ctypes.memset(self.reached, 0, len(self.reached))
                 begun = time.monotonic()
@@ -576,7 +591,8 @@ class Selecting:
                     said = [item.nodeid]
                     break
                 calls = [place for place, one in enumerate(self.reached.raw) if one]
-                said.append((time.monotonic() - begun, calls))
+                said.append((time.monotonic() - begun, None if started else calls))
+                started.clear()
             with os.fdopen(writing, "w") as file:
                 json.dump(said, file)
             os._exit(0)
@@ -591,7 +607,8 @@ class Selecting:
         if said and isinstance(said[-1], str):
             raise RuntimeError(f"a test fails as it is: {said[-1]}")
         for test, (seconds, calls) in enumerate(said):
-            self.takes[test], self.calls[test] = seconds, set(calls)
+            self.takes[test] = seconds
+            self.calls[test] = None if calls is None else set(calls)
 
     def _try(self, number: int, order: list[int]) -> None:
         self.selected.value = number

@@ -740,3 +740,12 @@ def test_queue_takes_posts_of_its_owner_only(pair):
         assert pair.a.outstanding == (0, 0)
         pair.a.post_send(write(pair, pair.mine))
         pair.wait()
+
+
+def test_what_is_neither_true_nor_false_makes_no_queue_ready():
+    class Odd:
+        def __bool__(self) -> bool:
+            raise ArithmeticError("odd")
+
+    with pytest.raises(ArithmeticError, match="odd"):
+        queue().set_ready(Odd())
