@@ -221,6 +221,10 @@ def test_exception_of_the_callers_code_comes_out_unchanged(watched, error, at):
         watched.qp.post_send(wrs)
     assert caught.value is error
     watched.nothing_posted()
+    if at not in ("iterator", "sg_list"):  # which have yielded what they had
+        with pytest.raises(type(error)) as caught:
+            watched.qp.prepare(wrs)
+        assert caught.value is error
     watched.qp.post_send(good)
     assert watched.cq.wait(1)[0].status is rp.WCStatus.SUCCESS
 
@@ -473,6 +477,11 @@ def test_queue_pair_that_is_closed_while_the_list_is_read_is_told(watched):
         qp.connect(qp.endpoint())
         with pytest.raises(rp.ClosedError):
             qp.post_send(watched.write(rkey=Counted(1, qp.close)))
+    with (
+        rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.qp.checked) as qp,
+        pytest.raises(rp.ClosedError),
+    ):
+        qp.prepare(watched.write(rkey=Counted(1, qp.close)))
     assert watched.tap.chains == []
 
 
@@ -728,6 +737,8 @@ def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched)
             with pytest.raises(rp.InUseError):
                 ah.close()
             if wrs[-1] is tso:
+                item.mss = 7
+                assert item.mss == 7
                 with pytest.raises(BufferError):
                     hdr.extend(b"more")
             batch.post()
@@ -737,6 +748,7 @@ def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched)
             ]
             assert {record.wr.wr.ud.remote_qkey for record in records if not record.hdr} <= {5}
             assert {record.hdr for record in records} <= {None, b"header"}
+            assert (records[-1].hdr and records[-1].wr.tso.mss) in (None, 7)
             watched.cq.wait(len(wrs))
             batch.close()
             hdr.extend(b"")
