@@ -559,6 +559,8 @@ class Selecting:
         """Return the tests that may call a function, those first that are likely to notice."""
         rank = {test: place for place, test in enumerate(killers)}
         here = [test for test, calls in enumerate(self.calls) if calls and function in calls]
+        if not here:
+            return []
         # What another process calls is not known.
         there = [test for test, calls in enumerate(self.calls) if calls is None]
         return [*sorted(here, key=lambda test: rank.get(test, len(rank) + test)), *there]

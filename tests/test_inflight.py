@@ -905,6 +905,25 @@ def test_status_of_a_bind_says_which_region_the_window_holds(stack, status, boun
     assert all(gone(ref) for ref in refs.values())
 
 
+def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_same(stack):
+    """Only a window of type 1 is unbound by a length of 0."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    memory = Memory(64)
+    ref, mr = weakref.ref(memory), rp.MR(pd, memory, ALL | rp.Access.MW_BIND)
+    mw = rp.MW(pd, rp.MWType.TYPE_2)
+    context.faults.complete_with(9, WCStatus.SUCCESS)  # soft0 has no such windows
+    qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=0, wr_id=9))
+    assert cq.wait(1)[0].status is WCStatus.SUCCESS
+    del memory, mr
+    assert not gone(ref)
+    mw.close()
+    assert gone(ref)
+
+
 # ---- what only the library itself calls ----------------------------------------------
 
 
@@ -1018,3 +1037,9 @@ def test_tagged_receives_are_of_an_inflight():
         with pytest.raises(TypeError):
             door.InFlight(**wrong)
     assert door.InFlight(tagged=door.InFlight(in_order=False)).outstanding == 0
+
+
+@pytest.mark.parametrize("name", ["Sent", "TagHandle"])
+def test_what_only_a_post_makes_cannot_be_made(name):
+    with pytest.raises(TypeError, match="cannot create"):
+        getattr(door, name)()

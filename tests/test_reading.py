@@ -531,6 +531,40 @@ def test_queue_is_free_for_another_thread_after_each_call(watched):
     assert [wc.check().wr_id for wc in watched.cq.wait(6)] == [0, 1, 2, 1, 4, 5]
 
 
+def test_post_waits_for_that_of_another_thread(watched):
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(list[Any]):
+        """Keeps the device's call, and so the queue, busy."""
+
+        def append(self, item: Any) -> None:
+            super().append(item)
+            entered.set()
+            leave.wait(20)
+
+    said: list[BaseException] = []
+
+    def post(wr_id: int) -> None:
+        try:
+            watched.srq.post_srq_recv(rp.RecvWR(wr_id=wr_id))
+        except BaseException as error:
+            said.append(error)
+
+    watched.tap.chains = Slow()
+    threads = [threading.Thread(target=post, args=(wr_id,), daemon=True) for wr_id in (1, 2)]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    assert len(watched.tap.chains) == 1
+    leave.set()
+    for thread in threads:
+        thread.join(20)
+    assert said == []
+    assert len(watched.tap.chains) == watched.srq.outstanding == 2
+
+
 def test_device_that_runs_code_of_pythons_may_be_posted_to_from_there(watched):
     """It waits for no lock of its own thread, and leaves none behind."""
 
