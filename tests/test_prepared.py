@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import signal
 import struct
 import sys
 import threading
@@ -409,6 +410,30 @@ def test_sges_that_close_their_list_while_they_are_read_are_told(rc):
             batch[0].sg_list = closing()  # type: ignore[assignment]
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between calls only")
+def test_sges_that_the_collector_shows_while_they_are_made_are_whole(connect: Connect):
+    """A tuple with a place that is empty yet crashes whoever looks at it."""
+    pair, seen = connect(max_send_sge=13), []
+    wr = rp.Send([pair.mine[i : i + 1] for i in range(13)])
+
+    def look(phase: str, _: object) -> None:
+        if phase == "start":
+            for found in gc.get_objects():
+                if type(found) is tuple and len(found) == 13 and found[12] is None:
+                    seen.append([item is None for item in found])
+
+    before = gc.get_threshold()
+    gc.callbacks.append(look)
+    gc.set_threshold(1)
+    try:
+        batch = pair.a.prepare(wr)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(look)
+    assert len(batch[0].sg_list) == 13
+    assert len(seen) >= 2
+
+
 class Memory(bytearray):
     """Memory that can have attributes."""
 
@@ -517,6 +542,30 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     assert [wc.wr_id for wc in rc.wait(3)] == [3, 5, 6]
     rc.a.post_send(rp.Send(rc.mine[:8]))
     assert {wc.wr_id for wc in rc.wait(2)} == {0, 4}
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
+def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
+    """What was posted is carried out all the same."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.soft import responder
+
+    copy, struck = responder.copy, []
+
+    def strike(*arguments: object) -> None:
+        copy(*arguments)
+        if not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    wr = write(rc, wr_id=3)
+    batch = rc.a.prepare(wr)
+    post = batch.post if prepared else lambda: rc.a.post_send(wr)
+    monkeypatch.setattr(responder, "copy", strike)
+    with pytest.raises(KeyboardInterrupt):
+        post()
+    monkeypatch.undo()
+    assert [wc.check().wr_id for wc in rc.wait()] == [3]
 
 
 @pytest.mark.parametrize("what", ["batch.post", "batch.close", "post_send", "post_recv", "close"])

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import ALL
+from support import ALL, prints
 from tap import Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, SRQType
+from rdmapost._binding import door, ffi
 
 U64, U32 = (1 << 64) - 1, (1 << 32) - 1
 
@@ -621,6 +622,8 @@ def test_sges_behind_a_wrong_one_do_not_make_it_right(watched):
     ):
         for sges in ([wrong, good], [good, wrong, good], [wrong, good, good]):
             assert watched.refused(rp.Send(sges)) == said
+        # The first counts.
+        assert watched.refused(rp.Send([wrong, "another"])) == said  # type: ignore[list-item]
     wrong = good._replace(lkey=Counted(1, raises(Mine("x"))))
     with pytest.raises(Mine):
         watched.qp.post_send(rp.Send([wrong, good]))
@@ -856,3 +859,62 @@ def test_each_region_is_held_whatever_reading_a_number_does(watched):
             with pytest.raises(rp.InUseError, match="wr_id 3"):
                 mr.close()
         qp.to_reset()
+
+
+# ---- which classes there are ------------------------------------------------------------
+
+OF_SEND = ffi.sizeof("struct ibv_send_wr")
+NO_FIELD = ("nonsense", 0, 4, "N")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ((NO_FIELD,), AttributeError),
+        ((("imm_data", -1, 4, "N"),), ValueError), ((("imm_data", 0, -1, "N"),), ValueError),
+        ((("imm_data", OF_SEND - 3, 4, "N"),), ValueError),
+        ((("imm_data", OF_SEND, 1, "N"),), ValueError),
+        # What is read before the wrong one is right.
+        ((("imm_data", OF_SEND - 4, 4, "N"), NO_FIELD), AttributeError),
+        ((("imm_data", 0, 0, "N"), NO_FIELD), AttributeError),
+        ((*[("imm_data", 0, 4, "N")] * 7, NO_FIELD), AttributeError),
+        ((*[("imm_data", 0, 4, "N")] * 8, NO_FIELD), ValueError),
+        (((1, 2),), TypeError), ([NO_FIELD], TypeError),
+    ],
+)  # fmt: skip
+def test_fields_of_a_class_are_within_its_struct(fields, error):
+    with pytest.raises(error):
+        door.describe_wr(rp.SendWithImm, 0, 0, False, False, fields)
+
+
+def test_class_is_of_a_verb_and_has_the_slots_of_one():
+    for wrong in (
+        (rp.Send, -1, 0, False, False, (NO_FIELD,)), (rp.Send, 4, 0, False, False, (NO_FIELD,)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="too many"):
+            door.describe_wr(*wrong)
+    for kind, verb in ((rp.RecvWR, 0), (rp.Send, 3), (int, 1), (object, 0)):
+        with pytest.raises(AttributeError):
+            door.describe_wr(kind, verb, 0, False, False, ())
+    for wrong in ((), (5, 0, 0, False, False, ()), (rp.Send, "0", 0, False, False, ())):
+        with pytest.raises(TypeError):
+            door.describe_wr(*wrong)
+    with pytest.raises(RuntimeError, match="they are known"):
+        door.describe_resources(rp.SGE, rp.MR, rp.MW, rp.AH)
+
+
+def test_no_more_classes_are_taken_than_there_is_room_for():
+    assert prints(
+        "import rdmapost as rp\n"
+        "from rdmapost._binding import door\n"
+        "last = -1\n"
+        "try:\n"
+        "    while last < 100: last = door.describe_wr(rp.LocalInv, 0, 6, False, False, ())\n"
+        "except ValueError as error: print(last, error)\n"
+        "with rp.open_device('soft0') as c, rp.PD(c) as pd, rp.CQ(c) as cq:\n"
+        "    with rp.QP(pd, rp.QPType.RC, cq) as qp:\n"
+        "        qp.connect(qp.endpoint())\n"
+        "        qp.post_send(rp.Send(wr_id=5, send_flags=2))\n"
+        "        qp.to_err()\n"
+        "        print([wc.wr_id for wc in cq.wait(1)])\n"
+    ).splitlines() == ["23 too many", "[5]"]
