@@ -872,6 +872,7 @@ NO_FIELD = ("nonsense", 0, 4, "N")
     [
         ((NO_FIELD,), AttributeError),
         ((("imm_data", -1, 4, "N"),), ValueError), ((("imm_data", 0, -1, "N"),), ValueError),
+        ((("imm_data", 4, -1, "N"),), ValueError), ((("imm_data", -4, 4, "N"),), ValueError),
         ((("imm_data", OF_SEND - 3, 4, "N"),), ValueError),
         ((("imm_data", OF_SEND, 1, "N"),), ValueError),
         # What is read before the wrong one is right.
