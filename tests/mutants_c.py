@@ -114,6 +114,8 @@ _MARKS = {"==", "!=", "<", "<=", ">", ">=", "&&", "||", "!"}
 _ENDS = {";", ",", "?", ":", "{", "}", "&&", "||", "return", "=", "+=", "-=", "|=", "&=", "case"}
 _OPEN, _CLOSE = {"(": ")", "[": "]", "{": "}"}, {")": "(", "]": "[", "}": "{"}
 _UNTOUCHED = {"static_assert", "_Static_assert", "__attribute__"}
+_REFUSING = {"rp_refuse", "refuse"}
+"""What tells a number with the rule; 0 if its text has none."""
 _LIMIT = re.compile(r"U?INT\d+_MAX|SIZE_MAX|PY_SSIZE_T_MAX")
 
 
@@ -209,7 +211,7 @@ class File:
         if sign:
             # A failure that is none.
             yield self._instead(at, at - 1, at, "0")
-        elif not self._is_sentinel(at):
+        elif not self._is_sentinel(at) and not self._is_untold(at):
             other = 0 if value == 1 else value + 1
             yield self._instead(at, at, at, hex(other) if text[:2] in ("0x", "0X") else str(other))
 
@@ -221,6 +223,17 @@ class File:
         while self._text(last + 1) in ("0", "NULL", ","):
             last += 1
         return self._text(first - 1) == "{" and self._text(last + 1) == "}"
+
+    def _is_untold(self, at: int) -> bool:
+        """Whether it is the 0 of refuse(..., 0), which has no meaning."""
+        if [self._text(at + step) for step in (-1, 0, 1)] != [",", "0", ")"]:
+            return False
+        depth = 0
+        for other in range(at, -1, -1):
+            depth += (self._text(other) in _OPEN) - (self._text(other) in _CLOSE)
+            if depth:
+                return self._text(other - 1) in _REFUSING
+        return False
 
     def _word(self, at: int) -> Iterator[Edit]:
         token, before, after = self.tokens[at], self._text(at - 1), self._text(at + 1)
@@ -271,6 +284,139 @@ class File:
 def _short(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) < 90 else text[:87] + "..."
+
+
+# ---- all mutants in one module ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Function:
+    """Where a function of a C file is: its declaration, its name therein, and its body.
+
+    Attributes:
+        start: where its declaration begins.
+        name: its name; at ``name_at``.
+        body: where its body's brace opens.
+        end: behind the brace that closes it.
+        arguments: the names of its parameters.
+    """
+
+    start: int
+    name: str
+    name_at: int
+    body: int
+    end: int
+    arguments: tuple[str, ...]
+
+
+def functions_of(source: str) -> list[Function]:
+    """Return the functions of a C file; those that a macro declares are not among them."""
+    found: list[Function] = []
+    depth, body = 0, 0
+    head: list[Token] = []
+    declared: tuple[Token, tuple[str, ...]] | None = None
+    for token in _tokens(source, 0, len(source)):
+        if token.kind == "directive":
+            continue
+        if token.text == "{":
+            if not depth:
+                declared, body = _parameters(head), token.start
+            depth += 1
+        elif token.text == "}":
+            depth -= 1
+            if not depth and declared:
+                name, arguments = declared
+                start = head[0].start
+                found.append(Function(start, name.text, name.start, body, token.end, arguments))
+        if not depth and token.text in (";", "}"):
+            head = []
+        elif not depth:
+            head.append(token)
+    return found
+
+
+def _parameters(head: list[Token]) -> tuple[Token, tuple[str, ...]] | None:
+    """Return the name and the parameters of a function, given what is in front of its body."""
+    texts = [token.text for token in head]
+    if "(" not in texts or texts[-1] != ")" or "__attribute__" in texts:
+        return None
+    at = texts.index("(")
+    inner = head[at + 1 : -1]
+    name = head[at - 1]
+    if any(token.text in ("(", ")", ".") for token in inner) or name.text.isupper():
+        return None
+    arguments: list[str] = []
+    for last, param in itertools.groupby(inner, lambda token: token.text == ","):
+        if not last:
+            arguments.append([token.text for token in param if token.kind == "name"][-1])
+    return name, tuple(arguments) if arguments != ["void"] else ()
+
+
+# Without a header, which the file may want to include in a way of its own.
+_SELECTOR = """\
+extern char *getenv(const char *);
+extern int atoi(const char *);
+__attribute__((visibility("default"))) int mutant_selected;
+__attribute__((visibility("default"))) char mutant_reached[{count}];
+__attribute__((constructor)) static void mutant_select(void)
+{{
+	const char *number = getenv("{variable}");
+
+	if (number)
+		mutant_selected = atoi(number);
+}}
+"""
+VARIABLE = "RDMAPOST_TEST_MUTANT"
+"""Selects a mutant in a process that starts."""
+
+
+class Selectable:
+    """A C file with all mutants of its functions in it, each in a copy of its function.
+
+    Which copy is called is chosen while it runs: ``mutant_selected`` is the mutant's place in
+    ``edits``, from 1.  ``mutant_reached`` says which functions have been called.
+
+    Args:
+        source: the file.
+        edits: its mutants.
+    """
+
+    def __init__(self, source: str, edits: list[Edit]) -> None:
+        self.source, self.edits = source, edits
+        self.functions = functions_of(source)
+        self.function_of: dict[int, int] = {}
+        for number, edit in enumerate(edits, 1):
+            for place, function in enumerate(self.functions):
+                if function.body <= edit.start and edit.end <= function.end:
+                    self.function_of[number] = place
+
+    def text(self, without: set[int] = frozenset()) -> str:  # type: ignore[assignment]
+        """Return the file; what goes wrong in mutant 7 is said to be in ``mutant-7``."""
+        parts, at = [_SELECTOR.format(count=len(self.functions) + 1, variable=VARIABLE)], 0
+        for place, function in enumerate(self.functions):
+            head = self.source[function.start : function.body]
+            parts += [self.source[at : function.start], head.rstrip(), ";\n"]
+            cases = []
+            for number, its in self.function_of.items():
+                if its != place or number in without:
+                    continue
+                edit = self.edits[number - 1]
+                name = f"{function.name}_mutant_{number}"
+                parts += [
+                    f'\n#line 1 "mutant-{number}"\n',
+                    self.source[function.start : function.name_at], name,
+                    self.source[function.name_at + len(function.name) : edit.start],
+                    edit.text, self.source[edit.end : function.end], "\n",
+                ]  # fmt: skip
+                cases.append(f"case {number}: return {name}({', '.join(function.arguments)});")
+            line = self.source.count("\n", 0, function.body) + 1
+            parts += [
+                '\n#line 1 "dispatch"\n', head,
+                f"{{ mutant_reached[{place}] = 1; switch (mutant_selected) {{ {' '.join(cases)} }}",
+                f'\n#line {line} "file"\n', self.source[function.body : function.end], "}",
+            ]  # fmt: skip
+            at = function.end
+        return "".join([*parts, self.source[at:]])
 
 
 # ---- building ---------------------------------------------------------------------
@@ -341,9 +487,9 @@ class Build:
             raise DoesNotCompile(done.stderr)
         return done.stdout
 
-    def _compile(self, place: pathlib.Path, source: str) -> pathlib.Path:
+    def _compile(self, place: pathlib.Path, source: str, *options: str) -> pathlib.Path:
         made = place / f"{source}.o"
-        self._cc("-c", source, "-o", str(made), place=place)
+        self._cc(*options, "-c", source, "-o", str(made), place=place)
         return made
 
     def package(self, place: pathlib.Path) -> pathlib.Path:
@@ -380,6 +526,27 @@ class Build:
             if all(path.read_bytes() == objects[part].read_bytes() for part, path in made.items()):
                 raise SameObject
             objects |= made
+        self._link(objects, into)
+
+    def link_selectable(self, name: str, file: Selectable, into: pathlib.Path) -> set[int]:
+        """Link the module with all mutants of a C file in it; return those that do not compile."""
+        place, wrong = into.parent / "_c", set[int]()
+        (place / name).unlink()
+        while True:
+            (place / name).write_text(file.text(wrong))
+            try:
+                # There is much of it, and it runs once.
+                made = self._compile(place, name, "-O0")
+                break
+            except DoesNotCompile as error:
+                found = {int(number) for number in re.findall(r"mutant-(\d+):", str(error))} - wrong
+                if not found:
+                    raise
+                wrong |= found
+        self._link(self.objects | {name: made}, into)
+        return wrong
+
+    def _link(self, objects: dict[str, pathlib.Path], into: pathlib.Path) -> None:
         into.unlink(missing_ok=True)
         subprocess.run(
             [*self.compiler, "-shared", "-o", into, *objects.values(), *self.libraries], check=True

@@ -21,13 +21,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support import ALL
 from tag_server import EAGER, Server, tmh
-from tap import open_tap
+from tap import Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import OpsFlags, QPType, SendFlags, WCStatus
+from rdmapost._binding import door
+from rdmapost.fields import KINDS
 
 wr_ids = st.integers(0, (1 << 64) - 1)
-ENOMEM = 12
+ENOMEM, U64 = 12, (1 << 64) - 1
 
 
 @dataclass(eq=False)
@@ -577,6 +579,54 @@ def test_answers_of_drivers(pair, context, stack, rc, bad, code, posted):
     assert [wc.wr_id for wc in pair.cq.poll()] == list(range(posted))
 
 
+def test_memory_of_inline_data_is_free_when_the_post_returns(connect, pd):
+    """That of the others in the list is not."""
+    pair = connect(max_inline_data=64)
+    inline, plain = rp.MR(pd, 64), rp.MR(pd, 64)
+    wrs = [write(pair, inline, 1), write(pair, plain, 2), write(pair, inline, 3)]
+    for wr in (wrs[0], wrs[2]):
+        wr.send_flags = SendFlags.INLINE
+    wrs[1].send_flags = SendFlags(0)
+    pair.a.post_send(wrs)
+    assert pair.a.outstanding.send == 3
+    inline.close()
+    assert "wr_id 2" in refused(plain.close)
+    pair.a.to_reset()
+    plain.close()
+
+
+def test_flags_that_mean_inline_to_others_let_go_of_nothing(stack):
+    """The flag of a tagged receive that has the value of INLINE, and INLINE on a bind."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    tap = open_tap(context)
+    stack.callback(tap.close)
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context, tm_info=True))
+    srq = rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq, checked=False)
+    qp = rp.QP(pd, QPType.RC, cq, checked=False)
+    qp.connect(qp.endpoint())
+    mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
+    mw = rp.MW(pd, rp.MWType.TYPE_2)
+    # It says that it has taken them in, and never completes them.
+    tap.refuse(rc=0, bad=0)
+    srq.post_srq_ops(rp.TagAdd(sg_list=mr[:8], recv_wr_id=5, flags=int(SendFlags.INLINE)))
+    assert "wr_id 5" in refused(mr.close)
+    srq.close()
+    assert refused(mr.close) == ""
+    mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
+    qp.post_send(
+        rp.BindMW(
+            mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64, wr_id=6,
+            send_flags=SendFlags.INLINE,
+        )
+    )  # fmt: skip
+    assert "wr_id 6" in refused(mr.close)
+    assert "wr_id 6" in refused(mw.close)
+    qp.close()
+    mw.close()
+    mr.close()
+
+
 def counters(queue: Any) -> Any:
     """Return how many were posted to a queue and how many of these are done, as C counts them."""
     return (ctypes.c_uint64 * 2).from_address(id(queue) + object.__basicsize__)
@@ -618,7 +668,7 @@ def test_count_wraps_around(pair, context):
 
 
 def test_slots_of_a_shared_queue_are_used_more_often_than_their_tickets_can_count(pair, pd):
-    """A ticket says how often its slot was used, in 8 bits."""
+    """A ticket says how often its slot was used, in 8 bits.  No more slots are made for it."""
     with (
         rp.SRQ(pd, 16, 1) as srq,
         rp.CQ(pd.context) as cq,
@@ -633,3 +683,363 @@ def test_slots_of_a_shared_queue_are_used_more_often_than_their_tickets_can_coun
             sender.post_send(rp.Send(send_flags=SendFlags.SIGNALED, wr_id=1 << 40))
             assert {wc.check().wr_id for wc in cq.wait(2)} == {n, 1 << 40}
             assert srq.outstanding == 3
+        size = (ctypes.c_uint64 * 7).from_address(id(srq._recv.in_flight) + object.__basicsize__)[6]
+        assert size == 16
+
+
+class Straying(Tap):
+    """Has a device complete other work requests than those that it is handed."""
+
+    stray = 0
+
+    def _look(self, verb: int, first: int, answer: Any) -> None:
+        super()._look(verb, first, answer)
+        wr_id = ctypes.c_uint64.from_address(first)
+        wr_id.value = wr_id.value & ~0xFFFF_FFFF | (wr_id.value + self.stray) & 0xFFFF_FFFF
+
+
+@pytest.fixture
+def straying(stack) -> Any:
+    context = stack.enter_context(rp.open_device("soft0"))
+    plain = open_tap(context)  # or the test is skipped
+    plain.close()
+    tap = Straying(plain._library, context)
+    stack.callback(tap.close)
+    return tap
+
+
+@pytest.mark.parametrize("stray", [1, 2, 3, 4, 100, 1 << 31, (1 << 32) - 3, (1 << 32) - 2])
+def test_completion_of_what_is_not_outstanding_retires_nothing(straying, stack, stray):
+    """Beyond what was posted, and before what is done: a send queue is in order."""
+    pd = stack.enter_context(rp.PD(straying.context))
+    cq = stack.enter_context(rp.CQ(straying.context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+
+    def wr(wr_id: int, flags: SendFlags = SendFlags.SIGNALED) -> rp.RdmaWrite:
+        return rp.RdmaWrite(
+            (), wr_id=wr_id, send_flags=flags, remote_addr=mr.addr, rkey=mr.rkey
+        )  # fmt: skip
+
+    qp.post_send([wr(0), wr(1)])
+    assert len(cq.wait(2)) == 2
+    qp.post_send(wr(2, SendFlags(0)))
+    straying.stray = stray
+    qp.post_send(wr(3))
+    straying.stray = 0
+    assert cq.poll() == []
+    assert qp.outstanding.send == 2
+    qp.post_send(wr(4))
+    assert [wc.wr_id for wc in cq.wait(1)] == [4]
+    assert qp.outstanding.send == 0
+
+
+@pytest.mark.parametrize("stray", [-1, 1, 15, 16, 17, 0xFFFF, 1 << 24, 0xFFFFFE, 255 << 24])
+def test_completion_of_what_no_slot_has_retires_nothing(straying, stack, stray):
+    """In any order: an SRQ's receives."""
+    pd = stack.enter_context(rp.PD(straying.context))
+    cq = stack.enter_context(rp.CQ(straying.context))
+    srq = stack.enter_context(rp.SRQ(pd, 8, 1))
+    target = stack.enter_context(rp.QP(pd, QPType.RC, cq, srq=srq))
+    sender = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    sender.connect(target.endpoint())
+    target.connect(sender.endpoint())
+    straying.stray = stray
+    srq.post_srq_recv(rp.RecvWR(wr_id=1))
+    straying.stray = 0
+    sender.post_send(rp.Send(wr_id=10))
+    assert [wc.wr_id for wc in cq.wait(1)] == [10]
+    assert cq.poll() == []
+    assert srq.outstanding == 1
+    srq.post_srq_recv(rp.RecvWR(wr_id=2))
+    sender.post_send(rp.Send(wr_id=11))
+    assert {wc.wr_id for wc in cq.wait(2)} == {2, 11}
+    assert srq.outstanding == 1
+    for queue in (target, sender, srq):
+        queue.close()
+
+
+def test_more_can_be_outstanding_than_have_been_at_first(connect, stack):
+    """The room for them grows: of a queue that has been used before, and in any order."""
+    pair = connect(max_send_wr=200)
+    for count in (1, 10, 30, 100, 7, 150):
+        regions = [stack.enter_context(rp.MR(pair.pd, 64)) for _ in range(count)]
+        wrs = [write(pair, mr, wr_id) for wr_id, mr in enumerate(regions)]
+        if count == 100:
+            for wr in wrs:
+                pair.a.post_send(wr)
+        else:
+            pair.a.post_send(wrs)
+        assert pair.a.outstanding.send == count
+        assert f"wr_id {count - 1}" in refused(regions[-1].close)
+        assert [wc.wr_id for wc in pair.wait(count)] == list(range(count))
+        for mr in regions:
+            mr.close()
+
+
+def test_more_receives_of_an_srq_can_be_outstanding_than_have_been_at_first(pd):
+    with (
+        rp.CQ(pd.context, 512) as cq,
+        rp.SRQ(pd, 200, 1) as srq,
+        rp.QP(pd, QPType.RC, cq, srq=srq) as target,
+        rp.QP(pd, QPType.RC, cq, max_send_wr=200) as sender,
+    ):
+        sender.connect(target.endpoint())
+        target.connect(sender.endpoint())
+        for count in (1, 10, 30, 100, 7, 150):
+            for wr_id in range(count // 2):
+                srq.post_srq_recv(rp.RecvWR(wr_id=wr_id))
+            srq.post_srq_recv([rp.RecvWR(wr_id=wr_id) for wr_id in range(count // 2, count)])
+            assert srq.outstanding == count
+            sender.post_send([rp.Send(send_flags=0)] * (count - 1) + [rp.Send(wr_id=1 << 40)])
+            found = [wc.check().wr_id for wc in cq.wait(count + 1)]
+            assert sorted(found) == [*range(count), 1 << 40]
+            assert srq.outstanding == 0
+
+
+def test_each_region_of_a_closed_prepared_list_is_held_while_it_is_outstanding(pair, pd):
+    first, second, third = (rp.MR(pd, 64) for _ in range(3))
+    wrs = [write(pair, first, 1), write(pair, third, 2)]
+    wrs[0].sg_list = [first[:8], second[:8]]
+    for wr in wrs:
+        wr.send_flags = SendFlags(0)
+    batch = pair.a.prepare(wrs)
+    batch.post()
+    batch.close()
+    for mr in (first, second, third):
+        assert refused(mr.close)
+    pair.a.to_reset()
+    for mr in (first, second, third):
+        mr.close()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_closed_region_is_told_wherever_it_stands(pair, pd, at):
+    sges = [rp.MR(pd, 64)[:8] for _ in range(3)]
+    closed = sges[at].owner
+    assert closed is not None
+    closed.close()
+    with pytest.raises(rp.PostError, match="is closed"):
+        pair.a.post_send(rp.Send(sges))
+    with pytest.raises(rp.PostError, match="is closed"):
+        pair.a.prepare([rp.LocalInv(), rp.Send(sges)])
+    assert pair.a.outstanding.send == 0
+    for sge in sges:
+        assert sge.owner is not None
+        sge.owner.close()
+
+
+def test_handle_of_a_tagged_receive_is_none_of_the_next_in_its_place(stack):
+    """Many times over: no receive is removed by the handle of another."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context, tm_info=True))
+    srq = stack.enter_context(rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq))
+    stale: list[Any] = []
+    for tag in range(40):
+        add = rp.TagAdd(tag=tag, flags=0)
+        srq.post_srq_ops(add)
+        for handle in stale:
+            with pytest.raises(rp.PostError, match="not on the list any more"):
+                srq.post_srq_ops(rp.TagDel(handle=handle))
+        assert srq.outstanding_tags == 1
+        srq.post_srq_ops(rp.TagDel(handle=add.handle))
+        [wc] = cq.wait(1)
+        assert wc.status is WCStatus.SUCCESS
+        stale.append(add.handle)
+    assert srq.outstanding_tags == 0
+
+
+class Memory(bytearray):
+    """Memory that can be asked for whether it is there still."""
+
+
+@pytest.mark.parametrize(
+    ("status", "bound"),
+    [
+        # The region is the one that was bound, the other, or nobody knows.
+        (WCStatus.SUCCESS, {"new"}),
+        (WCStatus.MW_BIND_ERR, {"old"}),
+        (WCStatus.LOC_QP_OP_ERR, {"old"}),
+        (WCStatus.LOC_PROT_ERR, {"old"}),
+        (WCStatus.WR_FLUSH_ERR, {"old", "new"}),
+        (WCStatus.GENERAL_ERR, {"old", "new"}),
+    ],
+)
+@pytest.mark.parametrize("ahead", [False, True], ids=["alone", "with one before it"])
+def test_status_of_a_bind_says_which_region_the_window_holds(stack, status, bound, ahead):
+    """Of one that was not signaled, in front of another that failed, nobody knows."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    windows = [rp.MW(pd, rp.MWType.TYPE_1) for _ in range(2)]
+    memory = {name: Memory(64) for name in ("old", "new", "other", "third")}
+    regions = {name: rp.MR(pd, at, ALL | rp.Access.MW_BIND) for name, at in memory.items()}
+    refs = {name: weakref.ref(at) for name, at in memory.items()}
+    memory.clear()
+
+    def bind(mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
+        qp.bind_mw(mw, mr, mr.addr, 64, **fields)
+
+    bind(windows[0], regions["old"])
+    bind(windows[1], regions["other"])
+    cq.wait(2)
+    if ahead:
+        bind(windows[1], regions["third"], send_flags=0)
+    if status is not WCStatus.SUCCESS:
+        context.faults.complete_with(9, status)
+    bind(windows[0], regions["new"], wr_id=9)
+    assert [wc.status for wc in cq.wait(1)] == [status]
+    regions.clear()
+    held = {name for name, ref in refs.items() if not gone(ref)}
+    if not ahead:
+        beside = {"other"}
+    else:
+        beside = {"third"} if status is WCStatus.SUCCESS else {"third", "other"}
+    assert held == bound | beside
+    for mw in windows:
+        mw.close()
+    assert all(gone(ref) for ref in refs.values())
+
+
+def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_same(stack):
+    """Only a window of type 1 is unbound by a length of 0."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    memory = Memory(64)
+    ref, mr = weakref.ref(memory), rp.MR(pd, memory, ALL | rp.Access.MW_BIND)
+    mw = rp.MW(pd, rp.MWType.TYPE_2)
+    context.faults.complete_with(9, WCStatus.SUCCESS)  # soft0 has no such windows
+    qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=0, wr_id=9))
+    assert cq.wait(1)[0].status is WCStatus.SUCCESS
+    del memory, mr
+    assert not gone(ref)
+    mw.close()
+    assert gone(ref)
+
+
+# ---- what only the library itself calls ----------------------------------------------
+
+
+def queue(**changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "verb": 0, "in_flight": door.InFlight(), "lock": door.Lock(), "checked": True, "pd": 0,
+        "room": 1, "datagram": False, "binds": False, "max_sge": 1, "max_msg_size": 1,
+        "max_inline_data": 0, "max_tso_header": 0, "max_num_tags": 0, "kinds": (),
+    }  # fmt: skip
+    return door.Queue(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"verb": -1}, "there is no such verb"), ({"verb": 4}, "there is no such verb"),
+        ({"kinds": ((-1, 0),)}, "no such class"), ({"kinds": ((0, 0), (99, 0))}, "no such class"),
+        ({"kinds": ((len(KINDS), 0),)}, "no such class"),
+        ({"kinds": ((1,),)}, "argument"), ({"kinds": 5}, "tuple"),
+        ({"in_flight": None}, "InFlight"), ({"lock": None}, "Lock"),
+    ],
+)  # fmt: skip
+def test_queue_of_wrong_arguments_is_refused(wrong, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        queue(**wrong)
+    for verb in range(4):
+        queue(verb=verb, kinds=((0, 0), (len(KINDS) - 1, 0)))
+
+
+def test_queue_is_initialised_once():
+    made = queue()
+    with pytest.raises(TypeError, match="it has been initialised"):
+        made.__init__(
+            verb=0, in_flight=door.InFlight(), lock=door.Lock(), checked=True, pd=0, room=1,
+            datagram=False, binds=False, max_sge=1, max_msg_size=1, max_inline_data=0,
+            max_tso_header=0, max_num_tags=0, kinds=(),
+        )  # fmt: skip
+
+
+def test_queue_takes_posts_of_its_owner_only(pair):
+    """Before the first and after."""
+    made, wr = queue(), rp.Send()
+    for _ in range(2):
+        for wrong in ((), (pair.a,), (pair.a, wr, wr), (wr, wr), (None, wr)):
+            for at in (made, pair.a._send, door.Queue.__new__(door.Queue)):
+                with pytest.raises(TypeError, match="post"):
+                    at.post(*wrong)
+        for wrong in ((), (pair.a, wr), (None, wr, True), (wr, wr, True)):
+            with pytest.raises(TypeError):
+                pair.a._send.bind_mw(*wrong)
+        with pytest.raises(TypeError, match="post"):
+            door.Queue.__new__(door.Queue).post(pair.a, wr)
+        assert pair.a.outstanding == (0, 0)
+        pair.a.post_send(write(pair, pair.mine))
+        pair.wait()
+
+
+def test_what_is_neither_true_nor_false_makes_no_queue_ready():
+    class Odd:
+        def __bool__(self) -> bool:
+            raise ArithmeticError("odd")
+
+    with pytest.raises(ArithmeticError, match="odd"):
+        queue().set_ready(Odd())
+
+
+def test_ticket_that_nothing_outstanding_has_is_found_nowhere(pair, pd):
+    """In a send queue, and among the slots of an SRQ."""
+    sends = pair.a._send.in_flight
+    pair.a.post_send([write(pair, pair.mine, wr_id) for wr_id in (1, 2)])
+    pair.wait(2)
+    silent = write(pair, pair.mine, 3)
+    silent.send_flags = SendFlags(0)
+    pair.a.post_send([silent] * 2)
+    tickets = [*range(-3, 8), 1 << 31, (1 << 32) - 1]
+    found = {ticket for ticket in tickets if sends.peek(ticket & U64) is not None}
+    assert found == {2, 3}
+    assert [sends.entry(i) is None for i in (0, 1, 2, 3, U64)] == [False, False, True, True, True]
+    with rp.SRQ(pd, 4, 1) as srq:
+        receives = srq._recv.in_flight
+        base = receives.number << 32
+        assert receives.number != sends.number
+        assert {receives.peek(base | n) for n in range(100)} == {None}
+        srq.post_srq_recv([rp.RecvWR(wr_id=70), rp.RecvWR(wr_id=71)])
+        found = {n: receives.peek(base | n) for n in (*range(100), 1 << 24 | 1, 0xFFFFFF)}
+        assert {n: wr_id for n, wr_id in found.items() if wr_id is not None} == {1: 70, 2: 71}
+        assert [receives.entry(i) for i in (0, 1, 2, U64)] == [(70, None), (71, None), None, None]
+    for wrong in ("x", -1, 1 << 64):
+        for ask in (sends.peek, sends.entry):
+            with pytest.raises((TypeError, OverflowError)):
+                ask(wrong)
+
+
+def test_entry_of_a_prepared_list_is_that_of_its_work_request(pair, pd):
+    """Of the first that is outstanding still."""
+    sends = pair.a._send.in_flight
+    regions = [rp.MR(pd, 64) for _ in range(3)]
+    wrs = [write(pair, mr, wr_id) for wr_id, mr in enumerate(regions)]
+    wrs[1].send_flags = wrs[2].send_flags = SendFlags(0)
+    pair.a.prepare(wrs).post()
+    assert [sends.entry(i) for i in range(4)] == [
+        (0, regions[0]), (1, regions[1]), (2, regions[2]), None
+    ]  # fmt: skip
+    pair.wait(1)
+    assert [sends.entry(i) for i in range(3)] == [(1, regions[1]), (2, regions[2]), None]
+    pair.a.to_reset()
+
+
+def test_tagged_receives_are_of_an_inflight():
+    for wrong in ({"tagged": 5}, {"tagged": door.Lock()}, {"other": 1}):
+        with pytest.raises(TypeError):
+            door.InFlight(**wrong)
+    assert door.InFlight(tagged=door.InFlight(in_order=False)).outstanding == 0
+
+
+@pytest.mark.parametrize("name", ["Sent", "TagHandle"])
+def test_what_only_a_post_makes_cannot_be_made(name):
+    with pytest.raises(TypeError, match="cannot create"):
+        getattr(door, name)()

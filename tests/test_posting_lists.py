@@ -33,6 +33,17 @@ def too_many(pair: Pair) -> rp.Send:
     return rp.Send([pair.mine[:1]] * (pair.a.max_send_sge + 1), wr_id=99)
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_soft_device_has_done_it_when_the_post_returns(rc, context, count):
+    """Before anybody polls."""
+    needs(context.kind == "soft", "device that runs in the post", context)
+    for post in (rc.a.post_send, lambda wrs: rc.a.prepare(wrs).post()):
+        rc.theirs.buffer[:count] = bytes(count)
+        post(writes(rc, count))
+        assert bytes(rc.theirs.buffer[:count]) == bytes(range(1, count + 1))
+        rc.wait(count)
+
+
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("bad", [0, 3, 7])
 def test_list_of_8_with_a_bad_one(connect, checked, bad):

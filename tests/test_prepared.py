@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
+import signal
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import pytest
@@ -16,6 +19,7 @@ from support import ALL, Connect, Pair, needs
 
 import rdmapost as rp
 from rdmapost import QPState, QPType, SendFlags, WCStatus
+from rdmapost.fields import NUMBERS
 
 
 def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
@@ -243,6 +247,228 @@ def test_closing(rc):
     rc.mine.close()
 
 
+def test_nothing_of_a_closed_list_can_be_changed(rc):
+    batch = rc.a.prepare([write(rc), write(rc, wr_id=5)])
+    item = batch[1]
+    batch.close()
+    for name, value in (("wr_id", 6), ("remote_addr", 8), ("rkey", 1), ("sg_list", rc.mine[8:16])):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 2 is closed"):
+            setattr(item, name, value)
+    assert item.wr_id == 5
+    assert item.remote_addr == rc.theirs.addr
+    assert item.sg_list == ()
+
+
+def test_wr_id_that_closes_its_list_is_told(rc):
+    batch = rc.a.prepare(write(rc, wr_id=3))
+
+    class Closing:
+        def __index__(self) -> int:
+            batch.close()
+            return 5
+
+    with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+        batch[0].wr_id = Closing()  # type: ignore[assignment]
+
+
+def test_largest_wr_id_can_be_put_into_a_list(rc):
+    batch = rc.a.prepare(write(rc, wr_id=3))
+    batch[0].wr_id = (1 << 64) - 1
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait()] == [(1 << 64) - 1]
+
+
+def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
+    """Whatever else is given to its descriptor: nothing else is read or written."""
+    [swap, send] = rc.a.prepare([rp.AtomicCmpAndSwp(rc.mine[:8], swap=7), rp.Send()])
+    field = type(swap).__dict__["swap"]
+    assert field.__get__(swap) == 7
+    assert field.__get__(None, type(swap)) is field
+    fresh = rp.PreparedWR.__new__(type(swap))
+    others = [
+        type(field)(rp.AtomicCmpAndSwp, index)
+        for index in (-1, len(NUMBERS[rp.AtomicCmpAndSwp]), 99, 1 << 30)
+    ]
+    for descriptor, wrong in (
+        *((field, wrong) for wrong in (send, fresh, 5, rc.a, rp.AtomicCmpAndSwp())),
+        *((other, swap) for other in others),
+        (type(field)(rp.Send, 0), swap),
+    ):
+        with pytest.raises(TypeError, match="a work request of another class"):
+            descriptor.__get__(wrong)
+        with pytest.raises(TypeError, match="a work request of another class"):
+            descriptor.__set__(wrong, 5)
+    assert swap.swap == 7
+    for wrong in ((), (5, 0), (rp.Send,), (rp.Send, "x")):
+        with pytest.raises(TypeError):
+            type(field)(*wrong)
+    with pytest.raises(TypeError, match="it has been initialised"):
+        field.__init__(rp.Send, 0)
+
+
+def test_inline_memory_of_a_closed_list_is_free_while_it_is_outstanding(connect: Connect, pd):
+    """It has been copied; that of the receives has not, whatever their flags."""
+    pair = connect(max_inline_data=64)
+    inline, other = rp.MR(pd, 64, ALL), rp.MR(pd, 64, ALL)
+    wr = pair.wr(rp.RdmaWrite, inline[:8], send_flags=SendFlags.INLINE)
+    with pair.a.prepare([wr] * 2) as batch:
+        batch.post()
+    with pair.b.prepare_recv([rp.RecvWR(other[:8])] * 2) as batch:
+        batch.post()
+    assert (pair.a.outstanding.send, pair.b.outstanding.recv) == (2, 2)
+    inline.close()
+    with pytest.raises(rp.InUseError):
+        other.close()
+    pair.b.to_reset()
+    pair.a.to_reset()
+    other.close()
+
+
+def test_region_says_which_open_lists_name_it(rc, pd):
+    first, second, third, unnamed = (rp.MR(pd, 64) for _ in range(4))
+    send = rc.a.prepare
+    batches = [
+        send([rp.LocalInv()]),
+        send([rp.LocalInv(), rp.Send(first[:8])]),
+        send([rp.Send([second[:8], first[:8]])] * 3),
+        send([rp.Send(third[:8]), *[rp.Send([first[:8], third[:8]])] * 3]),
+    ]
+    for mr, lists in ((first, {2, 3, 4}), (second, {3}), (third, {4})):
+        with pytest.raises(rp.InUseError) as caught:
+            mr.close()
+        assert {int(n) for n in re.findall(r"prepared list of (\d+)", str(caught.value))} == lists
+    unnamed.close()
+    batches[2].close()
+    second.close()
+    with pytest.raises(rp.InUseError) as caught:
+        first.close()
+    assert re.findall(r"prepared list of (\d)", str(caught.value)) in (["2", "4"], ["4", "2"])
+    for batch in batches:
+        batch.close()
+    first.close()
+    third.close()
+
+
+def test_work_request_of_a_list_is_within_it(rc):
+    batch = rc.a.prepare([write(rc, wr_id=i) for i in range(3)])
+    assert [rp.PreparedWR(batch, i).wr_id for i in range(3)] == [0, 1, 2]
+    for wrong in (-1, -3, 3, 4, 1 << 32, sys.maxsize, -sys.maxsize):
+        with pytest.raises(IndexError):
+            rp.PreparedWR(batch, wrong)
+        with pytest.raises((IndexError, OverflowError)):
+            batch._type_of(wrong)
+    for too_large in (1 << 64, (1 << 64) - 1, -1):
+        with pytest.raises((IndexError, OverflowError)):
+            batch._type_of(too_large)
+    with pytest.raises(TypeError):
+        batch._type_of("0")
+    assert [batch._type_of(i) for i in range(3)] == [rp.RdmaWrite] * 3
+    item = rp.PreparedWR(batch, 1)
+    with pytest.raises(TypeError, match="it has been initialised"):
+        item.__init__(batch, 2)  # type: ignore[misc]
+    assert item.wr_id == 1
+
+
+def test_list_is_made_of_a_queue_and_its_owner(rc):
+    send = rc.a._send
+    for wrong in ((), (send, rc.a), (rc.a, send, []), (send, 5, []), (5, rc.a, [])):
+        with pytest.raises(TypeError):
+            rp.prepared.Batch(*wrong)
+    with pytest.raises(TypeError, match="the queue has not been initialised"):
+        rp.prepared.Batch(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
+
+
+def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
+    """Not as misaligned, where it is no number at all."""
+    [item] = rc.a.prepare(rp.AtomicFetchAndAdd(rc.mine[:8], rkey=rc.theirs.rkey))
+
+    class Odd:
+        def __index__(self) -> int:
+            raise KeyError("mine")
+
+    for wrong, said in (
+        ("x", "remote_addr is a str, not an integer"),
+        (-8, r"remote_addr=-8 is not in 0..2\^64-1"),
+        (1 << 64, r"remote_addr=\d+ is not in 0..2\^64-1"),
+        (9, "remote_addr=0x9 is not a multiple"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            item.remote_addr = wrong
+    with pytest.raises(KeyError, match="mine"):
+        item.remote_addr = Odd()
+    assert item.remote_addr == 0
+
+
+def test_sges_that_close_their_list_while_they_are_read_are_told(rc):
+    for sges in ((rc.mine[:8],), (rc.mine[:8], 5), (5,)):
+        batch = rc.a.prepare(write(rc))
+
+        def closing(batch: rp.Batch = batch, sges: tuple[object, ...] = sges) -> Iterator[object]:
+            batch.close()
+            yield from sges
+
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+            batch[0].sg_list = closing()  # type: ignore[assignment]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between calls only")
+def test_sges_that_the_collector_shows_while_they_are_made_are_whole(connect: Connect):
+    """A tuple with a place that is empty yet crashes whoever looks at it."""
+    pair, seen = connect(max_send_sge=13), []
+    wr = rp.Send([pair.mine[i : i + 1] for i in range(13)])
+    first = []
+
+    def look(phase: str, _: object) -> None:
+        if phase == "start":
+            for found in gc.get_objects():
+                if type(found) is tuple and len(found) == 13 and found[12] is None:
+                    seen.append(sum(item is None for item in found))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(look)
+    try:
+        # It runs at other moments each time.
+        for threshold in (1, 2, 3, 4, 5, 6, 7) * 3:
+            gc.set_threshold(threshold)
+            batch = pair.a.prepare(wr)
+            gc.set_threshold(*before)
+            first.append(max(seen))
+            seen.clear()
+            assert len(batch[0].sg_list) == 13
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(look)
+    assert max(first) == 13
+
+
+class Memory(bytearray):
+    """Memory that can have attributes."""
+
+    batch: object
+
+
+def test_the_collector_takes_a_list_whose_memory_leads_back_to_it(connect: Connect):
+    """Through each of its work requests."""
+    pair = connect(max_inline_data=64)
+    for count in (1, 2, 5):
+        memory = [Memory(8) for _ in range(count)]
+        batch = pair.a.prepare(
+            [
+                pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(at), send_flags=SendFlags.INLINE)
+                for at in memory
+            ]
+        )
+        for item, at in zip(batch, memory, strict=True):
+            at.batch = item
+        refs = [weakref.ref(at) for at in memory]
+        batch.post()
+        del memory, batch, item, at
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * count
+        pair.a.to_reset()
+        pair.a.connect(pair.b.endpoint())
+
+
 def test_method_alone_keeps_the_list(rc):
     """``post = qp.prepare(...).post`` is all that is needed, and when it goes, so does the list."""
     post = rc.a.prepare(write(rc, wr_id=9)).post
@@ -323,6 +549,30 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     assert [wc.wr_id for wc in rc.wait(3)] == [3, 5, 6]
     rc.a.post_send(rp.Send(rc.mine[:8]))
     assert {wc.wr_id for wc in rc.wait(2)} == {0, 4}
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
+def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
+    """What was posted is carried out all the same."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.soft import responder
+
+    copy, struck = responder.copy, []
+
+    def strike(*arguments: object) -> None:
+        copy(*arguments)
+        if not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    wr = write(rc, wr_id=3)
+    batch = rc.a.prepare(wr)
+    post = batch.post if prepared else lambda: rc.a.post_send(wr)
+    monkeypatch.setattr(responder, "copy", strike)
+    with pytest.raises(KeyboardInterrupt):
+        post()
+    monkeypatch.undo()
+    assert [wc.check().wr_id for wc in rc.wait()] == [3]
 
 
 @pytest.mark.parametrize("what", ["batch.post", "batch.close", "post_send", "post_recv", "close"])
@@ -589,6 +839,7 @@ def test_list_and_item_that_were_never_initialised_say_so():
         with pytest.raises(TypeError, match="the list has not been prepared"):
             PARTS[part](batch)
     item = rp.PreparedWR.__new__(rp.PreparedWR)
+    assert (item.wr_id, item.sg_list) == (None, ())
     for name in ("wr_id", "sg_list"):
         with pytest.raises(TypeError, match="it has not been initialised"):
             setattr(item, name, 1)

@@ -882,6 +882,26 @@ def test_receive_that_is_done_is_not_on_the_list(soft):
     )
 
 
+def test_handle_of_a_receive_that_is_done_is_the_devices_affair_unchecked(unchecked):
+    """Its completion says so."""
+    srq = unchecked.srq(SRQType.TM)
+    handle = unchecked.added().handle
+    assert srq.cq is not None
+    for wr_id, status in ((1, rp.WCStatus.SUCCESS), (2, rp.WCStatus.TM_ERR)):
+        srq.post_srq_ops(rp.TagDel(wr_id=wr_id, handle=handle))
+        assert [(wc.wr_id, wc.status) for wc in srq.cq.wait(1)] == [(wr_id, status)]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_srq_without_a_matching_list_says_so_of_every_operation(checked):
+    with contextlib.ExitStack() as stack:
+        soft = Soft(stack, checked=checked)
+        srq, handle = soft.srq(), soft.added().handle
+        for op in (rp.TagAdd(), rp.TagSync(), rp.TagDel(), rp.TagDel(handle=handle)):
+            said = f"{srq} has no matching list; create it with srq_type=SRQType.TM"
+            assert reason(srq.post_srq_ops, op) == said
+
+
 @provokes("no_tag_handle")
 @pytest.mark.parametrize("checked", [True, False])
 def test_handle_of_another_queue(checked):
@@ -1028,6 +1048,13 @@ def test_inline_needs_no_registration(soft):
     data = rp.SGE.from_buffer(b"x" * 64)
     soft.qp().post_send(rp.Send(data, send_flags=SIGNALED_INLINE))
     assert "can only be sent with SendFlags.INLINE" in reason(soft.qp().post_send, rp.Send(data))
+
+
+def test_inline_data_of_as_many_bytes_as_32_bits_count_is_the_devices_affair_unchecked(unchecked):
+    memory = unchecked.region(BIG)
+    said = reason(unchecked.qp().post_send, inline(memory[:], memory[1:]))
+    assert "soft0" in said
+    assert "2^32" not in said
 
 
 def test_inline_by_number_is_refused(soft):

@@ -6,10 +6,13 @@ import errno
 
 import pytest
 from support import ALL, needs
+from tap import tap
 
 import rdmapost as rp
 from rdmapost import Access, DeviceCap, MWType, QPState, QPType, WCOpcode, WCStatus
 from rdmapost._binding import ffi, lib
+
+__all__ = ["tap"]  # a fixture
 
 BINDABLE = ALL | Access.MW_BIND
 READ_WRITE = Access.REMOTE_READ | Access.REMOTE_WRITE
@@ -312,3 +315,37 @@ class TestOnSoft0:
         assert lib.rp_bind_mw(null, window, bind) == errno.EINVAL
         assert lib.rp_bind_mw(qp, null, bind) == errno.EINVAL
         assert lib.rp_bind_mw(qp, window, null) == errno.EINVAL
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_windows_have_the_keys_of_their_work_requests_whoever_puts_them_there(tap, stack, count):
+    """Many drivers do not; one that takes nothing in shows who does."""
+    pd = stack.enter_context(rp.PD(tap.context))
+    cq = stack.enter_context(rp.CQ(tap.context))
+    region = stack.enter_context(rp.MR(pd, 256, BINDABLE))
+    windows = [stack.enter_context(rp.MW(pd, MWType.TYPE_2)) for _ in range(count)]
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+
+    def binds() -> list[rp.BindMW]:
+        return [
+            rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=region, addr=region.addr, length=64)
+            for mw in windows
+        ]
+
+    wrs = binds()
+    tap.refuse(passed=0, rc=0, bad=0)
+    qp.post_send([rp.LocalInv(), *wrs])
+    assert [mw.rkey for mw in windows] == [wr.rkey for wr in wrs]
+    # What it refuses has the key that it had; where nobody knows, it may be the new one.
+    before = [mw.rkey for mw in windows]
+    tap.refuse(passed=0, rc=22, bad=2)
+    with pytest.raises(rp.PostError):
+        qp.post_send([*binds(), rp.LocalInv()])
+    assert [mw.rkey for mw in windows] == before
+    tap.refuse(passed=0, rc=22, bad=0)
+    with pytest.raises(rp.PostError):
+        qp.post_send(wrs := binds())
+    assert [mw.rkey for mw in windows] == [wr.rkey for wr in wrs]
+    tap.answer = None
+    qp.to_reset()
