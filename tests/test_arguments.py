@@ -156,6 +156,18 @@ WRONG: dict[str, tuple[Make, str]] = {
         lambda context, pd, cq: Pingpong(context, size=64.0),
         "size: expected int, got float",
     ),
+    "pingpong on nothing": (
+        lambda context, pd, cq: Pingpong(None),
+        "context: expected Context, got NoneType",
+    ),
+    "pingpong of a type in text": (
+        lambda context, pd, cq: Pingpong(context, "RC"),
+        "qp_type: expected QPType, got str",
+    ),
+    "pingpong with an MTU in a float": (
+        lambda context, pd, cq: Pingpong(context, mtu=3.0),
+        "mtu: expected MTU, got float",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from .._arguments import index
+from .._arguments import expect, index, member
 from .._together import Together
 from ..address import AH, AHAttr
 from ..completion import CQ, WC
@@ -89,6 +89,8 @@ class Pingpong(Together):
         gid_index: int | None = None,
         timeout: float = 5.0,
     ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
             raise ValueError(f"there is no pingpong on {qp_type.name}, but on RC, UC and UD")
         port = context.query_port(port_num)
@@ -97,7 +99,9 @@ class Pingpong(Together):
         if size is None:
             size = 1024 if self._ud else 4096
         self.size = index("size", size)
-        self._path_mtu = min(MTU.MTU_1024, port.active_mtu) if mtu is None else MTU(mtu)
+        self._path_mtu = (
+            min(MTU.MTU_1024, port.active_mtu) if mtu is None else member("mtu", mtu, MTU)
+        )
         if self._path_mtu > port.active_mtu:
             raise ValueError(
                 f"mtu={self._path_mtu.bytes} is more than the active MTU of "
