@@ -566,20 +566,23 @@ def test_post_waits_for_that_of_another_thread(watched):
     assert len(watched.tap.chains) == watched.srq.outstanding == 2
 
 
-def test_device_that_runs_code_of_pythons_may_be_posted_to_from_there(watched):
-    """It waits for no lock of its own thread, and leaves none behind."""
+def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
+    """It is refused, and does not wait for the lock of its own thread."""
+    refused = []
 
     class Posting(list[Any]):
         def append(self, item: Any) -> None:
             super().append(item)
             if len(self) == 1:
-                watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=2))
+                with pytest.raises(RuntimeError, match="in the middle of a post") as caught:
+                    watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=2))
+                refused.append(caught.value)
 
     watched.tap.chains = Posting()
     in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=1)))
-    assert watched.srq.outstanding == 2
+    assert (len(refused), watched.srq.outstanding) == (1, 1)
     in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=3)))
-    assert watched.srq.outstanding == 3
+    assert watched.srq.outstanding == 2
 
 
 # ---- what only looks right --------------------------------------------------------------

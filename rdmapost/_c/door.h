@@ -69,8 +69,9 @@ void rp_free(PyObject *self);
 /*
  * ---- lock.c: the lock of a queue ----------------------------------------
  *
- * No Python code runs while a thread holds one, so no thread asks for it twice, and whoever
- * waits for it does not wait long.  (The soft device's is another matter; see soft_verb.c.)
+ * None of our Python code runs while a thread holds one, so whoever waits for it does not wait
+ * long, and only a device that calls Python in its ibv_post_send can make a thread ask for it
+ * twice.  (The soft device's own lock is another matter; see soft_verb.c.)
  */
 
 struct rp_thread;
@@ -85,8 +86,8 @@ struct rp_lock {
 int rp_init_lock(struct rp_lock *lock); /* 0, or -1 with an exception */
 void rp_free_lock(struct rp_lock *lock);
 
-/* Waits, without the GIL, while another thread holds it. */
-void rp_take(struct rp_lock *lock);
+/* Waits, without the GIL, while another thread holds it; 0, or -1 with an exception where this one does. */
+int rp_take(struct rp_lock *lock);
 void rp_give(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 

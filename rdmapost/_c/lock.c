@@ -11,10 +11,15 @@ int rp_owns(const struct rp_lock *lock)
 	return RP_LOAD(&lock->owner) == rp_thread()->mark;
 }
 
-void rp_take(struct rp_lock *lock)
+int rp_take(struct rp_lock *lock)
 {
 	if (rp_try_for(lock, rp_thread()))
-		return;
+		return 0;
+	if (rp_owns(lock)) {
+		PyErr_SetString(PyExc_RuntimeError,
+				"this thread is in the middle of a post to the same queue");
+		return -1;
+	}
 	/* Whoever gives it after this sees that somebody waits. */
 	RP_ADD(&lock->waiting, 1);
 	while (!rp_try_for(lock, rp_thread())) {
@@ -24,6 +29,7 @@ void rp_take(struct rp_lock *lock)
 		RP_STORE(&lock->woken, 0);
 	}
 	RP_ADD(&lock->waiting, -1);
+	return 0;
 }
 
 void rp_wake(struct rp_lock *lock)

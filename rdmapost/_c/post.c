@@ -331,9 +331,10 @@ static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn
 		rp_raise_closed(owner);
 		return -1;
 	}
-	if (!rp_try_for(&q->lock, turn->me))
-		rp_take(&q->lock);
-	return 0;
+	if (rp_try_for(&q->lock, turn->me) || !rp_take(&q->lock))
+		return 0;
+	rp_end_use(&turn->use);
+	return -1;
 }
 
 static inline void end(struct queue *q, struct rp_turn *turn)

@@ -334,10 +334,9 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	(void)unused;
 	if (RP_LOAD(&p->state) == NEW || RP_LOAD(&p->state) == REFUSED)
 		Py_RETURN_NONE;
-	if (!is_whole(p))
-		return NULL;
 	/* Whoever posts it has what it takes along by now; nobody takes from it what is let go of. */
-	rp_take(&p->queue->lock);
+	if (!is_whole(p) || rp_take(&p->queue->lock))
+		return NULL;
 	RP_BEGIN(p);
 	sent = swap((PyObject **)(void *)&p->sent, NULL);
 	RP_END();
@@ -558,8 +557,7 @@ static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct 
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
 	int same = -1;
 
-	if (sent) {
-		rp_take(&p->queue->lock);
+	if (sent && !rp_take(&p->queue->lock)) {
 		RP_BEGIN(p);
 		same = p->sent == from;
 		if (same) {
