@@ -138,6 +138,8 @@ class Loopback(Together):
                     (remote_size + depth * self.headroom, access, tagged),
                 )
             )
+            # A window may be bound to any region, and a work request name it.
+            self._regions = stack.enter_context(ExitStack())
             remote_type, remote_options = qp_type, options
             if srq_type is SRQType.XRC:
                 xrcd = stack.enter_context(XRCD(context))
@@ -212,7 +214,7 @@ class Loopback(Together):
         Raises:
             VerbsError: the device refused.
         """
-        return self._used.enter_context(MR(self._pd, length, access))
+        return self._regions.enter_context(MR(self._pd, length, access))
 
     def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
         """Return the fields of a work request that name a place in the remote memory.

@@ -284,8 +284,11 @@ def _size_of(memory: Any) -> int | None:
         if not memoryview(memory).readonly:
             # An array of one number, which is its memory.
             return None
-    # numpy's numbers are read-only buffers as well.
-    return operator.index(memory)
+    try:
+        # numpy's numbers are read-only buffers as well.
+        return operator.index(memory)
+    except TypeError:
+        return None
 
 
 def _allocate(size: int) -> mmap.mmap:

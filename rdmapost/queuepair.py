@@ -251,8 +251,8 @@ class QP(Multicast, struct="ibv_qp"):
 
     def _drop_outstanding(self) -> None:
         """Reset it if necessary: what an outstanding work request names cannot be closed."""
-        if any(self.outstanding):
-            with contextlib.suppress(RdmaError):
+        with contextlib.suppress(RdmaError):
+            if any(self.outstanding):
                 self.to_reset()
 
     # ---- posting ------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Any
 
 import pytest
@@ -69,6 +70,37 @@ def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> No
         with pytest.raises(rp.RdmaError):
             Loopback(again, gid_index=99)
         again.close()
+
+
+@pytest.mark.parametrize("completes", [True, False])
+def test_window_is_closed_before_a_region_that_was_made_later(
+    context: rp.Context, completes: bool
+) -> None:
+    """Whether the bind has been polled, or is outstanding."""
+    with Loopback(context) as pair:
+        window = pair.window()
+        region = pair.region(256, Access.LOCAL_WRITE | Access.MW_BIND)
+        pair.remote.qp.post_send(
+            rp.BindMW(mw=window, rkey=window.next_rkey(), mr=region, addr=region.addr, length=8)
+        )
+        if completes:
+            pair.remote.cq.wait(1)
+    assert window.closed
+    assert region.closed
+
+
+def test_closing_in_a_forked_child_does_nothing(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        pid = os.fork()
+        if not pid:
+            try:
+                pair.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        pair.local.qp.post_send(rp.LocalInv())
+        assert pair.local.cq.wait(1)
 
 
 def test_a_bound_window_is_given_back(context: rp.Context) -> None:

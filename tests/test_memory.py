@@ -60,6 +60,12 @@ def test_what_is_no_writable_buffer_is_refused(pd, memory):
         rp.MR(pd, memory)
 
 
+def test_read_only_array_is_refused_as_one(pd):
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    with pytest.raises(TypeError, match=r"writable buffer, not ndarray \(it is read-only\)"):
+        rp.MR(pd, numpy.frombuffer(b"8 bytes!", numpy.uint8))
+
+
 def test_read_only_map_is_refused(pd):
     with (
         mmap.mmap(-1, 4096, prot=mmap.PROT_READ) as memory,

@@ -950,7 +950,7 @@ def test_destroy_that_is_refused_says_why_and_changes_nothing():
     bind_type_1(near, window, bind_of(b))
     before = b.digest()
     for call, thing, why in (
-        (provider.dereg_mr, b.mr, "1 memory windows are bound"),
+        (provider.dereg_mr, b.mr, "a memory window is bound"),
         (provider.destroy_cq, b.cq, "queues complete on it"),
         (provider.destroy_comp_channel, b.channel, "1 CQs announce on it"),
     ):

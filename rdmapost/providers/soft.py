@@ -209,10 +209,12 @@ class SoftProvider(Queues):
     def dereg_mr(self, mr: Any) -> None:
         region: Region = bound(mr, "ibv_dereg_mr")
         if region.windows:
+            bound_to_it = (
+                "a memory window is" if region.windows == 1 else f"{region.windows} memory windows are"
+            )
             raise VerbsError(
-                "ibv_dereg_mr", errno.EBUSY,
-                f"{region.windows} memory windows are bound to it; invalidate them first",
-            )  # fmt: skip
+                "ibv_dereg_mr", errno.EBUSY, f"{bound_to_it} bound to it; invalidate or close first"
+            )
         device.memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
 
