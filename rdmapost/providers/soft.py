@@ -209,11 +209,10 @@ class SoftProvider(Queues):
     def dereg_mr(self, mr: Any) -> None:
         region: Region = bound(mr, "ibv_dereg_mr")
         if region.windows:
-            bound_to_it = (
-                "a memory window is" if region.windows == 1 else f"{region.windows} memory windows are"
-            )
+            many = region.windows
+            windows = "a memory window is" if many == 1 else f"{many} memory windows are"
             raise VerbsError(
-                "ibv_dereg_mr", errno.EBUSY, f"{bound_to_it} bound to it; invalidate or close first"
+                "ibv_dereg_mr", errno.EBUSY, f"{windows} bound to it; invalidate or close first"
             )
         device.memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
