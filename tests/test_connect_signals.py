@@ -13,12 +13,14 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from serving import Served, servers
 from support import LIMIT, until
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.connect import server as module
 
+serve = servers
 SOON = 5.0
 """Seconds; what waits in vain for the server waits more than 10."""
 
@@ -258,3 +260,175 @@ def test_serve_raises_where_no_thread_can_be_started(
     maker.join(SOON)
     assert not maker.is_alive()
     assert said[0].startswith("cannot start a thread for the server")
+
+
+# ---- a connection -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def handling(action: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Have a handler of SIGUSR1; what is returned sends the signal to this thread."""
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: action())
+    ident = threading.get_ident()
+    try:
+        yield lambda: signal.pthread_kill(ident, signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threading.Thread:
+    """Do something once a question has been sent and its answer is waited for."""
+
+    def wait() -> None:
+        until(lambda: peer._session.owed and peer._steady)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("then", ["returns", "raises"])
+def test_a_signal_handler_may_close_the_connection_that_it_interrupts(
+    serve: Callable[..., Served], then: str
+) -> None:
+    served = serve()
+    peer = served.dial()
+    took: list[float] = []
+
+    def close() -> None:
+        began = time.monotonic()
+        peer.close()
+        took.append(time.monotonic() - began)
+        if then == "raises":
+            raise Interrupted
+
+    with handling(close) as send:
+        helper = when_asked(peer, send)
+        if then == "raises":
+            with pytest.raises(Interrupted):
+                peer.report(1, timeout=30)
+        else:
+            with pytest.raises(connect.ConnectError, match="closed before the answer came"):
+                peer.report(1, timeout=30)
+        helper.join(LIMIT)
+    assert took[0] < SOON
+    assert peer.closed
+    assert peer.qp.closed
+    assert peer._socket is None
+    assert served.until(connect.Left).reason == "done"
+    with pytest.raises(connect.ConnectError, match="the connection is closed"):
+        peer.look()
+    peer.close()
+
+
+@pytest.mark.parametrize("what", ["look", "report", "close"])
+def test_a_signal_handler_may_close_the_connection_at_any_moment(
+    serve: Callable[..., Served], what: str
+) -> None:
+    served = serve(timeout=1.0)
+    arguments = {"look": (0, 4), "report": (1, 0.0), "close": ()}[what]
+
+    def once(nth: int) -> bool:
+        peer = served.dial(timeout=2.0)
+        began = time.monotonic()
+        with (
+            At("/connect/client.py", nth, peer.close) as at,
+            contextlib.suppress(connect.ConnectError),
+        ):
+            getattr(peer, what)(*arguments)
+        if at.reached:
+            assert peer.closed
+            assert peer._socket is None
+            assert peer.qp.closed
+        peer.close()
+        assert time.monotonic() - began < SOON
+        served.until(connect.Left)
+        return at.reached
+
+    each_moment(once, 3)
+
+
+def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at_once(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            peer.look(0, 4)
+        except connect.ConnectError as error:
+            said.append(str(error))
+        assert not peer.closed
+        # What the interrupted question waits for.
+        peer.qp.post_send(rp.Send(peer.mr[:7]))
+
+    with served.dial() as peer, handling(ask) as send:
+        helper = when_asked(peer, send)
+        arrival = peer.report(1, timeout=30)
+        helper.join(LIMIT)
+        assert said == ["this thread is in the middle of another question to the server"]
+        assert arrival is not None
+        assert arrival.byte_len == 7
+        assert peer.look(0, 4).data == bytes(4)
+
+
+def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+
+    def once(nth: int) -> bool:
+        with served.dial() as peer:
+            with At("/connect/client.py", nth, interrupt) as at, contextlib.suppress(Interrupted):
+                peer.look(0, 4)
+            answers: list[object] = []
+
+            def ask() -> None:
+                try:
+                    answers.append(peer.look(0, 4).data)
+                except connect.ConnectError as error:
+                    answers.append(str(error))
+
+            # A thread of its own: the turn is not this one's.
+            asker = threading.Thread(target=ask)
+            asker.start()
+            asker.join(LIMIT)
+            assert answers[0] in (
+                bytes(4),
+                "the connection is closed: Interrupted interrupted a question",
+            )
+        return at.reached
+
+    each_moment(once, 3)
+
+
+def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    with served.dial(timeout=0.2) as peer:
+        asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
+        asker.start()
+        until(lambda: peer._session.owed)
+        with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
+            peer.look()
+        peer.qp.post_send(rp.Send(peer.mr[:1]))
+        asker.join(LIMIT)
+        assert peer.look(0, 1).data == b"\0"
+
+
+def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    peer = served.dial()
+    with rp.PD(served.context) as pd:
+        began = time.monotonic()
+        with At("/rdmapost/soft/", 1, peer.close) as at:
+            rp.MR(pd, 64).close()
+        assert at.reached
+        assert time.monotonic() - began < SOON
+    assert peer.qp.closed
+    assert served.until(connect.Left).reason == "done"
