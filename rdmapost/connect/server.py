@@ -244,26 +244,20 @@ class _Threads:
     Args:
         reception: the server's.
         listener: a listening socket.
-        stop: one end of a socket pair; the server ends when it is shut down.
-        lifeline: the other end.  Only the Server keeps it: when that is gone C closes it,
-            even if a signal handler interrupts the finalizer.
     """
 
     # At the interpreter's exit finalizers may find no globals.
     _suppress, _both_ways = suppress, socket.SHUT_RDWR
 
-    def __init__(
-        self, reception: Reception, listener: socket.socket, stop: socket.socket,
-        lifeline: socket.socket,
-    ) -> None:  # fmt: skip
+    def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self.reception = reception
         self.address: tuple[Any, ...] = listener.getsockname()
         self.pid = os.getpid()
         self.ended = False
         self._name = show_address(self.address)
         self._listener = listener
-        self._stop = stop
-        self._lifeline = weakref.ref(lifeline)
+        self._stop: socket.socket
+        self._lifeline: weakref.ref[socket.socket] | None = None
         # Changed by single calls of C, so it needs no lock.
         self._clients: set[threading.Thread] = set()
         self._acceptor: threading.Thread | None = None
@@ -275,13 +269,20 @@ class _Threads:
     def __str__(self) -> str:
         return self._name
 
-    def start(self) -> None:
+    def start(self, lifeline: list[socket.socket]) -> None:
+        """Begin.
+
+        Args:
+            lifeline: where to put one end of a socket pair, which only the Server keeps.  The
+                threads end when it is shut down, or when C closes it because the Server is
+                gone, even if a signal handler interrupts the finalizer.
+        """
         # Thread.start() waits, and what a signal handler raises there may be lost; here
         # another thread waits.
         begun = _thread.allocate_lock()
         begun.acquire()
         try:
-            _thread.start_new_thread(self._begin, (begun,))
+            _thread.start_new_thread(self._begin, (begun, lifeline))
         except (RuntimeError, MemoryError) as error:
             self._why = str(error) or type(error).__name__
             self._give_back()
@@ -290,8 +291,15 @@ class _Threads:
         if not self._started:
             raise RuntimeError(f"cannot start a thread for the server: {self._why}")
 
-    def _begin(self, begun: _thread.LockType) -> None:
+    def _begin(self, begun: _thread.LockType, lifeline: list[socket.socket]) -> None:
         try:
+            self._stop, end = socket.socketpair()
+            self._lifeline = weakref.ref(end)
+            lifeline.append(end)
+            del end
+            # In this order: end() does it the other way round.
+            if self.ended:
+                self.end()
             _running.add(self)
             self._acceptor = threading.Thread(target=self.run, name=f"serve {self}", daemon=True)
             self._acceptor.start()
@@ -322,7 +330,8 @@ class _Threads:
         try:
             _running.discard(self)
             self._listener.close()
-            self._stop.close()
+            if hasattr(self, "_stop"):
+                self._stop.close()
             with suppress(RdmaError):
                 self._at_work.close()
         finally:
@@ -334,7 +343,7 @@ class _Threads:
         Interrupted at any moment it can be called again.
         """
         self.ended = True
-        if (lifeline := self._lifeline()) is not None:
+        if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
             with self._suppress(OSError):
                 lifeline.shutdown(self._both_ways)
 
@@ -444,22 +453,19 @@ class Serving:
 
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self._reception = reception
-        stop: socket.socket | None = None
+        self._lifeline: list[socket.socket] = []
         try:
             self.address: tuple[Any, ...] = listener.getsockname()
             self._name = show_address(self.address)
             self.warning = self._warning()
             if self.warning is not None:
                 _log.warning("%s", self.warning)
-            stop, self._lifeline = socket.socketpair()
-            self._threads = _Threads(reception, listener, stop, self._lifeline)
+            self._threads = _Threads(reception, listener)
         except BaseException:
             listener.close()
-            if stop is not None:
-                stop.close()
             raise
         try:
-            self._threads.start()
+            self._threads.start(self._lifeline)
         except BaseException:
             self._threads.end()
             raise
@@ -472,8 +478,8 @@ class Serving:
             threads.end()
             if unclosed:
                 self._warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
-        if hasattr(self, "_lifeline"):
-            self._lifeline.close()
+        for end in getattr(self, "_lifeline", ()):
+            end.close()
 
     def __str__(self) -> str:
         return self._name
