@@ -456,17 +456,21 @@ class Connection(Dialled):
                 # Closed by another thread meanwhile, it needs to wake nobody.
                 with suppress(ValueError):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
-                if (in_verb := door.in_verb()) or self._is_asking():
-                    self._left = True
-                    self._leave(sock, 0.0 if in_verb else self.timeout)
-                else:
-                    with suppress(ConnectError):
-                        self._ask(Bye())
+                self._part(sock)
         finally:
             if not (self._left and self._turns):
                 self._hang_up()
                 self._wake.close()
             self._give_back()
+
+    def _part(self, sock: socket.socket) -> None:
+        if (in_verb := door.in_verb()) or self._is_asking():
+            self._left = True
+            # What the server releases may wait for that verb.
+            self._leave(sock, 0.0 if in_verb else self.timeout)
+        else:
+            with suppress(ConnectError):
+                self._ask(Bye())
 
     def _leave(self, sock: socket.socket, limit: float) -> None:
         """Tell the server, in the middle of a question; wait until it has gone."""
