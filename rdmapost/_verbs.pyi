@@ -58,6 +58,9 @@ def describe_handles(
 # has closed them all: finalizers do nothing.
 def exiting(closed_all: bool, /) -> None: ...
 
+# Whether this thread is in the middle of a verb, where a close is put off.
+def in_verb() -> bool: ...
+
 # _c/inflight.c: what is posted to a queue and not known to be done.
 class InFlight:
     def __init__(self, in_order: bool = True, tagged: InFlight | None = None) -> None: ...

@@ -395,7 +395,7 @@ def test_close_ends_the_question_of_another_thread(serve: Callable[..., Served])
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for one in threads:
         one.start()
-    until(lambda: peer._turn.locked())
+    until(lambda: len(peer._turns) == 3)
     began = time.monotonic()
     peer.close()
     for one in threads:

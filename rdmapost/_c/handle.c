@@ -1141,9 +1141,18 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 	Py_RETURN_NONE;
 }
 
+/* in_verb(): whether this thread is in the middle of a verb, where a close is put off. */
+static PyObject *in_verb(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyBool_FromLong(rp_in_verb());
+}
+
 static PyMethodDef functions[] = {
 	{ "describe_handles", describe_handles, METH_VARARGS, NULL },
 	{ "exiting", exiting, METH_O, NULL },
+	{ "in_verb", in_verb, METH_NOARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -141,7 +141,7 @@ class AsyncServer(Serving, _ClosedAtTheEnd):
         super().__del__()
         if hasattr(self, "_loop") and not self._life.done():
             # Any thread may run a finalizer; a loop that is closed needs nothing.
-            with suppress(RuntimeError):
+            with self._suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)
 
     async def close(self) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import select
 import socket
 import sys
-import threading
 import time
+import weakref
 from contextlib import suppress
 from io import FileIO
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
+from .._binding import door
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
@@ -136,6 +139,24 @@ class Teller:
         )
 
 
+class _Asking:
+    """Held, by a local variable alone, as long as a question has its turn or waits for it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Turn(weakref.ref[_Asking]):
+    """A place in the order of questions; it is given up when the _Asking is gone.
+
+    A lock would stay locked if a signal handler raised between its acquisition and the
+    ``try``; a local variable goes whatever happens.
+    """
+
+    __slots__ = ("number", "thread")
+    number: int
+    thread: int
+
+
 class Connection(Dialled):
     """A connection to a server; ``dial`` makes it.
 
@@ -151,9 +172,12 @@ class Connection(Dialled):
     ) -> None:
         self._socket: socket.socket | None = None
         # One question after the other, whoever asks.
-        self._turn = threading.Lock()
+        self._turns: set[_Turn] = set()
+        self._numbers = itertools.count()
         self._closing = False
-        self._steady = False
+        # Closed in the middle of a question, whose end closes the descriptors.
+        self._left = False
+        self._steady = True
         self._why = ""
         super().__init__(context, **options)
         # Wakes those who wait for an answer, so that they do not keep close() waiting.
@@ -167,7 +191,7 @@ class Connection(Dialled):
                 while True:
                     message = greeting.send(self._ask(message))
         except BaseException:
-            self._hang_up()
+            self._abandon()
             with suppress(RdmaError):
                 self._give_back()
             raise
@@ -199,26 +223,68 @@ class Connection(Dialled):
         """Say something and return the answer.
 
         Raises:
-            ConnectError: there is none; the connection is closed then.
+            ConnectError: there is none; the connection is closed then, unless other
+                questions stood in the way.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        with self._turn:
+        asking = _Asking()
+        try:
+            mine = self._line_up(asking)
+            self._await_turn(mine, self.timeout + more_time, isinstance(message, Bye))
             if self._socket is None or (self._closing and not isinstance(message, Bye)):
                 raise ConnectError(f"the connection is closed{self._why}", "lost")
+            return self._ask_now(self._socket, message, more_time)
+        finally:
+            # Not left to the frame, which a traceback keeps.
+            del asking
+            if self._left and not self._turns:
+                self._abandon()
+
+    def _line_up(self, asking: _Asking) -> _Turn:
+        # A set, because discard needs the hash, which only a living reference has: one call
+        # makes both.
+        (turn,) = set(map(_Turn, (asking,), (self._turns.discard,)))
+        turn.number, turn.thread = next(self._numbers), get_ident()
+        self._turns.add(turn)
+        return turn
+
+    def _is_asking(self, mine: _Turn | None = None) -> bool:
+        """Return whether this thread is in the middle of a question, other than `mine`."""
+        this = get_ident()
+        return any(turn.thread == this and turn is not mine for turn in self._turns.copy())
+
+    def _await_turn(self, mine: _Turn, limit: float, leaving: bool) -> None:
+        if not leaving and self._is_asking(mine):
+            raise ConnectError(
+                "this thread is in the middle of another question to the server", "busy"
+            )
+        deadline = time.monotonic() + limit
+        while any(
+            turn.number < mine.number and turn.thread != mine.thread for turn in self._turns.copy()
+        ):
+            if time.monotonic() >= deadline:
+                raise ConnectTimeout(
+                    f"other threads' questions to {self._teller.where} took more than {limit:g} s"
+                )
+            time.sleep(0.002)
+
+    def _ask_now(self, sock: socket.socket, message: Message, more_time: float) -> Message:
+        self._steady = True
+        try:
+            answer = self._exchange(sock, message, more_time)
             self._steady = True
-            try:
-                return self._teller.answer(self._exchange(self._socket, message, more_time))
-            except BaseException as error:
-                if isinstance(error, ConnectError):
-                    # close() has still to say goodbye.
-                    if not self._closing or isinstance(message, Bye):
-                        self._hang_up()
-                elif not self._steady:
-                    # Nobody knows what has been sent and taken.
-                    self._why = f": {type(error).__name__} interrupted a question"
+            return self._teller.answer(answer)
+        except BaseException as error:
+            if isinstance(error, ConnectError):
+                # close() has still to say goodbye.
+                if not self._closing or isinstance(message, Bye):
                     self._hang_up()
-                raise
+            elif not self._steady:
+                # Nobody knows what has been sent and taken.
+                self._why = f": {type(error).__name__} interrupted a question"
+                self._hang_up()
+            raise
 
     def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
         session, data = self._session, encode(message)
@@ -293,8 +359,10 @@ class Connection(Dialled):
             TypeError: an argument is not a number.
             ValueError: index is not in 1..2**64-1, or timeout is NaN.
             ClosedError: another process opened the connection.
-            ConnectError: the server is gone, no longer has the report, or the connection
-                was closed meanwhile.
+            ConnectError: the server is gone, no longer has the report, the connection
+                was closed meanwhile, or a signal handler has interrupted another question
+                of this thread.
+            ConnectTimeout: there was no answer in time, or others' questions took so long.
         """
         question, wait = self._ask_report(index, timeout)
         return self._as_arrival(self._ask(question, wait + MARGIN_S))
@@ -314,7 +382,9 @@ class Connection(Dialled):
             TypeError: an argument is not an integer.
             ValueError: that is outside the exposed memory.
             ClosedError: another process opened the connection.
-            ConnectError: the server is gone, or the connection was closed meanwhile.
+            ConnectError: the server is gone, the connection was closed meanwhile, or a
+                signal handler has interrupted another question of this thread.
+            ConnectTimeout: there was no answer in time, or others' questions took so long.
         """
         seen = self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -330,11 +400,13 @@ class Connection(Dialled):
         one whose host is gone in half a minute; the next question says why.  While
         one waits for its answer this is False.
         """
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._left:
             return True
-        if not self._turn.acquire(blocking=False):
-            return False
+        asking = _Asking()
         try:
+            mine = self._line_up(asking)
+            if any(turn.number < mine.number for turn in self._turns.copy()):
+                return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
                 return True
             # It speaks unasked only to say why it goes.
@@ -345,7 +417,7 @@ class Connection(Dialled):
                     return True
             return False
         finally:
-            self._turn.release()
+            del asking
 
     def _is_last(self, sock: socket.socket) -> bool:
         """Take what may be a late answer, and return whether it is not, but the end."""
@@ -367,8 +439,12 @@ class Connection(Dialled):
         """Tell the server, and close everything; do nothing if that has been done.
 
         When it returns, the server has released its side, unless it is gone.
-        Questions of other threads end with a ConnectError.  In the child of a fork it
-        does nothing: its parent has the connection.
+        Questions under way end with a ConnectError, one of this thread that a signal handler
+        has interrupted included.  In the child of a fork it does nothing: its parent has
+        the connection.
+
+        In a signal handler or finalizer in the middle of a verb or wait of its thread it
+        does not wait for the server, and this side is released when that has ended.
 
         Raises:
             VerbsError: the device refused.
@@ -377,22 +453,44 @@ class Connection(Dialled):
             return
         self._closing, self._where = True, ""
         try:
-            if self._socket is not None:
+            if (sock := self._socket) is not None:
                 # Closed by another thread meanwhile, it needs to wake nobody.
                 with suppress(ValueError):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
-                with suppress(ConnectError):
-                    self._ask(Bye())
+                self._part(sock)
         finally:
-            self._hang_up()
+            if not (self._left and self._turns):
+                self._abandon()
             self._give_back()
-
-    def _give_back(self) -> None:
-        self._wake.close()
-        super()._give_back()
 
     def _abandon(self) -> None:
         self._hang_up()
+        self._wake.close()
+
+    def _part(self, sock: socket.socket) -> None:
+        if (in_verb := door.in_verb()) or self._is_asking():
+            self._left = True
+            # What the server releases may wait for that verb.
+            self._leave(sock, 0.0 if in_verb else self.timeout)
+        else:
+            with suppress(ConnectError):
+                self._ask(Bye())
+
+    def _leave(self, sock: socket.socket, limit: float) -> None:
+        """Tell the server, in the middle of a question; wait until it has gone."""
+        deadline = time.monotonic() + limit
+        poller = select.poll()
+        with suppress(OSError):
+            poller.register(sock, select.POLLIN)
+            # Behind half a question it could not be read.
+            if self._steady:
+                sock.send(encode(Bye()))
+            sock.shutdown(socket.SHUT_WR)
+            while (left := deadline - time.monotonic()) > 0 and poller.poll(left * 1000 + 1):
+                if not sock.recv(MAX_LINE):
+                    break
+            # Whoever waits for an answer goes on.
+            sock.shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self) -> None:
         sock, self._socket = self._socket, None

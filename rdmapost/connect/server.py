@@ -12,11 +12,13 @@ import socket
 import threading
 import time
 import warnings
+import weakref
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from .._arguments import content, expect, flags, within
+from .._binding import door
 from ..address import choose_gid
 from ..device import Context
 from ..enums import Access
@@ -40,6 +42,7 @@ _MAX_LEAVING = 64
 _MAX_COUNT = 1 << 14
 _RECEIVE_SIZE = 1 << 16
 _LAST_MOMENT_S = 10.0
+_THREAD_END_S = 1.0
 
 
 def serve(
@@ -195,11 +198,37 @@ class _AtWork(PD):
         return f"server {self._server}"
 
 
+class _Event:
+    """An event that a thread, and a signal handler in the middle of its wait, can wait for.
+
+    It has no lock that the thread could hold when the handler runs.
+    """
+
+    def __init__(self) -> None:
+        self._happened = False
+        self._waiters: list[_thread.LockType] = []
+
+    def set(self) -> None:
+        """Let everyone go on; called in a thread that runs no signal handlers."""
+        self._happened = True
+        with suppress(IndexError):
+            while True:
+                self._waiters.pop().release()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, and return whether it has happened."""
+        mine = _thread.allocate_lock()
+        mine.acquire()
+        self._waiters.append(mine)
+        # After the append: set() does it the other way round.
+        return self._happened or mine.acquire(timeout=timeout)
+
+
 class _Threads:
     """What a server consists of: an acceptor, a thread for each client, and all that they use.
 
     The threads refer to this, and never to the Server: one that nobody can reach any
-    more is found, and ends them.  The acceptor's thread makes and gives back what
+    more is found, and ends them.  Threads other than the main one give back what
     needs giving back, so that no signal handler can come between.
 
     Args:
@@ -207,112 +236,124 @@ class _Threads:
         listener: a listening socket.
     """
 
+    # At the interpreter's exit finalizers may find no globals.
+    _suppress, _both_ways = suppress, socket.SHUT_RDWR
+
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self.reception = reception
         self.address: tuple[Any, ...] = listener.getsockname()
         self.pid = os.getpid()
         self.ended = False
-        self._never_ran = False
+        self._name = show_address(self.address)
         self._listener = listener
-        self._at_work = _AtWork(reception.context, str(self))
+        self._stop: socket.socket
+        self._lifeline: weakref.ref[socket.socket] | None = None
+        # Changed by single calls of C, so it needs no lock.
         self._clients: set[threading.Thread] = set()
-        self._lock = threading.Lock()
-        # Sending makes the other end readable, for everyone who polls it.
-        self._wake: socket.socket | None = None
-        self._stop_fd = -1
-        self._deaf = threading.Event()
-        # Whoever takes it out gives back what is in it: the thread, or who ends it before.
-        self._handover = [self]
-        self._acceptor = threading.Thread(
-            target=_run, args=(self._handover,), name=f"serve {self}", daemon=True
-        )
+        self._acceptor: threading.Thread | None = None
+        self._started = False
+        self._why = ""
+        self._over = _Event()
+        self._at_work = _AtWork(reception.context, self._name)
 
     def __str__(self) -> str:
-        return show_address(self.address)
+        return self._name
 
-    def start(self) -> None:
+    def start(self, lifeline: list[socket.socket]) -> None:
+        """Begin.
+
+        Args:
+            lifeline: where to put one end of a socket pair, which only the Server keeps.  The
+                threads end when it is shut down, or when C closes it because the Server is
+                gone, even if a signal handler interrupts the finalizer.
+        """
         # Thread.start() waits, and what a signal handler raises there may be lost; here
         # another thread waits.
-        _thread.start_new_thread(self._begin, ())
-        while self._handover:
-            time.sleep(0.0001)
-        if self.ended:
-            raise RuntimeError("cannot start a thread for the server")
-
-    def _begin(self) -> None:
+        begun = _thread.allocate_lock()
+        begun.acquire()
         try:
+            _thread.start_new_thread(self._begin, (begun, lifeline))
+        except (RuntimeError, MemoryError) as error:
+            self._why = str(error) or type(error).__name__
+            self._give_back()
+        else:
+            begun.acquire()
+        if not self._started:
+            raise RuntimeError(f"cannot start a thread for the server: {self._why}")
+
+    def _begin(self, begun: _thread.LockType, lifeline: list[socket.socket]) -> None:
+        try:
+            self._stop, end = socket.socketpair()
+            self._lifeline = weakref.ref(end)
+            lifeline.append(end)
+            del end
+            # In this order: end() does it the other way round.
+            if self.ended:
+                self.end()
+            _running.add(self)
+            self._acceptor = threading.Thread(target=self.run, name=f"serve {self}", daemon=True)
             self._acceptor.start()
-        except RuntimeError:
-            self.end()
+            self._started = True
+        except Exception as error:
+            self._why = str(error) or type(error).__name__
+            self._give_back()
+        finally:
+            begun.release()
 
     def run(self) -> None:
         try:
-            _running.add(self)
-            stopped, wake = socket.socketpair()
-            with stopped, wake:
-                wake.setblocking(False)
-                self._stop_fd, self._wake = stopped.fileno(), wake
-                try:
-                    if self.ended:
-                        self.end()
-                    Acceptor(
-                        self.reception, self._listener, self._stop_fd, self._start_client
-                    ).run()
-                finally:
-                    # No new clients from here on.
-                    self._listener.close()
-                    self.end()
-                    self._deaf.set()
-                    for thread in self._client_threads():
-                        thread.join()
+            try:
+                Acceptor(
+                    self.reception, self._listener, self._stop.fileno(), self._start_client
+                ).run()
+            finally:
+                # No new clients from here on.
+                self._listener.close()
+                with suppress(OSError):
+                    self._stop.shutdown(socket.SHUT_RDWR)
+                for thread in self._clients.copy():
+                    thread.join()
         finally:
             self._give_back()
 
     def _give_back(self) -> None:
-        _running.discard(self)
-        self._listener.close()
-        self._deaf.set()
-        with suppress(RdmaError):
-            self._at_work.close()
+        try:
+            _running.discard(self)
+            self._listener.close()
+            if hasattr(self, "_stop"):
+                self._stop.close()
+            with suppress(RdmaError):
+                self._at_work.close()
+        finally:
+            self._over.set()
 
     def end(self) -> None:
-        """Have the threads end, and wait for none; callable from a finalizer."""
-        # In this order: run() sets _wake, and looks at ended afterwards.
+        """Have the threads end, and wait for none; callable from a finalizer.
+
+        Interrupted at any moment it can be called again.
+        """
         self.ended = True
-        try:
-            self._handover.pop()
-        except IndexError:
-            # It has begun.
-            if (wake := self._wake) is not None:
-                with suppress(OSError):
-                    wake.send(b"\0")
-        else:
-            self._never_ran = True
-            self._give_back()
+        if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
+            with self._suppress(OSError):
+                lifeline.shutdown(self._both_ways)
 
     def close(self) -> None:
-        """End the threads, and wait until what the clients had is taken back."""
+        """End the threads, and wait until what the clients had is taken back.
+
+        Do not wait in one of the threads, nor in the middle of a verb, for whose end
+        the threads may wait.
+        """
         if self.pid != os.getpid():
             # These are the parent's, and a child has none.
             return
         self.end()
-        # A callback may close the server in one of them.
-        this = threading.current_thread()
-        if self._never_ran or this is self._acceptor:
+        this, acceptor = threading.current_thread(), self._acceptor
+        if acceptor is None or this is acceptor or this in self._clients or door.in_verb():
             return
-        deadline = time.monotonic() + self.reception.timeout + _LAST_MOMENT_S
-        if this not in self._client_threads():
-            # It joins the others.
-            self._acceptor.join(max(0.0, deadline - time.monotonic()))
-            return
-        self._deaf.wait(max(0.0, deadline - time.monotonic()))
-        for thread in self._client_threads():
-            if thread is not this:
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _client_threads(self) -> list[threading.Thread]:
-        with self._lock:
-            return list(self._clients)
+        # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would wait for.
+        if self._over.wait(self.reception.timeout + _LAST_MOMENT_S):
+            # It has nothing more to do; a handler waits this long at most.
+            acceptor.join(_THREAD_END_S)
 
     # ---- a client ---------------------------------------------------------------
 
@@ -321,15 +362,13 @@ class _Threads:
             target=self._talk, args=(sock, conversation), name=f"serve {self}: a client",
             daemon=True,
         )  # fmt: skip
-        with self._lock:
-            if len(self._clients) >= self.reception.max_clients + _MAX_LEAVING:
-                return False
-            self._clients.add(thread)
+        if len(self._clients) >= self.reception.max_clients + _MAX_LEAVING:
+            return False
+        self._clients.add(thread)
         try:
             thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._clients.discard(thread)
+        except (RuntimeError, MemoryError):
+            self._clients.discard(thread)
             return False
         return True
 
@@ -345,12 +384,11 @@ class _Threads:
         except Exception:
             _log.exception("a client's thread failed")
         finally:
-            with self._lock:
-                self._clients.discard(threading.current_thread())
+            self._clients.discard(threading.current_thread())
 
     def _exchange(self, sock: socket.socket, conversation: Conversation) -> None:
         poller = select.poll()
-        poller.register(self._stop_fd, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
         poller.register(sock, select.POLLIN)
         channel_fd = -1
         # The hello is there, and what came with it.
@@ -368,7 +406,7 @@ class _Threads:
                 poller.register(channel_fd, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(_milliseconds(conversation.deadline))}
             answer = b""
-            if self._stop_fd in ready:
+            if self._stop.fileno() in ready:
                 answer = conversation.end()
             if not conversation.over and channel_fd in ready:
                 answer += conversation.completions()
@@ -390,29 +428,25 @@ class _Threads:
 _running: set[_Threads] = set()
 
 
-def _run(handover: list[_Threads]) -> None:
-    try:
-        threads = handover.pop()
-    except IndexError:
-        # It was ended before it began.
-        return
-    threads.run()
-
-
 @atexit.register
 def _end_all() -> None:
     """Close the queue pairs before the devices, however the process ends."""
-    for threads in list(_running):
+    for threads in _running.copy():
         threads.close()
 
 
 class Serving:
     """What Server and AsyncServer have in common."""
 
+    # At the interpreter's exit a finalizer may find no globals.
+    _getpid, _warn, _suppress = staticmethod(os.getpid), staticmethod(warnings.warn), suppress
+
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self._reception = reception
+        self._lifeline: list[socket.socket] = []
         try:
             self.address: tuple[Any, ...] = listener.getsockname()
+            self._name = show_address(self.address)
             self.warning = self._warning()
             if self.warning is not None:
                 _log.warning("%s", self.warning)
@@ -421,21 +455,24 @@ class Serving:
             listener.close()
             raise
         try:
-            self._threads.start()
+            self._threads.start(self._lifeline)
         except BaseException:
             self._threads.end()
             raise
 
     def __del__(self) -> None:
         threads: _Threads | None = getattr(self, "_threads", None)
-        if threads is None or threads.ended or threads.pid != os.getpid():
-            return
-        # Not close(): a finalizer may run in any thread, one of the server's included.
-        threads.end()
-        warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        if threads is not None and threads.pid == self._getpid():
+            unclosed = not threads.ended
+            # Not close(): a finalizer may run in any thread, one of the server's included.
+            threads.end()
+            if unclosed:
+                self._warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        for end in getattr(self, "_lifeline", ()):
+            end.close()
 
     def __str__(self) -> str:
-        return show_address(self.address)
+        return self._name
 
     def __repr__(self) -> str:
         state = " (closed)" if self._threads.ended else ""
@@ -483,8 +520,14 @@ class Server(Serving):
     def close(self) -> None:
         """Tell every client that the server ends, and take back what they have.
 
-        Returns when that is done; do nothing if it has been done, or in the child of a
-        fork, whose parent has the server.
+        Return when that is done, or after timeout + 10 s; do nothing if it has been done, or
+        in the child of a fork, whose parent has the server.
+
+        In on_event, and in a signal handler or finalizer in the middle of a verb or wait of its
+        thread, begin the end and return at once: what the clients have is taken back
+        after the callback, or the verb, has returned.
+
+        Interrupted by an exception of a signal handler it can be called again.
         """
         self._end()
 
