@@ -15,7 +15,7 @@ import click
 
 from rdmapost import __version__
 
-from .failure import report
+from .failure import drop_unwritten, report
 from .output import Output, need_command
 
 __all__ = ["app"]
@@ -99,6 +99,7 @@ class App(click.Group):
             )
         except Exception as error:
             code = report(error, out)
+            drop_unwritten()
         sys.exit(code or 0)
 
     def resolve_command(

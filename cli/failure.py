@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import sys
 
 import click
 
 from .output import Output
 
-__all__ = ["report"]
+__all__ = ["drop_unwritten", "report"]
 
 FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
@@ -48,6 +50,17 @@ def report(error: Exception, out: Output) -> int:
     click.echo(f"{name}: " + "\n".join(lines), err=True)
     _finish(out)
     return code
+
+
+def drop_unwritten() -> None:
+    """Drop what stdout could not take; else the interpreter tries again at exit, and complains."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _finish(out: Output) -> None:

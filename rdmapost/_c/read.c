@@ -644,15 +644,37 @@ static int describe_field(struct kind *kind, PyObject *row)
 	if (!PyArg_ParseTuple(row, "snnC", &name, &at, &size, &field->what) ||
 	    rp_find_slot(kind->type, name, &field->slot))
 		return -1;
-	field->at = (size_t)at;
-	field->size = (size_t)size;
-	field->most = size >= 8 ? UINT64_MAX : size ? UINT64_MAX >> (64 - 8 * size) : 0;
-	if (at < 0 || size < 0 || field->at + field->size > rp_heads[kind->verb].size) {
+	if (at < 0 || size < 0 || (size_t)at + (size_t)size > rp_heads[kind->verb].size) {
 		PyErr_SetString(PyExc_ValueError, "a field is not in the struct");
 		return -1;
 	}
+	field->at = (size_t)at;
+	field->size = (size_t)size;
+	field->most = size >= 8 ? UINT64_MAX : size ? UINT64_MAX >> (64 - 8 * size) : 0;
 	kind->fields++;
 	return 0;
+}
+
+/* Find where its objects have what every class has; 0, or -1 with an exception. */
+static int find_slots(struct kind *kind)
+{
+	kind->has_sges = PyObject_HasAttrString(kind->type, "sg_list");
+	return rp_find_slot(kind->type, "wr_id", &kind->wr_id) ||
+	       (kind->has_sges && rp_find_slot(kind->type, "sg_list", &kind->sg_list)) ||
+	       (kind->verb != RECV &&
+		rp_find_slot(kind->type, kind->verb == SEND ? "send_flags" : "flags",
+			     &kind->flags)) ? -1 : 0;
+}
+
+/* Let go of the names that were found so far; always NULL. */
+static PyObject *forget(struct kind *kind)
+{
+	for (int i = 0; i < FIELDS; i++)
+		Py_XDECREF(kind->field[i].slot.name);
+	Py_XDECREF(kind->wr_id.name);
+	Py_XDECREF(kind->sg_list.name);
+	Py_XDECREF(kind->flags.name);
+	return NULL;
 }
 
 /*
@@ -676,13 +698,9 @@ static PyObject *describe_wr(PyObject *self, PyObject *args)
 	}
 	for (Py_ssize_t i = 0; i < PyTuple_Size(fields); i++)
 		if (describe_field(&kind, PyTuple_GetItem(fields, i)))
-			return NULL;
-	kind.has_sges = PyObject_HasAttrString(kind.type, "sg_list");
-	if (rp_find_slot(kind.type, "wr_id", &kind.wr_id) ||
-	    (kind.has_sges && rp_find_slot(kind.type, "sg_list", &kind.sg_list)) ||
-	    (kind.verb != RECV &&
-	     rp_find_slot(kind.type, kind.verb == SEND ? "send_flags" : "flags", &kind.flags)))
-		return NULL;
+			return forget(&kind);
+	if (find_slots(&kind))
+		return forget(&kind);
 	kind.has_offsets = RP_READS_SLOTS && kind.wr_id.offset &&
 			   (kind.flags.offset || !kind.flags.name) &&
 			   (kind.sg_list.offset || !kind.has_sges);
