@@ -210,7 +210,7 @@ DIAL = [
     ("qp_type", ["RC", 2.0, None, Decimal(2)], "expected QPType", [0, 99, U64, QPType.XRC_SEND]),
     ("local_size", [*NOT_WHOLE, None], "expected int", [-1]),
     ("local_access", [*NOT_WHOLE, None], "expected int", [-1, 1 << 9, 1 << 31, U64, -1 << 200]),
-    ("depth", [*NOT_WHOLE, None, Decimal("NaN")], "expected int", [0, -1, 1 << 20, U32, U64]),
+    ("depth", [*NOT_WHOLE, None, Decimal("NaN")], "expected int", [0, -1, 1 << 31, U32, U64]),
     ("max_inline_data", [*NOT_WHOLE, None], "expected int", [-1, U32, U64]),
 ]
 

@@ -114,7 +114,8 @@ def test_constructor_that_runs_is_alone(name, context, pd):
         goes_on.set()
         first.join()
     with thing:
-        assert (thing.length if name == "MR" else thing.cqe) == 64
+        # A device may give a CQ more entries than were asked for.
+        assert 64 <= (thing.length if name == "MR" else thing.cqe) < 4096
 
 
 def test_constructor_that_failed_may_be_called_again(pd):

@@ -49,5 +49,10 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		Py_DECREF(module);
 		return NULL;
 	}
+#ifdef Py_GIL_DISABLED
+	/* The soft device takes posts and polls in without a lock, which needs one (soft.c). */
+	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
+		Py_CLEAR(module);
+#endif
 	return module;
 }

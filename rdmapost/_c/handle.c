@@ -16,6 +16,7 @@ enum {
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
 	MOST_INTERRUPTS = 16, /* of one hook that must come to its end */
+	MOST_RETRIES = 10000, /* half a second of them, where no frame goes */
 };
 
 /* Who is to close what is put off. */
@@ -901,6 +902,9 @@ static int close_later(void *object)
 /* Have the main thread close it soon; whether it will. */
 static int put_off_to_main(struct rp_handle *h)
 {
+	if (h->retries == MOST_RETRIES)
+		return 0;
+	h->retries++;
 	Py_INCREF((PyObject *)h);
 	if (!Py_AddPendingCall(close_later, h))
 		return 1;

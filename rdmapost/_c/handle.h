@@ -31,6 +31,7 @@ struct rp_handle {
 	uintptr_t maker; /* the thread whose constructor has begun, and not ended well, or 0 */
 	uintptr_t closer; /* the thread that closes it, or 0 */
 	unsigned int windows; /* bound to it */
+	unsigned int retries; /* of a close for which there were too many frames */
 	unsigned int process; /* generation of the process that made it */
 	int pid; /* of that process */
 	unsigned int access; /* of a memory region */

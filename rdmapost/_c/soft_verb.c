@@ -130,11 +130,15 @@ static void run_elsewhere(void *argument)
 {
 	struct errand *errand = argument;
 	PyGILState_STATE gil = PyGILState_Ensure();
+	/* Finalizers here would wait for locks that the sender holds. */
+	int collects = PyGC_Disable();
 
 	/* It holds the locks of the sender, which waits. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand);
 	rp_stand_for(NULL);
+	if (collects)
+		PyGC_Enable();
 	PyGILState_Release(gil);
 	PyThread_release_lock(errand->done);
 }
@@ -143,7 +147,7 @@ static void run_elsewhere(void *argument)
 static int is_finalizing(void)
 {
 	PyObject *said = PyObject_CallObject(rp_soft_given(IS_FINALIZING), NULL);
-	int is = !said || PyObject_IsTrue(said);
+	int is = said && PyObject_IsTrue(said);
 
 	Py_XDECREF(said);
 	PyErr_Clear();

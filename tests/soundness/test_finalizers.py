@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import signal
 import sys
 import time
@@ -18,6 +19,7 @@ from test_inline_memory import Number
 
 import rdmapost as rp
 from rdmapost._resource import open_handles
+from rdmapost.loopback import Loopback
 
 
 def _victims(rig: Rig) -> dict[str, Any]:
@@ -99,6 +101,48 @@ def test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same(kind, s
         assert len(open_handles()) < there, room
     rig.works()
     rig.close()
+
+
+def _deep(frames: int, call: Callable[[], object]) -> object:
+    return _deep(frames - 1, call) if frames else call()
+
+
+@isolated(warnings="ignore", timeout=60)
+def test_dropping_everything_near_the_recursion_limit_ends(soft):
+    """Nothing is tried again for ever where no frame goes."""
+    sys.unraisablehook = lambda _: None
+    sys.setrecursionlimit(220)
+    for depth in range(200, 219):
+        loopback = Loopback(rp.open_device(soft))
+        loopback.receive(8, 2)
+        loopback.local.qp.post_send(rp.Send(loopback.local.mr[:8]))
+        loopback.window()
+        box = [loopback]
+        del loopback
+        with contextlib.suppress(RecursionError):
+            _deep(depth, box.clear)
+        gc.collect()
+
+
+@isolated(warnings="ignore", timeout=60)
+def test_poll_near_the_recursion_limit_forgets_no_retry(soft):
+    """The device tries again what a receive was lacking for, on a thread with frames left."""
+    logging.disable(logging.CRITICAL)
+    with rp.open_device(soft) as context:
+        for room in range(1, 25):
+            with Loopback(context) as loopback:
+                loopback.local.qp.post_send(rp.Send(loopback.local.mr[:8]))
+                time.sleep(0.03)  # until the device is to try again; nothing tells
+                found: list[rp.WC] = []
+
+                def poll(loopback: Loopback = loopback, found: list[rp.WC] = found) -> None:
+                    found += loopback.local.cq.poll()
+
+                with contextlib.suppress(RecursionError):
+                    _deep(sys.getrecursionlimit() - room, poll)
+                loopback.receive(8)
+                found += loopback.local.cq.wait(1 - len(found))
+                assert found[0].status is rp.WCStatus.SUCCESS, room
 
 
 @isolated(silent=True, timeout=15)
