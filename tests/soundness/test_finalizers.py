@@ -112,7 +112,7 @@ def test_dropping_everything_near_the_recursion_limit_ends(soft):
     """Nothing is tried again for ever where no frame goes."""
     sys.unraisablehook = lambda _: None
     sys.setrecursionlimit(220)
-    for depth in range(200, 219):
+    for depth in range(140, 219):
         loopback = Loopback(rp.open_device(soft))
         loopback.receive(8, 2)
         loopback.local.qp.post_send(rp.Send(loopback.local.mr[:8]))
