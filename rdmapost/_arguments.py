@@ -68,7 +68,7 @@ def within(name: str, given: Any, least: int, most: int | None = None) -> int:
         least, most: the range, both included; most None is no bound.
 
     Raises:
-        TypeError: it is no whole number; the text names the argument.
+        TypeError: it is not an integer; the text names the argument.
         ValueError: it is out of range; the text names the argument.
     """
     value = index(name, given)
@@ -97,7 +97,7 @@ def member(name: str, given: Any, kind: type[_Member]) -> _Member:
         kind: the enumeration.
 
     Raises:
-        TypeError: it is no whole number; the text names the argument.
+        TypeError: it is not an integer; the text names the argument.
         ValueError: it is the number of no member; the text names the argument.
     """
     if type(given) is kind:
@@ -121,7 +121,7 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
         made_of: their names, for the text of the error.
 
     Raises:
-        TypeError: it is no whole number; the text names the argument.
+        TypeError: it is not an integer; the text names the argument.
         ValueError: it has other bits; the text names the argument.
     """
     bits = index(name, given)

@@ -137,7 +137,7 @@ class AHAttr:
         """Write the fields into a ``struct ibv_ah_attr``.
 
         Raises:
-            TypeError: a number is none.
+            TypeError: a number is not an integer.
             ValueError: a number is out of range.
         """
         for name, most in _LOCAL.items():

@@ -210,7 +210,7 @@ class CQ(Resource, struct="ibv_cq"):
             max_entries: how many at most.
 
         Raises:
-            TypeError: max_entries is no whole number.
+            TypeError: max_entries is not an integer.
             ValueError: it is negative.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.

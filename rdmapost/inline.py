@@ -48,7 +48,7 @@ def max_inline(
         bytes, at most at_most; 0 if the device takes no inline data.
 
     Raises:
-        TypeError: at_most is no whole number; or as from QP.
+        TypeError: at_most is not an integer; or as from QP.
         ValueError: at_most is out of range; or as from QP.
         VerbsError: the device refuses the queue pair without inline data too,
             or for another reason than its size.

@@ -73,7 +73,7 @@ def access_flags(name: str, given: Any) -> Access:
         given: the argument.
 
     Raises:
-        TypeError: it is no whole number; the text names the argument.
+        TypeError: it is not an integer; the text names the argument.
         ValueError: it has other bits than those of Access.
     """
     return flags(name, given, _ALL_ACCESS, "Access flags")
@@ -89,7 +89,7 @@ class MR(Resource, struct="ibv_mr"):
         pd: the protection domain.
         memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
             array, ...) of numbers or bytes, which is kept alive and cannot be resized meanwhile
-            (except by ctypes.resize and ndarray.resize(refcheck=False), which look at nobody);
+            (except by ctypes.resize and ndarray.resize(refcheck=False), which ignore the export);
             or a number of bytes to allocate, zeroed and page-aligned.
         access: the permitted accesses, an Access.
 
@@ -106,8 +106,8 @@ class MR(Resource, struct="ibv_mr"):
     Raises:
         TypeError: it is not a writable buffer, or it holds Python objects or pointers
             that Python follows; or another argument is of the wrong type.
-        ValueError: it is empty or not contiguous; or access has bits that Access has
-            not, or flags that exclude each other.
+        ValueError: it is empty or not contiguous; or access has bits that are not
+            in Access, or flags that exclude each other.
         MemoryError: the bytes cannot be allocated.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.

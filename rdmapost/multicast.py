@@ -40,7 +40,7 @@ class Multicast(Steps):
             lid: its LID on InfiniBand; 0 on Ethernet.
 
         Raises:
-            TypeError: gid is of another type, or lid no whole number.
+            TypeError: gid is of another type, or lid is not an integer.
             ValueError: it is no multicast GID, or lid is not in 0..65535.
             RdmaError: the queue pair is not of type UD.
             ClosedError: the QP is closed.
@@ -66,7 +66,7 @@ class Multicast(Steps):
 
         Raises:
             RdmaError: the queue pair is not attached to the group.
-            TypeError: gid is of another type, or lid no whole number.
+            TypeError: gid is of another type, or lid is not an integer.
             ValueError: it is no multicast GID, or lid is not in 0..65535.
             ClosedError: the QP is closed.
             VerbsError: the device refused.

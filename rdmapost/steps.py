@@ -212,7 +212,7 @@ class Steps(Resource):
             qkey: Q_Key (UD).
 
         Raises:
-            TypeError: an argument is no whole number.
+            TypeError: an argument is not an integer.
             ValueError: access has other bits than those of Access; or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -257,7 +257,7 @@ class Steps(Resource):
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint, or another argument no whole number.
+            TypeError: remote is no Endpoint, or another argument is not an integer.
             ValueError: the peer's endpoint is missing, or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -306,7 +306,7 @@ class Steps(Resource):
                 at most 16, unless given.
 
         Raises:
-            TypeError: an argument is no whole number.
+            TypeError: an argument is not an integer.
             ValueError: as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -346,7 +346,7 @@ class Steps(Resource):
             more: what to_rtr and to_rts take.
 
         Raises:
-            TypeError: remote is no Endpoint, another argument no whole number, or there
+            TypeError: remote is no Endpoint, another argument is not an integer, or there
                 is no such option.
             ValueError: the peer's endpoint is missing, the queue pair is connected to
                 another one or was put into ERR by to_err(), or as in modify.

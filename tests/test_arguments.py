@@ -228,17 +228,25 @@ def started(call: Any, context: rp.Context, options: dict[str, Any]) -> None:
         call(**options)
 
 
+def refuses(
+    call: Any, context: Any, port: int, name: str, others: list[Any], words: str, beyond: list[Any]
+) -> None:
+    """Check that it refuses values of other types, and those that are out of range, by name."""
+    for wrong in others:
+        with pytest.raises(TypeError, match=f"^{name}: {words}.*, got {type(wrong).__name__}$"):
+            started(call, context, {"port": port, name: wrong})
+    for wrong in beyond:
+        said = "queue pairs cannot be connected" if wrong is QPType.XRC_SEND else name
+        with pytest.raises(ValueError, match=said.replace("port_num", "port")):
+            started(call, context, {"port": port, name: wrong})
+
+
 @pytest.mark.parametrize("call", [connect.serve, connect.aserve], ids=lambda call: call.__name__)
 @pytest.mark.parametrize(("name", "others", "words", "beyond"), SERVE, ids=[s[0] for s in SERVE])
 def test_serve_checks_each_argument_at_the_call(
     context, call: Any, name: str, others: list[Any], words: str, beyond: list[Any]
 ) -> None:
-    for wrong in others:
-        with pytest.raises(TypeError, match=f"^{name}: {words}.*, got {type(wrong).__name__}$"):
-            started(call, context, {"port": 0, name: wrong})
-    for wrong in beyond:
-        with pytest.raises(ValueError, match=name.replace("port_num", "port")):
-            started(call, context, {"port": 0, name: wrong})
+    refuses(call, context, 0, name, others, words, beyond)
 
 
 @pytest.mark.parametrize("call", [connect.dial, connect.adial], ids=lambda call: call.__name__)
@@ -247,13 +255,7 @@ def test_dial_checks_each_argument_at_the_call(
     context, call: Any, name: str, others: list[Any], words: str, beyond: list[Any]
 ) -> None:
     """Before it looks for a server: there is none."""
-    for wrong in others:
-        with pytest.raises(TypeError, match=f"^{name}: {words}.*, got {type(wrong).__name__}$"):
-            started(call, context, {"port": 1, name: wrong})
-    for wrong in beyond:
-        said = "queue pairs cannot be connected" if wrong is QPType.XRC_SEND else name
-        with pytest.raises(ValueError, match=said.replace("port_num", "port")):
-            started(call, context, {"port": 1, name: wrong})
+    refuses(call, context, 1, name, others, words, beyond)
 
 
 def test_a_plain_number_is_a_queue_pair_type(context) -> None:

@@ -97,6 +97,12 @@ def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
     assert nth > 20 * step
 
 
+def each_moment_of_an_unclosed_one(once: Callable[[int], bool]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        each_moment(once)
+
+
 # ---- a server -----------------------------------------------------------------------
 
 
@@ -132,9 +138,7 @@ def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
         until(lambda: not server_threads())
         return at.reached
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        each_moment(once)
+    each_moment_of_an_unclosed_one(once)
     context.close()
 
 
@@ -150,9 +154,7 @@ def test_a_server_ends_whatever_moment_of_its_finalizer_is_interrupted(
         until(lambda: not server_threads())
         return at.reached
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        each_moment(once)
+    each_moment_of_an_unclosed_one(once)
     context.close()
 
 

@@ -54,9 +54,10 @@ struct poller {
 /* Take the lock.  Threads that waited before a fork are not here, and neither are their stacks. */
 static void take(struct poller *p)
 {
-	unsigned int process = (unsigned int)(rp_thread()->mark >> 32);
+	unsigned int process;
 
 	rp_take(&p->lock);
+	process = (unsigned int)(p->lock.owner >> 32);
 	if (p->process != process) {
 		p->process = process;
 		p->first = p->leader = NULL;

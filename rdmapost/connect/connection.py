@@ -98,7 +98,7 @@ class Dialled:
             self._used = stack.enter_context(ExitStack())
             # Not a method: the stack must not keep the connection, which would be left to the
             # collector then.
-            stack.callback(_drop_outstanding, self.qp)
+            stack.callback(self.qp._drop_outstanding)
             self._stack = stack.pop_all()
 
     def greeting(self, token: str | None) -> Generator[Message, Message, None]:
@@ -211,10 +211,3 @@ class Dialled:
         warnings.warn(
             f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2
         )
-
-
-def _drop_outstanding(qp: QP) -> None:
-    """Reset, if need be: what an outstanding work request names cannot be closed."""
-    if any(qp.outstanding):
-        with suppress(RdmaError):
-            qp.to_reset()

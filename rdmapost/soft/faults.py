@@ -54,7 +54,7 @@ class FaultPlan(door.Record):
             after: how many send work requests are let through before it.
 
         Raises:
-            TypeError: one is no whole number.
+            TypeError: one is not an integer.
             ValueError: one is out of range.
         """
         errno, after = within("errno", errno, 1, _LARGEST_ERRNO), within("after", after, 0)
@@ -70,7 +70,7 @@ class FaultPlan(door.Record):
             status: the status.
 
         Raises:
-            TypeError: one is no whole number.
+            TypeError: one is not an integer.
             ValueError: wr_id is out of range, or there is no such status.
         """
         self.statuses[within("wr_id", wr_id, 0, (1 << 64) - 1)] = member("status", status, WCStatus)
@@ -83,7 +83,7 @@ class FaultPlan(door.Record):
             times: for how many attempts to send to it.
 
         Raises:
-            TypeError: one is no whole number.
+            TypeError: one is not an integer.
             ValueError: one is out of range.
         """
         self.refusals[within("qp_num", qp_num, 0, (1 << 24) - 1)] = within("times", times, 0)
