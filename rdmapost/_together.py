@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self, TypeVar
 
-__all__ = ["Together"]
+from .errors import RdmaError
+
+__all__ = ["ResourceStack", "Together"]
+
+
+class _Closable(Protocol):
+    def close(self) -> Any: ...
+
+
+_Resource = TypeVar("_Resource", bound=_Closable)
+
+
+class ResourceStack:
+    """Resources in the order of making, to be closed in the opposite order.
+
+    Unlike an ExitStack, it keeps what it has closed: what an error or an
+    interrupt left open is closed by the next ``close()``.
+    """
+
+    def __init__(self) -> None:
+        self._closers: list[Callable[[], object]] = []
+
+    def add(self, resource: _Resource) -> _Resource:
+        """Put a resource, or another stack, on top, and return it."""
+        self._closers.append(resource.close)
+        return resource
+
+    def before_closing(self, function: Callable[[], object]) -> None:
+        """Call a function before what is on the stack now is closed.
+
+        It is called by each close(), so it must bear repetition.
+        """
+        self._closers.append(function)
+
+    def close(self) -> None:
+        """Close everything; one that cannot be closed does not keep the others open.
+
+        Raises:
+            Exception: the first that one of them raised.
+        """
+        failed: Exception | None = None
+        for close in reversed(self._closers):
+            try:
+                close()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[Self]:
+        """Close everything if the block raises."""
+        try:
+            yield self
+        except BaseException:
+            with suppress(RdmaError):
+                self.close()
+            raise
 
 
 class Together:
-    """A base class that holds resources on a stack and closes them, the latest first.
+    """A base class for what holds resources on a stack."""
 
-    Subclasses set ``_stack`` when everything is there.
-    """
-
-    _stack: ExitStack
+    def __init__(self) -> None:
+        self._stack = ResourceStack()
 
     def close(self) -> None:
-        """Close everything; do nothing if that has been done.
+        """Close everything, the latest first; do nothing if that has been done.
+
+        If it was interrupted or failed, call it again: it closes what is still open.
 
         Raises:
-            VerbsError: the device refused.
+            VerbsError: the device refused; the rest is closed.
         """
         self._stack.close()
 
@@ -34,4 +92,9 @@ class Together:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        if kind is None:
+            self.close()
+        else:
+            # The error that is under way matters more than what follows from it.
+            with suppress(RdmaError):
+                self.close()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ._binding import ffi
-from ._together import Together
+from ._together import ResourceStack, Together
 from .completion import CQ, WC
 from .device import Context
 from .enums import Access, DeviceCap, MWType, QPType, SRQType
@@ -126,12 +125,13 @@ class Loopback(Together):
             "port_num": port_num,
             "gid_index": gid_index,
         }
-        with ExitStack() as stack:
-            self._pd = stack.enter_context(PD(context))
+        super().__init__()
+        with self._stack.closed_on_error() as stack:
+            self._pd = stack.add(PD(context))
             (cq, mr), (remote_cq, remote_mr) = (
                 (
-                    stack.enter_context(CQ(context, cqe, tm_info=tm_info)),
-                    stack.enter_context(MR(self._pd, max(1, size), allowed)),
+                    stack.add(CQ(context, cqe, tm_info=tm_info)),
+                    stack.add(MR(self._pd, max(1, size), allowed)),
                 )
                 for size, allowed, tm_info in (
                     (local_size, int(Access.LOCAL_WRITE), False),
@@ -139,10 +139,10 @@ class Loopback(Together):
                 )
             )
             # A window may be bound to any region, and a work request name it.
-            self._regions = stack.enter_context(ExitStack())
+            self._regions = stack.add(ResourceStack())
             remote_type, remote_options = qp_type, options
             if srq_type is SRQType.XRC:
-                xrcd = stack.enter_context(XRCD(context))
+                xrcd = stack.add(XRCD(context))
                 remote_type = QPType.XRC_RECV
                 remote_options = {**options, "xrcd": xrcd, "max_tso_header": 0}
                 self.srq = SRQ(
@@ -155,9 +155,9 @@ class Loopback(Together):
                 self.srq = SRQ(self._pd, depth, max_recv_sge, srq_type=srq_type, **more)
                 remote_options = {**options, "srq": self.srq}
             if self.srq is not None:
-                stack.enter_context(self.srq)
+                stack.add(self.srq)
             self.local, self.remote = (
-                Side(stack.enter_context(QP(self._pd, kind, side_cq, **given)), side_cq, side_mr)
+                Side(stack.add(QP(self._pd, kind, side_cq, **given)), side_cq, side_mr)
                 for kind, side_cq, side_mr, given in (
                     (qp_type, cq, mr, options),
                     (remote_type, remote_cq, remote_mr, remote_options),
@@ -165,11 +165,10 @@ class Loopback(Together):
             )
             # Windows and address handles go before the queue pairs: rxe takes 25 s
             # to destroy a queue pair that has a window bound to it.
-            self._used = stack.enter_context(ExitStack())
+            self._used = stack.add(ResourceStack())
             for side in (self.remote, self.local):
-                stack.callback(side.qp._drop_outstanding)
+                stack.before_closing(side.qp._drop_outstanding)
             self._connect(qp_type)
-            self._stack = stack.pop_all()
         self._deadline = time.monotonic() + timeout
 
     def _connect(self, qp_type: QPType) -> None:
@@ -187,7 +186,7 @@ class Loopback(Together):
         for qp in (there, here):
             qp.connect(qkey=DEFAULT_QKEY)
         self.address = {
-            "ah": self._used.enter_context(here.ah_to(there.endpoint())),
+            "ah": self._used.add(here.ah_to(there.endpoint())),
             "remote_qpn": there.qp_num,
             "remote_qkey": DEFAULT_QKEY,
         }
@@ -202,7 +201,7 @@ class Loopback(Together):
             UnsupportedError: the device has no memory windows.
             VerbsError: the device has no more.
         """
-        return self._used.enter_context(MW(self._pd, mw_type))
+        return self._used.add(MW(self._pd, mw_type))
 
     def region(self, length: int, access: int) -> MR:
         """Make another region on both sides' PD; it is closed with the loopback.
@@ -214,7 +213,7 @@ class Loopback(Together):
         Raises:
             VerbsError: the device refused.
         """
-        return self._regions.enter_context(MR(self._pd, length, access))
+        return self._regions.add(MR(self._pd, length, access))
 
     def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
         """Return the fields of a work request that name a place in the remote memory.

@@ -324,12 +324,17 @@ def test_a_signal_handler_may_close_the_connection_that_it_interrupts(
     peer.close()
 
 
-@pytest.mark.parametrize("what", ["look", "report", "close"])
+@pytest.mark.parametrize("what", ["look", "report", "closed", "close"])
 def test_a_signal_handler_may_close_the_connection_at_any_moment(
     serve: Callable[..., Served], what: str
 ) -> None:
     served = serve(timeout=1.0)
-    arguments = {"look": (0, 4), "report": (1, 0.0), "close": ()}[what]
+    actions: dict[str, Callable[[connect.Connection], object]] = {
+        "look": lambda peer: peer.look(0, 4),
+        "report": lambda peer: peer.report(1, 0.0),
+        "closed": lambda peer: peer.closed,
+        "close": connect.Connection.close,
+    }
 
     def once(nth: int) -> bool:
         peer = served.dial(timeout=2.0)
@@ -338,7 +343,7 @@ def test_a_signal_handler_may_close_the_connection_at_any_moment(
             At("/connect/client.py", nth, peer.close) as at,
             contextlib.suppress(connect.ConnectError),
         ):
-            getattr(peer, what)(*arguments)
+            actions[what](peer)
         if at.reached:
             assert peer.closed
             assert peer._socket is None

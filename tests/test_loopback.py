@@ -61,6 +61,20 @@ def test_closes_with_work_requests_outstanding(
     pair.close()
 
 
+def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
+    context: rp.Context,
+) -> None:
+    pair = Loopback(context)
+    pd = pair.local.mr.pd
+    with rp.MR(pd, 64), pytest.raises(rp.InUseError, match="cannot be closed: MR"):
+        pair.close()
+    for side in (pair.local, pair.remote):
+        assert (side.qp.closed, side.cq.closed, side.mr.closed) == (True, True, True)
+    assert not pd.closed
+    pair.close()
+    assert pd.closed
+
+
 def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> None:
     with pytest.raises(rp.RdmaError, match="no GID with index 99"):
         Loopback(context, gid_index=99)

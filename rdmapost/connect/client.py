@@ -238,8 +238,7 @@ class Connection(Dialled):
         finally:
             # Not left to the frame, which a traceback keeps.
             del asking
-            if self._left and not self._turns:
-                self._abandon()
+            self._abandon_if_left()
 
     def _line_up(self, asking: _Asking) -> _Turn:
         # A set, because discard needs the hash, which only a living reference has: one call
@@ -418,6 +417,7 @@ class Connection(Dialled):
             return False
         finally:
             del asking
+            self._abandon_if_left()
 
     def _is_last(self, sock: socket.socket) -> bool:
         """Take what may be a late answer, and return whether it is not, but the end."""
@@ -462,6 +462,10 @@ class Connection(Dialled):
             if not (self._left and self._turns):
                 self._abandon()
             self._give_back()
+
+    def _abandon_if_left(self) -> None:
+        if self._left and not self._turns:
+            self._abandon()
 
     def _abandon(self) -> None:
         self._hang_up()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 from .._arguments import expect, index, member, seconds, time_limit, within
+from .._together import ResourceStack
 from ..completion import CQ, WC
 from ..device import Context
 from ..enums import Access, QPType
@@ -75,13 +76,12 @@ class Dialled:
         self.address: dict[str, Any] = {}
         self._context = context
         self._local_access = local_access
-        with ExitStack() as stack:
-            pd = stack.enter_context(PD(context))
-            self.cq = stack.enter_context(CQ(context, min(2 * depth, context.attr.max_cqe)))
-            self.mr = stack.enter_context(
-                MR(pd, max(1, local_size), local_access | Access.LOCAL_WRITE)
-            )
-            self.qp = stack.enter_context(
+        self._stack = ResourceStack()
+        with self._stack.closed_on_error() as stack:
+            pd = stack.add(PD(context))
+            self.cq = stack.add(CQ(context, min(2 * depth, context.attr.max_cqe)))
+            self.mr = stack.add(MR(pd, max(1, local_size), local_access | Access.LOCAL_WRITE))
+            self.qp = stack.add(
                 QP(
                     pd,
                     qp_type,
@@ -95,11 +95,10 @@ class Dialled:
                     gid_index=gid_index,
                 )
             )
-            self._used = stack.enter_context(ExitStack())
+            self._used = stack.add(ResourceStack())
             # Not a method: the stack must not keep the connection, which would be left to the
             # collector then.
-            stack.callback(self.qp._drop_outstanding)
-            self._stack = stack.pop_all()
+            stack.before_closing(self.qp._drop_outstanding)
 
     def greeting(self, token: str | None) -> Generator[Message, Message, None]:
         """Yield what is to be said to the server, and take its answers; then all is connected.
@@ -120,7 +119,7 @@ class Dialled:
         if kind is QPType.UD:
             self.qp.connect(qkey=offer.qkey)
             self.address = {
-                "ah": self._used.enter_context(self.qp.ah_to(offer.endpoint)),
+                "ah": self._used.add(self.qp.ah_to(offer.endpoint)),
                 "remote_qpn": offer.endpoint.qpn,
                 "remote_qkey": offer.qkey,
             }
@@ -160,7 +159,7 @@ class Dialled:
         Raises:
             VerbsError: the device refused.
         """
-        return self._used.enter_context(MR(self.qp.pd, length, access))
+        return self._used.add(MR(self.qp.pd, length, access))
 
     def wait(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions of this side (cq.wait).

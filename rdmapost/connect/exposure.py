@@ -7,10 +7,10 @@ import mmap
 import secrets
 from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from .._together import ResourceStack
 from ..channel import CompChannel
 from ..completion import CQ, WC
 from ..device import Context
@@ -109,20 +109,19 @@ class ServedClient:
         self.more = False
         self._kept: deque[Arrival] = deque(maxlen=_KEPT)
         self._failed: WCStatus | None = None
-        with ExitStack() as stack:
-            pd = stack.enter_context(PD(context))
-            self.channel = stack.enter_context(CompChannel(context))
-            self._cq = stack.enter_context(
-                CQ(context, exposure.count + _SENDS, channel=self.channel)
-            )
+        self._stack = ResourceStack()
+        with self._stack.closed_on_error() as stack:
+            pd = stack.add(PD(context))
+            self.channel = stack.add(CompChannel(context))
+            self._cq = stack.add(CQ(context, exposure.count + _SENDS, channel=self.channel))
             memory: Any = exposure.size if exposure.memory is None else exposure.memory
-            self.mr = stack.enter_context(MR(pd, memory, access | local))
+            self.mr = stack.add(MR(pd, memory, access | local))
             if exposure.memory is None:
                 self.mr.buffer[: len(exposure.data)] = exposure.data
             # Never exposed: only receives go here.
             room = max(1, exposure.count * self._slot)
-            self._room = stack.enter_context(MR(pd, room, Access.LOCAL_WRITE))
-            self.qp = stack.enter_context(
+            self._room = stack.add(MR(pd, room, Access.LOCAL_WRITE))
+            self.qp = stack.add(
                 QP(
                     pd,
                     hello.qp_type,
@@ -157,7 +156,6 @@ class ServedClient:
                 receives=exposure.count,
                 receive_size=exposure.receive_size,
             )
-            self._stack = stack.pop_all()
 
     def close(self) -> None:
         """Give everything back: first the queue pair, so that nobody reaches the memory.

@@ -8,11 +8,10 @@ import socket
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from .._arguments import expect, index, member
-from .._together import Together
+from .._together import ResourceStack, Together
 from ..address import AH, AHAttr
 from ..completion import CQ, WC
 from ..device import GID, Context
@@ -126,14 +125,15 @@ class Pingpong(Together):
         self._who = "the peer"
         self._ran = False
         self.remote: Address | None = None
-        with ExitStack() as stack:
-            self._pd = stack.enter_context(PD(context))
-            self._cq = stack.enter_context(CQ(context, rx_depth + 1))
+        super().__init__()
+        with self._stack.closed_on_error() as stack:
+            self._pd = stack.add(PD(context))
+            self._cq = stack.add(CQ(context, rx_depth + 1))
             # What its work requests name is closed after the queue pair. That is not reset before:
             # in RESET Soft-RoCE drops what it was about to send, so the last acknowledgement too,
             # and the peer would take this side for dead.
-            self._opened = stack.enter_context(ExitStack())
-            self._qp = stack.enter_context(
+            self._opened = stack.add(ResourceStack())
+            self._qp = stack.add(
                 QP(
                     self._pd,
                     qp_type,
@@ -151,7 +151,6 @@ class Pingpong(Together):
             self.gid_index = self._qp.gid.index if by_gid else None
             self._needs_gid = port.link_layer is LinkLayer.ETHERNET
             self.local = Address(port.lid, self._qp.qp_num, self._qp.psn, gid)
-            self._stack = stack.pop_all()
 
     def run_client(
         self, host: str, port: int = PORT, *, progress: Callable[[int], None] | None = None
@@ -225,7 +224,7 @@ class Pingpong(Together):
         slot = self._headroom + self.size
         # A server sends what it has received, from the place where it has; so do the stock
         # programs.  A client keeps the two apart, to see what has really come.
-        self._mr = mr = self._opened.enter_context(
+        self._mr = mr = self._opened.add(
             MR(self._pd, slot * (2 if is_client else 1), Access.LOCAL_WRITE)
         )
         self._landing = slot if is_client else 0
@@ -269,7 +268,7 @@ class Pingpong(Together):
         qp.to_rts(timeout=14, retry_cnt=6, rnr_retry=7, max_rd_atomic=1)
         fields: dict[str, Any] = {}
         if self._ud:
-            ah = self._opened.enter_context(AH(self._pd, path))
+            ah = self._opened.add(AH(self._pd, path))
             fields = {"ah": ah, "remote_qpn": remote.qpn, "remote_qkey": DEFAULT_QKEY}
         flags = SendFlags.SIGNALED
         if qp.max_inline_data >= self.size:

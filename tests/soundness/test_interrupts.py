@@ -26,7 +26,9 @@ from moments import (
 from rig import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
 
 import rdmapost as rp
-from rdmapost import MWType, QPType, SRQType
+from rdmapost import MWType, QPType, SRQType, connect
+from rdmapost.loopback import Loopback
+from rdmapost.pingpong import Pingpong
 
 RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
 
@@ -158,6 +160,51 @@ def test_exception_of_a_handler_while_it_is_closed_lets_it_be_closed_again(kind,
 @isolated(silent=True)
 def test_interrupted_while_it_is_closed_it_can_be_closed_again_on_a_real_device(kind, real):
     _close(kind, real, "KeyboardInterrupt", 25)
+
+
+def _loopback(context: rp.Context, opened: contextlib.ExitStack) -> Loopback:
+    loopback = Loopback(context)
+    loopback.window()
+    loopback.region(64, ALL)
+    loopback.local.qp.post_send(rp.Send(loopback.local.mr[:8]))
+    return loopback
+
+
+def _connection(context: rp.Context, opened: contextlib.ExitStack) -> connect.Connection:
+    server = opened.enter_context(connect.serve(context, port=0, timeout=1.0))
+    connection = connect.dial(context, *server.address, timeout=1.0)
+    connection.region(64)
+    connection.qp.post_send(rp.Send(connection.mr[:8]))
+    return connection
+
+
+SEVERAL: dict[str, Callable[[rp.Context, contextlib.ExitStack], Any]] = {
+    "Loopback": _loopback,
+    "Pingpong": lambda context, opened: Pingpong(context),
+    "Connection": _connection,
+}
+
+
+@pytest.mark.parametrize("what", SEVERAL)
+@isolated(silent=True)
+def test_interrupted_while_several_resources_are_closed_they_can_be_closed_again(what, soft):
+    files = open_files()
+
+    def make() -> tuple[Any, contextlib.ExitStack]:
+        opened = contextlib.ExitStack()
+        context = opened.enter_context(rp.open_device(soft))
+        return SEVERAL[what](context, opened), opened
+
+    def act(things: tuple[Any, contextlib.ExitStack]) -> None:
+        things[0].close()
+
+    def check(things: tuple[Any, contextlib.ExitStack], _: Moment) -> None:
+        things[0].close()
+        # A context refuses to be closed before what is open on it.
+        things[1].close()
+        assert not open_files() - files
+
+    interrupt_at_each_moment(make, act, check, most=100)
 
 
 def _outstanding(rig: Rig) -> None:
