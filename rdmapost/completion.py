@@ -13,6 +13,7 @@ from .channel import CompChannel, OwnChannel
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
 from .errors import ClosedError, CompletionError, RdmaError, VerbsError, WaitTimeout
+from .events import OVERRUN, has_overrun
 from .grh import Datagram, read_datagram
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ class CQ(Resource, struct="ibv_cq"):
         VerbsError: the device refused.
     """
 
-    __slots__ = ("_channel", "_drop", "_extended", "_poller", "channel", "context", "cqe")
+    __slots__ = (
+        "_channel", "_drop", "_extended", "_overrun", "_poller", "channel", "context", "cqe",
+    )  # fmt: skip
 
     _kind = "CQ"
     _rank = 5
@@ -154,28 +157,39 @@ class CQ(Resource, struct="ibv_cq"):
         most = context.attr.max_cqe
         if not 1 <= cqe <= most:
             raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
-        provider = context._provider
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
-        announces = OwnChannel(context) if channel is None else channel
+        self._extended = bool(tm_info)
+        self._overrun = False
+        own = None
+        try:
+            if channel is None:
+                own = OwnChannel(context)
+            self._create(own or channel, cqe, comp_vector)
+        finally:
+            if own is not None:
+                # It closes with the CQ; at once, if there is none.
+                own._abandoned = True
+                if self._handle is None:
+                    own._close_quietly()
+        if channel is not None:
+            channel._announced_by(self)
+
+    def _create(self, announces: Any, cqe: int, comp_vector: int) -> None:
+        context = self.context
+        provider = context._provider
         self._channel = announces._live()
         self._drop = functools.partial(provider.get_cq_event, self._channel, {})
         self._poller = door.Poller(
-            context._queues, tm_info, provider.spin_ns, self._channel.fd, self._drop
+            context._queues, self._extended, provider.spin_ns, self._channel.fd, self._drop
         )
-        tm_info = bool(tm_info)
-        create = provider.create_cq_ex if tm_info else provider.create_cq
+        create = provider.create_cq_ex if self._extended else provider.create_cq
         handle = self._make(
             create, (context, cqe, announces, comp_vector), provider.destroy_cq,
             (context, announces),
         )  # fmt: skip
-        if channel is None:
-            announces._abandoned = True
-        self._extended = tm_info
         self.cqe: int = handle.cqe
-        if channel is not None:
-            channel._announced_by(self)
 
     def __str__(self) -> str:
         return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
@@ -264,7 +278,13 @@ class CQ(Resource, struct="ibv_cq"):
         except BaseException:
             self._poller.put_back(found)
             raise
-        raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
+        raise self._timed_out(there, count, timeout)
+
+    def _timed_out(self, there: int, count: int, timeout: float | None) -> WaitTimeout:
+        text = f"{there} of {count} completions came within {timeout:g} s"
+        if has_overrun(self):
+            text += f"; {OVERRUN}"
+        return WaitTimeout(text)
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
