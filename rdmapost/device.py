@@ -273,13 +273,9 @@ class Context(Resource, struct="ibv_context"):
         self.node_type = _enum(NodeType, info.node_type, NodeType.UNKNOWN)
         with provider.found_device(info.name) as device:
             self._make(provider.open_device, (device,), provider.close_device, ())
-        try:
-            # An event that another thread took must not block this one.
-            os.set_blocking(self.async_fd, False)
-            self.attr = self._query_attr()
-        except BaseException:
-            self._close_quietly()
-            raise
+        # An event that another thread took must not block this one.
+        os.set_blocking(self.async_fd, False)
+        self.attr = self._query_attr()
 
     def __str__(self) -> str:
         return f"device {self.name}" if hasattr(self, "name") else self._kind

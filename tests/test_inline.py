@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ from support import needs
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
+from rdmapost._resource import _all_open
 
 MOST_ATTEMPTS = 2 * 17 + 1
 
@@ -94,6 +96,8 @@ class Driver:
     def __init__(self, limit: int, habit: str, code: int = errno.EINVAL) -> None:
         self.limit, self.habit, self.code = limit, habit, code
         self.attempts = self.open = 0
+        self.stuck = 0
+        """Which of the queue pairs cannot be destroyed."""
 
     def __call__(self, *_: object, max_inline_data: int) -> Driver:
         self.attempts += 1
@@ -104,14 +108,22 @@ class Driver:
             self.max_inline_data = min(self.limit, -(-max_inline_data // 48) * 48)
         elif self.habit == "grants":
             self.max_inline_data = self.limit
-        return self
-
-    def __enter__(self) -> Driver:
         self.open += 1
         return self
 
+    def __enter__(self) -> Driver:
+        return self
+
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_quietly(self) -> None:
+        pass
+
+    def close(self) -> None:
         self.open -= 1
+        if self.attempts == self.stuck:
+            raise rp.VerbsError("ibv_destroy_qp", self.code)
 
 
 @pytest.mark.parametrize("habit", ["refuses", "rounds", "grants"])
@@ -124,6 +136,52 @@ def test_habits_of_drivers(monkeypatch, limit, habit):
     assert rp.max_inline(None, QPType.RC, None) == limit
     assert driver.attempts <= MOST_ATTEMPTS
     assert driver.open == 0
+
+
+def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refused(monkeypatch):
+    """Though drivers say EINVAL to both."""
+    driver = Driver(100, "refuses")
+    driver.stuck = 2
+    monkeypatch.setattr(rp.inline, "QP", driver)
+    with pytest.raises(rp.VerbsError, match=r"^ibv_destroy_qp"):
+        rp.max_inline(None, QPType.RC, None)
+    assert driver.attempts == 2
+
+
+def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(context, pd, cq):
+    """At each moment of the first probe at which Python runs signal handlers."""
+
+    class Ends(Exception):
+        pass
+
+    def probe(moment: int) -> bool:
+        """Whether there was such a moment."""
+        seen = 0
+
+        def look(_: object, event: str, __: object) -> None:
+            nonlocal seen
+            # As a function of Python's begins, and as one of C's has returned.
+            seen += event in ("call", "c_return")
+            if seen == moment:
+                sys.setprofile(None)
+                raise Ends
+
+        before = _all_open()
+        sys.setprofile(look)
+        try:
+            rp.max_inline(pd, QPType.RC, cq, at_most=0)
+        except Ends as error:
+            kept.append(error)
+        finally:
+            sys.setprofile(None)
+        assert _all_open() == before, moment
+        return seen >= moment
+
+    kept: list[Ends] = []
+    moment = 1
+    while probe(moment):
+        moment += 1
+    assert len(kept) == moment - 1 > 50
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO])
