@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import mmap
 import operator
 import re
@@ -331,18 +332,36 @@ def _bytes_of(memory: Any) -> memoryview:
 def _followed(view: memoryview) -> str | None:
     """Say which pointers a buffer has that Python follows, if any.
 
-    Addresses that are mere numbers (``P``) are the caller's business.
+    Addresses that are mere numbers (``P``) are the caller's business, and so are
+    pointers in memory that is given as that of numbers (``numpy.frombuffer``,
+    ctypes' ``from_buffer``), and packed structures and unions of ctypes whose
+    class has had its ``_fields_`` changed: nothing else says what is in them.
     """
     ctypes = sys.modules.get("_ctypes")
-    if ctypes is not None and isinstance(view.obj, ctypes.Structure.__base__):
-        # The formats of packed structures and of unions tell nothing.
-        codes = "".join(_ctypes_codes(ctypes, type(view.obj)))
-    else:
-        codes = _FIELD_NAMES.sub("", view.format or "B")
-    found = _POINTERS.search(codes)
-    if found is None:
-        return None
-    return "references to Python objects" if found[0] == "O" else "pointers that Python follows"
+    for behind in _views_behind(view):
+        codes = _FIELD_NAMES.sub("", behind.format or "B")
+        if ctypes is not None and isinstance(behind.obj, ctypes.Structure.__base__):
+            # The format is ctypes' own, and a class cannot change it; but of packed structures
+            # and of unions it tells nothing.
+            codes = "".join((_own_codes(behind.obj), *_ctypes_codes(ctypes, type(behind.obj))))
+        if found := _POINTERS.search(codes):
+            objects = found[0] == "O"
+            return "references to Python objects" if objects else "pointers that Python follows"
+    return None
+
+
+def _views_behind(view: memoryview) -> Iterator[memoryview]:
+    """Return a view, and those that a class with ``__buffer__`` has made it of."""
+    yield view
+    if type(view.obj).__name__ == "_buffer_wrapper":
+        for behind in gc.get_referents(view.obj):
+            if isinstance(behind, memoryview):
+                yield from _views_behind(behind)
+
+
+def _own_codes(exporter: Any) -> str:
+    """Return the format codes of an object of ctypes, whatever view of it there is."""
+    return _FIELD_NAMES.sub("", memoryview(exporter).format)
 
 
 def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
