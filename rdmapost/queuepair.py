@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._arguments import expect, index, member
@@ -267,14 +267,14 @@ class QP(Multicast, struct="ibv_qp"):
         self._refuse_inherited()
         return Outstanding(self._send.in_flight.outstanding, self._recv.in_flight.outstanding)
 
-    def post_send(self, wrs: SendWR | Sequence[SendWR]) -> None:
+    def post_send(self, wrs: SendWR | Iterable[SendWR]) -> None:
         """Post one send work request, or a list of them in one call.
 
         Memory regions, windows and address handles that they name stay alive
         until they are known to be done.
 
         Args:
-            wrs: a SendWR or a sequence of them; the list stops at the first
+            wrs: a SendWR or an iterable of them; the list stops at the first
                 that cannot be posted, and an empty one does nothing.
 
         Raises:
@@ -287,11 +287,11 @@ class QP(Multicast, struct="ibv_qp"):
         """
         self._send.post(self, wrs)
 
-    def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
+    def post_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
 
         Args:
-            wrs: a RecvWR or a sequence of them; the list stops at the first
+            wrs: a RecvWR or an iterable of them; the list stops at the first
                 that cannot be posted, and an empty one does nothing.
 
         Raises:
@@ -316,7 +316,7 @@ class QP(Multicast, struct="ibv_qp"):
                 f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
             )
 
-    def prepare(self, wrs: SendWR | Sequence[SendWR]) -> Batch:
+    def prepare(self, wrs: SendWR | Iterable[SendWR]) -> Batch:
         """Check and pack send work requests once, for posting them many times.
 
         ``batch.post()`` posts the whole list; ``batch[index]`` changes fields
@@ -325,7 +325,7 @@ class QP(Multicast, struct="ibv_qp"):
         all of it.
 
         Args:
-            wrs: a SendWR or a sequence of them, but no BindMW.
+            wrs: a SendWR or an iterable of them, but no BindMW.
 
         Returns:
             the prepared list.
@@ -339,11 +339,11 @@ class QP(Multicast, struct="ibv_qp"):
         """
         return self._prepared(self._send, wrs)
 
-    def prepare_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> Batch:
+    def prepare_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> Batch:
         """Check and pack receives once, for posting them many times; as prepare does.
 
         Args:
-            wrs: a RecvWR or a sequence of them.
+            wrs: a RecvWR or an iterable of them.
 
         Returns:
             the prepared list.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,11 +274,11 @@ class SRQ(Resource, struct="ibv_srq"):
         fill(raw, srq_limit=srq_limit)
         self._verb(self.pd.context._provider.modify_srq, raw, SRQAttrMask.LIMIT)
 
-    def post_srq_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
+    def post_srq_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post receives that any queue pair of this SRQ may use.
 
         Args:
-            wrs: a RecvWR or a sequence of them; the list stops at the first
+            wrs: a RecvWR or an iterable of them; the list stops at the first
                 that cannot be posted, and an empty one does nothing.
 
         Raises:
@@ -290,7 +290,7 @@ class SRQ(Resource, struct="ibv_srq"):
         """
         self._recv.post(self, wrs)
 
-    def post_srq_ops(self, wrs: OpsWR | Sequence[OpsWR]) -> None:
+    def post_srq_ops(self, wrs: OpsWR | Iterable[OpsWR]) -> None:
         """Post tag-matching operations.
 
         The post gives each TagAdd its handle.  The buffers of a tagged receive
@@ -298,7 +298,7 @@ class SRQ(Resource, struct="ibv_srq"):
         the data, or that of the TagDel that removed it.
 
         Args:
-            wrs: an OpsWR or a sequence of them; the list stops at the first
+            wrs: an OpsWR or an iterable of them; the list stops at the first
                 that cannot be posted.
 
         Raises:
