@@ -28,8 +28,8 @@ class AsyncEvent(NamedTuple):
         event_type: what happened: an EventType, or the number of one that
             only a newer libibverbs knows.
         element: the QP, CQ or SRQ that it happened to, or the number of the
-            port; None if the resource has been closed, if the event is the
-            device's own, and for a type that is not known.
+            port; None if the resource has been closed, the event concerns the
+            device as a whole, or its type is unknown.
     """
 
     event_type: EventType | int
@@ -53,7 +53,7 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
     Raises:
         TypeError: an argument is of another type.
         ValueError: timeout is NaN.
-        RdmaError: tasks wait for the events of the device.
+        RdmaError: asyncio tasks wait for the events of the device.
         ClosedError: the device is closed, or another thread closes it.
         VerbsError: the device failed.
 

@@ -61,9 +61,8 @@ class QP(Multicast, struct="ibv_qp"):
         recv_cq: where receives complete; send_cq unless given.
         srq: take receives from this shared queue.
         xrcd: the XRC domain (XRC_RECV).  Such a queue pair uses the PD and the CQ of the
-            SRQ that a message names.  Give any PD and CQ of the same open device: the PD
-            says which device, nothing completes on the CQ, and both stay open as long as
-            the queue pair.
+            SRQ that a message names, so pd and send_cq may be any of the same open device;
+            nothing completes on send_cq, and both stay open as long as the queue pair.
         max_send_wr, max_recv_wr: work requests that each queue must hold.
         max_send_sge, max_recv_sge: SGEs of one work request.
         max_inline_data: bytes of one inline work request.
@@ -271,16 +270,17 @@ class QP(Multicast, struct="ibv_qp"):
         """Post one send work request, or a list of them in one call.
 
         Memory regions, windows and address handles that they name stay alive
-        until they are known to be done.
+        until the work requests are known to be done.
 
         Args:
-            wrs: a SendWR or an iterable of them; the list stops at the first
-                that cannot be posted, and an empty one does nothing.
+            wrs: a SendWR or an iterable of them, which is read to its end before the
+                first is posted.  Posting stops at the first that cannot be posted; an
+                empty list does nothing.
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or an item of the list is not one;
-                index, posted and reason say which, how many were posted before it, and why.
+            PostError: a work request was refused, or an item is not one; wr and index say
+                which, posted how many were posted before it, and reason why.
             ClosedError: the QP is closed.
 
         See ibv_post_send(3).
@@ -291,12 +291,11 @@ class QP(Multicast, struct="ibv_qp"):
         """Post one receive, or a list of them in one call.
 
         Args:
-            wrs: a RecvWR or an iterable of them; the list stops at the first
-                that cannot be posted, and an empty one does nothing.
+            wrs: a RecvWR or an iterable of them, read and posted as by post_send.
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or an item of the list is not one.
+            PostError: a work request was refused, or an item is not one.
             ClosedError: the QP is closed.
             RdmaError: the queue pair takes its receives from an SRQ.
 
@@ -331,6 +330,7 @@ class QP(Multicast, struct="ibv_qp"):
             the prepared list.
 
         Raises:
+            TypeError: wrs is neither.
             PostError: a work request cannot be posted; index says which.
             ValueError: the list is empty.
             ClosedError: the QP is closed.
@@ -340,7 +340,7 @@ class QP(Multicast, struct="ibv_qp"):
         return self._prepared(self._send, wrs)
 
     def prepare_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> Batch:
-        """Check and pack receives once, for posting them many times; as prepare does.
+        """Check and pack receives once, as prepare does sends, for posting them many times.
 
         Args:
             wrs: a RecvWR or an iterable of them.
@@ -349,6 +349,7 @@ class QP(Multicast, struct="ibv_qp"):
             the prepared list.
 
         Raises:
+            TypeError: wrs is neither.
             PostError: a work request cannot be posted; index says which.
             ValueError: the list is empty.
             ClosedError: the QP is closed.
@@ -402,7 +403,7 @@ class QP(Multicast, struct="ibv_qp"):
             send_flags: SIGNALED, FENCE or both; 0 for neither.
 
         Raises:
-            PostError: it was refused, here or by the device; the window keeps its
+            PostError: the library or the device refused it; the window keeps its
                 previous key.
             ClosedError: the QP is closed.
 

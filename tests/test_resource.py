@@ -140,6 +140,7 @@ def test_error_inside_with_is_the_one_that_is_seen():
     assert caught.value.__notes__ == ["pd cannot be closed: mr still open on it; close it first"]
     assert not pd.closed
     opened[0].close()
+    pd.close()
 
 
 class Unwilling(ZeroDivisionError):
