@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import sys
 from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from support import needs
+from support import interrupt_everywhere, needs
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
-from rdmapost._resource import _all_open
 
 MOST_ATTEMPTS = 2 * 17 + 1
 
@@ -148,40 +146,9 @@ def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refus
     assert driver.attempts == 2
 
 
-def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(context, pd, cq):
-    """At each moment of the first probe at which Python runs signal handlers."""
-
-    class Ends(Exception):
-        pass
-
-    def probe(moment: int) -> bool:
-        """Whether there was such a moment."""
-        seen = 0
-
-        def look(_: object, event: str, __: object) -> None:
-            nonlocal seen
-            # As a function of Python's begins, and as one of C's has returned.
-            seen += event in ("call", "c_return")
-            if seen == moment:
-                sys.setprofile(None)
-                raise Ends
-
-        before = _all_open()
-        sys.setprofile(look)
-        try:
-            rp.max_inline(pd, QPType.RC, cq, at_most=0)
-        except Ends as error:
-            kept.append(error)
-        finally:
-            sys.setprofile(None)
-        assert _all_open() == before, moment
-        return seen >= moment
-
-    kept: list[Ends] = []
-    moment = 1
-    while probe(moment):
-        moment += 1
-    assert len(kept) == moment - 1 > 50
+def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(pd, cq):
+    """The first probe, which all others are like."""
+    assert interrupt_everywhere(lambda: rp.max_inline(pd, QPType.RC, cq, at_most=0)) > 50
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO])

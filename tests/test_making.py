@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import interrupt_everywhere
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -148,6 +149,18 @@ def test_what_cannot_be_made_leaves_nothing_open_however_long_its_error_is_kept(
     assert _all_open() == handles
     assert os.listdir("/proc/self/fd") == descriptors
     assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_interrupt_of_a_constructor_leaves_nothing_open_however_long_it_is_kept(
+    cls, context, pd, cq
+):
+    arguments = _arguments(cls, context, pd, cq)
+    try:
+        cls(*arguments).close()
+    except rp.VerbsError as error:
+        pytest.skip(f"no {cls.__name__} on {context.name}: {error}")
+    assert interrupt_everywhere(lambda: cls(*arguments)) > 10
 
 
 def test_public_attributes_of_a_resource_cannot_be_set(made):

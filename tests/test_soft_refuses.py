@@ -228,6 +228,25 @@ def test_wait_for_what_an_overrun_has_lost_says_so():
         assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
 
 
+@pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
+def test_overrun_that_only_an_event_tells_is_known_once_that_is_taken(monkeypatch, returned):
+    """As it is with libibverbs."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        with pytest.raises(rp.WaitTimeout, match=r"within 0 s$"):
+            cq.wait(2, timeout=0)
+        if returned:
+            assert event(context).event_type == EventType.CQ_ERR
+        else:
+            # A signal handler has ended get_async_event().
+            assert context._take_event()
+        with pytest.raises(rp.WaitTimeout, match="the CQ has overrun"):
+            cq.wait(2, timeout=0)
+
+
 def test_cq_that_overruns_when_a_queue_pair_is_flushed_says_so():
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         qp.to_init()
