@@ -92,11 +92,13 @@ class Resource(door.Handle):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
+        try:
             self.close()
-        else:
-            # The error that is under way matters more than what follows from it.
-            self._close_quietly()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The error under way matters more than what follows from it.
+            self._note_kept(error, failure)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -140,9 +142,18 @@ class Resource(door.Handle):
         )
 
     def _close_quietly(self) -> None:
-        # If it fails the device keeps it until the process ends: nobody is there to be told.
+        """Close what no caller has, while an error is under way."""
         with contextlib.suppress(RdmaError):
-            self.close()
+            door.Handle.close(self)
+
+    def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
+        """Add to an error what could not be closed because of it, and why."""
+        # Nothing may hide the error: neither a text of a subclass, nor an add_note.
+        with contextlib.suppress(Exception):
+            text = str(failure)
+            if not isinstance(failure, InUseError):  # which names the resource itself
+                text = f"{self} could not be {self._undone}: {text}"
+            error.add_note(" ".join(text.split()))
 
 
 _structs: dict[type, Any] = {}
@@ -157,10 +168,12 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
         self._begin_making()
         try:
             init(self, *args, **options)
+            self._end_making(True)
         except BaseException:
             self._end_making(False)
+            # The traceback may keep it for long, and nobody else has it.
+            self._close_quietly()
             raise
-        self._end_making(True)
 
     return __init__
 

@@ -23,7 +23,7 @@ class GIDChoice:
     Attributes:
         index: the gid_index to give.
         gid: the GID.
-        gid_type: its kind, or None where the library cannot tell.
+        gid_type: its type, or None if libibverbs cannot tell.
         reason: why this one, in a few words.
     """
 
@@ -38,11 +38,10 @@ class GIDChoice:
 
 
 def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
-    """Choose a GID of a port, or say what the given one is.
+    """Choose a GID of a port, or describe the one that is given.
 
-    RoCE v2 is better than v1, an address with a scope wider than the link is
-    better than a link-local one, IPv4 is better than IPv6 (as most RoCE
-    networks are), and the lower index wins a tie.
+    It prefers RoCE v2 to v1, then any address to a link-local one, then IPv4 to
+    IPv6 (most RoCE networks use IPv4), then the lower index.
 
     Args:
         context: an open device.
@@ -97,7 +96,7 @@ _GLOBAL = {"sgid_index": 255, "flow_label": (1 << 20) - 1, "hop_limit": 255, "tr
 
 @dataclass(frozen=True, slots=True)
 class AHAttr:
-    """The way to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
+    """The path to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
 
     Attributes:
         port_num: local port, from 1.
@@ -105,13 +104,13 @@ class AHAttr:
         sl: service level, 0..15.
         src_path_bits: low bits of the source LID.
         static_rate: encoded rate limit; 0 for none.
-        dgid: the peer's GID, as a GID, 16 bytes or text; None where the LID is enough (InfiniBand).
+        dgid: the peer's GID, as a GID, 16 bytes or text; None if the LID is enough (InfiniBand).
         sgid_index: which of the local GIDs is the source.
         flow_label: 0..2^20-1.
         hop_limit: 0..255.
         traffic_class: 0..255.
 
-    The numbers are checked when they are used, by AH and QP.modify.
+    AH and QP.modify check the numbers when they use them.
 
     Raises:
         TypeError: dgid is of another type.
@@ -169,11 +168,11 @@ class AHAttr:
 
 
 class AH(Resource, struct="ibv_ah"):
-    """An address handle: the way to a UD peer (ibv_create_ah(3)).
+    """An address handle: the path to a UD peer (ibv_create_ah(3)).
 
     Args:
         pd: the protection domain of the queue pairs that will use it.
-        attr: the way.
+        attr: the path.
 
     Raises:
         TypeError: an argument is of another type.

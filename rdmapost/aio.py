@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ._arguments import expect, index, seconds
 from .channel import CompChannel
 from .device import Context
-from .errors import ClosedError, RdmaError, WaitTimeout
+from .errors import ClosedError, RdmaError
 from .events import AsyncEvent, next_taken
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
                     break
                 if waiter.expired:
                     there = cq._look(count)
-                    raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
+                    raise cq._timed_out(there, count, timeout)
                 # Another thread's poll() has taken them.
                 waiter.sleep()
         finally:

@@ -36,7 +36,7 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
     Raises:
         TypeError: an argument is of another type.
         ClosedError: the device is closed.
-        VerbsError: the device has no more.
+        VerbsError: the device has no more channels.
     """
 
     __slots__ = ("_cqs", "_events", "_get_event", "_poller", "context")
@@ -49,7 +49,7 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         self._events: dict[int, None] = {}
-        """Events that are taken, and that nobody has been told of: of which CQs' structs."""
+        """Events that were taken and not returned yet, by the address of the CQ's struct."""
         self._poller = door.Poller({}, False, 0, -1, None)
         provider = context._provider
         handle = self._make(
@@ -82,8 +82,8 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
     def get_cq_event(self, timeout: float | None = 0.0) -> CQ | None:
         """Return the CQ of the next event, and acknowledge it.
 
-        The CQ reports nothing more until its next ``req_notify()``; poll it
-        after that call, because what came in between is not reported.
+        The CQ reports nothing more until its next ``req_notify()``.  Poll it after
+        that call: completions that came in between are not reported.
 
         Args:
             timeout: seconds to wait; None waits as long as it takes.
@@ -92,9 +92,9 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
             The CQ, or None when no event came in time.
 
         Raises:
-            TypeError: timeout is no number.
+            TypeError: timeout is not a number.
             ValueError: timeout is NaN.
-            RdmaError: tasks wait for its events.
+            RdmaError: asyncio tasks wait for its events.
             ClosedError: the channel is closed, or another thread closes it.
             VerbsError: the device failed.
 

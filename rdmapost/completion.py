@@ -13,6 +13,7 @@ from .channel import CompChannel, OwnChannel
 from .device import Context
 from .enums import WCFlags, WCOpcode, WCStatus
 from .errors import ClosedError, CompletionError, RdmaError, VerbsError, WaitTimeout
+from .events import OVERRUN, has_overrun
 from .grh import Datagram, read_datagram
 
 if TYPE_CHECKING:
@@ -24,23 +25,23 @@ __all__ = ["CQ", "WC"]
 class WC(NamedTuple):
     """A completion (``struct ibv_wc``, ibv_poll_cq(3)).
 
-    In an error completion only wr_id, status, qp_num and vendor_err mean
-    anything; the rest is None or 0.
+    In an error completion only wr_id, status, qp_num and vendor_err are valid;
+    the other fields are None or 0.
 
     Attributes:
-        wr_id: what the work request carried.
-        status: how it ended.
-        opcode: what completed, or None.
-        byte_len: bytes received (with the 40 bytes of GRH on UD), read or exchanged.
+        wr_id: the wr_id of the work request.
+        status: how the work request ended.
+        opcode: the operation that completed, or None.
+        byte_len: bytes received (on UD including the 40 bytes of GRH), read or exchanged.
         imm_data: immediate data in host order, or None.
         invalidated_rkey: the key that the peer invalidated, or None.
         qp_num: number of the local queue pair.
         src_qp: number of the sender's queue pair (UD).
-        wc_flags: what the completion carries.
+        wc_flags: what else the completion carries, a WCFlags.
         vendor_err: the device's own error code.
-        pkey_index, slid, sl, dlid_path_bits: of the packet (UD).
-        tm_tag, tm_priv: the tag, and the sender's 32 bits, of a tag-matching
-            message as it arrived; None elsewhere.
+        pkey_index, slid, sl, dlid_path_bits: from the packet's headers (UD).
+        tm_tag, tm_priv: the tag of a tag-matching message as it arrived, and 32 bits
+            that its sender chose; None in other completions.
     """
 
     wr_id: int
@@ -61,10 +62,10 @@ class WC(NamedTuple):
     tm_priv: int | None = None
 
     def check(self) -> WC:
-        """Return the completion if it is a success.
+        """Return the completion if its status is SUCCESS.
 
         Raises:
-            CompletionError: it is not.
+            CompletionError: it is another.
         """
         if self.status:
             raise CompletionError(
@@ -78,16 +79,18 @@ class WC(NamedTuple):
     def datagram(self, received: Any) -> Datagram:
         """Return the GRH and the payload of a receive on a UD queue pair.
 
-        Only for UD: other messages have no GRH in front.
+        Use it for UD only: messages of other types have no GRH.
 
         Args:
-            received: the RecvWR that was posted, or the buffer of its bytes.
+            received: the RecvWR that was posted, or a buffer that begins with the
+                bytes that it received.
 
         Raises:
-            CompletionError: it failed.
-            TypeError: this is neither.
-            ValueError: nothing was received, or these are other buffers.
-            ClosedError: a region of them is closed.
+            CompletionError: the receive failed.
+            TypeError: received is neither.
+            ValueError: this completion is not that of a receive, or received does not
+                hold its bytes.
+            ClosedError: a memory region that the RecvWR names is closed.
 
         See ibv_post_recv(3).
         """
@@ -115,11 +118,11 @@ class CQ(Resource, struct="ibv_cq"):
     Args:
         context: an open device.
         cqe: entries it must hold, 1..the device's max_cqe.
-        channel: where it reports completions; None gives the CQ a private
-            channel, on which ``wait`` sleeps.
-        comp_vector: which interrupt vector signals it.
-        tm_info: completions carry the tags of tag-matching messages; the CQ of
-            a tag-matching SRQ needs it.
+        channel: the channel on which it reports completions; None gives the CQ a
+            private one, on which ``wait`` sleeps.
+        comp_vector: the completion vector that signals its events, from 0.
+        tm_info: whether completions carry the tags of tag-matching messages, as the
+            CQ of a tag-matching SRQ must.
 
     Attributes:
         cqe: entries it holds.
@@ -132,7 +135,9 @@ class CQ(Resource, struct="ibv_cq"):
         VerbsError: the device refused.
     """
 
-    __slots__ = ("_channel", "_drop", "_extended", "_poller", "channel", "context", "cqe")
+    __slots__ = (
+        "_channel", "_drop", "_extended", "_overrun", "_poller", "channel", "context", "cqe",
+    )  # fmt: skip
 
     _kind = "CQ"
     _rank = 5
@@ -154,28 +159,39 @@ class CQ(Resource, struct="ibv_cq"):
         most = context.attr.max_cqe
         if not 1 <= cqe <= most:
             raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
-        provider = context._provider
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
-        announces = OwnChannel(context) if channel is None else channel
+        self._extended = bool(tm_info)
+        self._overrun = False
+        own = None
+        try:
+            if channel is None:
+                own = OwnChannel(context)
+            self._create(own or channel, cqe, comp_vector)
+        finally:
+            if own is not None:
+                # It closes with the CQ; at once, if there is none.
+                own._abandoned = True
+                if self._handle is None:
+                    own._close_quietly()
+        if channel is not None:
+            channel._announced_by(self)
+
+    def _create(self, announces: Any, cqe: int, comp_vector: int) -> None:
+        context = self.context
+        provider = context._provider
         self._channel = announces._live()
         self._drop = functools.partial(provider.get_cq_event, self._channel, {})
         self._poller = door.Poller(
-            context._queues, tm_info, provider.spin_ns, self._channel.fd, self._drop
+            context._queues, self._extended, provider.spin_ns, self._channel.fd, self._drop
         )
-        tm_info = bool(tm_info)
-        create = provider.create_cq_ex if tm_info else provider.create_cq
+        create = provider.create_cq_ex if self._extended else provider.create_cq
         handle = self._make(
             create, (context, cqe, announces, comp_vector), provider.destroy_cq,
             (context, announces),
         )  # fmt: skip
-        if channel is None:
-            announces._abandoned = True
-        self._extended = tm_info
         self.cqe: int = handle.cqe
-        if channel is not None:
-            channel._announced_by(self)
 
     def __str__(self) -> str:
         return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
@@ -188,8 +204,8 @@ class CQ(Resource, struct="ibv_cq"):
         """Request one event on the channel, at the next completion.
 
         Args:
-            solicited_only: only at a completion that the sender solicited
-                (SendFlags.SOLICITED), or at an error.
+            solicited_only: only at a receive whose sender set SendFlags.SOLICITED,
+                or at an error completion.
 
         Raises:
             RdmaError: the CQ was created without a channel.
@@ -231,17 +247,19 @@ class CQ(Resource, struct="ibv_cq"):
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions and return exactly that many.
 
-        It spins briefly, and then sleeps on the completion channel.  If another
-        thread keeps the GIL busy, each of the two costs one switch interval;
-        completions that are already there cost none.  Closing the CQ ends it.
+        It spins briefly, then sleeps on the completion channel.  If another thread
+        keeps the GIL busy, spinning and sleeping each cost one switch interval
+        (sys.getswitchinterval); completions that are already there cost none.
+        Closing the CQ ends the wait.
 
         Args:
             count: how many.
             timeout: seconds; None waits as long as it takes.
 
         Raises:
-            WaitTimeout: fewer came; those stay for the next poll or wait.
-            TypeError: count or timeout is no number.
+            WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
+                so where the CQ is known to have overrun.
+            TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
             ClosedError: the CQ is closed, now or while it waits.
@@ -264,22 +282,30 @@ class CQ(Resource, struct="ibv_cq"):
         except BaseException:
             self._poller.put_back(found)
             raise
-        raise WaitTimeout(f"{there} of {count} completions came within {timeout:g} s")
+        raise self._timed_out(there, count, timeout)
+
+    def _timed_out(self, there: int, count: int, timeout: float | None) -> WaitTimeout:
+        text = f"{there} of {count} completions came within {timeout:g} s"
+        if has_overrun(self):
+            text += f"; {OVERRUN}"
+        return WaitTimeout(text)
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
 
-        No thread waits, and cancelling loses none.  Several tasks of one event loop may
-        wait; a task that wants few does not wait for one that wants many.  CQs that
-        share a channel work too.  ``async for wc in cq`` yields them one at a time.
+        No thread blocks, and cancelling the task loses no completion.  Several tasks of
+        one event loop may wait; one that wants few is not held up by one that wants many.
+        CQs that share a channel work too.  ``async for wc in cq`` yields completions one
+        at a time.
 
         Args:
             count: how many.
             timeout: seconds; None waits as long as it takes.
 
         Raises:
-            WaitTimeout: fewer came; those stay for the next poll or wait.
-            TypeError: count or timeout is no number.
+            WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
+                so where the CQ is known to have overrun.
+            TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: a thread sleeps on the same CQ or channel, or tasks of another
                 event loop do.

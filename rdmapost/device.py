@@ -86,7 +86,7 @@ class GID(bytes):
 
     @property
     def is_multicast(self) -> bool:
-        """Whether it names a multicast group: in ff00::/8, or an IPv4 one mapped into IPv6."""
+        """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
         address = IPv6Address(bytes(self))
         return (address.ipv4_mapped or address).is_multicast
 
@@ -98,7 +98,7 @@ class GIDTableEntry:
     Attributes:
         index: its index in the table, for gid_index.
         gid: the GID.
-        gid_type: its kind, or None where the library cannot tell.
+        gid_type: its type, or None if libibverbs cannot tell.
         ndev: name of the network device behind it, or "".
     """
 
@@ -116,9 +116,9 @@ class PortAttr:
         port_num: the port, from 1.
         state: its state; only ACTIVE carries traffic.
         link_layer: InfiniBand or Ethernet.
-        max_mtu, active_mtu: path MTU, possible and in use.
-        gid_tbl_len, pkey_tbl_len: entries in the tables.
-        max_msg_sz: bytes in one message, at most.
+        max_mtu, active_mtu: the largest path MTU, and the one in use.
+        gid_tbl_len, pkey_tbl_len: entries in the GID and the P_Key table.
+        max_msg_sz: the largest message, in bytes.
         lid, sm_lid: local identifiers; 0 on Ethernet.
         phys_state: 5 is LinkUp, 3 is Disabled.
         active_speed, active_width: encoded as in the man page.
@@ -177,9 +177,9 @@ class DeviceAttr:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """List the devices that can be opened: those of libibverbs, and the soft one.
+    """List the devices that can be opened: those of libibverbs, and the software device.
 
-    Without libibverbs there is only the soft one.
+    Without libibverbs there is only the software device.
 
     Raises:
         VerbsError: the kernel could not be queried.
@@ -197,9 +197,9 @@ def open_device(name: str | None = None) -> Context:
     """Open a device.
 
     Args:
-        name: its name; "soft0" is the software device of this process.  Without
-            a name it is what RDMAPOST_DEVICE says, else the first device of
-            libibverbs that has an active port; never the software device.
+        name: its name; "soft0" is the software device of this process.  None opens
+            the device that RDMAPOST_DEVICE names or, if that is not set, the first
+            device of libibverbs with an active port, never the software device.
 
     Raises:
         TypeError: name is neither text nor None.
@@ -248,10 +248,10 @@ class Context(Resource, struct="ibv_context"):
 
     Attributes:
         name: the device's name.
-        kind: "verbs" for a device of libibverbs, "soft" for the one in the process.
+        kind: "verbs" for a device of libibverbs, "soft" for the software device.
         guid: its node GUID, in host order.
-        node_type: what it is.
-        attr: its attributes.
+        node_type: its type, a NodeType.
+        attr: its attributes, a DeviceAttr.
     """
 
     __slots__ = (
@@ -273,13 +273,9 @@ class Context(Resource, struct="ibv_context"):
         self.node_type = _enum(NodeType, info.node_type, NodeType.UNKNOWN)
         with provider.found_device(info.name) as device:
             self._make(provider.open_device, (device,), provider.close_device, ())
-        try:
-            # An event that another thread took must not block this one.
-            os.set_blocking(self.async_fd, False)
-            self.attr = self._query_attr()
-        except BaseException:
-            self._close_quietly()
-            raise
+        # An event that another thread took must not block this one.
+        os.set_blocking(self.async_fd, False)
+        self.attr = self._query_attr()
 
     def __str__(self) -> str:
         return f"device {self.name}" if hasattr(self, "name") else self._kind
@@ -384,7 +380,7 @@ class Context(Resource, struct="ibv_context"):
 
     @property
     def async_fd(self) -> int:
-        """File descriptor that is readable when an asynchronous event is there.
+        """File descriptor that is readable when there is an asynchronous event.
 
         Raises:
             ClosedError: the device is closed.
@@ -394,7 +390,7 @@ class Context(Resource, struct="ibv_context"):
 
     @property
     def faults(self) -> Any:
-        """Faults to inject, on the software device (soft.faults.FaultPlan).
+        """The faults to inject, a soft.faults.FaultPlan; only the software device has them.
 
         Raises:
             UnsupportedError: it is a real device.

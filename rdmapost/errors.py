@@ -78,7 +78,7 @@ class NoRdmaError(RdmaError):
 
 
 class NoDeviceError(RdmaError):
-    """The named device does not exist, or there is no device to choose."""
+    """There is no device of that name, or none to choose from."""
 
 
 class ClosedError(RdmaError, ValueError):
@@ -95,7 +95,7 @@ class VerbsError(RdmaError, OSError):
     Attributes:
         errno: the error number, positive.
         strerror: its text.
-        call: the verb, by its man page's name.
+        call: the verb, by the name of its man page.
         hint: what is likely wrong and what to try, or "".
     """
 
@@ -125,9 +125,10 @@ class PostError(VerbsError):
         index: which work request of the list failed, from 0; None if the
             device did not say.
         posted: how many were posted before it; None if the device did not say.
+        count: how many the list had.
         wr: the failing work request; None if the device did not say.  If it
             names resources, pickling replaces it by its repr(), a str.
-        reason: the cause, from what the library knows.
+        reason: the cause, as far as the library knows it.
     """
 
     def __init__(

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._arguments import expect, seconds
 from ._resource import Resource, resource_at
 from .device import Context
 from .enums import EventType
-from .errors import RdmaError
+from .errors import ClosedError, RdmaError
 
-__all__ = ["AsyncEvent", "get_async_event"]
+__all__ = ["OVERRUN", "AsyncEvent", "get_async_event", "has_overrun"]
+
+OVERRUN = (
+    "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
+    "or poll it more often"
+)
+"""What to say of a CQ that has overrun."""
 
 
 class AsyncEvent(NamedTuple):
@@ -21,8 +28,8 @@ class AsyncEvent(NamedTuple):
         event_type: what happened: an EventType, or the number of one that
             only a newer libibverbs knows.
         element: the QP, CQ or SRQ that it happened to, or the number of the
-            port; None if the resource has been closed, if the event is the
-            device's own, and for a type that is not known.
+            port; None if the resource has been closed, the event concerns the
+            device as a whole, or its type is unknown.
     """
 
     event_type: EventType | int
@@ -46,7 +53,7 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
     Raises:
         TypeError: an argument is of another type.
         ValueError: timeout is NaN.
-        RdmaError: tasks wait for the events of the device.
+        RdmaError: asyncio tasks wait for the events of the device.
         ClosedError: the device is closed, or another thread closes it.
         VerbsError: the device failed.
 
@@ -71,10 +78,9 @@ def next_taken(context: Context) -> AsyncEvent | None:
     """Return the oldest of the events that are taken, and forget it; None if there is none."""
     events = context._events
     for key, taken in events.copy().items():
-        number, element = context._provider.read_async_event(taken)
-        if element is not None and not isinstance(element, int):
-            element = resource_at(element)
-        found = AsyncEvent(_type_of(number), element)
+        found = _read(context, taken)
+        if found.event_type is EventType.CQ_ERR and isinstance(found.element, Resource):
+            found.element._overrun = True  # type: ignore[attr-defined]
         try:
             # After this there is no call, hence no interrupt, until the caller has it.
             del events[key]
@@ -83,6 +89,27 @@ def next_taken(context: Context) -> AsyncEvent | None:
             continue
         return found
     return None
+
+
+def has_overrun(cq: Any) -> bool:
+    """Whether a CQ is known to have overrun, without taking an event.
+
+    The software device knows it at once.  libibverbs says it in an event alone, which is
+    the caller's: it is known there once get_async_event() has been given it.
+    """
+    context = cq.context
+    with contextlib.suppress(ClosedError):
+        if cq._overrun or cq._verb(context._provider.has_overrun):
+            return True
+    taken = [_read(context, event) for event in context._events.copy().values()]
+    return any(one.event_type is EventType.CQ_ERR and one.element is cq for one in taken)
+
+
+def _read(context: Context, taken: Any) -> AsyncEvent:
+    number, element = context._provider.read_async_event(taken)
+    if element is not None and not isinstance(element, int):
+        element = resource_at(element)
+    return AsyncEvent(_type_of(number), element)
 
 
 def _type_of(number: int) -> EventType | int:

@@ -57,13 +57,21 @@ def max_inline(
 
     def grants(size: int) -> int | None:
         try:
-            with QP(pd, qp_type, send_cq, max_inline_data=size, **options) as qp:
-                return qp.max_inline_data
+            qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
         except VerbsError as error:
             # Without inline data it is not the size that was too much.
             if not size or error.errno not in _TOO_MUCH:
                 raise
             return None
+        # Not "with", which calls Python: no interrupt can come before it is closed.
+        granted = qp.max_inline_data
+        try:
+            qp.close()
+        except BaseException:
+            # An interrupt may have ended that.
+            qp._close_quietly()
+            raise
+        return granted
 
     # What is granted, and the least that is not, as far as is known.
     low, high = grants(0) or 0, at_most + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import mmap
 import operator
 import re
@@ -34,7 +35,7 @@ _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 
 
 class PD(Resource, struct="ibv_pd"):
-    """A protection domain: only resources of the same one work together (ibv_alloc_pd(3)).
+    """A protection domain: resources work together if they share one (ibv_alloc_pd(3)).
 
     Args:
         context: an open device.
@@ -42,7 +43,7 @@ class PD(Resource, struct="ibv_pd"):
     Raises:
         TypeError: an argument is of another type.
         ClosedError: the device is closed.
-        VerbsError: the device has no more.
+        VerbsError: the device has no more PDs.
     """
 
     __slots__ = ("context",)
@@ -87,10 +88,11 @@ class MR(Resource, struct="ibv_mr"):
 
     Args:
         pd: the protection domain.
-        memory: any writable buffer (bytearray, mmap, array, memoryview, numpy
-            array, ...) of numbers or bytes, which is kept alive and cannot be resized meanwhile
-            (except by ctypes.resize and ndarray.resize(refcheck=False), which ignore the export);
-            or a number of bytes to allocate, zeroed and page-aligned.
+        memory: any writable buffer of numbers or bytes (bytearray, mmap, array,
+            memoryview, numpy array, ...), which is kept alive and cannot be resized until
+            the region is closed (never call ctypes.resize or ndarray.resize(refcheck=False)
+            on it: they ignore the export); or a number of bytes to allocate, zeroed and
+            page-aligned.
         access: the permitted accesses, an Access.
 
     Attributes:
@@ -104,8 +106,10 @@ class MR(Resource, struct="ibv_mr"):
             memory is released when the region is closed.
 
     Raises:
-        TypeError: it is not a writable buffer, or it holds Python objects or pointers
-            that Python follows; or another argument is of the wrong type.
+        TypeError: it is not a writable buffer, or its type says that it holds Python
+            objects or pointers that Python follows (memory that numpy.frombuffer or ctypes'
+            from_buffer shows as numbers does not say so); or another argument is of the
+            wrong type.
         ValueError: it is empty or not contiguous; or access has bits that are not
             in Access, or flags that exclude each other.
         MemoryError: the bytes cannot be allocated.
@@ -224,7 +228,7 @@ class MW(Resource, struct="ibv_mw"):
         TypeError: an argument is of another type.
         ClosedError: the PD is closed.
         UnsupportedError: the device has no memory windows.
-        VerbsError: the device has no more.
+        VerbsError: the device has no more windows.
 
     See ibv_alloc_mw(3).
     """
@@ -247,10 +251,10 @@ class MW(Resource, struct="ibv_mw"):
 
     @property
     def rkey(self) -> int:
-        """Its key; a bind gives it a new one, as soon as it is posted.
+        """Its key; posting a bind changes it at once.
 
         If that bind completes with an error, set it back to the previous key
-        (ibv_bind_mw(3)): the driver reads the key that the next bind replaces
+        (ibv_bind_mw(3)): the driver takes the key that the next bind replaces
         from here.
 
         Raises:
@@ -266,7 +270,7 @@ class MW(Resource, struct="ibv_mw"):
         self._verb(setattr, "rkey", within("rkey", rkey, 0, (1 << 32) - 1))
 
     def next_rkey(self) -> int:
-        """Return the rkey for the next bind: the low byte is one more (ibv_inc_rkey(3))."""
+        """Return the rkey for the next bind: its low byte incremented (ibv_inc_rkey(3))."""
         rkey = self.rkey
         return rkey & ~0xFF | (rkey + 1) & 0xFF
 
@@ -331,18 +335,36 @@ def _bytes_of(memory: Any) -> memoryview:
 def _followed(view: memoryview) -> str | None:
     """Say which pointers a buffer has that Python follows, if any.
 
-    Addresses that are mere numbers (``P``) are the caller's business.
+    Addresses that are mere numbers (``P``) are the caller's business, and so are
+    pointers in memory that is given as that of numbers (``numpy.frombuffer``,
+    ctypes' ``from_buffer``), and packed structures and unions of ctypes whose
+    class has had its ``_fields_`` changed: nothing else says what is in them.
     """
     ctypes = sys.modules.get("_ctypes")
-    if ctypes is not None and isinstance(view.obj, ctypes.Structure.__base__):
-        # The formats of packed structures and of unions tell nothing.
-        codes = "".join(_ctypes_codes(ctypes, type(view.obj)))
-    else:
-        codes = _FIELD_NAMES.sub("", view.format or "B")
-    found = _POINTERS.search(codes)
-    if found is None:
-        return None
-    return "references to Python objects" if found[0] == "O" else "pointers that Python follows"
+    for behind in _views_behind(view):
+        codes = _FIELD_NAMES.sub("", behind.format or "B")
+        if ctypes is not None and isinstance(behind.obj, ctypes.Structure.__base__):
+            # The format is ctypes' own, and a class cannot change it; but of packed structures
+            # and of unions it tells nothing.
+            codes = "".join((_own_codes(behind.obj), *_ctypes_codes(ctypes, type(behind.obj))))
+        if found := _POINTERS.search(codes):
+            objects = found[0] == "O"
+            return "references to Python objects" if objects else "pointers that Python follows"
+    return None
+
+
+def _views_behind(view: memoryview) -> Iterator[memoryview]:
+    """Return a view, and those that a class with ``__buffer__`` has made it of."""
+    yield view
+    if type(view.obj).__name__ == "_buffer_wrapper":
+        for behind in gc.get_referents(view.obj):
+            if isinstance(behind, memoryview):
+                yield from _views_behind(behind)
+
+
+def _own_codes(exporter: Any) -> str:
+    """Return the format codes of an object of ctypes, whatever view of it there is."""
+    return _FIELD_NAMES.sub("", memoryview(exporter).format)
 
 
 def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from ._binding import address_of, door
 from .enums import Opcode, QPType, SendFlags
 from .errors import ClosedError, PostError
 from .fields import KINDS, Verb
-from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal
+from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal, too_long_a_list
 from .wr import OpsWR, RecvWR, SendWR
 
 __all__ = ["PostQueue", "ops_queue", "recv_queue", "send_queue"]
@@ -34,7 +34,7 @@ _WR_TYPES: dict[Verb, type] = {
 class PostQueue(door.Queue):
     """One queue that work requests are posted to.
 
-    ``post(owner, wrs)`` posts a work request or a sequence of them to the queue of ``owner``,
+    ``post(owner, wrs)`` posts a work request or an iterable of them to the queue of ``owner``,
     its queue pair or SRQ.
 
     Args:
@@ -121,7 +121,7 @@ class PostQueue(door.Queue):
             kind = type(wrs).__name__
             raise TypeError(f"{kind} is only a base class; post one of its subclasses")
         raise TypeError(
-            f"{self.verb} takes a {self.wr_type.__name__} or a sequence of them, "
+            f"{self.verb} takes a {self.wr_type.__name__} or an iterable of them, "
             f"not a {type(wrs).__name__}"
         )
 
@@ -149,7 +149,7 @@ class PostQueue(door.Queue):
             if rule == "full":
                 # A list that is posted piece by piece stops at the first that has no place; a
                 # prepared one goes in whole or not at all.
-                a = 1 if posted == index else len(wrs)
+                a, b = 1 if posted == index else len(wrs), len(wrs)
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
             raise ValueError(reason)
@@ -161,9 +161,11 @@ class PostQueue(door.Queue):
         """Say that the device has refused; ``posted`` is -1 where it did not say which."""
         index = None if posted < 0 else posted
         wr = None if index is None else wrs[index]
-        raise PostError(
-            self.verb, code, owner._hint(code, wr), index=index, posted=index, count=len(wrs), wr=wr
-        )
+        if code == errno.ENOMEM and len(wrs) > self.depth:
+            reason = too_long_a_list(self, len(wrs))
+        else:
+            reason = owner._hint(code, wr)
+        raise PostError(self.verb, code, reason, index=index, posted=index, count=len(wrs), wr=wr)
 
 
 def _flags(wr_type: type, value: dict[Any, int], checked: bool) -> dict[type, int]:

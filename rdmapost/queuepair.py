@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._arguments import expect, index, member
@@ -61,9 +61,8 @@ class QP(Multicast, struct="ibv_qp"):
         recv_cq: where receives complete; send_cq unless given.
         srq: take receives from this shared queue.
         xrcd: the XRC domain (XRC_RECV).  Such a queue pair uses the PD and the CQ of the
-            SRQ that a message names.  Give any PD and CQ of the same open device: the PD
-            says which device, nothing completes on the CQ, and both stay open as long as
-            the queue pair.
+            SRQ that a message names, so pd and send_cq may be any of the same open device;
+            nothing completes on send_cq, and both stay open as long as the queue pair.
         max_send_wr, max_recv_wr: work requests that each queue must hold.
         max_send_sge, max_recv_sge: SGEs of one work request.
         max_inline_data: bytes of one inline work request.
@@ -267,36 +266,36 @@ class QP(Multicast, struct="ibv_qp"):
         self._refuse_inherited()
         return Outstanding(self._send.in_flight.outstanding, self._recv.in_flight.outstanding)
 
-    def post_send(self, wrs: SendWR | Sequence[SendWR]) -> None:
+    def post_send(self, wrs: SendWR | Iterable[SendWR]) -> None:
         """Post one send work request, or a list of them in one call.
 
         Memory regions, windows and address handles that they name stay alive
-        until they are known to be done.
+        until the work requests are known to be done.
 
         Args:
-            wrs: a SendWR or a sequence of them; the list stops at the first
-                that cannot be posted, and an empty one does nothing.
+            wrs: a SendWR or an iterable of them, which is read to its end before the
+                first is posted.  Posting stops at the first that cannot be posted; an
+                empty list does nothing.
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or an item of the list is not one;
-                index, posted and reason say which, how many were posted before it, and why.
+            PostError: a work request was refused, or an item is not one; wr and index say
+                which, posted how many were posted before it, and reason why.
             ClosedError: the QP is closed.
 
         See ibv_post_send(3).
         """
         self._send.post(self, wrs)
 
-    def post_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
+    def post_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
 
         Args:
-            wrs: a RecvWR or a sequence of them; the list stops at the first
-                that cannot be posted, and an empty one does nothing.
+            wrs: a RecvWR or an iterable of them, read and posted as by post_send.
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or an item of the list is not one.
+            PostError: a work request was refused, or an item is not one.
             ClosedError: the QP is closed.
             RdmaError: the queue pair takes its receives from an SRQ.
 
@@ -316,7 +315,7 @@ class QP(Multicast, struct="ibv_qp"):
                 f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
             )
 
-    def prepare(self, wrs: SendWR | Sequence[SendWR]) -> Batch:
+    def prepare(self, wrs: SendWR | Iterable[SendWR]) -> Batch:
         """Check and pack send work requests once, for posting them many times.
 
         ``batch.post()`` posts the whole list; ``batch[index]`` changes fields
@@ -325,12 +324,13 @@ class QP(Multicast, struct="ibv_qp"):
         all of it.
 
         Args:
-            wrs: a SendWR or a sequence of them, but no BindMW.
+            wrs: a SendWR or an iterable of them, but no BindMW.
 
         Returns:
             the prepared list.
 
         Raises:
+            TypeError: wrs is neither.
             PostError: a work request cannot be posted; index says which.
             ValueError: the list is empty.
             ClosedError: the QP is closed.
@@ -339,16 +339,17 @@ class QP(Multicast, struct="ibv_qp"):
         """
         return self._prepared(self._send, wrs)
 
-    def prepare_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> Batch:
-        """Check and pack receives once, for posting them many times; as prepare does.
+    def prepare_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> Batch:
+        """Check and pack receives once, as prepare does sends, for posting them many times.
 
         Args:
-            wrs: a RecvWR or a sequence of them.
+            wrs: a RecvWR or an iterable of them.
 
         Returns:
             the prepared list.
 
         Raises:
+            TypeError: wrs is neither.
             PostError: a work request cannot be posted; index says which.
             ValueError: the list is empty.
             ClosedError: the QP is closed.
@@ -402,7 +403,7 @@ class QP(Multicast, struct="ibv_qp"):
             send_flags: SIGNALED, FENCE or both; 0 for neither.
 
         Raises:
-            PostError: it was refused, here or by the device; the window keeps its
+            PostError: the library or the device refused it; the window keeps its
                 previous key.
             ClosedError: the QP is closed.
 

@@ -23,6 +23,7 @@ __all__ = [
     "Refusal",
     "check_send_state",
     "flags_allowed",
+    "too_long_a_list",
 ]
 
 MAX_MSG_SIZE = 1 << 31
@@ -262,11 +263,21 @@ def closed(r: Refusal) -> str:
 @_rule
 def full(r: Refusal) -> str:
     queue = r.queue
+    if r.b > queue.depth:
+        return too_long_a_list(queue, r.b)
     beside = "" if r.a == 1 else f", and the list has {r.a} more"
     return (
         f"the queue is full: {queue.depth_name}={queue.depth} and "
         f"{queue.outstanding} work requests are outstanding{beside}; poll the CQ, or create "
         "the queue deeper"
+    )
+
+
+def too_long_a_list(queue: QueueLimits, count: int) -> str:
+    """Say that a list can never fit, however many completions are polled."""
+    return (
+        f"a list of {count} cannot fit a queue of {queue.depth_name}={queue.depth}; "
+        "post it in parts, or create the queue deeper"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,7 +205,7 @@ class SRQ(Resource, struct="ibv_srq"):
 
     @property
     def srq_num(self) -> int:
-        """Its number: the remote_srqn of a message to it (XRC).
+        """Its number, which a message to it carries as remote_srqn (XRC).
 
         Raises:
             RdmaError: it is not of type XRC.
@@ -220,7 +220,7 @@ class SRQ(Resource, struct="ibv_srq"):
 
     @property
     def outstanding(self) -> int:
-        """How many receives are posted and not completed, without those on the matching list.
+        """How many receives are posted and not completed, not counting the matching list.
 
         Raises:
             ClosedError: another process opened the SRQ, and forked this one.
@@ -274,23 +274,22 @@ class SRQ(Resource, struct="ibv_srq"):
         fill(raw, srq_limit=srq_limit)
         self._verb(self.pd.context._provider.modify_srq, raw, SRQAttrMask.LIMIT)
 
-    def post_srq_recv(self, wrs: RecvWR | Sequence[RecvWR]) -> None:
+    def post_srq_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post receives that any queue pair of this SRQ may use.
 
         Args:
-            wrs: a RecvWR or a sequence of them; the list stops at the first
-                that cannot be posted, and an empty one does nothing.
+            wrs: a RecvWR or an iterable of them, read and posted as by QP.post_send.
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused.
+            PostError: a work request was refused, or an item is not one.
             ClosedError: the SRQ is closed.
 
         See ibv_post_srq_recv(3).
         """
         self._recv.post(self, wrs)
 
-    def post_srq_ops(self, wrs: OpsWR | Sequence[OpsWR]) -> None:
+    def post_srq_ops(self, wrs: OpsWR | Iterable[OpsWR]) -> None:
         """Post tag-matching operations.
 
         The post gives each TagAdd its handle.  The buffers of a tagged receive
@@ -298,11 +297,12 @@ class SRQ(Resource, struct="ibv_srq"):
         the data, or that of the TagDel that removed it.
 
         Args:
-            wrs: an OpsWR or a sequence of them; the list stops at the first
-                that cannot be posted.
+            wrs: an OpsWR or an iterable of them, read and posted as by QP.post_send.
 
         Raises:
-            PostError: a work request was refused, or the device has no tag matching.
+            TypeError: wrs is neither.
+            PostError: a work request was refused, an item is not one, or the device has
+                no tag matching.
             ClosedError: the SRQ is closed.
 
         See ibv_post_srq_ops(3).

@@ -1,4 +1,4 @@
-"""A queue pair's way to its peer: what to tell it, and the steps from state to state."""
+"""A queue pair's path to its peer: what to tell the peer, and the steps from state to state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Steps(Resource):
 
     @property
     def gid(self) -> GIDChoice:
-        """The local GID that is used, and why (choose_gid).
+        """The local GID that it uses, and why that one (choose_gid).
 
         Raises:
             RdmaError: the port has none, or not the one asked for.
@@ -65,7 +65,7 @@ class Steps(Resource):
         return self._gid
 
     def endpoint(self) -> Endpoint:
-        """Return what the peer needs to connect to this queue pair.
+        """Return what the peer must know to connect to this queue pair.
 
         Raises:
             RdmaError: the port has no GID.
@@ -137,7 +137,7 @@ class Steps(Resource):
         return QPAttr._read(raw)
 
     def modify(self, **attrs: Any) -> None:
-        """Change attributes; the ones that are passed make up the mask.
+        """Change attributes; the mask is made of those that are passed.
 
         Args:
             attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
@@ -246,14 +246,14 @@ class Steps(Resource):
         sl: int = 0,
         traffic_class: int = 0,
     ) -> None:
-        """Bring the queue pair from INIT to RTR: it receives then.
+        """Bring the queue pair from INIT to RTR, in which it receives.
 
         Args:
             remote: the peer's endpoint; not for UD and RAW_PACKET.
-            min_rnr_timer: how long a peer waits when no receive is posted, encoded
-                as in the man page; 12 is 0.64 ms.
-            max_dest_rd_atomic: reads and atomics of the peer at once; what the
-                device can do, at most 16, unless given.
+            min_rnr_timer: how long the peer waits before it tries again when no receive
+                is posted, encoded as in the man page; 12 is 0.64 ms.
+            max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
+                None is what the device can do, at most 16.
             sl, traffic_class: as in path_to.
 
         Raises:
@@ -292,18 +292,18 @@ class Steps(Resource):
         rnr_retry: int = 6,
         max_rd_atomic: int | None = None,
     ) -> None:
-        """Bring the queue pair from RTR, SQD or SQE to RTS: it sends then.
+        """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
 
-        The defaults give up: after about half a second without an
-        acknowledgement, and after six attempts without a receive.
+        With the defaults it gives up after about half a second without an
+        acknowledgement, or after six retries while the peer has no receive.
 
         Args:
-            timeout: wait for an acknowledgement of 4.096 us * 2^timeout, 0..31;
-                14 is 67 ms, 0 is for ever.
-            retry_cnt: attempts after that, 0..7.
-            rnr_retry: attempts when the peer has no receive, 0..7; 7 is for ever.
-            max_rd_atomic: own reads and atomics at once; what the device can do,
-                at most 16, unless given.
+            timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout,
+                0..31; 14 is 67 ms, 0 waits for ever.
+            retry_cnt: retries after that, 0..7.
+            rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
+            max_rd_atomic: how many reads and atomics it may have outstanding; None is
+                what the device can do, at most 16.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -343,7 +343,7 @@ class Steps(Resource):
         Args:
             remote: the peer's endpoint; not for UD.
             access, qkey: as in to_init.
-            more: what to_rtr and to_rts take.
+            more: other options of to_rtr and to_rts.
 
         Raises:
             TypeError: remote is no Endpoint, another argument is not an integer, or there
@@ -400,7 +400,7 @@ class Steps(Resource):
         self.modify(qp_state=QPState.SQD)
 
     def to_err(self) -> None:
-        """Break the queue pair: what is posted completes with WR_FLUSH_ERR.
+        """Bring the queue pair to ERR: outstanding work requests complete with WR_FLUSH_ERR.
 
         Raises:
             ValueError: as in modify.
@@ -412,7 +412,11 @@ class Steps(Resource):
         self.modify(qp_state=QPState.ERR)
 
     def to_reset(self) -> None:
-        """Take the queue pair back to RESET; what is posted is dropped, without completions.
+        """Take the queue pair back to RESET and drop its outstanding work requests.
+
+        They never complete, and the regions, windows, address handles and buffers
+        that they hold are released.  Completions that are in the CQ by then stay
+        there for the next poll or wait.  Receives of an SRQ stay posted.
 
         Raises:
             ValueError: as in modify.

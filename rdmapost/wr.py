@@ -55,7 +55,7 @@ class SGE(NamedTuple):
     Attributes:
         addr: address of the first byte, 0..2^64-1.
         length: bytes, 1..2^32-1; 0 means 2^31 to some devices and is refused.
-        lkey: key of the memory region, 0..2^32-1; not looked at for inline data.
+        lkey: key of the memory region, 0..2^32-1; ignored for inline data.
         owner: what keeps the memory alive (an MR or a buffer), or None.
     """
 
@@ -69,7 +69,10 @@ class SGE(NamedTuple):
         """Make an SGE over any object with a contiguous buffer, for inline data.
 
         Args:
-            data: bytes, bytearray, memoryview, ...; it needs no registration.
+            data: bytes, bytearray, memoryview, ...; it needs no registration.  It is kept
+                alive and cannot be resized as long as the SGE exists (never call
+                ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore the
+                export).
 
         Raises:
             TypeError: it has no buffer.
@@ -89,7 +92,7 @@ class SGE(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class SendWR(door.WR):
-    """Base of what ibv_post_send(3) posts; post one of its subclasses.
+    """Base class of send work requests (ibv_post_send(3)); post one of its subclasses.
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
@@ -214,7 +217,7 @@ class RdmaRead(_Remote):
 class AtomicCmpAndSwp(_Remote):
     """Replace a remote 64-bit value if it equals ``compare_add`` (RC, XRC_SEND).
 
-    The value that was there arrives in the local buffer: one SGE of 8 bytes.
+    The previous value is written to the local buffer, one SGE of 8 bytes.
     ``remote_addr`` is a multiple of 8.
 
     Attributes:
@@ -234,7 +237,7 @@ class AtomicCmpAndSwp(_Remote):
 class AtomicFetchAndAdd(_Remote):
     """Add ``compare_add`` to a remote 64-bit value (RC, XRC_SEND).
 
-    The value that was there arrives in the local buffer: one SGE of 8 bytes.
+    The previous value is written to the local buffer, one SGE of 8 bytes.
     ``remote_addr`` is a multiple of 8.  The sum wraps at 2^64.
 
     Attributes:
@@ -292,7 +295,7 @@ class TSO(_WithBuffers):
 
     Attributes:
         sg_list: the payload, an SGE or a sequence of them.
-        hdr: the header bytes, at most 65535 and the QP's max_tso_header.
+        hdr: the header, at most 65535 bytes and at most the QP's max_tso_header.
         mss: payload bytes in each frame, 1..65535.
         ah, remote_qpn, remote_qkey: the peer, on UD only.
         wr_id, send_flags: as in SendWR.
@@ -326,7 +329,7 @@ if not TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class OpsWR:
-    """Base of what ibv_post_srq_ops(3) posts; post one of its subclasses.
+    """Base class of tag-matching operations (ibv_post_srq_ops(3)); post one of its subclasses.
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.

@@ -16,6 +16,7 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import Access, QPType, WCStatus
+from rdmapost._resource import Resource, _all_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -185,3 +186,43 @@ def prints(code: str, *args: str, **env: str) -> str:
     assert done.returncode == 0, done.stderr or f"ended with {done.returncode}"
     assert done.stderr == ""
     return done.stdout.strip()
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupt_everywhere(call: Callable[[], object]) -> int:
+    """Interrupt a call at each moment at which Python runs signal handlers, once each.
+
+    It must leave nothing open, though what was raised is kept, and its tracebacks with it.
+
+    Returns:
+        how many moments there were.
+    """
+    kept: list[Interrupted] = []
+    before = _all_open()
+    while True:
+        seen = 0
+
+        def look(_: object, event: str, __: object) -> None:
+            nonlocal seen
+            # As a function of Python's begins, and as one of C's has returned.
+            seen += event in ("call", "c_return")
+            if seen > len(kept):
+                sys.setprofile(None)
+                raise Interrupted
+
+        sys.setprofile(look)
+        try:
+            made = call()
+        except Interrupted as error:
+            kept.append(error)
+        else:
+            sys.setprofile(None)
+            if isinstance(made, Resource):
+                made.close()
+            return len(kept)
+        finally:
+            sys.setprofile(None)
+        assert _all_open() == before, f"at moment {seen}"

@@ -103,7 +103,7 @@ def test_next_that_points_nowhere(connect, checked):
     assert caught.value.posted == 1
     pair.wait()
     for wrong in (None, 0x1000, object()):
-        with pytest.raises(TypeError, match="takes a SendWR or a sequence of them"):
+        with pytest.raises(TypeError, match="takes a SendWR or an iterable of them"):
             pair.a.post_send(wrong)
         with pytest.raises(rp.PostError, match=f"takes a SendWR, not a {type(wrong).__name__}"):
             pair.a.post_send([wrong])

@@ -84,6 +84,42 @@ def test_completion_offers_the_payload_and_the_header(connect):
     assert grh.version == (4 if grh.next_header == 17 and grh.sgid.is_ipv4 else 6)
 
 
+@pytest.mark.parametrize("imm", [False, True])
+@pytest.mark.parametrize(("gid_index", "version"), [(0, 6), (1, 4)])
+@pytest.mark.parametrize("size", [0, 7, 8])
+def test_soft_device_writes_the_header_of_its_roce_v2_packet(
+    context, connect, gid_index, version, size, imm
+):
+    needs(context.kind == "soft", "known GID table", context)
+    pair = connect(QPType.UD, gid_index=gid_index)
+    gid = pair.a.gid.gid
+    attr = dataclasses.replace(pair.a.path_to(pair.b.endpoint(), traffic_class=8), hop_limit=9)
+    with rp.AH(pair.pd, attr) as ah:
+        recv = rp.RecvWR(pair.theirs[: GRH + 64], wr_id=1)
+        pair.b.post_recv(recv)
+        wr = (rp.SendWithImm if imm else rp.Send)(
+            pair.mine[:size] if size else (), ah=ah, remote_qpn=pair.b.qp_num,
+            remote_qkey=rp.queuepair.DEFAULT_QKEY,
+        )  # fmt: skip
+        pair.a.post_send(wr)
+        wc = {wc.wr_id: wc for wc in pair.wait(2)}[1]
+    raw = bytes(pair.theirs.buffer[:GRH])
+    # UDP, BTH, DETH, ImmDt, the payload padded to 4 bytes, ICRC.
+    udp = 8 + 12 + 8 + 4 * imm + (size + 3) // 4 * 4 + 4
+    assert wc.datagram(recv).grh == rp.GRH(
+        sgid=gid, dgid=gid, traffic_class=8, flow_label=0, payload_length=udp, next_header=17,
+        hop_limit=9, version=version,
+    )  # fmt: skip
+    if version == 4:
+        assert raw[:20] == bytes(20)
+        assert raw[20:24] == bytes([0x45, 8]) + (20 + udp).to_bytes(2)
+        assert raw[32:] == bytes([127, 0, 0, 1] * 2)
+        # Its checksum is right (RFC 1071): ones all over.
+        assert int.from_bytes(raw[20:]) % 0xFFFF == 0
+    else:
+        assert raw[0] >> 4 == 6
+
+
 def test_header_says_where_to_answer(connect):
     """What ibv_init_ah_from_wc(3) does: the source becomes the destination."""
     pair = connect(QPType.UD)

@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from support import needs
+from support import interrupt_everywhere, needs
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
@@ -94,6 +94,8 @@ class Driver:
     def __init__(self, limit: int, habit: str, code: int = errno.EINVAL) -> None:
         self.limit, self.habit, self.code = limit, habit, code
         self.attempts = self.open = 0
+        self.stuck = 0
+        """Which of the queue pairs cannot be destroyed."""
 
     def __call__(self, *_: object, max_inline_data: int) -> Driver:
         self.attempts += 1
@@ -104,14 +106,22 @@ class Driver:
             self.max_inline_data = min(self.limit, -(-max_inline_data // 48) * 48)
         elif self.habit == "grants":
             self.max_inline_data = self.limit
-        return self
-
-    def __enter__(self) -> Driver:
         self.open += 1
         return self
 
+    def __enter__(self) -> Driver:
+        return self
+
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _close_quietly(self) -> None:
+        pass
+
+    def close(self) -> None:
         self.open -= 1
+        if self.attempts == self.stuck:
+            raise rp.VerbsError("ibv_destroy_qp", self.code)
 
 
 @pytest.mark.parametrize("habit", ["refuses", "rounds", "grants"])
@@ -124,6 +134,21 @@ def test_habits_of_drivers(monkeypatch, limit, habit):
     assert rp.max_inline(None, QPType.RC, None) == limit
     assert driver.attempts <= MOST_ATTEMPTS
     assert driver.open == 0
+
+
+def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refused(monkeypatch):
+    """Though drivers say EINVAL to both."""
+    driver = Driver(100, "refuses")
+    driver.stuck = 2
+    monkeypatch.setattr(rp.inline, "QP", driver)
+    with pytest.raises(rp.VerbsError, match=r"^ibv_destroy_qp"):
+        rp.max_inline(None, QPType.RC, None)
+    assert driver.attempts == 2
+
+
+def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(pd, cq):
+    """The first probe, which all others are like."""
+    assert interrupt_everywhere(lambda: rp.max_inline(pd, QPType.RC, cq, at_most=0)) > 50
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO])

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from support import interrupt_everywhere
 
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost._binding import ffi
-from rdmapost._resource import Resource, open_handles
+from rdmapost._resource import Resource, _all_open, open_handles
 
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
 
@@ -125,6 +129,38 @@ def test_constructor_that_failed_may_be_called_again(pd):
     mr.__init__(pd, 64)
     with mr:
         assert mr.length == 64
+
+
+def _no_such_vector(context: rp.Context) -> None:
+    rp.CQ(context, comp_vector=1 << 20)
+
+
+def _descriptor_that_fails(context: rp.Context) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "set_blocking", Mock(side_effect=OSError(errno.EBADF, "bad")))
+        rp.CompChannel(context)
+
+
+@pytest.mark.parametrize("fail", [_no_such_vector, _descriptor_that_fails])
+def test_what_cannot_be_made_leaves_nothing_open_however_long_its_error_is_kept(context, fail):
+    handles, descriptors = _all_open(), os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=r"EINVAL|bad") as caught:
+        fail(context)
+    assert _all_open() == handles
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_interrupt_of_a_constructor_leaves_nothing_open_however_long_it_is_kept(
+    cls, context, pd, cq
+):
+    arguments = _arguments(cls, context, pd, cq)
+    try:
+        cls(*arguments).close()
+    except rp.VerbsError as error:
+        pytest.skip(f"no {cls.__name__} on {context.name}: {error}")
+    assert interrupt_everywhere(lambda: cls(*arguments)) > 10
 
 
 def test_public_attributes_of_a_resource_cannot_be_set(made):

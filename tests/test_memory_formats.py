@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,54 @@ class EitherNumber(ctypes.Union):
     _fields_ = [("a", ctypes.c_int), ("b", ctypes.c_double)]
 
 
+class Lies(ctypes.py_object):
+    """It says what it is made of, and is made of something else."""
+
+
+Lies._type_ = "q"
+
+
+class LyingArray(ctypes.py_object * 4):  # type: ignore[misc]
+    pass
+
+
+LyingArray._type_ = ctypes.c_longlong
+
+
+class LyingStructure(ctypes.Structure):
+    _fields_ = [("value", ctypes.py_object)]
+
+
+LyingStructure._fields_[0] = ("value", ctypes.c_longlong)
+
+
+class LyingClass(ctypes.py_object):
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return ctypes.c_longlong
+
+    _fields_ = ()
+
+
+class Offers:
+    """What gives away a buffer of another (since Python 3.12)."""
+
+    def __init__(self, other: Any) -> None:
+        if sys.version_info < (3, 12):
+            pytest.skip("Python before 3.12 has no __buffer__")
+        self.other = other
+
+    def __buffer__(self, flags: int) -> memoryview:
+        view = memoryview(self.other)
+        return view.cast("B") if view.nbytes else view
+
+
+def on_the_instance() -> Any:
+    it = Packed()
+    it._fields_ = ()  # type: ignore[misc]
+    return it
+
+
 def f(*fields: tuple[str, Any]) -> list[tuple[str, Any]]:
     return list(fields)
 
@@ -90,6 +139,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ctypes unions in structures": (Around, "Around"),
     "ctypes bytes of a packed structure": (lambda: memoryview(Packed()).cast("B"), "memoryview"),
     "ctypes structure with a colon in a name": (Colon, "Colon"),
+    "ctypes type that lies": (Lies, "Lies"),
+    "ctypes array that lies": (LyingArray, "LyingArray"),
+    "ctypes structure that lies": (LyingStructure, "LyingStructure"),
+    "ctypes type that lies about its class": (LyingClass, "LyingClass"),
+    "ctypes instance that lies": (on_the_instance, "Packed"),
+    "bytes of a structure that another offers": (lambda: Offers(Packed()), "Offers"),
+    "bytes that another offers of another": (lambda: Offers(Offers(Packed())), "Offers"),
+    "view of what another offers": (lambda: memoryview(Offers(Packed())), "memoryview"),
     "ctypes functions": (lambda: (ctypes.CFUNCTYPE(None) * 4)(), "_Array_4"),
 }
 
@@ -104,6 +161,7 @@ TAKEN: dict[str, Callable[[], Any]] = {
         4, f(("O", "u8"), ("z&", "f4"), ("X{}", "f8"), ("Z", "i4", (2, 2)))
     ),
     "numpy by columns": lambda: numpy_zeros((2, 4), "c8", "F"),
+    "bytes of numbers that another offers": lambda: Offers((ctypes.c_longlong * 4)()),
     "ctypes numbers": lambda: (ctypes.c_longlong * 4)(),
     "ctypes addresses that are numbers": lambda: (ctypes.c_void_p * 4)(),
     "ctypes structure named as formats": lambda: (Numbers * 2)(),

@@ -106,6 +106,55 @@ def test_list_of_different_kinds(rc, context):
     assert sorted(wc.wr_id for wc in rc.wait(6)) == [1, 2, 3, 4, 70, 71]
 
 
+def _posts(context, pd, rc):
+    """Give each verb that posts lists, and a good and a bad work request for it."""
+    srq = rp.SRQ(pd, 8)
+    recv = rp.RecvWR(rc.theirs[:8])
+    bad_recv = rp.RecvWR([rc.theirs[:1]] * (rc.b.max_recv_sge + 1))
+    return srq, {
+        "post_send": (rc.a.post_send, writes(rc, 1)[0], too_many(rc)),
+        "post_recv": (rc.b.post_recv, recv, bad_recv),
+        "post_srq_recv": (srq.post_srq_recv, recv, bad_recv),
+        "prepare": (rc.a.prepare, writes(rc, 1)[0], too_many(rc)),
+        "prepare_recv": (rc.b.prepare_recv, recv, bad_recv),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["post_send", "post_recv", "post_srq_recv", "prepare", "prepare_recv"]
+)
+def test_generator_is_read_once_and_its_bad_one_is_named(context, pd, rc, name):
+    srq, posts = _posts(context, pd, rc)
+    post, good, bad = posts[name]
+    with srq:
+        wrs = [good, good, bad, good]
+        left = iter(wrs)
+        with pytest.raises(rp.PostError) as caught:
+            post(wr for wr in left)
+        error = caught.value
+        posted = 0 if name.startswith("prepare") else 2
+        assert (error.index, error.posted, error.count) == (2, posted, 4)
+        assert error.wr is bad
+        assert list(left) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["post_send", "post_recv", "post_srq_recv", "prepare", "prepare_recv"]
+)
+def test_generator_that_raises_posts_nothing(context, pd, rc, name):
+    srq, posts = _posts(context, pd, rc)
+    post, good, _ = posts[name]
+
+    def raises():
+        yield good
+        raise ZeroDivisionError
+
+    with srq:
+        with pytest.raises(ZeroDivisionError):
+            post(raises())
+        assert (*rc.a.outstanding, *rc.b.outstanding, srq.outstanding) == (0, 0, 0, 0, 0)
+
+
 def test_any_iterable_and_a_single_one_and_none(rc):
     rc.a.post_send(iter(writes(rc, 3)))
     rc.a.post_send(writes(rc, 1, start=3)[0])
@@ -116,9 +165,9 @@ def test_any_iterable_and_a_single_one_and_none(rc):
 
 @pytest.mark.parametrize("wrong", [None, 5, object()])
 def test_what_is_no_work_request_is_a_type_error(rc, wrong):
-    with pytest.raises(TypeError, match="ibv_post_send takes a SendWR or a sequence of them"):
+    with pytest.raises(TypeError, match="ibv_post_send takes a SendWR or an iterable of them"):
         rc.a.post_send(wrong)
-    with pytest.raises(TypeError, match="ibv_post_recv takes a RecvWR or a sequence of them"):
+    with pytest.raises(TypeError, match="ibv_post_recv takes a RecvWR or an iterable of them"):
         rc.b.post_recv(wrong)
 
 
@@ -241,10 +290,34 @@ def test_full_send_queue_is_refused_by_name_and_usable_after_polling(connect):
 def test_list_that_fills_the_queue_stops_where_it_is_full(connect):
     pair = connect(max_send_wr=16)
     depth = pair.a.max_send_wr
+    pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=0))
+    wrs = [pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=i) for i in range(1, depth + 1)]
     with pytest.raises(rp.PostError, match="the queue is full") as caught:
-        pair.a.post_send([pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=i) for i in range(depth + 3)])
-    assert (caught.value.index, caught.value.posted) == (depth, depth)
+        pair.a.post_send(wrs)
+    assert (caught.value.index, caught.value.posted) == (depth - 1, depth - 1)
     assert [wc.wr_id for wc in pair.wait(depth)] == list(range(depth))
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("prepared", [False, True], ids=["posted", "prepared"])
+def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepared):
+    """However many are polled, it never fits."""
+    pair = connect(max_send_wr=16, checked=checked)
+    depth = pair.a.max_send_wr
+    # More than a device has beyond what it grants.
+    wrs = [pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=i) for i in range(4 * depth)]
+    with pytest.raises(rp.PostError) as caught:
+        pair.a.prepare(wrs).post() if prepared else pair.a.post_send(wrs)
+    error = caught.value
+    assert error.errno == errno.ENOMEM
+    assert error.reason == (
+        f"a list of {4 * depth} cannot fit a queue of max_send_wr={depth}; "
+        "post it in parts, or create the queue deeper"
+    )
+    # Those that fit are posted, but for a prepared list: that goes in whole or not at all.
+    if checked:
+        assert error.posted == (0 if prepared else depth)
+    assert [wc.wr_id for wc in pair.wait(error.posted)] == list(range(error.posted))
 
 
 def test_full_receive_queue_is_refused_by_name(connect):

@@ -611,7 +611,7 @@ def test_what_lies_about_its_class_is_not_believed(watched):
         said = watched.refused(rp.BindMW(**{name: Posing(kind)}))
         assert said.startswith(f"{name} is a Posing, not a memory")
     assert "takes a SendWR" in watched.refused([Posing(rp.Send)])
-    with pytest.raises(TypeError, match="takes a SendWR or a sequence of them, not a Posing"):
+    with pytest.raises(TypeError, match="takes a SendWR or an iterable of them, not a Posing"):
         watched.qp.post_send(Posing(rp.Send))
 
 

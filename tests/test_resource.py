@@ -135,10 +135,51 @@ def test_error_inside_with_is_the_one_that_is_seen():
             opened.append(Thing("mr", pd))
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         use()
+    assert caught.value.__notes__ == ["pd cannot be closed: mr still open on it; close it first"]
     assert not pd.closed
     opened[0].close()
+    pd.close()
+
+
+class Unwilling(ZeroDivisionError):
+    def add_note(self, note: str) -> None:
+        raise RuntimeError
+
+
+class Nameless(Thing):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+REFUSED = "qp could not be closed: ibv_destroy_thing: EBUSY (16, Device or resource busy)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "notes"),
+    [
+        (Thing, ZeroDivisionError, [REFUSED]), (Thing, KeyboardInterrupt, [REFUSED]),
+        (Thing, Unwilling, None), (Nameless, ZeroDivisionError, None),
+    ],
+)  # fmt: skip
+def test_error_inside_with_notes_what_could_not_be_closed(kind, error, notes):
+    """Whatever the note meets, the error is the one of the body."""
+    thing = kind("qp")
+    thing.device.broken = True
+
+    def use() -> None:
+        with thing:
+            raise error
+
+    with pytest.raises(error) as caught:
+        use()
+    assert type(caught.value) is error
+    found = getattr(caught.value, "__notes__", None)
+    assert (found and [note.split(": see ")[0] for note in found]) == notes
+    assert not thing.closed
+    thing.device.broken = False
+    thing.close()
 
 
 def test_with_closes_and_open_children_are_an_error():

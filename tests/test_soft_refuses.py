@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 
 import pytest
+from findings import named
 from support import prints, soft_context
 
 import rdmapost as rp
@@ -202,10 +204,47 @@ def test_cq_that_overruns_breaks_its_queue_pair():
         assert qp.state is QPState.ERR
         # It is broken once, whatever else is lost.
         qp.post_send(send)
+        assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
         assert rp.get_async_event(context, 0) is None
         assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
         qp.close()
         ah.close()
+
+
+def test_wait_for_what_an_overrun_has_lost_says_so():
+    """And leaves the event to whoever waits for it."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        with pytest.raises(rp.WaitTimeout, match=r"0 of 3 completions came within 0 s$"):
+            cq.wait(3, timeout=0)
+        qp.to_err()
+        words = r"1 of 3 completions came within 0 s; the CQ has overrun"
+        with pytest.raises(rp.WaitTimeout, match=words):
+            cq.wait(3, timeout=0)
+        with pytest.raises(rp.WaitTimeout, match=words):
+            asyncio.run(cq.completions(3, timeout=0))
+        told = event(context)
+        assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
+def test_overrun_that_only_an_event_tells_is_known_once_that_is_taken(monkeypatch, returned):
+    """As it is with libibverbs."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        with pytest.raises(rp.WaitTimeout, match=r"within 0 s$"):
+            cq.wait(2, timeout=0)
+        if returned:
+            assert event(context).event_type == EventType.CQ_ERR
+        else:
+            # A signal handler has ended get_async_event().
+            assert context._take_event()
+        with pytest.raises(rp.WaitTimeout, match="the CQ has overrun"):
+            cq.wait(2, timeout=0)
 
 
 def test_cq_that_overruns_when_a_queue_pair_is_flushed_says_so():

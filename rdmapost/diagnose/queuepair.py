@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .._resource import Resource
 from ..completion import CQ
 from ..enums import Access, QPState, QPType
+from ..events import OVERRUN, has_overrun
 from ..srq import SRQ
 from ..timers import RNR_FOR_EVER, ack_timeout, rnr_timer, until_retry_exc, until_rnr_retry_exc
 from .finding import Finding, Severity, duration
@@ -280,6 +281,11 @@ def check_completions(seen: Seen) -> Iterable[Finding]:
         return
     for cq in {id(cq): cq for cq in (qp.send_cq, qp.recv_cq)}.values():
         yield _check_cq(cq, seen)
+        if has_overrun(cq):
+            yield Finding(
+                "cq-overrun", "problem", f"{cq}: {OVERRUN}",
+                "close what completes there and the CQ, and make them anew", seen.about,
+            )  # fmt: skip
 
 
 def _check_cq(cq: CQ, seen: Seen) -> Finding:

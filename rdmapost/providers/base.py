@@ -109,6 +109,10 @@ class Provider(Protocol):
         ...
 
     def destroy_cq(self, cq: Any) -> None: ...
+    def has_overrun(self, cq: Any) -> bool:
+        """Whether a CQ is known to have overrun; an event may still be the first to say it."""
+        ...
+
     def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
         """Take an event off a channel that does not block, and acknowledge it.
 

@@ -298,6 +298,11 @@ class SoftProvider(Queues):
         _extended_cqs.pop(cq.handle, None)
 
     @verb
+    def has_overrun(self, cq: Any) -> bool:
+        made: CompletionQueue = bound(cq, "ibv_poll_cq")
+        return made.overrun
+
+    @verb
     def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:

@@ -25,7 +25,13 @@ __all__ = [
 ]
 
 GRH_SIZE = 40
-_NEXT_HEADER_BTH = 0x1B
+_UDP = 17
+_BESIDE_PAYLOAD = 8 + 12 + 8 + 4
+"""Bytes of UDP header, BTH, DETH and ICRC."""
+_IMM_SIZE = 4
+_IPV4 = struct.Struct("!BBHHHBBH4s4s")
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"
+_DONT_FRAGMENT = 0x4000
 _PRIVILEGED_QKEY = 0x8000_0000
 _IP_CSUM = int(SendFlags.IP_CSUM)
 _ETHERTYPE_STARTS = (b"\x08", b"\x86")
@@ -78,23 +84,37 @@ def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     # A Q_Key with the top bit set stands for the sender's own.
     request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey
     request.sl = address.sl
-    request.grh = _grh(address, size)
+    request.grh = _ip_header(address, size + _IMM_SIZE * (request.imm is not None))
     if wqe.remote_qpn == MULTICAST_QPN:
         qp.device.multicast(request, address.dgid)
     else:
         qp.device.transmit(request, address.dgid)
 
 
-def _grh(address: AddressHandle, size: int) -> bytes:
-    first = 6 << 28 | address.traffic_class << 20 | address.flow_label
-    return struct.pack(
-        "!IHBB16s16s", first, size, _NEXT_HEADER_BTH, address.hop_limit,
-        address.sgid, address.dgid,
-    )  # fmt: skip
+def _ip_header(address: AddressHandle, size: int) -> bytes:
+    """Return what a receive gets in front: the IP header of the RoCE v2 packet.
+
+    An IPv4 header stands in the last 20 of the 40 bytes.
+    """
+    sgid, dgid = address.sgid, address.dgid
+    length = _BESIDE_PAYLOAD + -(-size // 4) * 4
+    if not sgid.startswith(_IPV4_MAPPED) or not dgid.startswith(_IPV4_MAPPED):
+        first = 6 << 28 | address.traffic_class << 20 | address.flow_label
+        return struct.pack("!IHBB16s16s", first, length, _UDP, address.hop_limit, sgid, dgid)
+
+    def header(checksum: int) -> bytes:
+        return _IPV4.pack(
+            0x45, address.traffic_class, _IPV4.size + length, 0, _DONT_FRAGMENT,
+            address.hop_limit, _UDP, checksum, sgid[12:], dgid[12:],
+        )  # fmt: skip
+
+    # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
+    checksum = -int.from_bytes(header(0)) % 0xFFFF
+    return bytes(GRH_SIZE - _IPV4.size) + header(checksum)
 
 
 def deliver(request: Request, segments: Segments) -> None:
-    """Write a datagram, GRH first, into a receive's buffers, which have room for it."""
+    """Write a datagram, IP header first, into a receive's buffers, which have room for it."""
     copy([request.grh, *request.data], segments)
 
 
