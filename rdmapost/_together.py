@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from .errors import RdmaError
 
-__all__ = ["ResourceStack", "Together"]
+__all__ = ["ClosedAtTheEnd", "ResourceStack", "Together"]
 
 
 class _Closable(Protocol):
@@ -67,7 +67,33 @@ class ResourceStack:
             raise
 
 
-class Together:
+class ClosedAtTheEnd:
+    """A context manager that closes itself."""
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The error under way matters more than what follows from it.
+            with suppress(Exception):
+                error.add_note(str(failure))
+
+
+class Together(ClosedAtTheEnd):
     """A base class for what holds resources on a stack."""
 
     def __init__(self) -> None:
@@ -82,19 +108,3 @@ class Together:
             VerbsError: the device refused; the rest is closed.
         """
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            # The error that is under way matters more than what follows from it.
-            with suppress(RdmaError):
-                self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,7 +249,7 @@ class Loopback(Together):
             ]
         )
 
-    def post_receives(self, wrs: Sequence[RecvWR]) -> None:
+    def post_receives(self, wrs: Iterable[RecvWR]) -> None:
         """Post receives to the queue that the remote side takes them from.
 
         Args:

@@ -75,6 +75,23 @@ def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
     assert pd.closed
 
 
+def test_what_cannot_be_closed_is_noted_on_the_error_that_leaves_with(context: rp.Context) -> None:
+    left: list[rp.MR] = []
+
+    def use() -> None:
+        with Loopback(context) as pair:
+            left.append(rp.MR(pair.local.mr.pd, 64))
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError) as raised:
+        use()
+    (note,) = raised.value.__notes__
+    assert note.startswith("PD cannot be closed: MR of 64 bytes")
+    pd = left[0].pd
+    left[0].close()
+    pd.close()
+
+
 def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> None:
     with pytest.raises(rp.RdmaError, match="no GID with index 99"):
         Loopback(context, gid_index=99)

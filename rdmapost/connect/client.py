@@ -13,10 +13,10 @@ import weakref
 from contextlib import suppress
 from io import FileIO
 from threading import get_ident
-from types import TracebackType
 from typing import Any, Self
 
 from .._binding import door
+from .._together import ClosedAtTheEnd
 from ..device import Context
 from ..enums import Access, QPType
 from ..errors import RdmaError
@@ -157,7 +157,7 @@ class _Turn(weakref.ref[_Asking]):
     thread: int
 
 
-class Connection(Dialled):
+class Connection(Dialled, ClosedAtTheEnd):
     """A connection to a server; ``dial`` makes it.
 
     If a signal handler raises (KeyboardInterrupt) during a question (report, look), the
@@ -504,16 +504,3 @@ class Connection(Dialled):
     def __enter__(self) -> Self:
         self._refuse_inherited()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            # The error that is under way matters more than what follows from it.
-            with suppress(RdmaError):
-                self.close()
