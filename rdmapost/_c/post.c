@@ -339,7 +339,7 @@ static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn
 
 static inline void end(struct queue *q, struct rp_turn *turn)
 {
-	rp_give_quickly(&q->lock);
+	rp_give(&q->lock);
 	rp_end_use_by(turn->me, &turn->use);
 }
 
@@ -348,7 +348,7 @@ static inline PyObject *end_and_run(struct queue *q, struct rp_turn *turn, Py_ss
 {
 	PyObject *raised;
 
-	rp_give_quickly(&q->lock);
+	rp_give(&q->lock);
 	raised = taken > 0 ? rp_run_device() : NULL;
 	rp_end_use_by(turn->me, &turn->use);
 	return raised;
