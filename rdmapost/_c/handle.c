@@ -242,11 +242,11 @@ int rp_in_verb(void)
 	return rp_thread()->top != NULL;
 }
 
-int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *h, struct rp_use *use)
+int rp_begin_use_shut(struct rp_handle *h, struct rp_use *use)
 {
 	if (!enter(h, 1))
 		return -1;
-	rp_push_use(me, h, use);
+	rp_push_use(rp_thread(), h, use);
 	return 0;
 }
 
@@ -1102,11 +1102,11 @@ static PyMethodDef handle_methods[] = {
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done.\n\n"
-	  "It waits for the verbs that other threads are in the middle of. In the middle of\n"
-	  "a verb of this thread (a signal handler, a finalizer) it is put off until that\n"
-	  "has ended.  Another thread's close() of the same is waited for; where the two threads\n"
-	  "might wait for each other, one returns, and the other closes it. In the child of a\n"
-	  "fork it does nothing.\n\n"
+	  "It waits for the verbs that other threads are in the middle of, and for a close() of\n"
+	  "the same by another thread; where that thread may wait for a close() that this one is\n"
+	  "in the middle of, it returns at once and leaves the resource to that thread.  In the\n"
+	  "middle of a verb of this thread (a signal handler, a finalizer) it is put off until\n"
+	  "that has ended.  In the child of a fork it does nothing.\n\n"
 	  "Raises:\n"
 	  "    InUseError: others that depend on it are open; it stays open too.\n"
 	  "    VerbsError: the device refused; it stays open too.\n" },

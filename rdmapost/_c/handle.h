@@ -120,7 +120,7 @@ void rp_raise_forked(void);
 
 /* The two, for who knows its thread. */
 #define RP_SHUT (1ull << 63)
-int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use);
+int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
 void rp_look_after(struct rp_handle *handle);
 void rp_close_put_off(void);
 
@@ -145,7 +145,7 @@ static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle
 
 	if (handle->process != me->mark >> 32 || word & RP_SHUT ||
 	    !rp_swap_word(&handle->word, &word, word + 1))
-		return rp_begin_use_shut(me, handle, use);
+		return rp_begin_use_shut(handle, use);
 	rp_push_use(me, handle, use);
 	return 0;
 }
