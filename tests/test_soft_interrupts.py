@@ -906,10 +906,11 @@ def fork_here():
     global pid
     pid = os.fork()
 
+rp.PD  # Loads what tells ClosedError to the C.
 before = soft_state.device.port_mtu
 try:
     door.verb(alloc, provider, context)
-except RuntimeError as error:
+except rp.ClosedError as error:
     assert not pid and "forked in the middle of a verb" in str(error)
     assert soft_state.device.port_mtu == before
     child()

@@ -151,6 +151,56 @@ def test_full_list_is_refused_by_name(server):
     server.add(9)
 
 
+class Unwilling(rp.TagAdd):
+    """Takes no handle."""
+
+    __slots__ = ("error",)
+
+    @property
+    def handle(self):
+        return None
+
+    @handle.setter
+    def handle(self, _):
+        if hasattr(self, "error"):
+            raise self.error
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_post_error_is_raised_also_where_a_tag_add_takes_no_handle(stack, pd, checked):
+    """What went in has to be known; why the handle was not taken is its context."""
+    server = Server(stack, pd, max_num_tags=2, checked=checked)
+    adds = [Unwilling(tag=i, wr_id=i) for i in range(4)]
+    for i, add in enumerate(adds):
+        add.error = KeyError(i)
+    with pytest.raises(rp.PostError) as caught:
+        server.srq.post_srq_ops(adds)
+    assert (caught.value.index, caught.value.posted) == (2, 2)
+    assert repr(caught.value.__context__) == "KeyError(0)"
+    assert [wc.wr_id for wc in server.cq.wait(2)] == [0, 1]
+    assert server.srq.outstanding_tags == 2
+
+
+def test_interrupt_in_the_middle_of_giving_a_handle_comes_out_before_a_post_error(stack, pd):
+    server = Server(stack, pd, max_num_tags=1)
+    adds = [Unwilling(tag=i, wr_id=i) for i in range(2)]
+    adds[0].error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        server.srq.post_srq_ops(adds)
+    assert isinstance(caught.value.__context__, rp.PostError)
+    assert caught.value.__context__.posted == 1
+    server.one()
+
+
+def test_error_of_a_tag_add_that_takes_no_handle_is_raised_where_all_went_in(server):
+    add = Unwilling(tag=1, wr_id=1)
+    add.error = KeyError(1)
+    with pytest.raises(KeyError):
+        server.srq.post_srq_ops(add)
+    assert server.one().wr_id == 1
+    assert server.srq.outstanding_tags == 1
+
+
 def test_full_list_of_the_device(stack, pd):
     server = Server(stack, pd, max_num_tags=2, checked=False)
     adds = [rp.TagAdd(tag=i, recv_wr_id=i, wr_id=i) for i in range(4)]

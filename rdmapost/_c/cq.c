@@ -16,7 +16,6 @@
 #include <poll.h>
 #include <structmember.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { BATCH = 64 };
@@ -70,15 +69,21 @@ static void give(struct poller *p)
 	rp_give(&p->lock);
 }
 
-/* ---- who waits ---------------------------------------------------------- */
-
-static int64_t now_ns(void)
+/*
+ * Take the lock in the middle of a verb; 0, or -1 with an exception and without it in the child of a
+ * fork that code of Python's has made meanwhile.
+ */
+static int take_here(struct poller *p, struct rp_handle *handle)
 {
-	struct timespec ts;
-
-	clock_gettime(CLOCK_MONOTONIC, &ts);
-	return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
+	take(p);
+	if (handle->process == p->process)
+		return 0;
+	give(p);
+	rp_raise_closed(handle);
+	return -1;
 }
+
+/* ---- who waits ---------------------------------------------------------- */
 
 /* Read seconds, or None for INT64_MAX; 0, or -1 with an exception. */
 static int read_deadline(PyObject *timeout, int64_t *deadline)
@@ -88,7 +93,7 @@ static int read_deadline(PyObject *timeout, int64_t *deadline)
 	if (seconds == -1.0 && PyErr_Occurred())
 		return -1;
 	*deadline = seconds >= 1e9 ? INT64_MAX :
-				     now_ns() + (seconds > 0 ? (int64_t)(seconds * 1e9) : 0);
+				     rp_now_ns() + (seconds > 0 ? (int64_t)(seconds * 1e9) : 0);
 	return 0;
 }
 
@@ -153,7 +158,7 @@ static void part(struct poller *p, struct waiter *me)
 static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadline)
 {
 	struct pollfd fds[] = { { .fd = fd, .events = POLLIN }, { .events = POLLIN } };
-	int64_t left = deadline - now_ns();
+	int64_t left = deadline - rp_now_ns();
 	eventfd_t counted;
 	int n;
 
@@ -268,7 +273,7 @@ METHOD(until)
 	}
 	/* Whoever shuts it now wakes us, and whoever has did not. */
 	while (is_open(use.handle) && (found = PyObject_CallNoArgs(args[2])) == Py_None &&
-	       now_ns() < deadline) {
+	       rp_now_ns() < deadline) {
 		Py_CLEAR(found);
 		if (sleep_on(p, &me, fd, deadline) < 0)
 			break;
@@ -447,9 +452,10 @@ struct order {
 
 /*
  * Poll until there is enough in the backlog, or no more; then take what is
- * wanted out of it, if `taken` is not NULL.  0, or -1 with a signal handler's exception.
+ * wanted out of it, if `taken` is not NULL.  0, or -1 with a signal handler's exception, or where
+ * one has forked.
  */
-static int gather(struct poller *p, const struct rp_handle *handle, struct order *order,
+static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_settled **taken)
 {
 	PyObject *raised;
@@ -464,7 +470,8 @@ static int gather(struct poller *p, const struct rp_handle *handle, struct order
 			rp_raise(raised);
 			return -1;
 		}
-		take(p);
+		if (take_here(p, handle))
+			return -1;
 		if (p->there < wanted) {
 			uint64_t lacking = wanted - p->there;
 
@@ -535,7 +542,7 @@ static void put_back(struct poller *p, struct rp_settled *list)
  * or -1 with an exception: what is not in the list is in the backlog again.  An
  * error of polling is raised where there are none.
  */
-static Py_ssize_t get(struct poller *p, const struct rp_handle *handle, struct order *order,
+static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *order,
 		      PyObject *into)
 {
 	struct rp_settled *list = NULL, *done = NULL;
@@ -612,13 +619,14 @@ static int ask_for_event(const struct rp_handle *handle, int solicited_only)
 }
 
 /* Go to sleep until the CQ announces something, or somebody wakes us; 0, or -1. */
-static int sleep_for_events(struct poller *p, const struct rp_handle *handle, struct waiter *me,
+static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct waiter *me,
 			    int64_t deadline)
 {
 	struct order order = { .count = me->count };
 	int leads, ready;
 
-	take(p);
+	if (take_here(p, handle))
+		return -1;
 	if (!p->leader && !p->tasks)
 		p->leader = me;
 	leads = p->leader == me;
@@ -677,7 +685,7 @@ METHOD(wait_for)
 			result = n < 0 ? NULL : Py_NewRef(Py_None);
 			break;
 		}
-		if (now_ns() >= deadline) {
+		if (rp_now_ns() >= deadline) {
 			result = PyLong_FromSize_t(p->there);
 			break;
 		}
@@ -804,7 +812,6 @@ static int poller_clear(PyObject *self)
 
 static void poller_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct poller *p = POLLER(self);
 
 	PyObject_GC_UnTrack(self);
@@ -816,8 +823,7 @@ static void poller_dealloc(PyObject *self)
 	Py_XDECREF(p->queues);
 	Py_XDECREF(p->drop_event);
 	rp_free_lock(&p->lock);
-	PyObject_GC_Del(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static PyMethodDef poller_methods[] = {

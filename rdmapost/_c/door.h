@@ -88,7 +88,6 @@ void rp_free_lock(struct rp_lock *lock);
 
 /* Waits, without the GIL, while another thread holds it; 0, or -1 with an exception where this one does. */
 int rp_take(struct rp_lock *lock);
-void rp_give(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 
 /* ---- completions.c: what a completion is in Python ---------------------- */

@@ -120,17 +120,26 @@ static void restore_error(struct error error)
 	PyErr_Restore(error.type, error.value, error.trace);
 }
 
+PyObject *rp_take_exception(void)
+{
+	struct error error = save_error();
+
+	PyErr_NormalizeException(&error.type, &error.value, &error.trace);
+	if (error.value && error.trace)
+		PyException_SetTraceback(error.value, error.trace);
+	Py_XDECREF(error.type);
+	Py_XDECREF(error.trace);
+	return error.value;
+}
+
 void rp_raise(PyObject *exception)
 {
-	struct error before = save_error();
+	PyObject *before = rp_take_exception();
 
-	PyErr_NormalizeException(&before.type, &before.value, &before.trace);
-	if (before.value)
-		PyException_SetContext(exception, Py_NewRef(before.value));
-	Py_XDECREF(before.type);
-	Py_XDECREF(before.value);
-	Py_XDECREF(before.trace);
+	/* Its context is what is being handled, unless it is told. */
 	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+	if (before)
+		PyException_SetContext(exception, before);
 	Py_DECREF(exception);
 }
 
@@ -166,9 +175,9 @@ static int enter(struct rp_handle *h, uint64_t user)
 	do {
 		if (h->process != process)
 			return 0;
-		/* What comes before the destruction may use it still. */
+		/* What comes before the destruction may use it still, and make nothing on it. */
 		if (word & SHUT &&
-		    !(h->releasing && h->closer == this_thread()))
+		    (user == CHILD || !h->releasing || h->closer != this_thread()))
 			return 0;
 	} while (!__atomic_compare_exchange_n(&h->word, &word, word + user, 0,
 					      __ATOMIC_SEQ_CST,
@@ -233,39 +242,17 @@ int rp_in_verb(void)
 	return rp_thread()->top != NULL;
 }
 
-static void push(struct rp_use *use, struct rp_handle *h)
+int rp_begin_use_shut(struct rp_handle *h, struct rp_use *use)
 {
-	struct rp_thread *me = rp_thread();
-
-	use->handle = h;
-	use->below = me->top;
-	me->top = use;
-}
-
-int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *h, struct rp_use *use)
-{
-	(void)me;
 	if (!enter(h, 1))
 		return -1;
-	push(use, h);
+	rp_push_use(rp_thread(), h, use);
 	return 0;
 }
 
 int rp_begin_use(struct rp_handle *h, struct rp_use *use)
 {
 	return rp_begin_use_by(rp_thread(), h, use);
-}
-
-/* Every verb ends with it. */
-static inline void pop(struct rp_use *use);
-
-static void pop(struct rp_use *use)
-{
-	struct rp_thread *me = rp_thread();
-
-	me->top = use->below;
-	if (!me->top && me->first_put_off && !me->draining)
-		rp_close_put_off();
 }
 
 void rp_end_use(struct rp_use *use)
@@ -338,6 +325,12 @@ void rp_raise_closed(struct rp_handle *h)
 			     h, h->pid);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
+}
+
+void rp_raise_forked(void)
+{
+	PyErr_SetString(python.closed,
+			"the process was forked in the middle of a verb; open the device again");
 }
 
 /* ---- what provider functions return --------------------------------------- */
@@ -505,11 +498,11 @@ static void drop_held(struct rp_handle *h, char state)
 	h->cdata = h->destroy = h->parents = h->keeps = NULL;
 	set_state(h, state);
 	/* What nobody holds any more is closed when that is over. */
-	push(&use, h);
+	rp_push_use(rp_thread(), h, &use);
 	unbind(bound);
 	for (size_t i = 0; i < sizeof(held) / sizeof(held[0]); i++)
 		Py_XDECREF(held[i]);
-	pop(&use);
+	rp_pop_use(rp_thread(), &use);
 	restore_error(error);
 }
 
@@ -522,7 +515,7 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 
 	if (join_parents(h->parents))
 		return NULL;
-	push(&own, h);
+	rp_push_use(rp_thread(), h, &own);
 	listed = PyWeakref_NewRef((PyObject *)h, NULL);
 	if (listed && !list_as(h, listed)) {
 		made = call(create, NULL, args, uses, &used);
@@ -534,7 +527,7 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 	}
 	Py_XDECREF(listed);
 	end_uses(uses, used);
-	pop(&own);
+	rp_pop_use(rp_thread(), &own);
 	if (!made)
 		leave_parents(h->parents, PyTuple_Size(h->parents));
 	return made;
@@ -715,8 +708,11 @@ struct pause {
 	long all_us;
 };
 
-/* Sleep a little, and look at signals; 0, -1 with an exception, or 1 where time is up. */
-static int sleep_on(struct pause *pause)
+/*
+ * Sleep a little, and look at signals; 0, -1 with an exception, or 1 where time is up: in the child
+ * of a fork it is, for the threads that it waits for are not there.
+ */
+static int sleep_on(const struct rp_handle *h, struct pause *pause)
 {
 	struct timespec time = { 0, pause->us * 1000 };
 
@@ -727,40 +723,67 @@ static int sleep_on(struct pause *pause)
 	Py_END_ALLOW_THREADS
 	if (pause->us < LONGEST_PAUSE_US)
 		pause->us *= 2;
-	return PyErr_CheckSignals();
+	return PyErr_CheckSignals() ? -1 : h->process != process;
 }
 
 /* Be who closes it, if nobody does. */
 static int claim(struct rp_handle *h)
 {
+	struct rp_thread *me = rp_thread();
 	uintptr_t nobody = 0;
 
-	return __atomic_compare_exchange_n(&h->closer, &nobody, this_thread(), 0,
-					   __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+	if (!__atomic_compare_exchange_n(&h->closer, &nobody, this_thread(), 0, __ATOMIC_SEQ_CST,
+					 __ATOMIC_SEQ_CST))
+		return 0;
+	h->outer = me->closing;
+	me->closing = h;
+	return 1;
 }
 
 static void end_claim(struct rp_handle *h)
 {
+	rp_thread()->closing = h->outer;
 	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
+}
+
+/* Tell whether all that this thread closes waits for a close of another. */
+static void set_stalled(char stalled)
+{
+	for (struct rp_handle *h = rp_thread()->closing; h; h = h->outer)
+		__atomic_store_n(&h->stalled, stalled, __ATOMIC_SEQ_CST);
+}
+
+/*
+ * Be who closes it, and wait while another thread is.  A thread in the middle of a close does not
+ * wait for one that itself waits so, or both might for ever: it leaves the handle to that one.
+ */
+static int claim_in_turn(struct rp_handle *h, struct pause *pause)
+{
+	int stopped = 0;
+
+	while (!stopped && !claim(h)) {
+		set_stalled(1);
+		if (__atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread() ||
+		    (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST)))
+			stopped = 1;
+		else
+			stopped = sleep_on(h, pause);
+	}
+	set_stalled(0);
+	return stopped;
 }
 
 /*
  * Be who closes it, and let nobody begin to use it.  Returns 0; 1 where it is closed, this
- * thread is closing it, or time is up; -1 with an exception.
+ * thread is closing it, it is left to another, or time is up; -1 with an exception.
  */
 static int shut(struct rp_handle *h, struct pause *pause)
 {
+	int stopped = claim_in_turn(h, pause);
 	uint64_t word;
-	int stopped;
 
-	while (!claim(h)) {
-		if (__atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread())
-			return 1;
-		/* Another thread closes it: wait for what comes of that. */
-		stopped = sleep_on(pause);
-		if (stopped)
-			return stopped;
-	}
+	if (stopped)
+		return stopped;
 	word = load(&h->word);
 	while (state_of(h) == OPEN && !CHILDREN(word) &&
 	       !__atomic_compare_exchange_n(&h->word, &word, word | SHUT, 0, __ATOMIC_SEQ_CST,
@@ -783,7 +806,7 @@ static int release(struct rp_handle *h, struct pause *pause)
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
-		int stopped = sleep_on(pause);
+		int stopped = sleep_on(h, pause);
 
 		if (stopped)
 			return stopped;
@@ -805,7 +828,7 @@ static int destroy(struct rp_handle *h)
 	PyObject *result;
 	int done;
 
-	push(&use, h);
+	rp_push_use(rp_thread(), h, &use);
 	result = PyObject_CallFunctionObjArgs(h->destroy, h->cdata, NULL);
 	done = succeeded(h->destroy, result);
 	/* From a call that did well to here no code of Python's has run. */
@@ -817,7 +840,7 @@ static int destroy(struct rp_handle *h)
 	}
 	h->refused = !done;
 	Py_XDECREF(result);
-	pop(&use);
+	rp_pop_use(rp_thread(), &use);
 	return done ? 0 : -1;
 }
 
@@ -852,13 +875,16 @@ static int close_now(struct rp_handle *h)
 		return stopped < 0 ? -1 : 0;
 	h->refused = 0;
 	if (state_of(h) == OPEN)
-		stopped = release(h, &pause) || destroy(h);
+		stopped = release(h, &pause) || h->process != process || destroy(h);
 	if (!stopped)
 		finish(h);
 	h->releasing = 0;
 	if (stopped) /* it stays open, after all */
 		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	end_claim(h);
+	/* After a fork in the middle of it there is nothing to close here. */
+	if (h->process != process && PyErr_ExceptionMatches(python.error))
+		PyErr_Clear();
 	return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -1076,9 +1102,11 @@ static PyMethodDef handle_methods[] = {
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "Give the resource back; do nothing if that has been done.\n\n"
-	  "It waits for the verbs that other threads are in the middle of. In the middle of\n"
-	  "a verb of this thread (a signal handler, a finalizer) it is put off until that\n"
-	  "has ended.  In the child of a fork it does nothing.\n\n"
+	  "It waits for the verbs that other threads are in the middle of, and for a close() of\n"
+	  "the same by another thread; where that thread may wait for a close() that this one is\n"
+	  "in the middle of, it returns at once and leaves the resource to that thread.  In the\n"
+	  "middle of a verb of this thread (a signal handler, a finalizer) it is put off until\n"
+	  "that has ended.  In the child of a fork it does nothing.\n\n"
 	  "Raises:\n"
 	  "    InUseError: others that depend on it are open; it stays open too.\n"
 	  "    VerbsError: the device refused; it stays open too.\n" },

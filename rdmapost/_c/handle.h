@@ -28,6 +28,7 @@ struct rp_handle {
 	PyObject *keeps; /* what must not go before it: memory */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* among those to close after a verb */
+	struct rp_handle *outer; /* its closer was closing this one when it began, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun, and not ended well, or 0 */
 	uintptr_t closer; /* the thread that closes it, or 0 */
 	unsigned int windows; /* bound to it */
@@ -37,6 +38,7 @@ struct rp_handle {
 	unsigned int access; /* of a memory region */
 	char state;
 	char releasing; /* its closer may still use it */
+	char stalled; /* its closer waits for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device would not let it go */
 	char kept; /* and so it is there until the process ends */
@@ -63,6 +65,7 @@ struct rp_use {
 struct rp_thread {
 	uint64_t mark; /* the generation of the process, and in the low 32 bits a number */
 	struct rp_use *top;
+	struct rp_handle *closing; /* the innermost that it closes */
 	struct rp_handle *first_put_off, *last_put_off;
 	int draining;
 };
@@ -81,6 +84,12 @@ static inline struct rp_thread *rp_thread(void)
 static inline int rp_is_handle(PyObject *object)
 {
 	return PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type);
+}
+
+/* Whether it is of this process, and not of one that forked it. */
+static inline int rp_is_here(const struct rp_handle *handle)
+{
+	return handle->process == rp_thread()->mark >> 32;
 }
 
 /* Whether a handle is open here. */
@@ -106,11 +115,28 @@ int rp_in_verb(void);
 /* Raise what tells why a handle cannot be used. */
 void rp_raise_closed(struct rp_handle *handle);
 
+/* The same in the child of a fork, in the middle of a verb. */
+void rp_raise_forked(void);
+
 /* The two, for who knows its thread. */
 #define RP_SHUT (1ull << 63)
-int rp_begin_use_shut(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use);
+int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
 void rp_look_after(struct rp_handle *handle);
 void rp_close_put_off(void);
+
+static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use)
+{
+	use->handle = handle;
+	use->below = me->top;
+	me->top = use;
+}
+
+static inline void rp_pop_use(struct rp_thread *me, const struct rp_use *use)
+{
+	me->top = use->below;
+	if (!me->top && me->first_put_off && !me->draining)
+		rp_close_put_off();
+}
 
 static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle,
 				  struct rp_use *use)
@@ -119,10 +145,8 @@ static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle
 
 	if (handle->process != me->mark >> 32 || word & RP_SHUT ||
 	    !rp_swap_word(&handle->word, &word, word + 1))
-		return rp_begin_use_shut(me, handle, use);
-	use->handle = handle;
-	use->below = me->top;
-	me->top = use;
+		return rp_begin_use_shut(handle, use);
+	rp_push_use(me, handle, use);
 	return 0;
 }
 
@@ -136,9 +160,7 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 		if (RP_LOAD(&handle->abandoned))
 			rp_look_after(handle);
 	}
-	me->top = use->below;
-	if (!me->top && me->first_put_off && !me->draining)
-		rp_close_put_off();
+	rp_pop_use(me, use);
 }
 
 /*
@@ -152,6 +174,9 @@ static inline PyObject *rp_run_device(void)
 {
 	return rp_progress ? rp_progress() : NULL;
 }
+
+/* Return the exception that is set, with its traceback, and clear it; NULL where there is none. */
+PyObject *rp_take_exception(void);
 
 /* Raise an exception, with the one that is set as its context; takes over the reference. */
 void rp_raise(PyObject *exception);
@@ -188,7 +213,7 @@ static inline int rp_try_for(struct rp_lock *lock, const struct rp_thread *me)
 	return (!owner || (owner ^ me->mark) >> 32) && rp_swap_word(&lock->owner, &owner, me->mark);
 }
 
-static inline void rp_give_quickly(struct rp_lock *lock)
+static inline void rp_give(struct rp_lock *lock)
 {
 	RP_STORE(&lock->owner, 0);
 	if (RP_LOAD(&lock->waiting))

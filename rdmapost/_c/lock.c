@@ -46,11 +46,6 @@ void rp_wake(struct rp_lock *lock)
 		PyThread_release_lock(lock->given);
 }
 
-void rp_give(struct rp_lock *lock)
-{
-	rp_give_quickly(lock);
-}
-
 int rp_init_lock(struct rp_lock *lock)
 {
 	lock->given = PyThread_allocate_lock();

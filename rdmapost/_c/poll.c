@@ -2,20 +2,11 @@
 #include "shim.h"
 
 #include <string.h>
-#include <time.h>
 
 _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
 	       "rdmapost is for 64-bit machines");
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
 _Static_assert(sizeof(struct ibv_wc_tm_info) == 16, "struct ibv_wc_tm_info has changed");
-
-static int64_t now_ns(void)
-{
-	struct timespec ts;
-
-	clock_gettime(CLOCK_MONOTONIC, &ts);
-	return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
-}
 
 /* One of the two below; the one that is NULL is not used. */
 struct queue {
@@ -90,8 +81,8 @@ static int poll_until(struct queue from, struct ibv_wc *wc,
 		if (got >= min || spin_ns <= 0)
 			return got;
 		if (!end)
-			end = now_ns() + spin_ns;
-		else if (now_ns() >= end)
+			end = rp_now_ns() + spin_ns;
+		else if (rp_now_ns() >= end)
 			return got;
 	}
 }

@@ -297,10 +297,13 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 					  (Py_ssize_t)post->count), NULL);
 }
 
-/* A TAG_ADD's handle is for the caller, whatever becomes of others; 0, or -1 with the first exception. */
-static int give_handles(struct queue *q, struct post *post, int64_t in)
+/*
+ * A TAG_ADD's handle is for the caller, whatever becomes of others; returns the first exception, or
+ * NULL.
+ */
+static PyObject *give_handles(struct queue *q, struct post *post, int64_t in)
 {
-	PyObject *type = NULL, *value, *trace;
+	PyObject *first = NULL;
 
 	for (int64_t i = 0; i < in; i++) {
 		struct request *r = &post->requests[i];
@@ -313,15 +316,13 @@ static int give_handles(struct queue *q, struct post *post, int64_t in)
 					 op->tm.handle);
 		if (tag && !PyObject_SetAttrString(r->wr, "handle", tag))
 			;
-		else if (type)
+		else if (first)
 			PyErr_Clear();
 		else
-			PyErr_Fetch(&type, &value, &trace);
+			first = rp_take_exception();
 		Py_XDECREF(tag);
 	}
-	if (type)
-		PyErr_Restore(type, value, trace);
-	return type ? -1 : 0;
+	return first;
 }
 
 static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
@@ -339,7 +340,7 @@ static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn
 
 static inline void end(struct queue *q, struct rp_turn *turn)
 {
-	rp_give_quickly(&q->lock);
+	rp_give(&q->lock);
 	rp_end_use_by(turn->me, &turn->use);
 }
 
@@ -348,7 +349,7 @@ static inline PyObject *end_and_run(struct queue *q, struct rp_turn *turn, Py_ss
 {
 	PyObject *raised;
 
-	rp_give_quickly(&q->lock);
+	rp_give(&q->lock);
 	raised = taken > 0 ? rp_run_device() : NULL;
 	rp_end_use_by(turn->me, &turn->use);
 	return raised;
@@ -437,14 +438,28 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 	return answer(raised);
 }
 
+/*
+ * Raise that handles were not taken: the context of the PostError that is set, which tells what went
+ * in, but for a Ctrl-C and the like, of which that is the context.
+ */
+static void raise_not_taken(PyObject *exception)
+{
+	PyObject *refused = PyErr_GivenExceptionMatches(exception, PyExc_Exception) ?
+				    rp_take_exception() : NULL;
+
+	rp_raise(exception);
+	if (refused)
+		rp_raise(refused);
+}
+
 static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post *post)
 {
 	size_t readable = post->count - (post->refusal.rule != NULL);
 	struct outcome outcome = { 0, 0 };
 	const char *rule = NULL;
+	PyObject *raised, *not_taken = NULL;
 	Py_ssize_t taken = 0;
 	struct rp_turn turn;
-	PyObject *raised;
 
 	if (begin(q, owner, &turn))
 		return NULL;
@@ -459,17 +474,21 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	raised = end_and_run(q, &turn, taken);
-	if (taken < 0 || (q->in_flight->tagged && give_handles(q, post, outcome.posted)))
+	if (taken < 0)
 		return answer(raised);
+	if (q->in_flight->tagged)
+		not_taken = give_handles(q, post, outcome.posted);
 	if (rule)
 		rp_refuse(post, rule, 0);
-	if (!outcome.code && !post->refusal.rule && !raised)
+	if (!outcome.code && !post->refusal.rule && !raised && !not_taken)
 		Py_RETURN_NONE;
 	if (outcome.code)
 		raise_failure(q, owner, wrs_of(post), outcome);
 	else if (post->refusal.rule)
 		rp_raise_refusal(q, owner, wrs_of(post), &post->refusal, (size_t)taken,
 				 (Py_ssize_t)outcome.posted);
+	if (not_taken)
+		raise_not_taken(not_taken);
 	return answer(raised);
 }
 

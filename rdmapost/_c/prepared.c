@@ -39,12 +39,6 @@ static PyObject *swap(PyObject **at, PyObject *object)
 	return old;
 }
 
-/* Whether it is of this process, and not of one that forked it. */
-static int is_here(const struct prepared *p)
-{
-	return p->owner->process == rp_thread()->mark >> 32;
-}
-
 /* Whether it is; else with an exception. */
 static int is_whole(struct prepared *p)
 {
@@ -58,7 +52,7 @@ static int is_open(struct prepared *p)
 {
 	if (!RP_LOAD(&p->sent))
 		rp_raise_list_closed(p->queue, &p->post);
-	else if (!is_here(p))
+	else if (!rp_is_here(p->owner))
 		rp_raise_closed(p->owner);
 	else
 		return 1;
@@ -352,7 +346,7 @@ static PyObject *prepared_closed(PyObject *self, void *unused)
 	struct prepared *p = (struct prepared *)self;
 
 	(void)unused;
-	return PyBool_FromLong(RP_LOAD(&p->state) != WHOLE || !RP_LOAD(&p->sent) || !is_here(p));
+	return PyBool_FromLong(RP_LOAD(&p->state) != WHOLE || !RP_LOAD(&p->sent) || !rp_is_here(p->owner));
 }
 
 static Py_ssize_t prepared_length(PyObject *self)
@@ -477,13 +471,18 @@ static void item_dealloc(PyObject *self)
 	rp_free(self);
 }
 
-/* Return a new reference to the caller's work request; NULL with an exception where it is closed. */
-static PyObject *get_wr(struct prepared *p, const struct request *r)
+/*
+ * Return a new reference to the caller's work request, and in `held`, if that is not NULL, one to
+ * what it holds; NULL with an exception where the list is closed.
+ */
+static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **held)
 {
 	PyObject *wr;
 
 	RP_BEGIN(p);
 	wr = p->sent ? Py_NewRef(r->wr) : NULL;
+	if (wr && held)
+		*held = Py_XNewRef(r->held);
 	RP_END();
 	if (!wr)
 		rp_raise_list_closed(p->queue, &p->post);
@@ -503,7 +502,7 @@ static int refuse_change(struct prepared *p, const char *name)
 /* Raise a ValueError for what was refused of a work request: always -1. */
 static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
 {
-	PyObject *wr = get_wr(p, r);
+	PyObject *wr = get_wr(p, r, NULL);
 
 	/* Reading the value may have closed the list, and making the tuple may. */
 	if (!wr)
@@ -682,7 +681,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
-	PyObject *wr = NULL, *held;
+	PyObject *wr, *held;
 	const struct request *r;
 	struct post post;
 	int failed;
@@ -692,12 +691,9 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 		return refuse_change(p, "sg_list");
 	r = &p->post.requests[item->index];
 	/* Reading may close the list: what is read besides is of these. */
-	wr = get_wr(p, r);
+	wr = get_wr(p, r, &held);
 	if (!wr)
 		return -1;
-	RP_BEGIN(p);
-	held = Py_XNewRef(r->held);
-	RP_END();
 	failed = change_sges(p, item->index, value, &post);
 	rp_free_post(&post);
 	Py_XDECREF(held);
@@ -809,7 +805,7 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 	r = &p->post.requests[((struct item *)object)->index];
 	aligned = r->kind->atomic && p->queue->checked &&
 		  field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr);
-	if ((!value || !p->sent || !is_here(p) || aligned ||
+	if ((!value || !RP_LOAD(&p->sent) || !rp_is_here(p->owner) || aligned ||
 	     !rp_read_int(value, field->most, &number)) &&
 	    read_value(p, r, field->slot.name, value, field->most, aligned, &number))
 		return -1;

@@ -48,23 +48,16 @@ static int refuse(struct post *post, const char *rule, PyObject *name, PyObject 
 /* Refuse for an exception that a field of the wrong type may raise; -1 for another, which stays. */
 static int refuse_for_exception(struct post *post)
 {
-	PyObject *type, *value, *trace, *text;
+	PyObject *error, *text;
 
 	if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
 	    !PyErr_ExceptionMatches(PyExc_AttributeError) &&
 	    !PyErr_ExceptionMatches(PyExc_BufferError) &&
 	    !PyErr_ExceptionMatches(PyExc_ArithmeticError))
 		return -1;
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-	/* Newer Pythons have another call, which the limited API of 3.11 has not. */
-	PyErr_Fetch(&type, &value, &trace);
-	PyErr_NormalizeException(&type, &value, &trace);
-#pragma GCC diagnostic pop
-	text = value ? PyObject_Str(value) : NULL;
-	Py_XDECREF(type);
-	Py_XDECREF(value);
-	Py_XDECREF(trace);
+	error = rp_take_exception();
+	text = PyObject_Str(error);
+	Py_DECREF(error);
 	if (!text)
 		return -1;
 	refuse(post, "unreadable", NULL, text, 0);

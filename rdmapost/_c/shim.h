@@ -19,6 +19,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define ibv_post_send header_ibv_post_send
 #define ibv_post_recv header_ibv_post_recv
@@ -83,6 +84,14 @@ int rp_query_port(struct ibv_context *context, uint8_t port_num,
 
 /* ibv_bind_mw, which the header has only as an inline; no pointer may be NULL. */
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
+
+static inline int64_t rp_now_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 /* ---- poll.c: polling ----------------------------------------------------- */
 

@@ -31,7 +31,7 @@ struct wqe {
 	PyObject *owner; /* who hears how it ended, where it is the device's own */
 };
 
-static PyTypeObject *wqe_type;
+static PyObject *wqe_type;
 
 #define MEMBER(type, kind, name, field) { #name, kind, offsetof(struct type, field), 0, NULL }
 #define OBJECT(name, field) MEMBER(wqe, T_OBJECT, name, field)
@@ -59,13 +59,10 @@ static PyMemberDef wqe_members[] = {
 /* Drop what the members of an object refer to, and the object. */
 static void release(PyObject *self, const PyMemberDef *member)
 {
-	PyTypeObject *type = Py_TYPE(self);
-
 	for (; member->name; member++)
 		if (member->type == T_OBJECT)
 			Py_XDECREF(*(PyObject **)(void *)((char *)self + member->offset));
-	((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static void wqe_dealloc(PyObject *self)
@@ -78,9 +75,6 @@ static PyType_Slot wqe_slots[] = {
 	{ Py_tp_members, wqe_members },
 	{ 0, NULL },
 };
-
-static PyType_Spec wqe_spec = { "rdmapost._verbs.WQE", sizeof(struct wqe), 0, Py_TPFLAGS_DEFAULT,
-				wqe_slots };
 
 /* ---- queues -------------------------------------------------------------- */
 
@@ -101,7 +95,7 @@ struct queue {
 
 enum { ARMED_SOLICITED = 1, ARMED_NEXT };
 
-static PyTypeObject *queue_type;
+static PyObject *queue_type;
 
 #define NUMBER(name) MEMBER(queue, T_UINT, name, name)
 #define REFERENCE(name) MEMBER(queue, T_OBJECT, name, name)
@@ -124,15 +118,12 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec queue_spec = { "rdmapost._verbs.DeviceQueue", sizeof(struct queue), 0,
-				  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, queue_slots };
-
 /* A part of what a handle stands for, as a new reference; NULL where there is no such queue. */
 static struct queue *find_queue(uint32_t handle, enum rp_name name)
 {
 	PyObject *found = rp_soft_part(handle, name);
 
-	if (found && !PyObject_TypeCheck(found, queue_type))
+	if (found && !PyObject_TypeCheck(found, (PyTypeObject *)queue_type))
 		Py_CLEAR(found);
 	return (struct queue *)found;
 }
@@ -334,7 +325,7 @@ static struct wqe *new_wqe(const struct queue *queue, int *code)
 		*code = ENOMEM;
 	if (*code)
 		return NULL;
-	wqe = (struct wqe *)PyType_GenericAlloc(wqe_type, 0);
+	wqe = (struct wqe *)PyType_GenericAlloc((PyTypeObject *)wqe_type, 0);
 	if (!wqe)
 		*code = ENOMEM;
 	PyErr_Clear();
@@ -621,12 +612,9 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft(PyObject *module)
 {
-	/* Held for ever. */
-	wqe_type = (PyTypeObject *)PyType_FromSpec(&wqe_spec);
-	queue_type = (PyTypeObject *)PyType_FromSpec(&queue_spec);
-	if (!wqe_type || !queue_type ||
-	    PyModule_AddObjectRef(module, "WQE", (PyObject *)wqe_type) ||
-	    PyModule_AddObjectRef(module, "DeviceQueue", (PyObject *)queue_type))
-		return -1;
-	return PyModule_AddFunctions(module, functions);
+	return rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,
+			   &wqe_type) ||
+	       rp_add_type(module, "rdmapost._verbs.DeviceQueue", sizeof(struct queue),
+			   Py_TPFLAGS_BASETYPE, queue_slots, &queue_type) ||
+	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -148,13 +148,6 @@ static PyType_Slot record_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec record_spec = {
-	.name = "rdmapost._verbs.Record",
-	.basicsize = sizeof(PyObject),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-	.slots = record_slots,
-};
-
 /* ---- what Python calls --------------------------------------------------- */
 
 /* undo(callable, *args): what takes back the next change; it does no harm if that is not made. */
@@ -255,7 +248,6 @@ int rp_add_soft_journal(PyObject *module)
 {
 	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops",
 						  "append", "appendleft", "popleft" };
-	PyObject *record = PyType_FromSpec(&record_spec);
 
 	for (int i = 0; i < NAMES; i++) {
 		rp_names[i] = PyUnicode_InternFromString(names[i]);
@@ -264,7 +256,8 @@ int rp_add_soft_journal(PyObject *module)
 	}
 	undo = PyList_New(0);
 	later = PyList_New(0);
-	if (!record || !undo || !later || PyModule_AddObjectRef(module, "Record", record))
-		return -1;
-	return PyModule_AddFunctions(module, functions);
+	return !undo || !later ||
+	       rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
+			   record_slots, NULL) ||
+	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

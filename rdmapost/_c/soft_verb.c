@@ -32,20 +32,6 @@ int rp_soft_busy(void)
 
 /* ---- exceptions of signal handlers --------------------------------------- */
 
-/* Return the exception that is set, and clear it. */
-static PyObject *take_exception(void)
-{
-	PyObject *type, *value, *trace;
-
-	PyErr_Fetch(&type, &value, &trace);
-	PyErr_NormalizeException(&type, &value, &trace);
-	if (value && trace)
-		PyException_SetTraceback(value, trace);
-	Py_XDECREF(type);
-	Py_XDECREF(trace);
-	return value;
-}
-
 static int deliver(void *unused)
 {
 	PyObject *first = rp_shift(raised);
@@ -116,7 +102,7 @@ static void attempt_again(struct errand *errand)
 	if (errand->result)
 		return;
 	errand->failed = broken = 1;
-	error = take_exception();
+	error = rp_take_exception();
 	object = PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
@@ -182,7 +168,7 @@ long rp_soft_step(PyObject *call)
 	long said = 0;
 
 	errand.result = attempt(call);
-	first = errand.result ? NULL : take_exception();
+	first = errand.result ? NULL : rp_take_exception();
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
 	if (errand.failed)
@@ -263,7 +249,7 @@ static void leave(void)
 	if (tell) {
 		told = PyObject_CallObject(rp_soft_given(TELL), NULL);
 		if (!told)
-			raise_later(take_exception());
+			raise_later(rp_take_exception());
 		Py_XDECREF(told);
 	}
 }
@@ -345,7 +331,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	result = attempt(call);
 	if (result && doomed) {
 		Py_CLEAR(result);
-		PyErr_SetString(PyExc_RuntimeError, "the process forked in the middle of a verb");
+		rp_raise_forked();
 	}
 	/* One that is returned, and not raised, takes nothing back. */
 	if (result && PyExceptionInstance_Check(result)) {

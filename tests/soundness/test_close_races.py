@@ -441,3 +441,107 @@ def test_wait_of_another_thread_still_gets_its_completions(device):
     assert not raised
     assert [wc.wr_id for wc in rig.found] == [1, 2]
     rig.close()
+
+
+# ---- closes in the middle of a close ----------------------------------------------
+
+
+class Nested(rp.PD):
+    """Does something in the middle of its close()."""
+
+    __slots__ = ("step", "within")
+
+    def _run(self, step: str) -> None:
+        if self.step == step:
+            self.within()
+
+    def _wake(self) -> None:
+        self._run("wake")
+
+    def _release(self) -> None:
+        self._run("release")
+
+    def _forget(self) -> None:
+        self._run("forget")
+
+
+def _nested(rig: Rig, step: str = "release") -> Any:
+    pd = Nested(rig.context)
+    pd.step = step
+    return pd
+
+
+@pytest.mark.parametrize("step", ["wake", "release", "forget"])
+@pytest.mark.parametrize("count", [2, 3])
+@isolated(silent=True, timeout=20)
+def test_closes_that_close_each_other_in_a_ring_of_threads_all_return(count, step, device):
+    """Each thread is in the middle of one close and begins that of the next thread's."""
+    rig = Rig(device)
+    inside = threading.Barrier(count)
+    pds = [_nested(rig, step) for _ in range(count)]
+    for number, pd in enumerate(pds):
+
+        def close_next(following: Any = pds[(number + 1) % count]) -> None:
+            inside.wait(LIMIT)
+            following.close()
+
+        pd.within = close_next
+    with contextlib.ExitStack() as threads:
+        raised = [threads.enter_context(thread(pd.close)) for pd in pds]
+    assert not any(raised), raised
+    assert all(pd.closed for pd in pds)
+    rig.close()
+
+
+@isolated(silent=True, timeout=20)
+def test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same(device):
+    """That thread waits for no close, so it comes to its end."""
+    rig = Rig(device)
+    inside, go = threading.Event(), threading.Event()
+    inner, outer = _nested(rig), _nested(rig)
+    closed = []
+
+    def stop() -> None:
+        inside.set()
+        go.wait(LIMIT)
+
+    def close_inner() -> None:
+        threading.Timer(0.05, go.set).start()
+        inner.close()
+        closed.append(inner.closed)
+
+    inner.within, outer.within = stop, close_inner
+    with thread(inner.close) as raised:
+        inside.wait(LIMIT)
+        outer.close()
+    assert not raised
+    assert closed == [True]
+    rig.close()
+
+
+@isolated(silent=True, timeout=30)
+def test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it(soft):
+    """At each moment of its close(): one of the two is refused."""
+
+    def make() -> Any:
+        rig: Any = Rig(soft)
+        rig.srq, rig.made = rp.SRQ(rig.pd), []
+        return rig
+
+    def make_on_it(rig: Any) -> None:
+        with contextlib.suppress(rp.ClosedError):
+            rig.made.append(rp.QP(rig.pd, QPType.RC, rig.cq, srq=rig.srq))
+
+    def act(rig: Any) -> None:
+        try:
+            rig.srq.close()
+        except rp.InUseError as error:
+            assert str(rig.made[0]) in str(error)  # noqa: PT017
+
+    def check(rig: Any, _: Moment) -> None:
+        assert not (rig.srq.closed and rig.made)
+        for thing in (*rig.made, rig.srq):
+            thing.close()
+        rig.close()
+
+    interrupt_at_each_moment(make, act, check, handler=make_on_it, within="/rdmapost/srq.py")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from rig import LIMIT, Rig, open_files
 
 import rdmapost as rp
 from rdmapost import QPType
+from rdmapost._binding import ffi
+from rdmapost._resource import Resource
 
 
 def ended(pid: int, seconds: float = LIMIT) -> int:
@@ -372,6 +375,131 @@ def test_fork_in_the_middle_of_a_verb_leaves_the_child_free_to_end(soft):
         interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=handler, most=20)
     except Child:
         finish()
+
+
+IN_A_VERB: dict[str, Callable[[Any], object]] = {
+    "poll": lambda rig: rig.found.extend(rig.cq.poll()),
+    "wait": lambda rig: rig.found.extend(rig.cq.wait(1, 5)),
+    "query": lambda rig: rig.a.query(),
+    "create": lambda rig: rp.PD(rig.context).close(),
+    "open": lambda rig: rp.open_device("soft0").close(),
+    "destroy": lambda rig: rig.more[0].close(),
+}
+
+
+@pytest.mark.parametrize("verb", IN_A_VERB)
+@isolated(silent=True, timeout=30)
+def test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is(verb, soft):
+    """ClosedError and what to do, where it does not return; close() does nothing."""
+    from moments import Moment, interrupt_at_each_moment
+
+    parent = os.getpid()
+    reading, writing = os.pipe()
+
+    def make() -> Any:
+        rig: Any = Rig(soft)
+        rig.more.append(rig.queue_pair())
+        rig.a.post_send(rp.Send(rig.mr[:8], wr_id=5))
+        # There is no receive: by then the device is to try again, which the next verb does.
+        time.sleep(0.002)
+        return rig
+
+    def fork(rig: Any) -> None:
+        rig.child = os.fork()
+        if rig.child:
+            assert ended(rig.child) == 0
+
+    def act(rig: Any) -> None:
+        try:
+            IN_A_VERB[verb](rig)
+        except BaseException as error:
+            if os.getpid() == parent:
+                raise
+            told = isinstance(error, rp.ClosedError) and "open the device again" in str(error)
+            if verb == "destroy" or not told:
+                os.write(writing, f"{error!r}\n".encode())
+        if os.getpid() != parent:
+            os._exit(0)
+
+    def check(rig: Any, _: Moment) -> None:
+        rig.drain()
+        assert [wc.wr_id for wc in rig.found] == [5]
+        rig.close()
+
+    interrupt_at_each_moment(make, act, check, handler=fork, most=40, within="/rdmapost/")
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        wrong = said.read()
+    assert not wrong, f"in the children:\n{wrong}"
+
+
+class Slow(rp.PD):
+    """Stops in the middle of its close()."""
+
+    __slots__ = ("stop",)
+
+    def _release(self) -> None:
+        self.stop()
+
+
+@pytest.mark.parametrize("busy", ["in a verb", "closing"])
+@isolated(silent=True, timeout=20)
+def test_close_that_waits_for_another_thread_returns_in_the_child_of_a_handler_that_forks(
+    busy, device
+):
+    """The thread is not there; and the child gives back nothing of its parent's."""
+    parent = os.getpid()
+    rig = Rig(device)
+    pd = Slow(rig.context)
+    inside, go = threading.Event(), threading.Event()
+    children = []
+
+    def stop(*_: object) -> None:
+        inside.set()
+        go.wait(LIMIT)
+
+    def fork(*_: object) -> None:
+        children.append(os.fork())
+        if children[0]:
+            statuses.append(ended(children[0]))
+            go.set()
+
+    pd.stop = stop if busy == "closing" else lambda: None
+    statuses: list[int] = []
+    other = threading.Thread(target=pd.close if busy == "closing" else lambda: pd._verb(stop))
+    other.start()
+    assert inside.wait(LIMIT)
+    signal.signal(signal.SIGALRM, fork)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    pd.close()
+    if os.getpid() != parent:
+        os._exit(7)
+    other.join(LIMIT)
+    assert statuses == [7]
+    assert pd.closed
+    rig.works()
+    rig.close()
+
+
+@isolated(silent=True, timeout=20)
+def test_handler_that_forks_before_a_destruction_leaves_that_to_the_parent():
+    """A driver would carry out that of the child too."""
+    parent = os.getpid()
+    destroyed: list[int] = []
+
+    class Forking(Resource):
+        __slots__ = ()
+
+        def _release(self) -> None:
+            child = os.fork()
+            assert not child or ended(child) == 7
+
+    thing = Forking()
+    thing._make(ffi.new, ("int *",), lambda _: destroyed.append(os.getpid()), ())
+    thing.close()
+    if os.getpid() != parent:
+        os._exit(1 if destroyed else 7)
+    assert destroyed == [parent]
 
 
 LOADING = """
