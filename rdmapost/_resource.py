@@ -61,13 +61,13 @@ class Resource(door.Handle):
     """What a finalizer says of one that cannot be destroyed."""
     _rank = 0
     """When it is closed at exit: after all of lower ranks."""
-    _waits_for_windows = False
-    """Whether a finalizer lets windows be closed first."""
     _inner = False
     """Whether it is a part of another resource, which alone is named."""
 
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
+        if "__del__" in cls.__dict__:
+            cls.__del__ = _and_finalized(cls.__dict__["__del__"])  # type: ignore[assignment, method-assign]
         if struct is None:
             return
         _structs[cls] = ffi.typeof(f"struct {struct} *")
@@ -176,6 +176,19 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
             raise
 
     return __init__
+
+
+def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resource], None]:
+    """Return a finalizer that also does what that of every resource does."""
+
+    @functools.wraps(finalizer)
+    def __del__(self: Resource) -> None:
+        try:
+            finalizer(self)
+        finally:
+            door.Handle.__del__(self)
+
+    return __del__
 
 
 def _fixed(name: str, member: Any) -> property:

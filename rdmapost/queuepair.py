@@ -109,7 +109,6 @@ class QP(Multicast, struct="ibv_qp"):
 
     _kind = "QP"
     _rank = 1
-    _waits_for_windows = True
 
     def __init__(
         self,

@@ -286,6 +286,21 @@ def test_everything_public_can_be_imported():
     assert len(set(rdmapost.__all__)) == len(rdmapost.__all__)
 
 
+def test_only_the_main_interpreter_can_import_it():
+    """Elsewhere a poll would wait for a lock that its own thread holds."""
+    said = prints(
+        "try:\n"
+        "    import _interpreters as interpreters\n"
+        "    options = ('legacy',)\n"
+        "except ImportError:\n"
+        "    import _xxsubinterpreters as interpreters\n"
+        "    options = ()\n"
+        "code = 'try: import rdmapost._binding\\nexcept ImportError as error: print(error)'\n"
+        "interpreters.run_string(interpreters.create(*options), code)\n"
+    )
+    assert said == "rdmapost works in the main interpreter of a process only"
+
+
 def test_interpreter_ends_quietly_after_a_bare_import():
     assert run_python("import rdmapost").stderr == ""
     assert run_python("import rdmapost; rdmapost.QP").stderr == ""

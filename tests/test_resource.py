@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -286,6 +287,26 @@ def test_child_of_a_fork_closes_nothing():
     for name in ("qp", "mr", "cq", "pd", "context"):
         things[name].close()
     assert len(closed) == 5
+
+
+@pytest.mark.parametrize("calls", ["nothing", "super", "close", "raises"])
+def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypatch, calls):
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
+
+    class Own(rp.PD):
+        def __del__(self) -> None:
+            if calls == "super":
+                super().__del__()
+            elif calls == "close":
+                self.close()
+            elif calls == "raises":
+                raise KeyError("on purpose")
+
+    with rp.open_device(context.name) as device:
+        Own(device)
+        gc.collect()
+        device.close()
+        assert device.closed
 
 
 def test_interpreter_ends_quietly_with_everything_open():

@@ -519,6 +519,24 @@ static void recycle(struct poller *p, struct rp_settled *list)
 		list = free_settled(list);
 }
 
+/*
+ * A spare one, which there is for each completion that has just been delivered, or a new one; NULL
+ * where there is no memory.
+ */
+static struct rp_settled *take_spare(struct poller *p)
+{
+	struct rp_settled *s;
+
+	take(p);
+	s = p->spare;
+	if (s) {
+		p->spare = s->next;
+		p->spares--;
+	}
+	give(p);
+	return s ? s : PyMem_Calloc(1, sizeof(*s));
+}
+
 /* Put what is not delivered in front of the backlog. */
 static void put_back(struct poller *p, struct rp_settled *list)
 {
@@ -744,21 +762,22 @@ METHOD(notify)
 /* put_back(wcs): let a list of WCs that nobody got be the next to be taken. */
 static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 {
+	struct poller *p = POLLER(self);
 	struct rp_settled *list = NULL;
+	int failed = 0;
 
 	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
-		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
+		struct rp_settled *s = take_spare(p);
 
-		if (!s) {
-			put_back(POLLER(self), list);
-			return PyErr_NoMemory();
-		}
+		failed = !s;
+		if (failed)
+			break;
 		s->made = Py_NewRef(PyList_GetItem(wcs, i));
 		s->next = list;
 		list = s;
 	}
-	put_back(POLLER(self), list);
-	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+	put_back(p, list);
+	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
 /* ---- the type ----------------------------------------------------------- */

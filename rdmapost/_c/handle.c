@@ -888,17 +888,6 @@ static int close_now(struct rp_handle *h)
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Say what nobody can be told by an exception; whether it was a Ctrl-C, to be raised again. */
-static int report(struct rp_handle *h)
-{
-	if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
-		PyErr_Clear();
-		return 1;
-	}
-	PyErr_WriteUnraisable((PyObject *)h);
-	return 0;
-}
-
 /* Keep what the device keeps for the life of the process, with its memory and its parents. */
 static void keep(struct rp_handle *h)
 {
@@ -938,30 +927,54 @@ static int put_off_to_main(struct rp_handle *h)
 	return 0;
 }
 
+/*
+ * Close what nobody waits for; 0, or -1 with an exception.  What comes out of one attempt and not
+ * of the next was a signal handler's: its thread gets it later.
+ */
+static int close_insistently(struct rp_handle *h)
+{
+	PyObject *first = NULL;
+	int failed = close_now(h);
+
+	for (int i = 1; failed && i < MOST_INTERRUPTS; i++) {
+		int known = PyErr_ExceptionMatches(python.error);
+
+		if (PyErr_ExceptionMatches(PyExc_RecursionError) ||
+		    (known && (h->refused || is_busy(h))))
+			break;
+		/* Known, its last user has left meanwhile, and did not close it: we were. */
+		if (known || first || PyErr_ExceptionMatches(PyExc_MemoryError))
+			PyErr_Clear();
+		else
+			first = rp_take_exception();
+		failed = close_now(h);
+	}
+	if (failed)
+		Py_CLEAR(first);
+	if (first)
+		rp_raise_soon(first);
+	return failed;
+}
+
 /* Close what nobody can reach. */
 static void close_quietly(struct rp_handle *h)
 {
 	struct error error = save_error();
-	int interrupted = 0, failed = 1, deep = 0;
+	int put_off, known;
 
 	Py_INCREF((PyObject *)h);
-	for (int i = 0; failed && !deep && i < MOST_INTERRUPTS; i++) {
-		failed = close_now(h);
-		/* There are too many frames below: it is tried again until some are gone. */
-		deep = failed && PyErr_ExceptionMatches(PyExc_RecursionError) && put_off_to_main(h);
-		if (failed && !deep && !PyErr_ExceptionMatches(python.error))
-			interrupted |= report(h);
-		else if (h->refused || is_busy(h))
-			break;
-		/* Or its last user has left meanwhile, and did not close it: we were. */
-		PyErr_Clear();
+	if (close_insistently(h)) {
+		/* There are too many frames below, or no memory: it is tried again until there is room. */
+		put_off = (PyErr_ExceptionMatches(PyExc_RecursionError) ||
+			PyErr_ExceptionMatches(PyExc_MemoryError)) && put_off_to_main(h);
+		known = PyErr_ExceptionMatches(python.error);
+		/* If it is in use again, its last user closes it. */
+		if (!put_off && state_of(h) == OPEN && !is_busy(h))
+			keep(h);
+		if (!put_off && !known)
+			PyErr_WriteUnraisable((PyObject *)h);
 	}
-	/* If it is in use again, its last user closes it. */
-	if (failed && !deep && state_of(h) == OPEN && !is_busy(h))
-		keep(h);
 	PyErr_Clear();
-	if (interrupted)
-		PyErr_SetInterrupt();
 	Py_DECREF((PyObject *)h);
 	restore_error(error);
 }
@@ -971,7 +984,6 @@ void rp_close_put_off(void)
 {
 	struct error error = save_error();
 	struct rp_thread *me = rp_thread();
-	int interrupted = 0;
 
 	me->draining = 1;
 	while (me->first_put_off) {
@@ -984,13 +996,11 @@ void rp_close_put_off(void)
 		who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
 		if (who == BY_FINALIZER)
 			close_abandoned(h);
-		else if (!is_done(h) && close_now(h))
-			interrupted |= report(h);
+		else if (!is_done(h) && close_insistently(h))
+			PyErr_WriteUnraisable((PyObject *)h);
 		Py_DECREF((PyObject *)h);
 	}
 	me->draining = 0;
-	if (interrupted)
-		PyErr_SetInterrupt();
 	restore_error(error);
 }
 
@@ -1046,27 +1056,16 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-static int waits_for_windows(PyObject *self)
-{
-	struct error error = save_error();
-	PyObject *waits = PyObject_GetAttrString(self, "_waits_for_windows");
-	int it_does = waits == Py_True;
-
-	Py_XDECREF(waits);
-	restore_error(error);
-	return it_does;
-}
-
 static void handle_finalize(PyObject *self)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	/*
-	 * A device may take minutes over a queue pair of which a window is bound, and that may be in
-	 * the same garbage: let it be closed first.
+	 * A device may take minutes over a queue pair through which a window is bound, and that may be
+	 * in the same garbage: let it be closed first.
 	 */
-	if (!(RP_LOAD(&bound_windows) && waits_for_windows(self) && put_off_to_main(h)))
+	if (!(RP_LOAD(&h->binds) && RP_LOAD(&bound_windows) && put_off_to_main(h)))
 		close_abandoned(h);
 }
 
@@ -1080,8 +1079,8 @@ static void handle_dealloc(PyObject *self)
 	if (state_of(h) == OPEN)
 		unlist(h);
 	/*
-	 * If it is open the interpreter ends, or a subclass has a finalizer of its own: the
-	 * device has it still, so what it stands on must stay.
+	 * If it is open the interpreter ends: the device has it still, so what it stands on must
+	 * stay.
 	 */
 	if (state_of(h) != OPEN || h->process != process) {
 		Py_XDECREF(h->cdata);

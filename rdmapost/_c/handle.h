@@ -43,6 +43,7 @@ struct rp_handle {
 	char refused; /* the device would not let it go */
 	char kept; /* and so it is there until the process ends */
 	char put_off; /* to be closed after a verb: a wait ends now */
+	char binds; /* a bind of a window has been posted to it */
 };
 
 extern PyObject *rp_handle_type;
@@ -177,6 +178,12 @@ static inline PyObject *rp_run_device(void)
 
 /* Return the exception that is set, with its traceback, and clear it; NULL where there is none. */
 PyObject *rp_take_exception(void);
+
+/*
+ * soft_verb.c: raise in this thread, when it is out of C, what a signal handler has raised where it
+ * could not go on; takes over the reference.
+ */
+void rp_raise_soon(PyObject *exception);
 
 /* Raise an exception, with the one that is set as its context; takes over the reference. */
 void rp_raise(PyObject *exception);

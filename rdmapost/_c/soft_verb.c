@@ -262,6 +262,12 @@ static void deliver_soon(void)
 		Py_AddPendingCall(deliver, NULL);
 }
 
+void rp_raise_soon(PyObject *exception)
+{
+	raise_later(exception);
+	deliver_soon();
+}
+
 /* What has been posted is carried out, and what is due; by the outer verb, in the middle of one. */
 static PyObject *progress(void)
 {

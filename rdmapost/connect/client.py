@@ -181,7 +181,9 @@ class Connection(Dialled, ClosedAtTheEnd):
         self._why = ""
         super().__init__(context, **options)
         # Wakes those who wait for an answer, so that they do not keep close() waiting.
-        self._wake = FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+")
+        # No signal handler can run before the descriptor has its owner: map calls both in C.
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
         try:
             self._session = ClientSession()
             self._socket = self._reach(host, port)

@@ -132,7 +132,8 @@ def _close(kind: str, device: str, raises: str, most: int) -> None:
         rig.more.append(KINDS[kind](rig))
         return rig
 
-    def check(rig: Rig, _: Moment) -> None:
+    def check(rig: Rig, moment: Moment) -> None:
+        assert moment.raised or not moment.number, "what the handler raised is lost"
         rig.more[-1].close()
         assert getattr(rig.more[-1], "closed", True)
         rig.works()

@@ -82,6 +82,19 @@ def test_window_holds_its_region_until_it_is_closed(mw_type, device):
     rig.close()
 
 
+@isolated(warnings="ignore")
+def test_window_of_another_queue_pair_keeps_a_dropped_one_no_longer(device):
+    """A queue pair to which no bind has been posted closes with its last reference."""
+    rig, mw, *_ = bound(device, "TYPE_2")
+    cq = rp.CQ(rig.context)
+    qp = rp.QP(rig.pd, rp.QPType.RC, cq)
+    del qp
+    cq.close()
+    assert cq.closed
+    mw.close()
+    rig.close()
+
+
 @isolated(silent=True)
 def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
     """A window of type 1 is bound anew without an invalidation."""
