@@ -121,11 +121,23 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost/_c/wr.c": ("test_wr.py", "test_arguments.py", "test_fields.py"),
     "rdmapost/_c/slots.c": ("test_wr.py", "test_fields.py"),
     "rdmapost/_c/soft.c": (
-        "test_soft_queuepair.py", "test_soft_responder.py", "test_soft_requester.py",
+        "test_soft_from_c.py", "test_soft_queuepair.py", "test_soft_responder.py",
+        "test_soft_requester.py",
         "test_posting.py", "test_soft_refuses.py", "test_queuepair.py", "test_srq.py",
         "test_xrc.py", "test_datagrams.py", "test_windows.py", "test_zero_based.py",
         "test_soft_rendezvous.py", "test_soft_tags.py", "test_soft_tag_ops.py",
-        "test_soft_offload.py", "test_soft_tso.py", "test_faults.py",
+        "test_soft_offload.py", "test_soft_tso.py", "test_faults.py", "test_events.py",
+        "test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
+        "test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
+        "test_soft_interrupts.py::"
+        "test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it",
+        "test_soft_interrupts.py::"
+        "test_handler_of_another_signal_runs_whole_while_an_exception_waits",
+        "test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "test_soft_interrupts.py::"
+        "test_verb_happens_whole_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
+        "test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
+        "test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
     "rdmapost/_c/soft_verb.c": (
         "test_soft_interrupts.py", "test_polling.py",
@@ -133,10 +145,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/soft_journal.c": (
-        "test_soft_queuepair.py", "test_soft_interrupts.py", "test_soft_memory.py",
-        "test_memory.py", "test_events.py", "test_windows.py",
+        "test_soft_queuepair.py", "test_faults.py", "test_soft_refuses.py", "test_soft_memory.py",
+        "test_memory.py", "test_events.py", "test_windows.py", "test_soft_interrupts.py",
     ),
-    "rdmapost/_c/lock.c": ("test_polling.py", "test_soft_interrupts.py", "test_completions.py"),
+    "rdmapost/_c/lock.c": (
+        "test_polling.py", "test_soft_interrupts.py", "test_completions.py", "test_reading.py",
+    ),
     "rdmapost/_c/cq.c": (
         "test_completions.py", "test_polling.py", "test_polling_failures.py",
         "test_completion_fields.py", "test_waiting.py", "test_inflight.py",
