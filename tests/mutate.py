@@ -148,9 +148,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_soft_queuepair.py", "test_faults.py", "test_soft_refuses.py", "test_soft_memory.py",
         "test_memory.py", "test_events.py", "test_windows.py", "test_soft_interrupts.py",
     ),
-    "rdmapost/_c/lock.c": (
-        "test_polling.py", "test_soft_interrupts.py", "test_completions.py", "test_reading.py",
-    ),
+    "rdmapost/_c/lock.c": ("test_reading.py", "test_polling.py"),
     "rdmapost/_c/cq.c": (
         "test_completions.py", "test_polling.py", "test_polling_failures.py",
         "test_completion_fields.py", "test_waiting.py", "test_inflight.py",
