@@ -83,7 +83,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/completions.c": (
-        "test_completion_fields.py", "test_polling.py", "test_completions.py", "test_posting.py",
+        "test_completion_fields.py", "test_polling_failures.py", "test_errors.py",
         "test_soft_tags.py",
     ),
     "rdmapost/_c/rules.c": ("test_rules.py", "test_reading.py"),
@@ -103,7 +103,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "soundness/test_fork.py::"
         "test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do",
     ),
-    "rdmapost/_c/poll.c": ("test_polling.py", "test_polling_failures.py", "test_binding.py"),
+    "rdmapost/_c/poll.c": (
+        "test_polling_failures.py",
+        "test_binding.py::test_polling_nothing_is_refused_by_the_shim",
+        "test_soft_tags.py",
+    ),
     "rdmapost/_c/inflight.c": (
         "test_inflight.py", "test_prepared.py", "test_soft_tag_ops.py",
         "soundness/test_windows_hold.py",
@@ -114,6 +118,46 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/tag.c": ("test_soft_tag_ops.py", "test_soft_tags.py"),
     "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
+    "rdmapost/_c/wr.c": ("test_wr.py", "test_arguments.py", "test_fields.py"),
+    "rdmapost/_c/slots.c": ("test_wr.py", "test_fields.py"),
+    "rdmapost/_c/soft.c": (
+        "test_soft_from_c.py", "test_soft_queuepair.py", "test_soft_responder.py",
+        "test_soft_requester.py",
+        "test_posting.py", "test_soft_refuses.py", "test_queuepair.py", "test_srq.py",
+        "test_xrc.py", "test_datagrams.py", "test_windows.py", "test_zero_based.py",
+        "test_soft_rendezvous.py", "test_soft_tags.py", "test_soft_tag_ops.py",
+        "test_soft_offload.py", "test_soft_tso.py", "test_faults.py", "test_events.py",
+        "test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
+        "test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
+        "test_soft_interrupts.py::"
+        "test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it",
+        "test_soft_interrupts.py::"
+        "test_handler_of_another_signal_runs_whole_while_an_exception_waits",
+        "test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "test_soft_interrupts.py::"
+        "test_verb_happens_whole_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
+        "test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
+        "test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
+    ),
+    "rdmapost/_c/soft_verb.c": (
+        "test_soft_interrupts.py", "test_polling.py",
+        "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+    ),
+    "rdmapost/_c/soft_journal.c": (
+        "test_soft_queuepair.py", "test_faults.py", "test_soft_refuses.py", "test_soft_memory.py",
+        "test_memory.py", "test_events.py", "test_windows.py", "test_soft_interrupts.py",
+    ),
+    "rdmapost/_c/lock.c": ("test_reading.py", "test_polling.py"),
+    "rdmapost/_c/cq.c": (
+        "test_completions.py", "test_polling.py", "test_polling_failures.py",
+        "test_completion_fields.py", "test_waiting.py", "test_inflight.py",
+        "test_soft_tags.py", "test_events.py",
+    ),
+    "rdmapost/_c/handle.c": (
+        "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
+        "test_memory.py", "test_inflight.py", "test_windows.py",
+    ),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
 
@@ -596,8 +640,8 @@ class Selecting:
             for test, item in enumerate(self.session.items):
                 ctypes.memset(self.reached, 0, len(self.reached))
                 begun = time.monotonic()
-                following = test + 1 if test + 1 < len(self.session.items) else None
-                if not self._run(test, following):
+                # What a fixture of a whole file calls, each of its tests relies on.
+                if not self._run(test, None):
                     said = [item.nodeid]
                     break
                 calls = [place for place, one in enumerate(self.reached.raw) if one]

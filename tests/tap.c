@@ -1,6 +1,7 @@
 /*
  * Stands in front of a context's posting calls: shows each chain to a test, as the
- * device is handed it, and refuses work requests as the test says.
+ * device is handed it, and refuses work requests as the test says.  And completion queues
+ * that answer each poll as the test says.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -76,4 +77,136 @@ void tap_close(struct ibv_context *context)
 	context->ops.post_recv = device.post_recv;
 	context->ops.post_srq_recv = device.post_srq_recv;
 	verbs_get_ctx(context)->post_srq_ops = device_ops;
+}
+
+/* ---- a completion queue ------------------------------------------------------ */
+
+enum { POLLS = 8 };
+
+static struct {
+	int count, answers[POLLS]; /* completions that a poll returns; below 0 it fails; behind them 0 */
+	int polls, asked[POLLS], ended; /* polls so far, how many each asked for; ibv_end_poll() */
+	int left; /* of this poll */
+	uint64_t next; /* the wr_id of the next one; those that are odd have failed */
+} script;
+
+static struct ibv_context polled;
+
+const int *tap_asked(void);
+int tap_polls(void);
+int tap_ended(void);
+void *tap_cq(int extended, int tells_tags, const int *answers, int count);
+
+static int begin(int asked)
+{
+	int at = script.polls++;
+
+	if (at < POLLS)
+		script.asked[at] = asked;
+	return script.left = at < script.count ? script.answers[at] : 0;
+}
+
+static enum ibv_wc_status status_of(uint64_t wr_id)
+{
+	return wr_id & 1 ? IBV_WC_REM_OP_ERR : IBV_WC_SUCCESS;
+}
+
+static int poll_cq(struct ibv_cq *cq, int most, struct ibv_wc *wc)
+{
+	int answer = begin(most);
+
+	(void)cq;
+	for (int i = 0; i < answer && i < most; i++) {
+		wc[i].wr_id = script.next++;
+		wc[i].status = status_of(wc[i].wr_id);
+	}
+	return answer;
+}
+
+static int next_poll(struct ibv_cq_ex *cq)
+{
+	if (!script.left)
+		return ENOENT;
+	script.left--;
+	cq->wr_id = script.next++;
+	cq->status = status_of(cq->wr_id);
+	return 0;
+}
+
+static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
+{
+	return begin((int)attr->comp_mask) < 0 ? EBUSY : next_poll(cq);
+}
+
+static void end_poll(struct ibv_cq_ex *cq)
+{
+	(void)cq;
+	script.ended++;
+}
+
+#define READ(type, field, number)                                             \
+	static type read_##field(struct ibv_cq_ex *cq)                        \
+	{                                                                     \
+		return (type)(number + cq->wr_id);                            \
+	}
+READ(enum ibv_wc_opcode, opcode, 10)
+READ(uint32_t, vendor_err, 20)
+READ(uint32_t, byte_len, 30)
+READ(uint32_t, imm_data, 40)
+READ(uint32_t, qp_num, 50)
+READ(uint32_t, src_qp, 60)
+READ(unsigned int, wc_flags, 70)
+READ(uint32_t, slid, 80)
+READ(uint8_t, sl, 90)
+READ(uint8_t, dlid_path_bits, 100)
+
+static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm)
+{
+	tm->tag = 110 + cq->wr_id;
+	tm->priv = (uint32_t)(120 + cq->wr_id);
+}
+
+/* One at a time. */
+void *tap_cq(int extended, int tells_tags, const int *answers, int count)
+{
+	static struct ibv_cq cq;
+	static struct ibv_cq_ex ex;
+
+	script.polls = script.ended = script.left = 0;
+	script.next = 0;
+	script.count = count;
+	for (int i = 0; i < count; i++)
+		script.answers[i] = answers[i];
+	polled.ops.poll_cq = poll_cq;
+	cq.context = ex.context = &polled;
+	ex.start_poll = start_poll;
+	ex.next_poll = next_poll;
+	ex.end_poll = end_poll;
+	ex.read_opcode = read_opcode;
+	ex.read_vendor_err = read_vendor_err;
+	ex.read_byte_len = read_byte_len;
+	ex.read_imm_data = read_imm_data;
+	ex.read_qp_num = read_qp_num;
+	ex.read_src_qp = read_src_qp;
+	ex.read_wc_flags = read_wc_flags;
+	ex.read_slid = read_slid;
+	ex.read_sl = read_sl;
+	ex.read_dlid_path_bits = read_dlid_path_bits;
+	ex.read_tm_info = tells_tags ? read_tm_info : NULL;
+	return extended ? (void *)&ex : (void *)&cq;
+}
+
+const int *tap_asked(void)
+{
+	return script.asked;
+}
+
+int tap_polls(void)
+{
+	return script.polls;
+}
+
+int tap_ended(void)
+{
+	return script.ended;
 }

@@ -132,6 +132,46 @@ def open_tap(context: rp.Context) -> Tap:
     return Tap(library, context)
 
 
+class PolledCQ:
+    """A completion queue that is not a device's, and answers each poll as it is told.
+
+    Its completions have the ``wr_id`` 0, 1, 2, ...; those that are odd have failed.
+
+    Args:
+        extended: whether it is a ``struct ibv_cq_ex``.
+        answers: how many completions the polls return, one after the other, and below 0 that they
+            fail; later ones return none.
+        tells_tags: whether it has ``read_tm_info``.
+
+    Attributes:
+        address: of its struct.
+    """
+
+    def __init__(self, extended: bool, answers: list[int], tells_tags: bool = True) -> None:
+        self._library = _compiled()
+        if isinstance(self._library, str):
+            pytest.skip(self._library)
+        self._library.tap_cq.restype = ctypes.c_void_p
+        self._library.tap_asked.restype = ctypes.POINTER(ctypes.c_int)
+        given = (ctypes.c_int * len(answers))(*answers)
+        self.address: int = self._library.tap_cq(extended, tells_tags, given, len(answers))
+
+    @property
+    def polls(self) -> int:
+        """How many polls there have been."""
+        return int(self._library.tap_polls())
+
+    @property
+    def asked(self) -> list[int]:
+        """How many completions the polls asked for; of an extended queue, their comp_mask."""
+        return list(self._library.tap_asked()[: self.polls])
+
+    @property
+    def ended(self) -> int:
+        """How often ibv_end_poll() was called."""
+        return int(self._library.tap_ended())
+
+
 @pytest.fixture
 def tap() -> Iterator[Tap]:
     """A tap on a soft0 of its own: ``tap.context``."""

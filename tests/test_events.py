@@ -77,6 +77,11 @@ def test_solicited_only_wakes_for_solicited_messages_alone(context, pd, channel,
     near.post_send(rp.Send(mr[0:8], send_flags=SendFlags.SIGNALED | SendFlags.SOLICITED))
     assert channel.get_cq_event(5) is far_cq
     assert [wc.wr_id for wc in far_cq.poll()] == [0, 1]
+    # It was asked for one event.
+    far.post_recv(rp.RecvWR(mr[64:128]))
+    near.post_send(rp.Send(mr[0:8], send_flags=SendFlags.SIGNALED | SendFlags.SOLICITED))
+    cq.wait(2)
+    assert channel.get_cq_event(0) is None
 
 
 def test_a_thread_asleep_on_the_channel_wakes(context, pd, channel, cq, mr, stack):

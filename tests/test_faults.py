@@ -82,3 +82,19 @@ def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
             write = rp.RdmaWrite(mr[:8], wr_id=1, remote_addr=mr.addr + 8, rkey=mr.rkey)
             qp.post_send(write)
             assert cq.wait(1)[0].status is WCStatus.SUCCESS
+
+
+def test_plan_stays_when_a_verb_after_it_fails() -> None:
+    """What such a verb has changed is taken back, and nothing that was there before."""
+    with (
+        rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr, rp.QP(pd, QPType.RC, cq) as qp,
+    ):  # fmt: skip
+        qp.connect(qp.endpoint())
+        context.faults.complete_with(7, WCStatus.RETRY_EXC_ERR)
+        context.faults.not_ready(qp.qp_num, 1)
+        with pytest.raises(rp.VerbsError, match="ibv_create_srq: EINVAL"):
+            rp.SRQ(pd, 1 << 20)
+        qp.post_recv(rp.RecvWR(mr[8:16]))
+        qp.post_send(rp.Send(mr[:8], wr_id=7))
+        assert cq.wait(1)[0].status is WCStatus.RETRY_EXC_ERR

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import errno
+import time
+from typing import Any
 
 import pytest
 import test_refusals
 from support import prints, soft_context
 from tag_server import MATCHED, small_server
+from tap import PolledCQ
 
 import rdmapost as rp
+from rdmapost._binding import ffi, lib
 
 context = soft_context
 server = small_server
@@ -91,3 +95,134 @@ def test_queues_of_one_batch_each_have_their_own(rc):
             assert found.pop(100 + wr_id) == mine.qp_num
         assert found == {}
     assert sum(rc.a.outstanding) + sum(rc.b.outstanding) == 0
+
+
+# ---- what the shim makes of a device's answers ----------------------------------------
+
+SECOND = 10**9
+BOTH = pytest.mark.parametrize("extended", [False, True], ids=["ibv_cq", "ibv_cq_ex"])
+
+
+class Polled:
+    """What one call of the shim's returned, and what it wrote."""
+
+    def __init__(
+        self, cq: PolledCQ, extended: bool, most: int, least: int = 0, spin_ns: int = 0
+    ) -> None:
+        room = 8
+        self.wc = ffi.new("struct ibv_wc[]", room)
+        self.tm = ffi.new("struct ibv_wc_tm_info[]", room)
+        for array in (self.wc, self.tm):
+            ffi.buffer(array)[:] = b"\xee" * ffi.sizeof(array)
+        self.count = (
+            lib.rp_poll_cq_ex(
+                ffi.cast("struct ibv_cq_ex *", cq.address), self.wc, self.tm, most, least, spin_ns
+            )
+            if extended
+            else lib.rp_poll_cq(
+                ffi.cast("struct ibv_cq *", cq.address), self.wc, most, least, spin_ns
+            )
+        )
+        self.errno = ffi.errno if self.count < 0 else 0
+        self.wr_ids = [self.wc[i].wr_id for i in range(max(self.count, 0))]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("answers", "most", "least", "spin_ns", "count", "polls"),
+    [
+        ([2], 4, 0, 0, 2, 1),
+        ([4], 4, 4, 0, 4, 1),
+        ([0], 1, 0, 0, 0, 1),
+        ([1, 1], 4, 2, 0, 1, 1),
+        ([1, 1], 4, 2, 1, 2, 2),
+        ([1, 0, 2, 1], 4, 3, SECOND, 3, 3),
+        ([1, 0, 3, 1], 4, 4, SECOND, 4, 3),
+        ([2, -1], 4, 4, SECOND, 2, 2),
+    ],
+)  # fmt: skip
+def test_polls_go_on_until_there_are_enough(extended, answers, most, least, spin_ns, count, polls):
+    """And no longer; what came before a failure is not lost."""
+    cq = PolledCQ(extended, answers)
+    done = Polled(cq, extended, most, least, spin_ns)
+    assert (done.count, done.wr_ids, cq.polls) == (count, [*range(count)], polls)
+    there = 0
+    for at, (asked, answer) in enumerate(zip(cq.asked, answers, strict=False)):
+        assert asked == (0 if extended else most - there), f"poll {at}"
+        there += max(answer, 0)
+    assert cq.ended == (sum(answer > 0 for answer in answers[:polls]) if extended else 0)
+
+
+def test_an_extended_cq_is_asked_for_no_more_than_there_is_room_for():
+    cq = PolledCQ(True, [2, 9])
+    done = Polled(cq, True, 5, 5, SECOND)
+    assert (done.wr_ids, cq.polls, cq.ended) == ([0, 1, 2, 3, 4], 2, 2)
+    assert bytes(ffi.buffer(done.wc[5:6])) == b"\xee" * ffi.sizeof("struct ibv_wc")
+
+
+@BOTH
+def test_a_poll_that_fails_is_eio(extended):
+    cq = PolledCQ(extended, [-1])
+    done = Polled(cq, extended, 4)
+    assert (done.count, done.errno, cq.polls, cq.ended) == (-1, errno.EIO, 1, 0)
+
+
+@pytest.mark.parametrize(("answers", "count"), [([5], -1), ([2, 3], 2), ([4, 1], 4)])
+def test_a_device_that_returns_more_than_there_is_room_for_has_failed(answers, count):
+    done = Polled(PolledCQ(False, answers), False, 4, 4, SECOND)
+    assert (done.count, done.errno) == (count, errno.EIO if count < 0 else 0)
+
+
+@BOTH
+@pytest.mark.parametrize(("most", "least"), [(0, 0), (-1, -1), (1, 2)])
+def test_no_room_for_what_is_asked_for_is_einval(extended, most, least):
+    cq = PolledCQ(extended, [1])
+    done = Polled(cq, extended, most, least)
+    assert (done.count, done.errno, cq.polls) == (-1, errno.EINVAL, 0)
+
+
+@BOTH
+def test_spinning_ends_when_its_time_is_over(extended):
+    """It is longer than a second, in which nanoseconds begin anew."""
+    cq = PolledCQ(extended, [])
+    begun = time.monotonic_ns()
+    assert Polled(cq, extended, 1, 1, 1_050_000_000).count == 0
+    assert time.monotonic_ns() - begun >= 1_050_000_000
+    assert cq.polls > 2
+
+
+@pytest.mark.parametrize("missing", ["cq", "wc", "tm"])
+def test_null_is_einval(missing):
+    cq = ffi.cast("struct ibv_cq_ex *", PolledCQ(True, [1]).address)
+    given: dict[str, Any] = {
+        "cq": cq, "wc": ffi.new("struct ibv_wc *"), "tm": ffi.new("struct ibv_wc_tm_info *"),
+    }  # fmt: skip
+    given[missing] = ffi.NULL
+    assert lib.rp_poll_cq_ex(*given.values(), 1, 0, 0) == -1
+    assert ffi.errno == errno.EINVAL
+    if missing != "tm":
+        cq = ffi.cast("struct ibv_cq *", PolledCQ(False, [1]).address)
+        assert lib.rp_poll_cq(cq if missing != "cq" else ffi.NULL, given["wc"], 1, 0, 0) == -1
+        assert ffi.errno == errno.EINVAL
+
+
+FIELDS = {
+    "opcode": 10, "byte_len": 30, "imm_data": 40, "src_qp": 60, "wc_flags": 70, "slid": 80,
+    "sl": 90, "dlid_path_bits": 100,
+}  # fmt: skip
+"""What is in a success only, and what PolledCQ makes of wr_id 0 for it."""
+
+
+@pytest.mark.parametrize("tells_tags", [True, False])
+def test_an_extended_cq_is_asked_for_what_its_completions_have(tells_tags):
+    """A failed one has no more than qp_num and vendor_err; what is not asked for is 0."""
+    done = Polled(PolledCQ(True, [2], tells_tags), True, 2)
+    good, failed = done.wc[0], done.wc[1]
+    assert {name: getattr(good, name) for name in FIELDS} == FIELDS
+    assert (good.status, good.qp_num, good.vendor_err, good.pkey_index) == (0, 50, 0, 0)
+    assert {name: getattr(failed, name) for name in FIELDS} == dict.fromkeys(FIELDS, 0)
+    assert (failed.qp_num, failed.vendor_err, failed.pkey_index) == (51, 21, 0)
+    assert failed.status == rp.WCStatus.REM_OP_ERR
+    assert [(tm.tag, tm.priv) for tm in (done.tm[0], done.tm[1])] == [
+        (110, 120) if tells_tags else (0, 0), (0, 0),
+    ]  # fmt: skip

@@ -585,6 +585,33 @@ def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
     assert watched.srq.outstanding == 2
 
 
+def test_post_of_another_thread_waits_for_its_turn(watched):
+    """The device has one post to a queue at a time, in the order in which they came."""
+    inside, other, found = threading.Event(), threading.Event(), []
+
+    class Waiting(list[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            if len(self) == 1:
+                inside.set()
+                found.append(other.wait(0.3))
+            else:
+                other.set()
+
+    def post(wr_id: int) -> None:
+        watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=wr_id))
+        found.append(wr_id)
+
+    watched.tap.chains = Waiting()
+    threads = [threading.Thread(target=post, args=(wr_id,), daemon=True) for wr_id in (1, 2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert (found[0], sorted(found[1:]), watched.srq.outstanding) == (False, [1, 2], 2)
+
+
 # ---- what only looks right --------------------------------------------------------------
 
 

@@ -1068,6 +1068,68 @@ print(seen, [wc.wr_id for wc in announced.poll()])
     assert prints(STEP + code) == "0 [7]"
 
 
+def test_poll_beside_a_step_returns_what_was_there_before_it():
+    """Of the queue that the step adds to, and of another."""
+    code = """
+inside, go = threading.Event(), threading.Event()
+add = completion.CompletionQueue.add
+
+def add_and_wait(self, entry):
+    added = add(self, entry)
+    if not inside.is_set():
+        inside.set()
+        go.wait(20)
+    return added
+
+b.post_recv([rp.RecvWR(mr[:8], wr_id=7), rp.RecvWR(mr[:8], wr_id=8)])
+a.post_send(rp.Send(mr[:8], wr_id=1))
+completion.CompletionQueue.add = add_and_wait
+thread = threading.Thread(target=a.post_send, args=(rp.Send(mr[:8], wr_id=2),))
+thread.start()
+assert inside.wait(20)
+seen = [[wc.wr_id for wc in queue.poll()] for queue in (announced, cq)]
+go.set()
+thread.join(20)
+print(seen, [[wc.wr_id for wc in queue.poll()] for queue in (announced, cq)])
+"""
+    assert prints(STEP + code) == "[[7], [1]] [[8], [2]]"
+
+
+def test_what_is_planned_beside_a_step_that_is_taken_back_stays():
+    """Only what the step itself has changed is undone."""
+    code = """
+inside, go = threading.Event(), threading.Event()
+add = completion.CompletionQueue.add
+
+def add_and_fail(self, entry):
+    added = add(self, entry)
+    if not inside.is_set():
+        inside.set()
+        go.wait(20)
+        raise KeyboardInterrupt
+    return added
+
+def post():
+    try:
+        a.post_send(rp.Send(mr[:8], wr_id=6))
+        for _ in range(9): time.sleep(0)
+    except KeyboardInterrupt:
+        pass
+
+completion.CompletionQueue.add = add_and_fail
+b.post_recv([rp.RecvWR(mr[:8])] * 2)
+thread = threading.Thread(target=post)
+thread.start()
+assert inside.wait(20)
+context.faults.complete_with(7, rp.WCStatus.RETRY_EXC_ERR)
+go.set()
+thread.join(20)
+a.post_send(rp.Send(mr[:8], wr_id=7))
+print(*((wc.wr_id, wc.status.name) for wc in cq.wait(2)))
+"""
+    assert prints(STEP + code) == "(6, 'SUCCESS') (7, 'RETRY_EXC_ERR')"
+
+
 def test_handler_of_another_signal_runs_whole_while_an_exception_waits():
     """It comes while the step, which the first handler's exception ended, is made again."""
     code = """

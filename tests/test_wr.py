@@ -52,6 +52,7 @@ def test_arguments_are_taken_as_by_any_dataclass(kind):
         ((), {name: number for number, name in enumerate(names, 1000)}),
         ((), {"".join(name): object for name in names}),
         ((), {"wr_id": 1, "colour": 2}),
+        ((), {"colour": 2}),
         *(((*range(count),), {"wr_id": -1}) for count in range(4)),
         ((1,), {"sg_list": 2}),
         ((1,), {names[-1]: None}),
@@ -90,12 +91,19 @@ def test_derived_classes():
         def __init__(self, text: str) -> None:
             super().__init__(rp.SGE(1, len(text)), wr_id=len(text))
 
+    made = Same()
+    assert (made.sg_list, made.wr_id, made.rkey) == ((), 0, 0)
     assert More(rkey=3, label="mine").label == "mine"
     assert More(rkey=3).rkey == Same(rkey=3).rkey == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'label'"):
         Same(label="mine")  # type: ignore[call-arg]
     assert Own("abc") == Own("abc")
     assert (Own("abc").wr_id, Own("abc").send_flags) == (3, rp.SendFlags.SIGNALED)
+
+
+def test_only_classes_for_an_opcode_can_be_made():
+    with pytest.raises(TypeError, match=r"^make one of a class for an opcode$"):
+        rp.wr.door.WR(wr_id=1)
 
 
 def test_cycles_are_collected():

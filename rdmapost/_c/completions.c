@@ -47,7 +47,7 @@ PyObject *rp_make_completion(const struct rp_settled *settled)
 	const struct ibv_wc_tm_info *tm = settled->has_tm ? &settled->tm : NULL;
 	int good = wc->status == IBV_WC_SUCCESS;
 	/* Some drivers set the flags at the sender too, and leave the data. */
-	int received = good && wc->opcode & IBV_WC_RECV;
+	int received = wc->opcode & IBV_WC_RECV;
 	/* Of a failed one, no more means anything (ibv_poll_cq(3)). */
 	const struct ibv_wc none = { .wr_id = 0 }, *more = good ? wc : &none;
 	unsigned int flags = more->wc_flags;

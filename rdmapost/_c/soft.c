@@ -136,10 +136,7 @@ static int is_full(const struct queue *queue)
 /* Take slots of a queue, or free them where there are less than none. */
 static void use_slots(struct queue *queue, int slots)
 {
-	if (slots < 0 && queue->used < (unsigned int)-slots)
-		queue->used = 0;
-	else
-		queue->used += (unsigned int)slots;
+	queue->used += (unsigned int)slots;
 }
 
 /* use_slots(queue, slots), for on_commit. */
@@ -189,7 +186,8 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 
 static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int most)
 {
-	if (count < 0 || (unsigned int)count > most || (count && !sge))
+	/* Less than none is more than any number. */
+	if ((unsigned int)count > most || (count && !sge))
 		return EINVAL;
 	wqe->sges = PyTuple_New(count);
 	for (int i = 0; wqe->sges && i < count; i++) {
@@ -210,8 +208,6 @@ static int read_inline(struct wqe *wqe, const struct ibv_send_wr *wr, unsigned i
 		size += wr->sg_list[i].length;
 	if (size > most)
 		return EINVAL;
-	Py_DECREF(wqe->sges);
-	wqe->sges = PyTuple_New(0);
 	wqe->data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
 	for (int i = 0; wqe->data && i < wr->num_sge; i++) {
 		const struct ibv_sge *sge = &wr->sg_list[i];
@@ -221,7 +217,7 @@ static int read_inline(struct wqe *wqe, const struct ibv_send_wr *wr, unsigned i
 			       sge->length);
 		at += sge->length;
 	}
-	return wqe->data && wqe->sges ? 0 : ENOMEM;
+	return wqe->data ? 0 : ENOMEM;
 }
 
 static int read_send(struct wqe *wqe, const struct queue *queue, enum ibv_qp_type type,
@@ -266,8 +262,6 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 	wqe->opcode = op->opcode;
 	wqe->flags = (unsigned int)op->flags;
-	if (!list)
-		return EINVAL;
 	if (adds && is_full(list))
 		return ENOMEM;
 	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :

@@ -75,7 +75,6 @@ void rp_journal_begin(void)
 
 void rp_journal_forget(void)
 {
-	active = 0;
 	rp_clear(later);
 	rp_clear(undo);
 }
