@@ -254,17 +254,13 @@ static PyObject *withdraw(PyObject *self, PyObject *cq)
 	return entry;
 }
 
-/* Let polls take all of them. */
-static PyObject *show(PyObject *self, PyObject *cq)
+void rp_show(PyObject *cq)
 {
-	(void)self;
 	RP_STORE(&((struct queue *)cq)->hidden, 0);
-	Py_RETURN_NONE;
 }
 
 static PyMethodDef withdraw_method = { "withdraw", withdraw, METH_O, NULL };
-static PyMethodDef show_method = { "show", show, METH_O, NULL };
-static PyObject *withdraws, *shows;
+static PyObject *withdraws;
 
 /* add(cq, entry): put an entry; polls take it when it is committed. */
 static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -276,7 +272,7 @@ static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t narg
 	if (nargs != 2 || !PyObject_TypeCheck(args[0], queue_type))
 		return PyErr_Format(PyExc_TypeError, "add(cq, entry)");
 	queue = (struct queue *)args[0];
-	if (hides && !queue->hidden && rp_note_last(PyTuple_Pack(2, shows, args[0])))
+	if (hides && !queue->hidden && rp_note_added(args[0]))
 		return NULL;
 	rp_data_lock();
 	failed = rp_append(queue->pending, args[1]);
@@ -793,8 +789,7 @@ int rp_add_soft(PyObject *module)
 	wqe_type = (PyTypeObject *)PyType_FromSpec(&wqe_spec);
 	queue_type = (PyTypeObject *)PyType_FromSpec(&queue_spec);
 	withdraws = PyCFunction_New(&withdraw_method, NULL);
-	shows = PyCFunction_New(&show_method, NULL);
-	if (!wqe_type || !queue_type || !withdraws || !shows ||
+	if (!wqe_type || !queue_type || !withdraws ||
 	    PyModule_AddObjectRef(module, "WQE", (PyObject *)wqe_type) ||
 	    PyModule_AddObjectRef(module, "DeviceQueue", (PyObject *)queue_type))
 		return -1;

@@ -57,12 +57,18 @@ void rp_journal_forget(void);
 
 /* Whether changes that this thread makes are noted. */
 int rp_is_journaled(void);
-/* Note a call that takes a change back, or one for the end of the commit; 0, or -1 with an exception. */
+/* Note a call that takes a change back; 0, or -1 with an exception. */
 int rp_note_undo(PyObject *call);
-int rp_note_last(PyObject *call);
+/* Note a completion queue whose entries polls are to see at the end of the commit; the same. */
+int rp_note_added(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
+
+/* ---- soft.c ---------------------------------------------------------------- */
+
+/* Let polls take all entries of a completion queue. */
+void rp_show(PyObject *cq);
 
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 

@@ -11,7 +11,7 @@
 
 PyObject *rp_names[NAMES];
 
-static PyObject *undo, *later, *last;
+static PyObject *undo, *later, *last; /* in `last` also completion queues, for rp_show() */
 static int active; /* it belongs to whoever holds the device's lock */
 
 int rp_is_journaled(void)
@@ -76,9 +76,9 @@ int rp_note_undo(PyObject *call)
 	return note(undo, call);
 }
 
-int rp_note_last(PyObject *call)
+int rp_note_added(PyObject *cq)
 {
-	return note(last, call);
+	return PyList_Append(last, cq);
 }
 
 void rp_journal_begin(void)
@@ -97,10 +97,15 @@ void rp_journal_forget(void)
 static void make(PyObject *calls)
 {
 	for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {
-		PyObject *done = rp_call(PyList_GetItem(calls, i));
+		PyObject *call = PyList_GetItem(calls, i), *done;
 
+		if (!PyTuple_Check(call)) {
+			rp_show(call);
+			continue;
+		}
+		done = rp_call(call);
 		if (!done)
-			PyErr_WriteUnraisable(PyList_GetItem(calls, i));
+			PyErr_WriteUnraisable(call);
 		Py_XDECREF(done);
 	}
 }
