@@ -58,7 +58,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		return NULL;
 	}
 #ifdef Py_GIL_DISABLED
-	/* The soft device takes posts and polls in without a lock, which needs one (soft.c). */
+	/* Meant to be right without one, and tested so (CONTRIBUTING.md), but not enough to rely on. */
 	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
 		Py_CLEAR(module);
 #endif

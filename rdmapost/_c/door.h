@@ -48,6 +48,22 @@ static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
 #endif
 }
 
+/* Return a new reference to what a dict has for a key; NULL, without an exception, for nothing. */
+static inline PyObject *rp_dict_get(PyObject *dict, PyObject *key)
+{
+	PyObject *found;
+
+#ifdef Py_GIL_DISABLED
+	if (PyDict_GetItemRef(dict, key, &found) < 0)
+		PyErr_Clear();
+#else
+	found = Py_XNewRef(PyDict_GetItemWithError(dict, key));
+	if (!found)
+		PyErr_Clear();
+#endif
+	return found;
+}
+
 /* ---- door.c ------------------------------------------------------------- */
 
 /* What an array of PyMethodDef has for a function of that name, METH_FASTCALL. */

@@ -345,20 +345,13 @@ static void clear(struct rp_in_flight *q)
 
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket)
 {
-	PyObject *number = PyLong_FromUnsignedLong(ticket >> 32), *found = NULL;
+	PyObject *number = PyLong_FromUnsignedLong(ticket >> 32), *found;
 
 	if (!number) {
 		PyErr_Clear();
 		return NULL;
 	}
-#ifdef Py_GIL_DISABLED
-	if (PyDict_GetItemRef(queues, number, &found) < 0)
-		PyErr_Clear();
-#else
-	found = Py_XNewRef(PyDict_GetItemWithError(queues, number));
-	if (PyErr_Occurred())
-		PyErr_Clear();
-#endif
+	found = rp_dict_get(queues, number);
 	Py_DECREF(number);
 	return (struct rp_in_flight *)found;
 }

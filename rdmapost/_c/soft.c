@@ -91,6 +91,7 @@ struct queue {
 	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
 	PyObject *faults; /* of sends: (errnos by number of the post, [how many there have been]) */
 	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
+	unsigned int hidden; /* entries at its end that a verb in progress may still take back */
 };
 
 enum { ARMED_SOLICITED = 1, ARMED_NEXT };
@@ -111,8 +112,18 @@ static void queue_dealloc(PyObject *self)
 	release(self, queue_members);
 }
 
+static int queue_setattr(PyObject *self, PyObject *name, PyObject *value)
+{
+	int failed;
+
+	rp_data_lock();
+	failed = rp_journaled_setattr(self, name, value);
+	rp_data_unlock();
+	return failed;
+}
+
 static PyType_Slot queue_slots[] = {
-	{ Py_tp_setattro, rp_journaled_setattr },
+	{ Py_tp_setattro, queue_setattr },
 	{ Py_tp_members, queue_members },
 	{ Py_tp_dealloc, queue_dealloc },
 	{ 0, NULL },
@@ -148,8 +159,64 @@ static PyObject *soft_use_slots(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "O!i", queue_type, &queue, &slots))
 		return NULL;
+	rp_data_lock();
 	use_slots((struct queue *)queue, slots);
+	rp_data_unlock();
 	Py_RETURN_NONE;
+}
+
+/* posted(queue): a tuple of what is in it. */
+static PyObject *soft_posted(PyObject *self, PyObject *args)
+{
+	PyObject *queue, *posted;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
+		return NULL;
+	rp_data_lock();
+	posted = PySequence_Tuple(((struct queue *)queue)->pending);
+	rp_data_unlock();
+	return posted;
+}
+
+/* clear(queue), for on_commit: forget what is in it, and free its slots. */
+static PyObject *soft_clear(PyObject *self, PyObject *args)
+{
+	PyObject *queue, *pending, *posted, *done;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
+		return NULL;
+	pending = ((struct queue *)queue)->pending;
+	rp_data_lock();
+	/* So that nothing is deallocated under the lock. */
+	posted = PySequence_Tuple(pending);
+	PyErr_Clear();
+	done = PyObject_CallMethod(pending, "clear", NULL);
+	((struct queue *)queue)->used = 0;
+	rp_data_unlock();
+	Py_XDECREF(posted);
+	return done;
+}
+
+/* resize(queue, depth): change how many slots it has; whether that can be: no more are taken. */
+static PyObject *soft_resize(PyObject *self, PyObject *args)
+{
+	PyObject *queue, *depth;
+	unsigned int wanted;
+	int fits, failed;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!O!", queue_type, &queue, &PyLong_Type, &depth))
+		return NULL;
+	wanted = (unsigned int)PyLong_AsUnsignedLong(depth);
+	if (PyErr_Occurred())
+		return NULL;
+	rp_data_lock();
+	fits = ((struct queue *)queue)->used <= wanted;
+	failed = fits && rp_journaled_setattr(queue, rp_names[DEPTH], depth);
+	rp_data_unlock();
+	return failed ? NULL : PyBool_FromLong(fits);
 }
 
 static void arm(struct queue *queue, unsigned int how)
@@ -159,9 +226,58 @@ static void arm(struct queue *queue, unsigned int how)
 		queue->armed = how;
 }
 
+/* ---- entries of a completion queue --------------------------------------- */
+
+/* Take the last one back. */
+static PyObject *withdraw(PyObject *self, PyObject *cq)
+{
+	struct queue *queue = (struct queue *)cq;
+	PyObject *entry;
+
+	(void)self;
+	rp_data_lock();
+	entry = PyObject_CallMethodObjArgs(queue->pending, rp_names[POP_LAST], NULL);
+	RP_ADD(&queue->hidden, -1u);
+	rp_data_unlock();
+	return entry;
+}
+
+void rp_show(PyObject *cq)
+{
+	RP_STORE(&((struct queue *)cq)->hidden, 0);
+}
+
+static PyMethodDef withdraw_method = { "withdraw", withdraw, METH_O, NULL };
+static PyObject *withdraws;
+
+/* add(cq, entry): put an entry; polls take it when it is committed. */
+static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+	int failed, hides = rp_is_journaled();
+	struct queue *queue;
+
+	(void)self;
+	if (nargs != 2 || !PyObject_TypeCheck(args[0], (PyTypeObject *)queue_type))
+		return PyErr_Format(PyExc_TypeError, "add(cq, entry)");
+	queue = (struct queue *)args[0];
+	if (hides && !queue->hidden && rp_note_added(args[0]))
+		return NULL;
+	rp_data_lock();
+	failed = rp_append(queue->pending, args[1]);
+	if (!failed && hides)
+		RP_ADD(&queue->hidden, 1);
+	rp_data_unlock();
+	if (!failed && hides && rp_note_undo(PyTuple_Pack(2, withdraws, args[0]))) {
+		PyErr_Clear();
+		Py_XDECREF(withdraw(NULL, args[0]));
+		failed = 1;
+	}
+	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
+}
+
 /*
- * announce(cq, events, fd, solicited), for on_commit: put an event for an entry that has been added,
- * if the completion queue is armed for it, and make the channel's timer fire.
+ * announce(cq, events, fd, solicited), for at_the_end: put an event for an entry that has been
+ * added, if the completion queue is armed for it, and make the channel's timer fire.
  */
 static PyObject *soft_announce(PyObject *self, PyObject *args)
 {
@@ -174,11 +290,13 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "O!Oip", queue_type, &cq, &events, &fd, &solicited))
 		return NULL;
 	queue = (struct queue *)cq;
+	rp_data_lock();
 	if (queue->armed == ARMED_NEXT || (queue->armed && solicited)) {
 		queue->armed = 0;
 		rp_append(events, cq);
 		timerfd_settime(fd, 0, &now, NULL);
 	}
+	rp_data_unlock();
 	Py_RETURN_NONE;
 }
 
@@ -275,6 +393,29 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 /* ---- posting ------------------------------------------------------------- */
 
+/*
+ * plan_failure(posts, posted, after, errno): have a send fail on purpose when so many more have been
+ * let through; `posted` counts them while any is to fail.
+ */
+static PyObject *soft_plan_failure(PyObject *self, PyObject *args)
+{
+	PyObject *posts, *posted, *after, *code, *at = NULL;
+	int failed;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!O!OO", &PyDict_Type, &posts, &PyList_Type, &posted, &after,
+			      &code))
+		return NULL;
+	rp_data_lock();
+	failed = !PyDict_Size(posts) && PyList_SetItem(posted, 0, PyLong_FromLong(0));
+	if (!failed)
+		at = PyNumber_Add(PyList_GetItem(posted, 0), after);
+	failed = !at || PyDict_SetItem(posts, at, code);
+	rp_data_unlock();
+	Py_XDECREF(at);
+	return failed ? NULL : Py_NewRef(Py_None);
+}
+
 /* The errno with which a send is to fail on purpose, or 0. */
 static int planned_failure(const struct queue *queue)
 {
@@ -285,10 +426,11 @@ static int planned_failure(const struct queue *queue)
 		return 0;
 	now = PyTuple_GetItem(queue->faults, 1);
 	seen = PyList_GetItem(now, 0);
-	code = PyDict_GetItemWithError(posts, seen);
+	code = rp_dict_get(posts, seen);
 	if (code) {
 		said = (int)PyLong_AsLong(code);
 		PyDict_DelItem(posts, seen);
+		Py_DECREF(code);
 	}
 	PyList_SetItem(now, 0, PyLong_FromLong(PyLong_AsLong(seen) + 1));
 	PyErr_Clear();
@@ -355,7 +497,7 @@ static int take_in(enum posts what, enum ibv_qp_type type, struct queue *queue, 
  * A post is taken in without the device's lock, also in the middle of a verb: nothing of Python's
  * runs meanwhile, so the device has them in the order in which they were recorded.  Allocations must
  * not collect garbage, therefore; nobody else runs before that is as it was.  (Without a GIL the
- * collector does not run in the middle of C.)
+ * collector does not run in the middle of C, and the data lock keeps others out.)
  */
 struct quiet {
 	PyGILState_STATE gil;
@@ -387,6 +529,7 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	struct queue *queue = find_queue(handle, names[what]);
 	int code = queue ? 0 : EINVAL;
 
+	rp_data_lock();
 	/* It runs when the post is over, and does no harm where nothing was taken in. */
 	if (queue && queue->prompt)
 		code = rp_soft_start(handle);
@@ -396,6 +539,7 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 		if (!code)
 			wr = ((struct ibv_recv_wr *)wr)->next;
 	}
+	rp_data_unlock();
 	Py_XDECREF((PyObject *)queue);
 	end_quietly(quiet);
 	if (code)
@@ -409,8 +553,10 @@ static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bin
 	struct quiet quiet = begin_quietly();
 	struct queue *queue = find_queue(qp->handle, SQ);
 	int code = EINVAL;
-	struct wqe *wqe = queue ? new_wqe(queue, &code) : NULL;
+	struct wqe *wqe;
 
+	rp_data_lock();
+	wqe = queue ? new_wqe(queue, &code) : NULL;
 	if (wqe) {
 		struct ibv_send_wr *wr = &wqe->wr.send;
 
@@ -428,6 +574,7 @@ static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bin
 			mw->rkey = wr->bind_mw.rkey;
 		Py_DECREF((PyObject *)wqe);
 	}
+	rp_data_unlock();
 	Py_XDECREF((PyObject *)queue);
 	end_quietly(quiet);
 	return code;
@@ -461,32 +608,42 @@ struct entry {
 	struct ibv_wc_tm_info tm;
 };
 
+/* How many completions there are that no verb in progress may still take back. */
+static Py_ssize_t count_entries(const struct queue *cq)
+{
+	/* Read first: without the lock there may seem to be too many, but not too few. */
+	Py_ssize_t hidden = RP_LOAD(&cq->hidden);
+
+	return PyObject_Size(cq->pending) - hidden;
+}
+
 /* Take up to `most` completions, with tags where there is a `tm`; -1 where there is no such CQ. */
 static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	struct quiet quiet = begin_quietly();
 	struct queue *cq = find_queue(handle, NAMES);
-	Py_ssize_t there = cq ? PyObject_Size(cq->pending) : 0;
 	int count = 0;
 
-	/* What a verb in progress may still take back is not there yet. */
-	if (there)
-		there -= rp_journal_count(cq->pending);
 	/* Who is interrupted may never see what the poll returns: that stays for the next. */
-	if (rp_soft_raises())
-		there = 0;
-	for (; count < most && count < there; count++) {
-		PyObject *taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
+	if (!cq || count_entries(cq) <= 0 || rp_soft_raises())
+		most = 0;
+	for (; count < most; count++) {
+		PyObject *taken = NULL;
 		const struct entry *entry;
 
+		rp_data_lock();
+		if (count_entries(cq) > 0)
+			taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
+		if (taken)
+			use_slots((struct queue *)PyTuple_GetItem(taken, 1),
+				  -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
+		rp_data_unlock();
 		if (!taken)
 			break;
 		entry = (void *)PyBytes_AsString(PyTuple_GetItem(taken, 0));
 		wc[count] = entry->wc;
 		if (tm)
 			tm[count] = entry->tm;
-		use_slots((struct queue *)PyTuple_GetItem(taken, 1),
-		      -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
 		Py_DECREF(taken);
 	}
 	PyErr_Clear();
@@ -508,8 +665,10 @@ static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 	struct quiet quiet = begin_quietly();
 	struct queue *found = find_queue(cq->handle, NAMES);
 
+	rp_data_lock();
 	if (found)
 		arm(found, solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
+	rp_data_unlock();
 	Py_XDECREF((PyObject *)found);
 	end_quietly(quiet);
 	return found ? 0 : EINVAL;
@@ -600,13 +759,20 @@ void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
 
 static PyMethodDef functions[] = {
 	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
+	{ "posted", soft_posted, METH_VARARGS, NULL },
+	{ "clear", soft_clear, METH_VARARGS, NULL },
+	{ "resize", soft_resize, METH_VARARGS, NULL },
+	RP_METHOD_NAMED("add", soft_add),
 	{ "announce", soft_announce, METH_VARARGS, NULL },
+	{ "plan_failure", soft_plan_failure, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
 int rp_add_soft(PyObject *module)
 {
-	return rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,
+	withdraws = PyCFunction_New(&withdraw_method, NULL); /* held for ever */
+	return !withdraws ||
+	       rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,
 			   &wqe_type) ||
 	       rp_add_type(module, "rdmapost._verbs.DeviceQueue", sizeof(struct queue),
 			   Py_TPFLAGS_BASETYPE, queue_slots, &queue_type) ||

@@ -15,10 +15,30 @@
 
 #include "soft.h"
 
+/*
+ * Data verbs do not take that lock.  A function in C that touches what they share with the device (a
+ * queue, the lists of soft_verb.c) keeps the GIL from its first step to its last; where there is
+ * none, it holds this lock, which may be taken twice.  Only C runs under it, and nothing there waits
+ * for a queue's lock or the device's.  A thread that waits for it leaves its critical sections, so
+ * those may be entered under it.
+ */
+#ifdef Py_GIL_DISABLED
+void rp_data_lock(void);
+void rp_data_unlock(void);
+#else
+static inline void rp_data_lock(void)
+{
+}
+
+static inline void rp_data_unlock(void)
+{
+}
+#endif
+
 /* ---- soft_journal.c ------------------------------------------------------ */
 
 /* The names of attributes and methods that C looks up. */
-enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, NAMES };
+enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
 extern PyObject *rp_names[NAMES];
 
 /* Make a call, which is a tuple of a callable and its arguments; NULL if it raised. */
@@ -27,7 +47,6 @@ PyObject *rp_call(PyObject *call);
 int rp_append(PyObject *queue, PyObject *item);
 /* Take the first of a list; NULL where there is none. */
 PyObject *rp_shift(PyObject *list);
-void rp_clear(PyObject *list);
 
 /* Begin to note changes; keep them; take them back, and leave the exception that is set. */
 void rp_journal_begin(void);
@@ -36,11 +55,20 @@ void rp_journal_rollback(void);
 /* After a fork: forget what was noted. */
 void rp_journal_forget(void);
 
-/* How many items a deque has at its end that may still be taken back. */
-Py_ssize_t rp_journal_count(PyObject *deque);
+/* Whether changes that this thread makes are noted. */
+int rp_is_journaled(void);
+/* Note a call that takes a change back; 0, or -1 with an exception. */
+int rp_note_undo(PyObject *call);
+/* Note a completion queue whose entries polls are to see at the end of the commit; the same. */
+int rp_note_added(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
+
+/* ---- soft.c ---------------------------------------------------------------- */
+
+/* Let polls take all entries of a completion queue. */
+void rp_show(PyObject *cq);
 
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 

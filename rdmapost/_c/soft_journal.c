@@ -1,21 +1,22 @@
 /*
  * The journal of the soft device: what a verb changes, until it is committed.
  *
- * It is two lists of calls, each a tuple of a callable and its arguments: those that take back what
- * has been done, and those that do what cannot be taken back (copy bytes, write to a descriptor).
- * All of them are to functions in C, so that no signal handler runs in the middle.  Where there is
- * no journal, the first are not noted, and the second are made at once.
+ * It is three lists of calls, each a tuple of a callable and its arguments: those that take back
+ * what has been done, those that do what cannot be taken back (copy bytes, write to a descriptor),
+ * and those that come last, and let polls see the new completions.  All of them are to functions in C,
+ * so that no signal handler runs in the middle.  Where there is no journal, the first are not noted,
+ * and the others are made at once.
  */
 #include "soft_device.h"
 
 PyObject *rp_names[NAMES];
 
-static PyObject *undo, *later;
-static int active;
+static PyObject *undo, *later, *last; /* in `last` also completion queues, for rp_show() */
+static int active; /* it belongs to whoever holds the device's lock */
 
-static int is_journaled(void)
+int rp_is_journaled(void)
 {
-	return active && rp_soft_busy();
+	return rp_soft_busy() && active;
 }
 
 PyObject *rp_call(PyObject *call)
@@ -43,15 +44,17 @@ PyObject *rp_shift(PyObject *list)
 {
 	PyObject *first = NULL;
 
+	rp_data_lock();
 	if (PyList_Size(list) > 0) {
 		first = Py_NewRef(PyList_GetItem(list, 0));
 		PyList_SetSlice(list, 0, 1, NULL);
 	}
+	rp_data_unlock();
 	return first;
 }
 
 /* What it holds may be the last reference to anything: nothing is under way then. */
-void rp_clear(PyObject *list)
+static void clear(PyObject *list)
 {
 	Py_ssize_t size = PyList_Size(list);
 
@@ -68,6 +71,16 @@ static int note(PyObject *list, PyObject *call)
 	return failed ? -1 : 0;
 }
 
+int rp_note_undo(PyObject *call)
+{
+	return note(undo, call);
+}
+
+int rp_note_added(PyObject *cq)
+{
+	return PyList_Append(last, cq);
+}
+
 void rp_journal_begin(void)
 {
 	active = 1;
@@ -75,20 +88,32 @@ void rp_journal_begin(void)
 
 void rp_journal_forget(void)
 {
-	rp_clear(later);
-	rp_clear(undo);
+	clear(last);
+	clear(later);
+	clear(undo);
+}
+
+static void make(PyObject *calls)
+{
+	for (Py_ssize_t i = 0; i < PyList_Size(calls); i++) {
+		PyObject *call = PyList_GetItem(calls, i), *done;
+
+		if (!PyTuple_Check(call)) {
+			rp_show(call);
+			continue;
+		}
+		done = rp_call(call);
+		if (!done)
+			PyErr_WriteUnraisable(call);
+		Py_XDECREF(done);
+	}
 }
 
 void rp_journal_commit(void)
 {
 	active = 0;
-	for (Py_ssize_t i = 0; i < PyList_Size(later); i++) {
-		PyObject *done = rp_call(PyList_GetItem(later, i));
-
-		if (!done)
-			PyErr_WriteUnraisable(PyList_GetItem(later, i));
-		Py_XDECREF(done);
-	}
+	make(later);
+	make(last);
 	rp_journal_forget();
 }
 
@@ -110,24 +135,12 @@ void rp_journal_rollback(void)
 	PyErr_Restore(type, value, trace);
 }
 
-Py_ssize_t rp_journal_count(PyObject *deque)
-{
-	Py_ssize_t count = 0;
-
-	for (Py_ssize_t i = 0; i < PyList_Size(undo); i++) {
-		PyObject *call = PyList_GetItem(undo, i);
-
-		count += PyTuple_GetItem(call, 0) == rp_soft_given(POP) && PyTuple_GetItem(call, 1) == deque;
-	}
-	return count;
-}
-
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value)
 {
 	PyObject *old;
 	int failed;
 
-	if (is_journaled()) {
+	if (rp_is_journaled()) {
 		old = PyObject_GenericGetAttr(self, name);
 		if (!old && !PyErr_ExceptionMatches(PyExc_AttributeError))
 			return -1;
@@ -153,7 +166,7 @@ static PyType_Slot record_slots[] = {
 static PyObject *journal_undo(PyObject *self, PyObject *call)
 {
 	(void)self;
-	if (is_journaled() && note(undo, Py_NewRef(call)))
+	if (rp_is_journaled() && note(undo, Py_NewRef(call)))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -161,9 +174,19 @@ static PyObject *journal_undo(PyObject *self, PyObject *call)
 static PyObject *on_commit(PyObject *self, PyObject *call)
 {
 	(void)self;
-	if (!is_journaled())
+	if (!rp_is_journaled())
 		return rp_call(call);
 	if (note(later, Py_NewRef(call)))
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+static PyObject *at_the_end(PyObject *self, PyObject *call)
+{
+	(void)self;
+	if (!rp_is_journaled())
+		return rp_call(call);
+	if (note(last, Py_NewRef(call)))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -171,7 +194,7 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 /* Note that back(argument) takes back what had the result; if that fails, take it back now. */
 static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 {
-	if (result && is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
+	if (result && rp_is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
 		PyErr_Clear();
 		Py_XDECREF(PyObject_CallFunctionObjArgs(back, argument, NULL));
 		Py_CLEAR(result);
@@ -191,7 +214,7 @@ static PyObject *made(PyObject *self, PyObject *args)
 	return noted(result, PyTuple_GetItem(args, 0), result);
 }
 
-/* put(deque, item): append it. */
+/* put(deque, item): append it; nobody else takes from that. */
 static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	(void)self;
@@ -207,8 +230,10 @@ static PyObject *take(PyObject *self, PyObject *deque)
 	PyObject *item, *back = PyObject_GetAttr(deque, rp_names[APPENDLEFT]);
 
 	(void)self;
+	rp_data_lock();
 	item = back ? PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL) : NULL;
 	item = noted(item, back, item);
+	rp_data_unlock();
 	Py_XDECREF(back);
 	return item;
 }
@@ -216,26 +241,26 @@ static PyObject *take(PyObject *self, PyObject *deque)
 /* forget(entries, queue): drop the completions of a work queue; for on_commit. */
 static PyObject *forget(PyObject *self, PyObject *args)
 {
-	PyObject *entries, *queue;
+	PyObject *entries, *queue, *entry = Py_None;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "OO", &entries, &queue))
 		return NULL;
-	for (Py_ssize_t left = PyObject_Size(entries); left > 0; left--) {
-		PyObject *entry = PyObject_CallMethodObjArgs(entries, rp_names[POPLEFT], NULL);
-
-		if (!entry)
-			return NULL;
-		if (PyTuple_GetItem(entry, 1) != queue)
+	rp_data_lock();
+	for (Py_ssize_t left = PyObject_Size(entries); entry && left > 0; left--) {
+		entry = PyObject_CallMethodObjArgs(entries, rp_names[POPLEFT], NULL);
+		if (entry && PyTuple_GetItem(entry, 1) != queue)
 			rp_append(entries, entry);
-		Py_DECREF(entry);
+		Py_XDECREF(entry);
 	}
-	Py_RETURN_NONE;
+	rp_data_unlock();
+	return entry ? Py_NewRef(Py_None) : NULL;
 }
 
 static PyMethodDef functions[] = {
 	{ "undo", journal_undo, METH_VARARGS, NULL },
 	{ "on_commit", on_commit, METH_VARARGS, NULL },
+	{ "at_the_end", at_the_end, METH_VARARGS, NULL },
 	{ "made", made, METH_VARARGS, NULL },
 	RP_METHOD(put),
 	{ "take", take, METH_O, NULL },
@@ -246,7 +271,8 @@ static PyMethodDef functions[] = {
 int rp_add_soft_journal(PyObject *module)
 {
 	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops",
-						  "append", "appendleft", "popleft" };
+						  "append", "appendleft", "popleft",
+						  "pop", "depth" };
 
 	for (int i = 0; i < NAMES; i++) {
 		rp_names[i] = PyUnicode_InternFromString(names[i]);
@@ -255,7 +281,8 @@ int rp_add_soft_journal(PyObject *module)
 	}
 	undo = PyList_New(0);
 	later = PyList_New(0);
-	return !undo || !later ||
+	last = PyList_New(0);
+	return !undo || !later || !last ||
 	       rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
 			   record_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;

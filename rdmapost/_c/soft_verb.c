@@ -15,7 +15,7 @@ static PyObject *parts; /* what soft_device was given, held for ever */
 
 static struct rp_lock lock; /* while Python runs, too: ask rp_soft_busy() first */
 static PyObject *raised; /* a list: exceptions of handlers, for the main thread */
-static double due = -1; /* when something has to be done, by the monotonic clock; -1 is never */
+static int64_t due = -1; /* when something has to be done, in ns of the monotonic clock; -1 is never */
 static int broken; /* there is something to tell */
 static int forked; /* nothing of what is there is this process's */
 static int doomed; /* the verb that runs began in another process */
@@ -29,6 +29,43 @@ int rp_soft_busy(void)
 {
 	return rp_owns(&lock);
 }
+
+#ifdef Py_GIL_DISABLED
+static PyMutex data_lock;
+static uint64_t data_owner; /* the mark of the thread that holds it, or 0 */
+static int data_depth; /* how often */
+
+void rp_data_lock(void)
+{
+	uint64_t me = rp_thread()->mark;
+
+	if (RP_LOAD(&data_owner) != me) {
+		PyMutex_Lock(&data_lock);
+		RP_STORE(&data_owner, me);
+	}
+	data_depth++;
+}
+
+void rp_data_unlock(void)
+{
+	if (--data_depth)
+		return;
+	RP_STORE(&data_owner, 0);
+	PyMutex_Unlock(&data_lock);
+}
+
+/* Who held it in the parent does not exist here. */
+static void free_data_lock(void)
+{
+	data_lock = (PyMutex){ 0 };
+	data_owner = 0;
+	data_depth = 0;
+}
+#else
+static void free_data_lock(void)
+{
+}
+#endif
 
 /* ---- exceptions of signal handlers --------------------------------------- */
 
@@ -53,6 +90,7 @@ static void raise_later(PyObject *exception)
 
 	if (!exception)
 		return;
+	rp_data_lock();
 	/* Of a handler that raises every time, the first is told. */
 	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
 		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
@@ -62,6 +100,7 @@ static void raise_later(PyObject *exception)
 					  (PyObject *)Py_TYPE(exception));
 	else if (!waits && PyList_Append(raised, exception))
 		PyErr_Clear();
+	rp_data_unlock();
 	Py_DECREF(exception);
 }
 
@@ -196,12 +235,13 @@ static int work(PyObject *object)
 
 static int is_due(void)
 {
+	int64_t when = RP_LOAD(&due);
 	struct timespec now;
 
-	if (due < 0)
+	if (when < 0)
 		return 0;
 	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (double)now.tv_sec + (double)now.tv_nsec * 1e-9 >= due;
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec >= when;
 }
 
 static void carry_on(void)
@@ -218,19 +258,20 @@ static void carry_on(void)
 /* Take the lock, and do what is due by now. */
 static void enter(void)
 {
-	PyObject *call;
+	PyObject *call, *left;
 
 	rp_take(&lock);
 	if (forked) {
 		rp_journal_forget();
-		rp_clear(rp_soft_given(READY));
+		while ((left = rp_shift(rp_soft_given(READY))))
+			Py_DECREF(left);
 		call = PyTuple_Pack(1, rp_soft_given(RESET));
 		forked = !call || !rp_soft_step(call);
 		Py_XDECREF(call);
 	}
 	/* Once in a verb: what is tried again may at once be due again. */
 	if (is_due()) {
-		due = -1;
+		RP_STORE(&due, -1);
 		work(Py_None);
 		carry_on();
 	}
@@ -297,6 +338,7 @@ static void after_fork(void)
 {
 	forked = 1;
 	due = -1;
+	free_data_lock();
 	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
 	lock.owner = doomed ? rp_thread()->mark : 0;
 }
@@ -307,9 +349,10 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 
 	/* After a fork, until the device is reset, what is there is the parent's. */
 	if (key && !forked)
-		object = PyDict_GetItemWithError(rp_soft_given(OBJECTS), key);
+		object = rp_dict_get(rp_soft_given(OBJECTS), key);
 	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
 					  Py_XNewRef(object);
+	Py_XDECREF(object);
 	Py_XDECREF(key);
 	PyErr_Clear();
 	return found;
@@ -318,8 +361,11 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 int rp_soft_start(uint32_t handle)
 {
 	PyObject *object = rp_soft_part(handle, NAMES);
-	int failed = !object || PyList_Append(rp_soft_given(READY), object);
+	int failed;
 
+	rp_data_lock();
+	failed = !object || PyList_Append(rp_soft_given(READY), object);
+	rp_data_unlock();
 	PyErr_Clear();
 	Py_XDECREF(object);
 	return failed ? ENOMEM : 0;
@@ -366,9 +412,24 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 /* come_back(seconds): let the device look at what is due then; for on_commit. */
 static PyObject *come_back(PyObject *self, PyObject *seconds)
 {
+	double when = PyFloat_AsDouble(seconds);
+
 	(void)self;
-	due = PyFloat_AsDouble(seconds);
+	/* One more: it is not to look too early, for nothing. */
+	RP_STORE(&due, when < 0 ? -1 : (int64_t)(when * 1e9) + 1);
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* start(object): let what it has to do be carried out; for on_commit. */
+static PyObject *start(PyObject *self, PyObject *object)
+{
+	int failed;
+
+	(void)self;
+	rp_data_lock();
+	failed = PyList_Append(rp_soft_given(READY), object);
+	rp_data_unlock();
+	return failed ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *soft_device(PyObject *self, PyObject *args)
@@ -387,6 +448,7 @@ static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
 	{ "come_back", come_back, METH_O, NULL },
+	{ "start", start, METH_O, NULL },
 	{ "soft_device", soft_device, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

@@ -103,7 +103,7 @@ class Queues:
     def modify_srq(self, srq: Any, attr: Any, mask: int) -> None:
         made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
         depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
-        if not max(1, made.queue.used) <= depth <= MAX_SRQ_WR:
+        if not 1 <= depth <= MAX_SRQ_WR or not door.resize(made.queue, depth):
             raise VerbsError("ibv_modify_srq", errno.EINVAL)
         if mask & SRQAttrMask.LIMIT:
             if attr.srq_limit > depth:
@@ -112,7 +112,6 @@ class Queues:
                     f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
                 )  # fmt: skip
             made.limit = attr.srq_limit
-        made.queue.depth = depth
 
     @verb
     def query_srq(self, srq: Any, attr: Any) -> None:

@@ -140,8 +140,12 @@ def _give_up(worker: Any, error: BaseException) -> bool:
 
 
 def _tell() -> None:
-    while _faults:
-        _log.error("the soft device failed; the work request did too", exc_info=_faults.pop())
+    while True:
+        try:
+            fault = _faults.pop()
+        except IndexError:  # another thread may have been here
+            return
+        _log.error("the soft device failed; the work request did too", exc_info=fault)
 
 
 _left: list[Any] = []

@@ -95,10 +95,10 @@ class CompletionQueue(door.DeviceQueue):
         if len(entries) >= self.capacity:
             return False
         fields, queue, frees, solicited, tag = entry
-        door.put(entries, (_wc(*fields) + tag, queue, frees))
+        door.add(self, (_wc(*fields) + tag, queue, frees))
         if (channel := self.channel) is not None:
-            # Until then a poll does not see the entry, and the queue may be armed.
-            door.on_commit(
+            # Until then the queue may be armed.
+            door.at_the_end(
                 door.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
             )
         return True

@@ -118,7 +118,7 @@ class Device(door.Record):
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
         """Let what is posted to it be carried out, when the verb or step is over."""
-        door.on_commit(ready.append, worker)
+        door.on_commit(door.start, worker)
 
     def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
         """Carry out one of the work requests of which there are some; return whether to come again.

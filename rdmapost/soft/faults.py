@@ -58,9 +58,7 @@ class FaultPlan(door.Record):
             ValueError: one is out of range.
         """
         errno, after = within("errno", errno, 1, _LARGEST_ERRNO), within("after", after, 0)
-        if not self.posts:
-            self.posted[0] = 0
-        self.posts[self.posted[0] + after] = errno
+        door.plan_failure(self.posts, self.posted, after, errno)
 
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
         """Let a send work request complete with a status.

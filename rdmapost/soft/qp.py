@@ -152,7 +152,7 @@ class QueuePair(door.Record):
 
     def drop_queues(self) -> None:
         """Forget what is posted and what has completed, without a completion."""
-        for wqe in tuple(self.sq.pending):
+        for wqe in door.posted(self.sq):
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):

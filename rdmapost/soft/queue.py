@@ -55,8 +55,7 @@ class WorkQueue(door.DeviceQueue):
         """Forget everything."""
         self.silent = 0
         # What is posted meanwhile, by a signal handler, is forgotten too.
-        door.on_commit(self.pending.clear)
-        door.on_commit(setattr, self, "used", 0)
+        door.on_commit(door.clear, self)
 
 
 class XRCDomain(door.Record):

@@ -8,17 +8,23 @@ from .._binding import door
 
 __all__ = ["Table"]
 
+_ABSENT = object()
+
 
 class Table(dict[Any, Any]):
-    """A dictionary; of its changes item assignment, del and pop are noted."""
+    """A dictionary; of its changes item assignment, del and pop are noted.
+
+    Another thread may clear it in the middle of these.
+    """
 
     __slots__ = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if key in self:
-            door.undo(dict.__setitem__, self, key, self[key])
-        else:
+        old = self.get(key, _ABSENT)
+        if old is _ABSENT:
             door.undo(dict.pop, self, key, None)
+        else:
+            door.undo(dict.__setitem__, self, key, old)
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:
@@ -27,6 +33,7 @@ class Table(dict[Any, Any]):
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove a key; return what it stood for, or the default."""
-        if key in self:
-            door.undo(dict.__setitem__, self, key, self[key])
+        old = self.get(key, _ABSENT)
+        if old is not _ABSENT:
+            door.undo(dict.__setitem__, self, key, old)
         return dict.pop(self, key, *default)

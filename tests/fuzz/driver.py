@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +73,7 @@ def work(options: Any) -> int:
     gc.collect()
     gc.freeze()
     with open(options.worker, "r+b") as file, mmap.mmap(file.fileno(), _STATUS.size) as status:
+        ticking = threading.Lock()
         total = 0
         program = options.first if options.program is None else options.program
         started = time.monotonic()
@@ -81,7 +83,9 @@ def work(options: Any) -> int:
             faulthandler.dump_traceback_later(options.limit, exit=True)
 
             def tick(count: int, program: int = program, before: int = total) -> None:
-                _STATUS.pack_into(status, 0, program, before + count)
+                # Without a GIL, two threads cannot write to one mmap.
+                with ticking:
+                    _STATUS.pack_into(status, 0, program, before + count)
 
             tick(0)
             plan = plan_of(options.seed, program, options.threads)
