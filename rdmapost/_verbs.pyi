@@ -243,8 +243,14 @@ class DeviceQueue:
     silent: int
     refuses: int
     prompt: bool
-    faults: tuple[dict[int, int], list[int]]
+    faults: PostFaults
     slots: DeviceQueue
+
+# _c/soft_faults.c: sends that are to fail on purpose: each an errno (1..4095), and how many are let
+# through before it (below 2^63).
+class PostFaults:
+    def add(self, after: int, errno: int, /) -> None: ...
+    def clear(self) -> None: ...
 
 # They are for on_commit: take slots, or free them (less than 0); and put an event for an entry of a
 # completion queue, if that is armed for it.

@@ -89,7 +89,7 @@ struct queue {
 	unsigned int last_handle; /* of the entries in a matching list */
 	unsigned int refuses; /* the errno of every post, or 0 */
 	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
-	PyObject *faults; /* of sends: (errnos by number of the post, [how many there have been]) */
+	PyObject *faults; /* of sends: which are to fail on purpose (soft_faults.c) */
 	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
 };
 
@@ -281,26 +281,6 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 /* ---- posting ------------------------------------------------------------- */
 
-/* The errno with which a send is to fail on purpose, or 0. */
-static int planned_failure(const struct queue *queue)
-{
-	PyObject *posts = queue->faults ? PyTuple_GetItem(queue->faults, 0) : NULL, *seen, *code, *now;
-	int said = 0;
-
-	if (!posts || !PyDict_Size(posts))
-		return 0;
-	now = PyTuple_GetItem(queue->faults, 1);
-	seen = PyList_GetItem(now, 0);
-	code = PyDict_GetItemWithError(posts, seen);
-	if (code) {
-		said = (int)PyLong_AsLong(code);
-		PyDict_DelItem(posts, seen);
-	}
-	PyList_SetItem(now, 0, PyLong_FromLong(PyLong_AsLong(seen) + 1));
-	PyErr_Clear();
-	return said;
-}
-
 /* Put a WQE where it takes its slots; 0 or an errno. */
 static int put_in(struct queue *queue, struct wqe *wqe, int adds)
 {
@@ -318,7 +298,7 @@ static struct wqe *new_wqe(const struct queue *queue, int *code)
 {
 	struct wqe *wqe;
 
-	*code = planned_failure(queue);
+	*code = rp_take_fault(queue->faults);
 	if (!*code)
 		*code = (int)queue->refuses;
 	if (!*code && is_full(queue))

@@ -42,6 +42,11 @@ Py_ssize_t rp_journal_count(PyObject *deque);
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
+/* ---- soft_faults.c ------------------------------------------------------- */
+
+/* The errno with which a send is to fail on purpose, or 0; counts it. NULL is a queue without. */
+int rp_take_fault(PyObject *faults);
+
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 
 /* What the device is, as rdmapost/providers/soft_state.py gave it (rdmapost/_verbs.pyi). */

@@ -136,7 +136,7 @@ class SoftProvider(Queues):
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
         opened = context_of(context, "faults")
         opened.wr_id_of = wr_id_of
-        return opened.faults
+        return opened.plan
 
     def inside_verb(self) -> bool:
         return bool(lib.rp_soft_busy())

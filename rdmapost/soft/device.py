@@ -12,6 +12,7 @@ from . import requester, responder
 from .completion import Channel, EventQueue
 from .faults import FaultPlan
 from .memory import Memory
+from .planned import PlannedFaults
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
 from .table import Table
@@ -37,8 +38,10 @@ class OpenDevice(door.Record):
     def __init__(self) -> None:
         self.events = EventQueue()
         self.wr_id_of: Callable[[int], int | None] = _as_it_is
-        self.faults = FaultPlan(lambda wr_id: self.wr_id_of(wr_id))
+        self.faults = PlannedFaults(lambda wr_id: self.wr_id_of(wr_id))
         """What is to go wrong on purpose."""
+        self.plan = FaultPlan(self.faults)
+        """What its users plan that with."""
 
 
 class Device(door.Record):
