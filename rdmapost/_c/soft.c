@@ -185,6 +185,28 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+/*
+ * set_timer(fd, events, ns), for on_commit: make a timer fire at once if there are events by then,
+ * else in so long; 0 is never.
+ */
+static PyObject *soft_set_timer(PyObject *self, PyObject *args)
+{
+	struct itimerspec when = { .it_value = { 0, 0 } };
+	PyObject *events;
+	long long ns;
+	int fd;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iOL", &fd, &events, &ns))
+		return NULL;
+	if (PyObject_Size(events) > 0)
+		ns = 1;
+	when.it_value.tv_sec = ns / 1000000000;
+	when.it_value.tv_nsec = ns % 1000000000;
+	timerfd_settime(fd, 0, &when, NULL);
+	Py_RETURN_NONE;
+}
+
 /* ---- reading: these return 0 or an errno --------------------------------- */
 
 static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int most)
@@ -587,6 +609,7 @@ void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq)
 static PyMethodDef functions[] = {
 	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
 	{ "announce", soft_announce, METH_VARARGS, NULL },
+	{ "set_timer", soft_set_timer, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
