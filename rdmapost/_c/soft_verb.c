@@ -19,6 +19,7 @@ static double due = -1; /* when something has to be done, by the monotonic clock
 static int broken; /* there is something to tell */
 static int forked; /* nothing of what is there is this process's */
 static int doomed; /* the verb that runs began in another process */
+static int gc_paused; /* by run_elsewhere, and it was on */
 
 PyObject *rp_soft_given(enum rp_part which)
 {
@@ -112,19 +113,26 @@ static void attempt_again(struct errand *errand)
 	Py_XDECREF(error);
 }
 
+static void resume_gc(void)
+{
+	if (gc_paused)
+		PyGC_Enable();
+	gc_paused = 0;
+}
+
 static void run_elsewhere(void *argument)
 {
 	struct errand *errand = argument;
 	PyGILState_STATE gil = PyGILState_Ensure();
-	/* Finalizers here would wait for locks that the sender holds. */
-	int collects = PyGC_Disable();
 
+	/* Finalizers here would wait for locks that the sender holds. */
+	gc_paused = PyGC_IsEnabled();
+	PyGC_Disable();
 	/* It holds the locks of the sender, which waits. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand);
 	rp_stand_for(NULL);
-	if (collects)
-		PyGC_Enable();
+	resume_gc();
 	PyGILState_Release(gil);
 	PyThread_release_lock(errand->done);
 }
@@ -357,6 +365,15 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 	return raised_now ? NULL : Py_NewRef(Py_None);
 }
 
+/* after_fork(): what a thread has put off that is not in the child, with the GIL. */
+static PyObject *resume_in_child(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	resume_gc();
+	Py_RETURN_NONE;
+}
+
 /* come_back(seconds): let the device look at what is due then; for on_commit. */
 static PyObject *come_back(PyObject *self, PyObject *seconds)
 {
@@ -380,6 +397,7 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
+	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
 	{ "come_back", come_back, METH_O, NULL },
 	{ "soft_device", soft_device, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },

@@ -12,6 +12,7 @@ import errno
 import functools
 import itertools
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -168,6 +169,8 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
         "handler); do it when that is over",
     )  # fmt: skip
 
+
+os.register_at_fork(after_in_child=door.after_fork)
 
 door.soft_device(
     objects, ready, device.step, _give_up, _tell, _reset, _refuse,
