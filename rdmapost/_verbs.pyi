@@ -273,11 +273,12 @@ def after_fork() -> None: ...
 def come_back(seconds: float, /) -> None: ...
 
 # What C uses: the objects of the handles; those that have something to do; to carry out a part of
-# that and say whether there is more; to end it, after an exception, and say the same; to log these;
+# that and say whether there is more; to end it, after an exception, and say the same (-1: it is to
+# be tried again; so it is where this raises MemoryError); to log these;
 # to begin anew after a fork; to refuse a verb within a verb; and functions of Python's.
 def soft_device(
     objects: dict[int, Any], ready: list[Any], step: Callable[[Any], bool],
-    give_up: Callable[[Any, BaseException], bool], tell: Callable[[], None],
+    give_up: Callable[[Any, BaseException], int], tell: Callable[[], None],
     reset: Callable[[], bool], refuse: Callable[..., None], setattr: Any, delattr: Any,
     pop: Any, is_finalizing: Callable[[], bool], /,
 ) -> None: ...  # fmt: skip

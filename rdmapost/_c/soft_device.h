@@ -66,8 +66,9 @@ int rp_soft_raises(void);
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 
 /*
- * Make a call as one step that no signal handler ends.  Returns the number that it returned, or 0
- * where the device failed.
+ * Make a call as one step that no signal handler ends.  Returns the number that it returned, or,
+ * where the device failed, that of giving up; -1 where it had no memory for either, and nothing
+ * has changed.
  */
 long rp_soft_step(PyObject *call);
 

@@ -19,6 +19,7 @@ static double due = -1; /* when something has to be done, by the monotonic clock
 static int broken; /* there is something to tell */
 static int forked; /* nothing of what is there is this process's */
 static int doomed; /* the verb that runs began in another process */
+static int under_way; /* 1 while one of READY is carried out: nobody else need wait for that */
 static int gc_paused; /* by run_elsewhere, and it was on */
 
 PyObject *rp_soft_given(enum rp_part which)
@@ -77,6 +78,7 @@ struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
 	int failed; /* the result is that of giving up */
+	int starved; /* there was no memory to give up either */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
 };
@@ -108,6 +110,8 @@ static void attempt_again(struct errand *errand)
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		errand->result = attempt(call);
+	errand->starved = !errand->result && PyErr_Occurred() &&
+			  PyErr_ExceptionMatches(PyExc_MemoryError);
 	PyErr_Clear();
 	Py_XDECREF(call);
 	Py_XDECREF(error);
@@ -173,7 +177,7 @@ long rp_soft_step(PyObject *call)
 {
 	struct errand errand = { .call = call };
 	PyObject *first;
-	long said = 0;
+	long said;
 
 	errand.result = attempt(call);
 	first = errand.result ? NULL : rp_take_exception();
@@ -182,22 +186,25 @@ long rp_soft_step(PyObject *call)
 	if (errand.failed)
 		Py_CLEAR(first);
 	raise_later(first);
-	if (errand.result && !doomed)
+	said = errand.starved ? -1 : 0;
+	if (errand.result)
 		said = PyLong_AsLong(errand.result);
+	if (doomed)
+		said = 0;
 	Py_XDECREF(errand.result);
 	PyErr_Clear();
 	return said;
 }
 
-/* Carry out a part of what an object has to do; whether there is more. */
-static int work(PyObject *object)
+/* Carry out a part of what an object has to do; whether there is more, or -1: no memory. */
+static long work(PyObject *object)
 {
 	PyObject *call = PyTuple_Pack(2, rp_soft_given(STEP), object);
-	int is_more = call && rp_soft_step(call) > 0;
+	long more = call ? rp_soft_step(call) : -1;
 
 	Py_XDECREF(call);
 	PyErr_Clear();
-	return is_more;
+	return more;
 }
 
 /* ---- verbs --------------------------------------------------------------- */
@@ -212,13 +219,24 @@ static int is_due(void)
 	return (double)now.tv_sec + (double)now.tv_nsec * 1e-9 >= due;
 }
 
+/* What lacked memory stays where it is, for the next verb. */
 static void carry_on(void)
 {
-	PyObject *object;
+	PyObject *ready = rp_soft_given(READY), *object;
+	Py_ssize_t at = 0;
+	long more;
 
-	while (!doomed && (object = rp_shift(rp_soft_given(READY)))) {
-		while (work(object))
-			;
+	while (!doomed && at < PyList_Size(ready)) {
+		object = Py_NewRef(PyList_GetItem(ready, at));
+		RP_STORE(&under_way, 1);
+		do
+			more = work(object);
+		while (more > 0);
+		RP_STORE(&under_way, 0);
+		if (more < 0 || PyList_SetSlice(ready, at, at + 1, NULL)) {
+			PyErr_Clear();
+			at++;
+		}
 		Py_DECREF(object);
 	}
 }
@@ -227,19 +245,22 @@ static void carry_on(void)
 static void enter(void)
 {
 	PyObject *call;
+	double when;
 
 	rp_take(&lock);
 	if (forked) {
 		rp_journal_forget();
 		rp_clear(rp_soft_given(READY));
 		call = PyTuple_Pack(1, rp_soft_given(RESET));
-		forked = !call || !rp_soft_step(call);
+		forked = !call || rp_soft_step(call) <= 0;
 		Py_XDECREF(call);
 	}
 	/* Once in a verb: what is tried again may at once be due again. */
 	if (is_due()) {
+		when = due;
 		due = -1;
-		work(Py_None);
+		if (work(Py_None) < 0)
+			due = when;
 		carry_on();
 	}
 }
@@ -277,7 +298,7 @@ static PyObject *progress(void)
 
 	if (rp_soft_busy())
 		return NULL;
-	if (PyList_Size(rp_soft_given(READY)) > 0 || is_due()) {
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&under_way) || is_due()) {
 		enter();
 		leave();
 	}
@@ -298,6 +319,7 @@ void rp_soft_opened(void)
 static void after_fork(void)
 {
 	forked = 1;
+	under_way = 0;
 	due = -1;
 	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
 	lock.owner = doomed ? rp_thread()->mark : 0;

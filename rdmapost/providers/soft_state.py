@@ -135,9 +135,16 @@ def drop(struct: Any, name: str) -> Any:
 _faults: list[BaseException] = []
 
 
-def _give_up(worker: Any, error: BaseException) -> bool:
+def _give_up(worker: Any, error: BaseException) -> int:
+    if worker is None and isinstance(error, MemoryError):
+        # What is due has no end of its own.
+        return -1
     _faults.append(error)
-    return device.give_up(worker)
+    try:
+        return device.give_up(worker)
+    except MemoryError:
+        _faults.remove(error)
+        raise
 
 
 def _tell() -> None:
