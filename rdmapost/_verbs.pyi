@@ -247,8 +247,14 @@ class DeviceQueue:
     silent: int
     refuses: int
     prompt: bool
-    faults: tuple[dict[int, int], list[int]]
+    faults: PostFaults
     slots: DeviceQueue
+
+# _c/soft_faults.c: sends that are to fail on purpose: each an errno (1..4095), and how many are let
+# through before it (below 2^63).
+class PostFaults:
+    def add(self, after: int, errno: int, /) -> None: ...
+    def clear(self) -> None: ...
 
 # For on_commit: take slots, or free them (less than 0); and forget what is posted, and free all.
 def use_slots(queue: DeviceQueue, slots: int, /) -> None: ...
@@ -265,6 +271,7 @@ def add(cq: DeviceQueue, entry: tuple[bytes, DeviceQueue, int], /) -> None: ...
 
 # For at_the_end: put an event for an entry of a completion queue, if that is armed for it.
 def announce(cq: DeviceQueue, events: deque[Any], fd: int, solicited: bool, /) -> None: ...
+def set_timer(fd: int, events: deque[Any], ns: int, /) -> None: ...
 
 # Of the two in `faults`: have the send that comes after so many fail with an errno.
 def plan_failure(posts: dict[int, int], posted: list[int], after: int, errno: int, /) -> None: ...
@@ -276,16 +283,20 @@ def verb(function: Callable[..., Any], /, *args: Any) -> Any: ...
 # Let the device carry out what it has to do, as posts and polls do.
 def run_device() -> None: ...
 
+# Let the child of a fork collect garbage, if a thread that it does not have had that put off.
+def after_fork() -> None: ...
+
 # For on_commit: look for what is due then (-1: nothing); and let an object do what it has to do.
 def come_back(seconds: float, /) -> None: ...
 def start(worker: Any, /) -> None: ...
 
 # What C uses: the objects of the handles; those that have something to do; to carry out a part of
-# that and say whether there is more; to end it, after an exception, and say the same; to log these;
+# that and say whether there is more; to end it, after an exception, and say the same (-1: it is to
+# be tried again; so it is where this raises MemoryError); to log these;
 # to begin anew after a fork; to refuse a verb within a verb; and functions of Python's.
 def soft_device(
     objects: dict[int, Any], ready: list[Any], step: Callable[[Any], bool],
-    give_up: Callable[[Any, BaseException], bool], tell: Callable[[], None],
+    give_up: Callable[[Any, BaseException], int], tell: Callable[[], None],
     reset: Callable[[], bool], refuse: Callable[..., None], setattr: Any, delattr: Any,
     pop: Any, is_finalizing: Callable[[], bool], /,
 ) -> None: ...  # fmt: skip

@@ -382,6 +382,9 @@ class Context(Resource, struct="ibv_context"):
     def async_fd(self) -> int:
         """File descriptor that is readable when there is an asynchronous event.
 
+        That of soft0 is readable also when a work request is to be tried again, which the next
+        call of anything does: get_async_event() may then return None.
+
         Raises:
             ClosedError: the device is closed.
         """

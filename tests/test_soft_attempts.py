@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from support import Pair
 
 import rdmapost as rp
-from rdmapost import QPState, QPType, WCStatus
+from rdmapost import EventType, QPState, QPType, WCStatus, aio
 
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[rp.Context]:
     with rp.open_device("soft0") as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def no_old_events(context):
+    """Take what the tests before have left."""
+    while rp.get_async_event(context) is not None:
+        pass
 
 
 @pytest.fixture
@@ -111,3 +120,92 @@ def test_queue_pair_of_another_service_does_not_answer(pd, cq, stack):
     near.post_send(rp.Send(mr[8:16]))
     assert [wc.status for wc in cq.wait()] == [WCStatus.RETRY_EXC_ERR]
     assert far.outstanding.recv == 1
+
+
+# ---- the descriptor of asynchronous events ------------------------------------
+
+
+def readable(context: rp.Context, timeout: float = 0) -> bool:
+    return bool(select.select([context.async_fd], [], [], timeout)[0])
+
+
+def in_a_task(context: rp.Context) -> rp.AsyncEvent | None:
+    return asyncio.run(aio.get_async_event(context, 30))
+
+
+def in_a_thread(context: rp.Context) -> rp.AsyncEvent | None:
+    return rp.get_async_event(context, None)
+
+
+def by_select(context: rp.Context) -> rp.AsyncEvent | None:
+    while (event := rp.get_async_event(context)) is None:
+        assert readable(context, 30)
+    return event
+
+
+@pytest.mark.parametrize("take", [in_a_task, in_a_thread, by_select])
+def test_event_that_retries_lead_to_comes_in_time(
+    context, connect, pd, stack, take: Callable[[rp.Context], rp.AsyncEvent | None]
+):
+    """The last attempt fails; nobody does anything but to wait for the event."""
+    srq = stack.enter_context(rp.SRQ(pd))
+    pair = connect(to=QPState.RESET, srq=srq, b_options={"srq": None})
+    begun = time.monotonic()
+    post(pair, timeout=14, retry_cnt=7)
+    assert take(context) == (EventType.QP_LAST_WQE_REACHED, pair.a)
+    # An attempt a second is what a thread that looks without being woken would make.
+    assert time.monotonic() - begun < 5
+    assert [wc.status for wc in pair.cq.poll()] == [WCStatus.RETRY_EXC_ERR]
+    assert not readable(context)
+
+
+def test_descriptor_that_is_readable_without_an_event_ends_no_wait(context, deaf):
+    """Attempts without an end, ten a second."""
+    post(deaf, timeout=0, retry_cnt=0)
+    for wait in (
+        lambda: rp.get_async_event(context, 0.3),
+        lambda: asyncio.run(aio.get_async_event(context, 0.3)),
+    ):
+        begun = time.monotonic()
+        assert wait() is None
+        assert time.monotonic() - begun >= 0.3
+
+
+def test_event_loop_is_woken_once_for_each_attempt_and_not_when_there_is_none(context, deaf):
+    woken = 0
+
+    def wake() -> None:
+        nonlocal woken
+        woken += 1
+        rp.get_async_event(context)
+
+    async def main() -> tuple[int, int]:
+        asyncio.get_running_loop().add_reader(context.async_fd, wake)
+        post(deaf, timeout=0, retry_cnt=0)
+        await asyncio.sleep(0.55)
+        with_attempts = woken
+        deaf.a.to_err()
+        await asyncio.sleep(0.3)
+        return with_attempts, woken - with_attempts
+
+    with_attempts, without = asyncio.run(main())
+    assert 1 <= with_attempts <= 6
+    assert without == 0
+
+
+def test_descriptor_is_not_readable_when_another_call_has_made_the_attempt(context, deaf):
+    post(deaf, timeout=0, retry_cnt=0)
+    assert readable(context, 10)
+    assert deaf.cq.poll() == []
+    assert not readable(context)
+    deaf.a.to_reset()
+    assert not readable(context, 0.2)
+
+
+def test_descriptor_of_a_device_that_is_opened_later_tells_of_attempts_too(context, deaf):
+    post(deaf, timeout=0, retry_cnt=0)
+    with rp.open_device("soft0") as other:
+        assert readable(other, 10)
+        assert rp.get_async_event(other) is None
+        assert not readable(other)
+        assert not readable(context)

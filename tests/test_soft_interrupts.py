@@ -1189,3 +1189,52 @@ except KeyboardInterrupt:
     print(time.monotonic() - struck[0] < 5)
 """
     assert prints(STEP + code) == "True"
+
+
+def test_fork_while_a_step_is_made_again_leaves_the_childs_garbage_collector_on():
+    """It is off meanwhile, on a thread that the child does not have."""
+    code = """
+import gc, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+inside, forked = threading.Event(), threading.Event()
+complete = qp.QueuePair.complete_send
+attempts, found = [], []
+
+def fail(*_):
+    raise TimeoutError
+
+def complete_send(self, *args):
+    attempts.append(gc.isenabled())
+    if len(attempts) == 1:
+        signal.raise_signal(signal.SIGALRM)
+    if len(attempts) == 2:
+        inside.set()
+        assert forked.wait(20)
+    return complete(self, *args)
+
+def fork():
+    assert inside.wait(20)
+    pid = os.fork()
+    if not pid:
+        os._exit(gc.isenabled())
+    found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    forked.set()
+
+signal.signal(signal.SIGALRM, fail)
+qp.QueuePair.complete_send = complete_send
+thread = threading.Thread(target=fork)
+thread.start()
+b.post_recv(rp.RecvWR(mr[:8]))
+try:
+    a.post_send(rp.Send(mr[:8]))
+except TimeoutError:
+    print(attempts, found, gc.isenabled())
+thread.join(20)
+# Who has turned it off keeps it so.
+gc.disable()
+pid = os.fork()
+if not pid:
+    os._exit(gc.isenabled())
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert prints(STEP + code).split("\n") == ["[True, False] [1] True", "0"]

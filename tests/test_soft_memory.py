@@ -284,6 +284,18 @@ def test_length_of_0_unbinds_a_window_of_type_1(place, window):
     fails(WCStatus.MW_BIND_ERR, place.bind, window, length=0, pd=ProtectionDomain())
 
 
+@pytest.mark.parametrize("length", [0, 16])
+def test_key_that_a_bind_asks_for_counts_by_its_low_byte_alone(place, length):
+    """Or it could take over another's."""
+    window = place.memory.allocate_window(place.pd, MWType.TYPE_1)
+    before, region = window.rkey, place.region
+    place.bind(window, length=length, rkey=region.rkey)
+    assert window.rkey == before & ~0xFF | region.rkey & 0xFF
+    assert place.remote(rkey=region.rkey) == bytes(range(8))
+    place.memory.deallocate_window(window)
+    assert place.remote(rkey=region.rkey) == bytes(range(8))
+
+
 def test_region_behind_a_window_that_is_gone_is_not_reached(place, window):
     place.bind(window)
     place.memory.deregister(place.region)

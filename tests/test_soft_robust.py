@@ -272,3 +272,101 @@ def test_chain_of_a_c_program_is_not_believed(context, kind, length, claim):
         bad = ffi.new(f"struct ibv_{kind}_wr **")
         assert getattr(lib, f"ibv_post_{kind}")(near._live(), wrs, bad) == errno.EINVAL
         assert bad[0] == wrs + wrong
+
+
+@pytest.fixture
+def shortage(monkeypatch):
+    """Let a function of the device's fail for lack of memory: shortage(cls, name, times)."""
+
+    def plant(cls: type, name: str, times: int) -> list[int]:
+        """Return a list with one item, how often it is still to fail."""
+        left, original = [times], getattr(cls, name)
+
+        def starved(*args: object) -> object:
+            if left[0]:
+                left[0] -= 1
+                raise MemoryError
+            return original(*args)
+
+        monkeypatch.setattr(cls, name, starved)
+        return left
+
+    return plant
+
+
+def test_send_that_lacked_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
+    """As it was posted, and before what was posted after it."""
+    from rdmapost.soft import qp as queuepair
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as other,
+    ):
+        near.connect(near.endpoint())
+        other.connect(other.endpoint())
+        writes = [
+            rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey) for n in range(3)
+        ]
+        # It is attempted, attempted again, and given up.
+        left = shortage(queuepair.QueuePair, "complete_send", 3 * 5)
+        near.post_send(writes[:2])
+        assert left == [12]
+        # Another queue pair's fails too, and each is tried once for each verb.
+        other.post_send(writes[2])
+        assert left == [6]
+        assert cq.poll() == []
+        assert left == [0]
+        assert sorted((wc.wr_id, wc.status) for wc in cq.wait(3, 5)) == [
+            (n, WCStatus.SUCCESS) for n in range(3)
+        ]
+        assert not caplog.records
+
+
+def test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another(context, monkeypatch):
+    from rdmapost.soft import qp as queuepair
+    from rdmapost.soft import requester
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as other,
+    ):
+        near.connect(near.endpoint())
+        other.connect(other.endpoint())
+        retire = requester._retire
+
+        def starved(qp: queuepair.QueuePair, *args: object) -> None:
+            if qp.number == near.qp_num:
+                raise MemoryError
+            retire(qp, *args)
+
+        write = rp.RdmaWrite(mr[0:8], wr_id=1, remote_addr=mr.addr + 64, rkey=mr.rkey)
+        with monkeypatch.context() as patch:
+            patch.setattr(requester, "_retire", starved)
+            near.post_send(write)
+            other.post_send(write)
+            assert [wc.qp_num for wc in cq.wait(1, 5)] == [other.qp_num]
+            assert cq.poll() == []
+        assert [wc.qp_num for wc in cq.wait(1, 5)] == [near.qp_num]
+
+
+def test_retry_that_lacked_memory_is_made_later(context, caplog, shortage):
+    from rdmapost.soft import device
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint(), timeout=14, retry_cnt=0)
+        near.post_send(rp.Send(mr[0:8], wr_id=1))
+        left = shortage(device.Device, "start", 2 * 3)
+        (wc,) = cq.wait(1, 20)
+        assert (wc.wr_id, wc.status, left) == (1, WCStatus.RETRY_EXC_ERR, [0])

@@ -53,7 +53,8 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
 	     rp_add_read(module) || rp_add_queue(module) ||
 	     rp_add_prepared(module) || rp_add_soft_journal(module) ||
-	     rp_add_soft(module) || rp_add_soft_verb(module))) {
+	     rp_add_soft(module) || rp_add_soft_faults(module) ||
+	     rp_add_soft_verb(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

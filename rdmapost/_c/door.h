@@ -161,6 +161,7 @@ int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
 int rp_add_soft_journal(PyObject *module);
 int rp_add_soft(PyObject *module);
+int rp_add_soft_faults(PyObject *module);
 int rp_add_soft_verb(PyObject *module);
 
 #endif

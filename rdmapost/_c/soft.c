@@ -89,7 +89,7 @@ struct queue {
 	unsigned int last_handle; /* of the entries in a matching list */
 	unsigned int refuses; /* the errno of every post, or 0 */
 	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
-	PyObject *faults; /* of sends: (errnos by number of the post, [how many there have been]) */
+	PyObject *faults; /* of sends: which are to fail on purpose (soft_faults.c) */
 	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
 	unsigned int hidden; /* entries at its end that a verb in progress may still take back */
 };
@@ -300,6 +300,28 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+/*
+ * set_timer(fd, events, ns), for on_commit: make a timer fire at once if there are events by then,
+ * else in so long; 0 is never.
+ */
+static PyObject *soft_set_timer(PyObject *self, PyObject *args)
+{
+	struct itimerspec when = { .it_value = { 0, 0 } };
+	PyObject *events;
+	long long ns;
+	int fd;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iOL", &fd, &events, &ns))
+		return NULL;
+	if (PyObject_Size(events) > 0)
+		ns = 1;
+	when.it_value.tv_sec = ns / 1000000000;
+	when.it_value.tv_nsec = ns % 1000000000;
+	timerfd_settime(fd, 0, &when, NULL);
+	Py_RETURN_NONE;
+}
+
 /* ---- reading: these return 0 or an errno --------------------------------- */
 
 static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int most)
@@ -393,50 +415,6 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 /* ---- posting ------------------------------------------------------------- */
 
-/*
- * plan_failure(posts, posted, after, errno): have a send fail on purpose when so many more have been
- * let through; `posted` counts them while any is to fail.
- */
-static PyObject *soft_plan_failure(PyObject *self, PyObject *args)
-{
-	PyObject *posts, *posted, *after, *code, *at = NULL;
-	int failed;
-
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!O!OO", &PyDict_Type, &posts, &PyList_Type, &posted, &after,
-			      &code))
-		return NULL;
-	rp_data_lock();
-	failed = !PyDict_Size(posts) && PyList_SetItem(posted, 0, PyLong_FromLong(0));
-	if (!failed)
-		at = PyNumber_Add(PyList_GetItem(posted, 0), after);
-	failed = !at || PyDict_SetItem(posts, at, code);
-	rp_data_unlock();
-	Py_XDECREF(at);
-	return failed ? NULL : Py_NewRef(Py_None);
-}
-
-/* The errno with which a send is to fail on purpose, or 0. */
-static int planned_failure(const struct queue *queue)
-{
-	PyObject *posts = queue->faults ? PyTuple_GetItem(queue->faults, 0) : NULL, *seen, *code, *now;
-	int said = 0;
-
-	if (!posts || !PyDict_Size(posts))
-		return 0;
-	now = PyTuple_GetItem(queue->faults, 1);
-	seen = PyList_GetItem(now, 0);
-	code = rp_dict_get(posts, seen);
-	if (code) {
-		said = (int)PyLong_AsLong(code);
-		PyDict_DelItem(posts, seen);
-		Py_DECREF(code);
-	}
-	PyList_SetItem(now, 0, PyLong_FromLong(PyLong_AsLong(seen) + 1));
-	PyErr_Clear();
-	return said;
-}
-
 /* Put a WQE where it takes its slots; 0 or an errno. */
 static int put_in(struct queue *queue, struct wqe *wqe, int adds)
 {
@@ -454,7 +432,7 @@ static struct wqe *new_wqe(const struct queue *queue, int *code)
 {
 	struct wqe *wqe;
 
-	*code = planned_failure(queue);
+	*code = rp_take_fault(queue->faults);
 	if (!*code)
 		*code = (int)queue->refuses;
 	if (!*code && is_full(queue))
@@ -764,7 +742,7 @@ static PyMethodDef functions[] = {
 	{ "resize", soft_resize, METH_VARARGS, NULL },
 	RP_METHOD_NAMED("add", soft_add),
 	{ "announce", soft_announce, METH_VARARGS, NULL },
-	{ "plan_failure", soft_plan_failure, METH_VARARGS, NULL },
+	{ "set_timer", soft_set_timer, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -23,18 +23,6 @@ int rp_soft_busy(void);
 #define TFD_CLOEXEC ...
 #define TFD_NONBLOCK ...
 
-struct timespec {
-	int64_t tv_sec;
-	long tv_nsec;
-	...;
-};
-
-struct itimerspec {
-	struct timespec it_value;
-	...;
-};
-
 int timerfd_create(int clock, int flags);
-int timerfd_settime(int fd, int flags, const struct itimerspec *now, struct itimerspec *before);
 
 #define RP_SOFT_MAX_SGE ...

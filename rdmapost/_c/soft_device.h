@@ -69,6 +69,10 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
 /* Let polls take all entries of a completion queue. */
 void rp_show(PyObject *cq);
+/* ---- soft_faults.c ------------------------------------------------------- */
+
+/* The errno with which a send is to fail on purpose, or 0; counts it. NULL is a queue without. */
+int rp_take_fault(PyObject *faults);
 
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 
@@ -89,8 +93,9 @@ int rp_soft_raises(void);
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 
 /*
- * Make a call as one step that no signal handler ends.  Returns the number that it returned, or 0
- * where the device failed.
+ * Make a call as one step that no signal handler ends.  Returns the number that it returned, or,
+ * where the device failed, that of giving up; -1 where it had no memory for either, and nothing
+ * has changed.
  */
 long rp_soft_step(PyObject *call);
 

@@ -19,6 +19,8 @@ static int64_t due = -1; /* when something has to be done, in ns of the monotoni
 static int broken; /* there is something to tell */
 static int forked; /* nothing of what is there is this process's */
 static int doomed; /* the verb that runs began in another process */
+static int under_way; /* 1 while one of READY is carried out: nobody else need wait for that */
+static int gc_paused; /* by run_elsewhere, and it was on */
 
 PyObject *rp_soft_given(enum rp_part which)
 {
@@ -115,6 +117,7 @@ struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
 	int failed; /* the result is that of giving up */
+	int starved; /* there was no memory to give up either */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
 };
@@ -146,24 +149,33 @@ static void attempt_again(struct errand *errand)
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		errand->result = attempt(call);
+	errand->starved = !errand->result && PyErr_Occurred() &&
+			  PyErr_ExceptionMatches(PyExc_MemoryError);
 	PyErr_Clear();
 	Py_XDECREF(call);
 	Py_XDECREF(error);
+}
+
+static void resume_gc(void)
+{
+	if (gc_paused)
+		PyGC_Enable();
+	gc_paused = 0;
 }
 
 static void run_elsewhere(void *argument)
 {
 	struct errand *errand = argument;
 	PyGILState_STATE gil = PyGILState_Ensure();
-	/* Finalizers here would wait for locks that the sender holds. */
-	int collects = PyGC_Disable();
 
+	/* Finalizers here would wait for locks that the sender holds. */
+	gc_paused = PyGC_IsEnabled();
+	PyGC_Disable();
 	/* It holds the locks of the sender, which waits. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand);
 	rp_stand_for(NULL);
-	if (collects)
-		PyGC_Enable();
+	resume_gc();
 	PyGILState_Release(gil);
 	PyThread_release_lock(errand->done);
 }
@@ -204,7 +216,7 @@ long rp_soft_step(PyObject *call)
 {
 	struct errand errand = { .call = call };
 	PyObject *first;
-	long said = 0;
+	long said;
 
 	errand.result = attempt(call);
 	first = errand.result ? NULL : rp_take_exception();
@@ -213,22 +225,25 @@ long rp_soft_step(PyObject *call)
 	if (errand.failed)
 		Py_CLEAR(first);
 	raise_later(first);
-	if (errand.result && !doomed)
+	said = errand.starved ? -1 : 0;
+	if (errand.result)
 		said = PyLong_AsLong(errand.result);
+	if (doomed)
+		said = 0;
 	Py_XDECREF(errand.result);
 	PyErr_Clear();
 	return said;
 }
 
-/* Carry out a part of what an object has to do; whether there is more. */
-static int work(PyObject *object)
+/* Carry out a part of what an object has to do; whether there is more, or -1: no memory. */
+static long work(PyObject *object)
 {
 	PyObject *call = PyTuple_Pack(2, rp_soft_given(STEP), object);
-	int is_more = call && rp_soft_step(call) > 0;
+	long more = call ? rp_soft_step(call) : -1;
 
 	Py_XDECREF(call);
 	PyErr_Clear();
-	return is_more;
+	return more;
 }
 
 /* ---- verbs --------------------------------------------------------------- */
@@ -244,13 +259,45 @@ static int is_due(void)
 	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec >= when;
 }
 
+/* One of those that have something to do, as a new reference; NULL where there are no more. */
+static PyObject *ready_at(Py_ssize_t at)
+{
+	PyObject *ready = rp_soft_given(READY), *object = NULL;
+
+	rp_data_lock();
+	if (at < PyList_Size(ready))
+		object = Py_NewRef(PyList_GetItem(ready, at));
+	rp_data_unlock();
+	return object;
+}
+
+/* Take it out, of which the caller has a reference; 0, or -1. */
+static int take_ready(Py_ssize_t at)
+{
+	int failed;
+
+	rp_data_lock();
+	failed = PyList_SetSlice(rp_soft_given(READY), at, at + 1, NULL);
+	rp_data_unlock();
+	PyErr_Clear();
+	return failed;
+}
+
+/* What lacked memory stays where it is, for the next verb. */
 static void carry_on(void)
 {
 	PyObject *object;
+	Py_ssize_t at = 0;
+	long more;
 
-	while (!doomed && (object = rp_shift(rp_soft_given(READY)))) {
-		while (work(object))
-			;
+	while (!doomed && (object = ready_at(at))) {
+		RP_STORE(&under_way, 1);
+		do
+			more = work(object);
+		while (more > 0);
+		RP_STORE(&under_way, 0);
+		if (more < 0 || take_ready(at))
+			at++;
 		Py_DECREF(object);
 	}
 }
@@ -259,6 +306,7 @@ static void carry_on(void)
 static void enter(void)
 {
 	PyObject *call, *left;
+	int64_t when;
 
 	rp_take(&lock);
 	if (forked) {
@@ -266,13 +314,15 @@ static void enter(void)
 		while ((left = rp_shift(rp_soft_given(READY))))
 			Py_DECREF(left);
 		call = PyTuple_Pack(1, rp_soft_given(RESET));
-		forked = !call || !rp_soft_step(call);
+		forked = !call || rp_soft_step(call) <= 0;
 		Py_XDECREF(call);
 	}
 	/* Once in a verb: what is tried again may at once be due again. */
 	if (is_due()) {
+		when = RP_LOAD(&due);
 		RP_STORE(&due, -1);
-		work(Py_None);
+		if (work(Py_None) < 0)
+			RP_STORE(&due, when);
 		carry_on();
 	}
 }
@@ -316,7 +366,7 @@ static PyObject *progress(void)
 
 	if (rp_soft_busy())
 		return NULL;
-	if (PyList_Size(rp_soft_given(READY)) > 0 || is_due()) {
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&under_way) || is_due()) {
 		enter();
 		leave();
 	}
@@ -337,6 +387,7 @@ void rp_soft_opened(void)
 static void after_fork(void)
 {
 	forked = 1;
+	under_way = 0;
 	due = -1;
 	free_data_lock();
 	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
@@ -409,6 +460,15 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 	return raised_now ? NULL : Py_NewRef(Py_None);
 }
 
+/* after_fork(): what a thread has put off that is not in the child, with the GIL. */
+static PyObject *resume_in_child(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	resume_gc();
+	Py_RETURN_NONE;
+}
+
 /* come_back(seconds): let the device look at what is due then; for on_commit. */
 static PyObject *come_back(PyObject *self, PyObject *seconds)
 {
@@ -447,6 +507,7 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
+	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
 	{ "come_back", come_back, METH_O, NULL },
 	{ "start", start, METH_O, NULL },
 	{ "soft_device", soft_device, METH_VARARGS, NULL },

@@ -120,23 +120,26 @@ class SoftProvider(Queues):
         whole = ffi.new("struct verbs_context *")
         context = lib.rp_soft_context_init(whole)
         try:
-            opened = OpenDevice()
+            opened = OpenDevice(device)
         except OSError as error:
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         context.async_fd = opened.events.fd
+        device.event_queues |= {opened.events}
         # A pointer to a part does not keep the whole.
         contexts[address_of(context)] = OpenHandles(opened, whole)
         return context
 
     @verb
     def close_device(self, context: Any) -> None:
-        context_of(context, "ibv_close_device").events.close()
+        events = context_of(context, "ibv_close_device").events
+        device.event_queues -= {events}
+        events.close()
         del contexts[address_of(context)]
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
         opened = context_of(context, "faults")
         opened.wr_id_of = wr_id_of
-        return opened.faults
+        return opened.plan
 
     def inside_verb(self) -> bool:
         return bool(lib.rp_soft_busy())

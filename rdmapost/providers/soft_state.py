@@ -12,6 +12,7 @@ import errno
 import functools
 import itertools
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -134,9 +135,16 @@ def drop(struct: Any, name: str) -> Any:
 _faults: list[BaseException] = []
 
 
-def _give_up(worker: Any, error: BaseException) -> bool:
+def _give_up(worker: Any, error: BaseException) -> int:
+    if worker is None and isinstance(error, MemoryError):
+        # What is due has no end of its own.
+        return -1
     _faults.append(error)
-    return device.give_up(worker)
+    try:
+        return device.give_up(worker)
+    except MemoryError:
+        _faults.remove(error)
+        raise
 
 
 def _tell() -> None:
@@ -172,6 +180,8 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
         "handler); do it when that is over",
     )  # fmt: skip
 
+
+os.register_at_fork(after_in_child=door.after_fork)
 
 door.soft_device(
     objects, ready, device.step, _give_up, _tell, _reset, _refuse,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from struct import Struct
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from .._binding import door, ffi, lib
 from ..enums import EventType
@@ -31,8 +31,11 @@ NO_TAG = tm_info(0, 0)
 """What another one has."""
 
 
-class Channel(door.Record):
-    """A completion channel: a file descriptor that is readable when an event is there.
+_Event = TypeVar("_Event")
+
+
+class _EventSource(door.Record, Generic[_Event]):
+    """Events behind a file descriptor, which is readable when one is there.
 
     The descriptor is a timer.  It fires at once for an event, and at the time
     when a parked work request is to be tried again: whoever sleeps on it then
@@ -44,8 +47,8 @@ class Channel(door.Record):
         if self.fd < 0:
             raise OSError(ffi.errno, "timerfd_create")
         self._device = device
-        self.events: deque[CompletionQueue] = deque()
-        self.users = 0
+        self.events: deque[_Event] = deque()
+        self.signal()
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -53,16 +56,23 @@ class Channel(door.Record):
 
     def signal(self) -> None:
         """Make the descriptor readable now if events are there, else when work is due."""
-        ns = 1 if self.events else self._device.nanoseconds_until_due()
-        when = ffi.new("struct itimerspec *", {"it_value": divmod(ns, 1_000_000_000)})
-        door.on_commit(lib.timerfd_settime, self.fd, 0, when, ffi.NULL)
+        ns = self._device.nanoseconds_until_due()
+        door.on_commit(door.set_timer, self.fd, self.events, ns)
 
-    def take(self) -> CompletionQueue | None:
-        """Return the next event's completion queue, or None."""
+    def take(self) -> _Event | None:
+        """Return the next event, or None."""
         events = self.events
         event = door.take(events) if events else None
         self.signal()
         return event
+
+
+class Channel(_EventSource["CompletionQueue"]):
+    """A completion channel; an event is the completion queue that it is about."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.users = 0
 
     def forget(self, cq: CompletionQueue) -> None:
         """Drop the events of a completion queue that is being destroyed."""
@@ -108,34 +118,16 @@ class CompletionQueue(door.DeviceQueue):
         door.on_commit(door.forget, self.pending, queue)
 
 
-class EventQueue(door.Record):
-    """The asynchronous events of one open device, behind a file descriptor."""
-
-    def __init__(self) -> None:
-        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE
-        self.fd: int = door.made(os.close, os.eventfd, 0, flags)
-        self.events: deque[tuple[EventType, Any]] = deque()
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        door.on_commit(os.close, self.fd)
+class EventQueue(_EventSource["tuple[EventType, Any]"]):
+    """The asynchronous events of one open device."""
 
     def push(self, event: EventType, element: Any) -> None:
         """Add an event about an object's struct, or a port number."""
         door.put(self.events, (event, element))
-        door.on_commit(os.eventfd_write, self.fd, 1)
+        self.signal()
 
     def tell_overrun(self, cq: CompletionQueue) -> None:
         """Add an event about a completion queue that has had no room, the first time."""
         if not cq.overrun:
             cq.overrun = True
             self.push(EventType.CQ_ERR, cq.handle)
-
-    def take(self) -> tuple[EventType, Any] | None:
-        """Return the next event, or None."""
-        events = self.events
-        if not events:
-            return None
-        event: tuple[EventType, Any] = door.take(events)
-        door.on_commit(os.eventfd_read, self.fd)
-        return event

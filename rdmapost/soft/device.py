@@ -12,6 +12,7 @@ from . import requester, responder
 from .completion import Channel, EventQueue
 from .faults import FaultPlan
 from .memory import Memory
+from .planned import PlannedFaults
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
 from .table import Table
@@ -34,11 +35,13 @@ def _as_it_is(wr_id: int) -> int:
 class OpenDevice(door.Record):
     """One open context of the device."""
 
-    def __init__(self) -> None:
-        self.events = EventQueue()
+    def __init__(self, device: Device) -> None:
+        self.events = EventQueue(device)
         self.wr_id_of: Callable[[int], int | None] = _as_it_is
-        self.faults = FaultPlan(lambda wr_id: self.wr_id_of(wr_id))
+        self.faults = PlannedFaults(lambda wr_id: self.wr_id_of(wr_id))
         """What is to go wrong on purpose."""
+        self.plan = FaultPlan(self.faults)
+        """What its users plan that with."""
 
 
 class Device(door.Record):
@@ -53,6 +56,7 @@ class Device(door.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: what exists, by number.
+        channels, event_queues: whose descriptors wake who sleeps when something is due.
         parked: queue pairs whose next request is to be tried again later.
     """
 
@@ -65,7 +69,9 @@ class Device(door.Record):
         self.qps: dict[int, QueuePair] = Table()
         self.srqs: dict[int, SharedReceiveQueue] = Table()
         self.parked: frozenset[QueuePair] = frozenset()
+        self._due = -1.0
         self.channels: frozenset[Channel] = frozenset()
+        self.event_queues: frozenset[EventQueue] = frozenset()
         self.groups: dict[bytes, frozenset[QueuePair]] = Table()
         self.numbers = itertools.count(0x11)
         """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
@@ -104,8 +110,6 @@ class Device(door.Record):
     def park(self, qp: QueuePair) -> None:
         """Come back to a queue pair when its next attempt is due."""
         self._set_parked(self.parked | {qp})
-        for channel in self.channels:
-            channel.signal()
 
     def unpark(self, qp: QueuePair) -> None:
         """Do not come back to a queue pair."""
@@ -114,7 +118,11 @@ class Device(door.Record):
 
     def _set_parked(self, parked: frozenset[QueuePair]) -> None:
         self.parked = parked
-        door.on_commit(door.come_back, min((qp.due for qp in parked), default=-1.0))
+        self._due = min((qp.due for qp in parked), default=-1.0)
+        door.on_commit(door.come_back, self._due)
+        sources: frozenset[Channel | EventQueue] = self.channels | self.event_queues
+        for source in sources:
+            source.signal()
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
         """Let what is posted to it be carried out, when the verb or step is over."""
@@ -147,5 +155,4 @@ class Device(door.Record):
         """Return when something parked is due next; 0 when nothing is parked."""
         if not self.parked:
             return 0
-        due = min(qp.due for qp in self.parked)
-        return max(1, int((due - time.monotonic()) * 1e9))
+        return max(1, int((self._due - time.monotonic()) * 1e9))

@@ -152,10 +152,10 @@ class Memory(door.Record):
         window.unbind()
 
     def rekey(self, window: Window, rkey: int) -> None:
-        """Give a window its new key."""
+        """Give a window its new key, of which the caller chooses the low byte."""
         self._by_rkey.pop(window.rkey, None)
-        window.rkey = rkey
-        self._by_rkey[rkey] = window
+        window.rkey = window.rkey & ~0xFF | rkey & 0xFF
+        self._by_rkey[window.rkey] = window
 
     # ---- checking -----------------------------------------------------------
 
@@ -268,7 +268,7 @@ class Memory(door.Record):
             raise refused
         if addr < region.addr or addr + length > region.addr + region.length:
             raise refused
-        self.rekey(window, window.rkey & ~0xFF | rkey & 0xFF)
+        self.rekey(window, rkey)
         window.bind(region, addr, length, access, qpn)
 
     def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:

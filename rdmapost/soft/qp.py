@@ -88,7 +88,7 @@ class QueuePair(door.Record):
         self.srq = srq
         self.sq = send_queue
         self.sq.prompt = True
-        self.sq.faults = (context.faults.posts, context.faults.posted)
+        self.sq.faults = context.faults.posts
         self.rq = recv_queue
         self.sq_sig_all = sq_sig_all
         self.xrcd: Any = None

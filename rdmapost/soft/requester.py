@@ -3,7 +3,7 @@
 A request goes out as a message and its acknowledgement decides how the work
 request completes.  What must be tried again later is parked with the time at
 which it is due; the device comes back to it when anybody posts, polls or is
-woken by a completion channel.  FENCE is met by itself: a request starts when
+woken by a descriptor of events.  FENCE is met by itself: a request starts when
 the one before it is done.
 """
 
