@@ -115,6 +115,9 @@ _BATCH = 64
 class CQ(Resource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
+    When more completions are outstanding than it has entries, it overruns: completions
+    are lost, and the queue pairs that complete there fail.
+
     Args:
         context: an open device.
         cqe: entries it must hold, 1..the device's max_cqe.
@@ -250,7 +253,7 @@ class CQ(Resource, struct="ibv_cq"):
         It spins briefly, then sleeps on the completion channel.  If another thread
         keeps the GIL busy, spinning and sleeping each cost one switch interval
         (sys.getswitchinterval); completions that are already there cost none.
-        Closing the CQ ends the wait.
+        Closing the CQ ends the wait; a CQ that has overrun does not.
 
         Args:
             count: how many.
@@ -258,7 +261,7 @@ class CQ(Resource, struct="ibv_cq"):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
-                so where the CQ is known to have overrun.
+                if the CQ is known to have overrun, and so has lost completions.
             TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
@@ -304,7 +307,7 @@ class CQ(Resource, struct="ibv_cq"):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
-                so where the CQ is known to have overrun.
+                if the CQ is known to have overrun, and so has lost completions.
             TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: a thread sleeps on the same CQ or channel, or tasks of another

@@ -13,6 +13,7 @@ from .enums import DeviceCap, Opcode, QPState, QPType, SendFlags
 from .wr import SGE, SendWR
 
 __all__ = [
+    "CONSUMES_RECEIVE",
     "FLAGS_BY_OPCODE",
     "MAX_MSG_SIZE",
     "MULTICAST_QPN",
@@ -56,17 +57,18 @@ OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
 }
 """The same table, by columns."""
 
-_SENDS = frozenset(
+CONSUMES_RECEIVE = frozenset(
     {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.SEND_WITH_INV, Opcode.RDMA_WRITE_WITH_IMM}
 )
+"""Opcodes that consume a receive of the peer."""
 
 
 def _flags_of(opcode: Opcode) -> SendFlags:
     flags = SendFlags.SIGNALED | SendFlags.FENCE
-    if opcode in _SENDS:
+    if opcode in CONSUMES_RECEIVE:
         # Only what a receive work request of the peer's answers can be solicited.
         flags |= SendFlags.SOLICITED
-    if opcode in _SENDS | {Opcode.RDMA_WRITE}:
+    if opcode in CONSUMES_RECEIVE | {Opcode.RDMA_WRITE}:
         flags |= SendFlags.INLINE
     if opcode in {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO}:
         flags |= SendFlags.IP_CSUM
