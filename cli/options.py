@@ -192,7 +192,9 @@ def device_options(function: Command) -> Command:
         "-d", "--device", type=not_empty, metavar="NAME", shell_complete=_devices,
         help="Device, such as mlx5_0, rxe0 or soft0.",
     )  # fmt: skip
-    @click.option("-p", "--port", type=_device_port, metavar="N", help="Port of the device, from 1.")
+    @click.option(
+        "-p", "--port", type=_device_port, metavar="N", help="Port of the device, from 1."
+    )
     @click.option(
         "-g", "--gid-index", type=integer(0, 65535), metavar="N", help="Local GID to use."
     )

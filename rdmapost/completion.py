@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect, index, seconds
+from ._arguments import counted, expect, index, seconds, within
 from ._binding import door
 from ._resource import Resource
 from .channel import CompChannel, OwnChannel
@@ -123,7 +123,8 @@ class CQ(Resource, struct="ibv_cq"):
         cqe: entries it must hold, 1..the device's max_cqe.
         channel: the channel on which it reports completions; None gives the CQ a
             private one, on which ``wait`` sleeps.
-        comp_vector: the completion vector that signals its events, from 0.
+        comp_vector: the completion vector that signals its events, from 0; a ValueError
+            names the range.
         tm_info: whether completions carry the tags of tag-matching messages, as the
             CQ of a tag-matching SRQ must.
 
@@ -132,7 +133,7 @@ class CQ(Resource, struct="ibv_cq"):
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: cqe is out of range.
+        ValueError: cqe or comp_vector is out of range.
         ClosedError: the device is closed.
         UnsupportedError: tm_info is set, and the device has no tag matching.
         VerbsError: the device refused.
@@ -156,9 +157,10 @@ class CQ(Resource, struct="ibv_cq"):
     ) -> None:
         expect("context", context, Context)
         expect("channel", channel, CompChannel, None)
-        cqe, comp_vector = index("cqe", cqe), index("comp_vector", comp_vector)
+        cqe = index("cqe", cqe)
         self.context = context
-        context._live()
+        vectors = context._live().num_comp_vectors
+        comp_vector = within("comp_vector", comp_vector, 0, vectors - 1)
         most = context.attr.max_cqe
         if not 1 <= cqe <= most:
             raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
@@ -197,7 +199,9 @@ class CQ(Resource, struct="ibv_cq"):
         self.cqe: int = handle.cqe
 
     def __str__(self) -> str:
-        return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
+        return (
+            f"CQ of {counted(self.cqe, 'entry', 'entries')}" if hasattr(self, "cqe") else self._kind
+        )
 
     def _wake(self) -> None:
         if hasattr(self, "_poller"):

@@ -135,7 +135,7 @@ def test_closed_queue_pairs_are_findings(rc):
 
 
 def test_a_peer_that_is_none_is_refused(rc):
-    with pytest.raises(TypeError, match="a QP or an Endpoint, not a str"):
+    with pytest.raises(TypeError, match="peer: expected QP or Endpoint, got str"):
         rc.a.diagnose("b")
 
 
