@@ -104,6 +104,7 @@ class Machine(RuleBasedStateMachine):
         assert f"(wr_id {', '.join(map(str, wr_ids[:4]))}{more})" in said
         assert said.startswith(
             f"{mr} cannot be closed: in use by {len(wr_ids)} outstanding work request"
+            f"{'s' * (len(wr_ids) != 1)} (wr_id"
         )
 
 
