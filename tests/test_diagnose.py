@@ -208,6 +208,17 @@ def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
     assert wrong(a, b) == []
 
 
+def test_opcodes_that_the_device_does_not_tell_are_a_warning(context, unconnected, monkeypatch):
+    """As it is with libibverbs."""
+    monkeypatch.setattr(context._provider, "sends_for_receive", lambda *_: None)
+    join(unconnected, {"rnr_retry": 7})
+    unconnected.a.post_send(rp.Send(unconnected.mine[:8]))
+    warned = [f for f in unconnected.a.diagnose(unconnected.b) if f.severity == "warning"]
+    finding = named(warned, "recv-none-posted")
+    assert "outstanding here: 1; a SEND or RDMA_WRITE_WITH_IMM among them waits" in finding.evidence
+    assert finding.remedy == "peer.post_recv(...)"
+
+
 @pytest.mark.parametrize("flags", [SendFlags.SIGNALED, SendFlags(0)])
 @pytest.mark.parametrize("opcode", [rp.RdmaWrite, rp.RdmaRead, rp.AtomicFetchAndAdd])
 def test_one_sided_work_needs_no_receive(context, unconnected, opcode, flags):
