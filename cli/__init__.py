@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 __all__ = ["main"]
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    from .app import app
+    try:
+        from .app import app
 
-    app()
+        app()
+    except KeyboardInterrupt:
+        # Before the command began; once it runs, it handles Ctrl-C itself.
+        sys.exit(_INTERRUPTED)

@@ -168,6 +168,23 @@ def _devices(ctx: click.Context, option: click.Parameter, text: str) -> list[str
         return []
 
 
+_PORT = integer(1, 255)
+_TCP_PORT_OF = {"tcp_port": "--tcp-port", "server": "HOST:PORT"}
+
+
+def _device_port(value: str | int) -> int:
+    """Read the port of a device; of what must be a TCP port, say where that goes."""
+    try:
+        return _PORT(value)
+    except click.BadParameter as error:
+        text = str(value)
+        names = [param.name or "" for param in click.get_current_context().command.params]
+        where = [_TCP_PORT_OF[name] for name in names if name in _TCP_PORT_OF]
+        if where and text.isdecimal() and int(text) > 255:
+            error.message += f" (the port of the device); for the TCP port use {where[0]}"
+        raise
+
+
 def device_options(function: Command) -> Command:
     """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
 
@@ -176,7 +193,7 @@ def device_options(function: Command) -> Command:
         help="Device, such as mlx5_0, rxe0 or soft0.",
     )  # fmt: skip
     @click.option(
-        "-p", "--port", type=integer(1, 255), metavar="N", help="Port of the device, from 1."
+        "-p", "--port", type=_device_port, metavar="N", help="Port of the device, from 1."
     )
     @click.option(
         "-g", "--gid-index", type=integer(0, 65535), metavar="N", help="Local GID to use."

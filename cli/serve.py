@@ -153,8 +153,8 @@ def serve(
     ):
         if context.kind != "verbs":
             click.echo(
-                f"{context.name} lives in this process: nobody outside it can post to it, "
-                "and who tries is told so",
+                f"{context.name} exists only in this process: "
+                "clients of other processes are refused",
                 err=True,
             )
         with library.serve(

@@ -11,7 +11,17 @@ import operator
 from enum import IntEnum, IntFlag
 from typing import Any, TypeVar
 
-__all__ = ["content", "expect", "flags", "index", "member", "seconds", "time_limit", "within"]
+__all__ = [
+    "content",
+    "counted",
+    "expect",
+    "flags",
+    "index",
+    "member",
+    "seconds",
+    "time_limit",
+    "within",
+]
 
 _LONGEST_S = 1e6
 _PLAIN = 1 << 20
@@ -40,6 +50,17 @@ def expect(name: str, given: object, *kinds: type | None) -> None:
             return
     names = " or ".join("None" if wanted is None else wanted.__name__ for wanted in kinds)
     raise TypeError(f"{name}: expected {names}, got {kind.__name__}")
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: "1 byte", "2 bytes".
+
+    Args:
+        number: the number.
+        noun: its noun in the singular.
+        plural: the plural, if it is not the singular with an s.
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def index(name: str, given: Any) -> int:

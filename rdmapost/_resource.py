@@ -196,7 +196,7 @@ def _fixed(name: str, member: Any) -> property:
 
     def fix(self: Resource, value: Any) -> None:
         if not self._making:
-            raise AttributeError(f"{name} of a {type(self).__name__} cannot be set")
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set")
         member.__set__(self, value)
 
     return property(member.__get__, fix)

@@ -96,7 +96,7 @@ _GLOBAL = {"sgid_index": 255, "flow_label": (1 << 20) - 1, "hop_limit": 255, "tr
 
 @dataclass(frozen=True, slots=True)
 class AHAttr:
-    """The path to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
+    """An address vector, the path to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
 
     Attributes:
         port_num: local port, from 1.
@@ -172,7 +172,7 @@ class AH(Resource, struct="ibv_ah"):
 
     Args:
         pd: the protection domain of the queue pairs that will use it.
-        attr: the path.
+        attr: the address vector.
 
     Raises:
         TypeError: an argument is of another type.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._arguments import expect, index, seconds
+from ._arguments import counted, expect, index, seconds, within
 from ._binding import door
 from ._resource import Resource
 from .channel import CompChannel, OwnChannel
@@ -115,12 +115,16 @@ _BATCH = 64
 class CQ(Resource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
+    When more completions are outstanding than it has entries, it overruns: completions
+    are lost, and the queue pairs that complete there fail.
+
     Args:
         context: an open device.
         cqe: entries it must hold, 1..the device's max_cqe.
         channel: the channel on which it reports completions; None gives the CQ a
             private one, on which ``wait`` sleeps.
-        comp_vector: the completion vector that signals its events, from 0.
+        comp_vector: the completion vector that signals its events, from 0; a ValueError
+            names the range.
         tm_info: whether completions carry the tags of tag-matching messages, as the
             CQ of a tag-matching SRQ must.
 
@@ -129,7 +133,7 @@ class CQ(Resource, struct="ibv_cq"):
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: cqe is out of range.
+        ValueError: cqe or comp_vector is out of range.
         ClosedError: the device is closed.
         UnsupportedError: tm_info is set, and the device has no tag matching.
         VerbsError: the device refused.
@@ -153,9 +157,10 @@ class CQ(Resource, struct="ibv_cq"):
     ) -> None:
         expect("context", context, Context)
         expect("channel", channel, CompChannel, None)
-        cqe, comp_vector = index("cqe", cqe), index("comp_vector", comp_vector)
+        cqe = index("cqe", cqe)
         self.context = context
-        context._live()
+        vectors = context._live().num_comp_vectors
+        comp_vector = within("comp_vector", comp_vector, 0, vectors - 1)
         most = context.attr.max_cqe
         if not 1 <= cqe <= most:
             raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
@@ -194,7 +199,9 @@ class CQ(Resource, struct="ibv_cq"):
         self.cqe: int = handle.cqe
 
     def __str__(self) -> str:
-        return f"CQ of {self.cqe} entries" if hasattr(self, "cqe") else self._kind
+        return (
+            f"CQ of {counted(self.cqe, 'entry', 'entries')}" if hasattr(self, "cqe") else self._kind
+        )
 
     def _wake(self) -> None:
         if hasattr(self, "_poller"):
@@ -250,7 +257,7 @@ class CQ(Resource, struct="ibv_cq"):
         It spins briefly, then sleeps on the completion channel.  If another thread
         keeps the GIL busy, spinning and sleeping each cost one switch interval
         (sys.getswitchinterval); completions that are already there cost none.
-        Closing the CQ ends the wait.
+        Closing the CQ ends the wait; a CQ that has overrun does not.
 
         Args:
             count: how many.
@@ -258,7 +265,7 @@ class CQ(Resource, struct="ibv_cq"):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
-                so where the CQ is known to have overrun.
+                if the CQ is known to have overrun, and so has lost completions.
             TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
@@ -304,7 +311,7 @@ class CQ(Resource, struct="ibv_cq"):
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
-                so where the CQ is known to have overrun.
+                if the CQ is known to have overrun, and so has lost completions.
             TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: a thread sleeps on the same CQ or channel, or tasks of another

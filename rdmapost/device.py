@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from dataclasses import dataclass
-from ipaddress import IPv6Address
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 from ._arguments import expect, index
@@ -59,7 +59,7 @@ class GID(bytes):
             try:
                 raw = IPv6Address(value).packed
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+                raise ValueError(f"{name}: {_why_no_gid(value) or error}") from None
         else:
             raw = bytes(value)
         if len(raw) != 16:
@@ -89,6 +89,13 @@ class GID(bytes):
         """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
         address = IPv6Address(bytes(self))
         return (address.ipv4_mapped or address).is_multicast
+
+
+def _why_no_gid(text: str) -> str:
+    try:
+        return f"{text!r} is an IPv4 address; its GID is '::ffff:{IPv4Address(text)}'"
+    except ValueError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class GRH:
             TypeError: it has no buffer.
             ValueError: it is shorter, or holds neither kind of header.
         """
-        raw = bytes(memoryview(data).cast("B")[:GRH_BYTES])
+        raw = bytes(_view("data", data)[:GRH_BYTES])
         if len(raw) < GRH_BYTES:
             raise ValueError(f"a GRH has {GRH_BYTES} bytes, not {len(raw)}")
         is_ipv6 = raw[0] >> 4 == 6
@@ -117,7 +117,7 @@ def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
     if isinstance(received, RecvWR):
         message = b"".join(_pieces(received.sg_list))[:byte_len]
     else:
-        message = bytes(memoryview(received).cast("B")[:byte_len])
+        message = bytes(_view("received", received, "RecvWR or bytes")[:byte_len])
     if len(message) < byte_len:
         raise ValueError(
             f"{byte_len} bytes arrived, and this has only {len(message)}: it is not what the "
@@ -125,6 +125,13 @@ def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
         )
     grh = GRH.parse(message) if has_grh else None
     return Datagram(grh, message[GRH_BYTES:])
+
+
+def _view(name: str, given: Any, wanted: str = "bytes") -> memoryview:
+    try:
+        return memoryview(given).cast("B")
+    except TypeError:
+        raise TypeError(f"{name}: expected {wanted}, got {type(given).__name__}") from None
 
 
 def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:

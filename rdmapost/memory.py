@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ._arguments import expect, flags, index, member, within
+from ._arguments import counted, expect, flags, index, member, within
 from ._binding import door, ffi, start_of
 from ._resource import Resource, open_handles
 from .device import Context
@@ -162,7 +162,11 @@ class MR(Resource, struct="ibv_mr"):
     writable: bool = _fixed("_writable", "Whether the device may write there (Access.LOCAL_WRITE).")
 
     def __str__(self) -> str:
-        return f"MR of {self._length} bytes (lkey {self._lkey:#x})" if self._made() else self._kind
+        return (
+            f"MR of {counted(self._length, 'byte')} (lkey {self._lkey:#x})"
+            if self._made()
+            else self._kind
+        )
 
     _kind = "MR"
     _undone = "deregistered"
@@ -418,12 +422,13 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
     )  # fmt: skip
     if not wr_ids:
         raise InUseError(
-            f"{resource_} cannot be closed: a prepared list that is outstanding names it; poll its "
+            f"{resource_} cannot be closed: in use by an outstanding prepared list; poll its "
             "completions, or close the QP first"
         )
     shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
+    count = counted(len(wr_ids), "outstanding work request")
     raise InUseError(
-        f"{resource_} cannot be closed: {len(wr_ids)} outstanding work requests name it "
+        f"{resource_} cannot be closed: in use by {count} "
         f"(wr_id {shown}); poll their completions, or close {holders} first"
     )
 

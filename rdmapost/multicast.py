@@ -102,7 +102,8 @@ class Multicast(Steps):
         group = GID._named("gid", gid)
         if not group.is_multicast:
             raise ValueError(
-                f"{group} is no multicast GID: those are in ff00::/8 or ::ffff:224.0.0.0/100"
+                f"gid: {group} is no multicast GID such as ff0e::1 (ff00::/8) or "
+                "::ffff:239.1.2.3 (::ffff:224.0.0.0/100)"
             )
         return group, within("lid", lid, 0, 0xFFFF)
 

@@ -121,8 +121,8 @@ class PostQueue(door.Queue):
             kind = type(wrs).__name__
             raise TypeError(f"{kind} is only a base class; post one of its subclasses")
         raise TypeError(
-            f"{self.verb} takes a {self.wr_type.__name__} or an iterable of them, "
-            f"not a {type(wrs).__name__}"
+            f"{self.verb}: expected {self.wr_type.__name__} or an iterable of them, "
+            f"got {type(wrs).__name__}"
         )
 
     def _list_closed(self, count: int) -> NoReturn:

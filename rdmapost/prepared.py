@@ -59,11 +59,16 @@ class Batch(door.Prepared):
     windows and address handles that it names stay open until it is closed;
     closing its queue pair closes it.
 
-    ``post()`` posts the whole list, as post_send or post_recv does.  ``batch[index]``
-    counts from the end where index is negative; an index that the list does not have is
-    an IndexError, and there are no slices.
+    ``post()`` posts the whole list.  Unlike post_send and post_recv, which post what fits,
+    it posts nothing if a checked queue has no room for all of it: the PostError has
+    posted=0, and index is the first work request without a slot.  If the device refuses
+    one, those before it are posted, as with post_send.
+
+    ``batch[index]`` is one of its work requests; a negative index counts from the end.
+    There are no slices.
 
     Raises:
+        IndexError: the list has no such index.
         PostError: a work request cannot be posted; index says which.
         ValueError: the list is empty.
     """

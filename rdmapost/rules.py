@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from ._arguments import counted
 from .enums import DeviceCap, Opcode, QPState, QPType, SendFlags
 from .wr import SGE, SendWR
 
 __all__ = [
+    "CONSUMES_RECEIVE",
     "FLAGS_BY_OPCODE",
     "MAX_MSG_SIZE",
     "MULTICAST_QPN",
@@ -56,17 +58,18 @@ OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
 }
 """The same table, by columns."""
 
-_SENDS = frozenset(
+CONSUMES_RECEIVE = frozenset(
     {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.SEND_WITH_INV, Opcode.RDMA_WRITE_WITH_IMM}
 )
+"""Opcodes that consume a receive of the peer."""
 
 
 def _flags_of(opcode: Opcode) -> SendFlags:
     flags = SendFlags.SIGNALED | SendFlags.FENCE
-    if opcode in _SENDS:
+    if opcode in CONSUMES_RECEIVE:
         # Only what a receive work request of the peer's answers can be solicited.
         flags |= SendFlags.SOLICITED
-    if opcode in _SENDS | {Opcode.RDMA_WRITE}:
+    if opcode in CONSUMES_RECEIVE | {Opcode.RDMA_WRITE}:
         flags |= SendFlags.INLINE
     if opcode in {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO}:
         flags |= SendFlags.IP_CSUM
@@ -195,7 +198,7 @@ def not_a_work_request(r: Refusal) -> str:
     kind, wanted = type(r.wr), r.queue.wr_type
     if kind is wanted:
         return f"{kind.__name__} is only a base class; post one of its subclasses"
-    return f"{r.queue.verb} takes a {wanted.__name__}, not a {kind.__name__}"
+    return f"{r.queue.verb}: expected {wanted.__name__}, got {kind.__name__}"
 
 
 @_rule
@@ -205,7 +208,7 @@ def unreadable(r: Refusal) -> str:
 
 @_rule
 def not_an_integer(r: Refusal) -> str:
-    return f"{r.name} is a {type(r.value).__name__}, not an integer"
+    return f"{r.name}: expected int, got {type(r.value).__name__}"
 
 
 @_rule
@@ -217,29 +220,25 @@ def out_of_range(r: Refusal) -> str:
 
 @_rule
 def not_sges(r: Refusal) -> str:
-    return f"sg_list is a {type(r.value).__name__}, not SGEs; mr[a:b] makes one"
+    return f"sg_list: expected SGE or several, got {type(r.value).__name__}; mr[a:b] makes one"
 
 
 @_rule
 def not_an_sge(r: Refusal) -> str:
-    return f"sg_list holds a {type(r.value).__name__}; mr[a:b] makes an SGE"
+    return f"sg_list holds {type(r.value).__name__}; mr[a:b] makes an SGE"
 
 
 @_rule
 def not_an_owner(r: Refusal) -> str:
-    return f"an SGE's owner is a {type(r.value).__name__}, not a region or a buffer"
+    return f"an SGE's owner: expected MR or a buffer, got {type(r.value).__name__}"
 
 
-_RESOURCES = {
-    ord("a"): "an address handle",
-    ord("w"): "a memory window",
-    ord("r"): "a memory region",
-}
+_RESOURCES = {ord("a"): "AH", ord("w"): "MW", ord("r"): "MR"}
 
 
 @_rule
 def not_a_resource(r: Refusal) -> str:
-    return f"{r.name} is a {type(r.value).__name__}, not {_RESOURCES[r.a]}"
+    return f"{r.name}: expected {_RESOURCES[r.a]}, got {type(r.value).__name__}"
 
 
 @_rule
@@ -265,10 +264,12 @@ def full(r: Refusal) -> str:
     queue = r.queue
     if r.b > queue.depth:
         return too_long_a_list(queue, r.b)
+    outstanding = counted(queue.outstanding, "work request")
+    verb = "is" if queue.outstanding == 1 else "are"
     beside = "" if r.a == 1 else f", and the list has {r.a} more"
     return (
         f"the queue is full: {queue.depth_name}={queue.depth} and "
-        f"{queue.outstanding} work requests are outstanding{beside}; poll the CQ, or create "
+        f"{outstanding} {verb} outstanding{beside}; poll the CQ, or create "
         "the queue deeper"
     )
 
@@ -297,7 +298,7 @@ def bind_prepared(r: Refusal) -> str:
 
 @_rule
 def other_num_sge(r: Refusal) -> str:
-    return f"{r.a} SGEs, but it was prepared with {r.b}"
+    return f"{counted(r.a, 'SGE')}, but it was prepared with {r.b}"
 
 
 # ---- opcode and flags -------------------------------------------------------------------
@@ -320,7 +321,7 @@ def wrong_flags(r: Refusal) -> str:
     if wrong & FLAGS_BY_OPCODE[opcode]:
         if wrong & SendFlags.IP_CSUM:
             return f"{names}: the device has no such offload on {qp_type.name} QPs"
-        return f"{names} has no meaning on a {qp_type.name} QP"
+        return f"{names} has no meaning on {qp_type.name} QPs"
     return f"{names} has no meaning on {opcode.name}"
 
 
@@ -333,7 +334,9 @@ _ALL_FLAGS = sum(int(flag) for flag in SendFlags)
 @_rule
 def too_many_sges(r: Refusal) -> str:
     queue = r.queue
-    return f"{r.a} SGEs, but this queue was created with {queue.sge_name}={queue.max_sge}"
+    return (
+        f"{counted(r.a, 'SGE')}, but this queue was created with {queue.sge_name}={queue.max_sge}"
+    )
 
 
 @_rule
@@ -363,7 +366,7 @@ def inline_zero_based(r: Refusal) -> str:
 @_rule
 def inline_too_long(r: Refusal) -> str:
     return (
-        f"{r.a} bytes inline, but this QP was created with "
+        f"{counted(r.a, 'byte')} inline, but this QP was created with "
         f"max_inline_data={r.queue.limits.max_inline_data}"
     )
 
@@ -393,7 +396,7 @@ def outside(r: Refusal) -> str:
 def too_long(r: Refusal) -> str:
     limits = r.queue.limits
     return (
-        f"{r.a} bytes, but a message on this {limits.qp_type.name} QP "
+        f"{counted(r.a, 'byte')}, but a message on this {limits.qp_type.name} QP "
         f"holds at most {limits.max_msg_size}"
     )
 
@@ -468,7 +471,7 @@ def mss(r: Refusal) -> str:
 @_rule
 def longer_than_max_tso_header(r: Refusal) -> str:
     return (
-        f"hdr has {r.a} bytes, but this QP was created with "
+        f"hdr has {counted(r.a, 'byte')}, but this QP was created with "
         f"max_tso_header={r.queue.limits.max_tso_header}"
     )
 

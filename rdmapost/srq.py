@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import expect, index, member
+from ._arguments import counted, expect, index, member
 from ._binding import ffi, fill, lib
 from ._resource import Resource
 from .completion import CQ
@@ -120,7 +120,7 @@ class SRQ(Resource, struct="ibv_srq"):
         if not hasattr(self, "max_wr"):
             return self._kind
         kind = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
-        return f"{kind}SRQ of {self.max_wr} work requests"
+        return f"{kind}SRQ of {counted(self.max_wr, 'work request')}"
 
     def _what_is_missing(self) -> str | None:
         kind, name = self.srq_type, self.srq_type.name
@@ -257,10 +257,12 @@ class SRQ(Resource, struct="ibv_srq"):
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
     def arm_limit(self, srq_limit: int) -> None:
-        """Request one event, SRQ_LIMIT_REACHED, when few receives are left.
+        """Arm a one-shot event raised when fewer than srq_limit receives remain.
+
+        The event is SRQ_LIMIT_REACHED.
 
         Args:
-            srq_limit: fewer than this many; 0 cancels the request.
+            srq_limit: the limit; 0 disarms.
 
         Raises:
             TypeError: srq_limit is not an integer.

@@ -131,14 +131,14 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
         ways = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
         remedy = ": take it back with to_reset() first" if state is S.ERR else ""
         return (
-            f"a {qp_type.name} queue pair cannot go from {state.name} to {to.name}; "
-            f"from {state.name} it can go to {', '.join(ways)}{remedy}"
+            f"{qp_type.name} queue pairs cannot go from {state.name} to {to.name}; "
+            f"from {state.name} they can go to {', '.join(ways)}{remedy}"
         )
     lacking = required & ~mask
     if lacking:
         names = ", ".join(name for name, bit in FIELDS.items() if bit & lacking)
         return (
-            f"{state.name} to {to.name} of a {qp_type.name} queue pair also needs {names} "
+            f"{state.name} to {to.name} also needs {names} on {qp_type.name} queue pairs "
             "(ibv_modify_qp(3))"
         )
     return None

@@ -268,7 +268,7 @@ class Steps(Resource):
         attrs: dict[str, Any] = {"qp_state": QPState.RTR}
         if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
             if remote is None:
-                raise ValueError(f"a {self.qp_type.name} queue pair needs the peer's endpoint")
+                raise ValueError(f"{self.qp_type.name} queue pairs need the peer's endpoint")
             port = self.pd.context.query_port(self.port_num)
             attrs |= {
                 "ah_attr": self.path_to(remote, sl=sl, traffic_class=traffic_class),

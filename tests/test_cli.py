@@ -90,6 +90,10 @@ def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
         (["tag", "add", "--mask", "-1"], "-1 is not at least 0"),
         (["tag", "add", "--qp-type", "rc"], "No such option"),
         (["check", "--port", "0"], "0 is not at least 1"),
+        (["check", "-p", "0x100"], "'-p' / '--port': 0x100 is not at least 1 and at most 255"),
+        (["serve", "-p", "18701"], "(the port of the device); for the TCP port use --tcp-port"),
+        (["pingpong", "-p", "18701"], "(the port of the device); for the TCP port use --tcp-port"),
+        (["write", "-p", "18701", "h"], "(the port of the device); for the TCP port use HOST:PORT"),
         (["devices", "-g", "x"], "'x' is not an integer"),
         (["atomic", "cas", "--swap", "0x1ffffffffffffffff"], "at most 18446744073709551615"),
         (["atomic", "fetch-add", "--add"], "requires an argument"),
@@ -264,6 +268,31 @@ def test_without_libibverbs_says_what_to_install(tmp_path: pathlib.Path) -> None
     assert ended.returncode == 3
     assert "apt install libibverbs1" in json.loads(ended.stdout)["error"]
     assert "apt install libibverbs1" in ended.stderr
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+import rdmapost.cli
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == WHERE:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+rdmapost.cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["rdmapost.cli.app", "click", "rdmapost.cli.devices", "rdmapost._public"]
+)
+def test_interrupted_while_it_starts(module: str) -> None:
+    code = f"WHERE = {module!r}\n{INTERRUPTED_IMPORT}"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code, "devices"], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, "", "")
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])

@@ -305,7 +305,7 @@ def test_a_given_gid_is_used(context: rp.Context) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["send", "--qp-type", "ud", "--fence"], "FENCE has no meaning on a UD QP"),
+        (["send", "--qp-type", "ud", "--fence"], "FENCE has no meaning on UD QPs"),
         (["send", "--qp-type", "ud", "--size", "64K"], "a message on this UD QP holds at most"),
         (["atomic", "cas", "--qp-type", "uc"], "ATOMIC_CMP_AND_SWP is not an opcode of UC QPs"),
         (["read", "--qp-type", "uc"], "RDMA_READ is not an opcode of UC QPs"),

@@ -255,7 +255,9 @@ def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signal
         assert json.loads(waiting.recv(4096))["code"] == "closing"
     assert served.next("ended")["clients"] == 0
     (line,) = err.splitlines()
-    assert line.startswith("soft0 lives in this process: nobody outside it can post to it")
+    assert line.startswith(
+        "soft0 exists only in this process: clients of other processes are refused"
+    )
 
 
 def test_serve_says_what_it_exposes(start: Callable[..., Process]) -> None:

@@ -43,6 +43,12 @@ def test_size_of_a_cq_is_checked(context, cqe):
         rp.CQ(context, cqe)
 
 
+@pytest.mark.parametrize("vector", [-1, 1 << 20, 1 << 40])
+def test_completion_vector_that_the_device_lacks_is_refused_with_the_range(context, vector):
+    with pytest.raises(ValueError, match=rf"^comp_vector={vector} is not in 0\.\.\d+$"):
+        rp.CQ(context, comp_vector=vector)
+
+
 def test_wait_times_out_and_loses_nothing(rc):
     rc.a.post_send([write(rc, i) for i in range(3)])
     rc.wait(1)

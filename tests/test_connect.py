@@ -236,7 +236,7 @@ def test_what_may_not_be_read_is_not_told(serve: Callable[..., Served]) -> None:
     [
         ({"size": 0}, "size=0"), ({"count": -1}, "count=-1"), ({"count": 1 << 20}, "count=1048576"),
         ({"receive_size": -1}, "receive_size=-1"), ({"access": Access.LOCAL_WRITE}, "not made of"),
-        ({"data": b"12345", "size": 4}, "5 bytes of data"), ({"token": ""}, "a token has"),
+        ({"data": b"12345", "size": 4}, "data: 5 bytes do not fit"), ({"token": ""}, "a token has"),
         ({"max_clients": 0}, "max_clients=0"), ({"timeout": 0}, "timeout=0"),
         ({"idle_timeout": -1}, "idle_timeout=-1"), ({"port_num": 99}, "no port 99"),
         ({"port": 65536}, "port=65536"),

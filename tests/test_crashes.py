@@ -32,16 +32,16 @@ def test_sg_list_that_points_nowhere(connect, checked):
     """Only SGEs go into a list, the list is copied, and its length is its own."""
     pair = connect(checked=checked)
     for wrong, words in (
-        (None, "sg_list is a NoneType, not SGEs"),
-        (0x1000, "sg_list is a int, not SGEs"),
-        (object(), "sg_list is a object, not SGEs"),
-        (pair.mine, r"sg_list is a MR, not SGEs; mr\[a:b\] makes one"),
-        ([None], "sg_list holds a NoneType"),
-        ([pair.mine[:8], 0x1000], "sg_list holds a int"),
-        ([(pair.mine.addr, 8, pair.mine.lkey)], "sg_list holds a tuple"),
-        (b"bytes", "sg_list holds a int"),
+        (None, "sg_list: expected SGE or several, got NoneType"),
+        (0x1000, "sg_list: expected SGE or several, got int"),
+        (object(), "sg_list: expected SGE or several, got object"),
+        (pair.mine, r"sg_list: expected SGE or several, got MR; mr\[a:b\] makes one"),
+        ([None], "sg_list holds NoneType"),
+        ([pair.mine[:8], 0x1000], "sg_list holds int"),
+        ([(pair.mine.addr, 8, pair.mine.lkey)], "sg_list holds tuple"),
+        (b"bytes", "sg_list holds int"),
         ([rp.SGE(pair.mine.addr, 8, 1 << 32)], "an SGE's lkey=4294967296 is not in"),
-        ([rp.SGE("x", 8, 1)], "an SGE's addr is a str"),
+        ([rp.SGE("x", 8, 1)], "an SGE's addr: expected int, got str"),
     ):
         refused(pair, rp.Send(wrong), words)
     sges = [pair.mine[:8]]
@@ -66,7 +66,7 @@ def test_inline_buffer_at_an_illegal_address(connect, checked):
         (zero_based, "lies outside MR"),
         (pair.mine[:]._replace(length=1 << 31), "lies outside MR"),
         (pair.mine[8:16]._replace(addr=pair.mine.addr - 1), "lies outside MR"),
-        (pair.mine[:8]._replace(owner=object()), "owner is a object, not a region or a buffer"),
+        (pair.mine[:8]._replace(owner=object()), "owner: expected MR or a buffer, got object"),
     ):
         refused(pair, rp.Send(sge, send_flags=INLINE), words)
     if checked:
@@ -98,14 +98,14 @@ def test_next_that_points_nowhere(connect, checked):
     pair.wait(3)
     tail: list[object] = [wr]
     tail.append(tail)
-    with pytest.raises(rp.PostError, match=r"2 of 2 .*takes a SendWR, not a list") as caught:
+    with pytest.raises(rp.PostError, match=r"2 of 2 .*expected SendWR, got list") as caught:
         pair.a.post_send(tail)
     assert caught.value.posted == 1
     pair.wait()
     for wrong in (None, 0x1000, object()):
-        with pytest.raises(TypeError, match="takes a SendWR or an iterable of them"):
+        with pytest.raises(TypeError, match="expected SendWR or an iterable of them"):
             pair.a.post_send(wrong)
-        with pytest.raises(rp.PostError, match=f"takes a SendWR, not a {type(wrong).__name__}"):
+        with pytest.raises(rp.PostError, match=f"expected SendWR, got {type(wrong).__name__}"):
             pair.a.post_send([wrong])
     pair.works()
 
@@ -148,9 +148,9 @@ def test_address_handle_that_is_none(connect, context, checked):
             (None, "needs an address handle"),
             (ah, "AH to .* is closed"),
             (foreign, "belongs to another"),
-            (mr, "ah is a MR, not an address handle"),
-            (0x1000, "ah is a int, not an address handle"),
-            (object(), "ah is a object, not an address handle"),
+            (mr, "ah: expected AH, got MR"),
+            (0x1000, "ah: expected AH, got int"),
+            (object(), "ah: expected AH, got object"),
         ):
             for kind in (rp.Send, rp.SendWithImm):
                 refused(pair, pair.wr(kind, pair.mine[:8], ah=wrong), words)

@@ -196,7 +196,7 @@ def test_what_holds_no_datagram_is_told(connect):
     ):
         with pytest.raises(ValueError, match=words):
             wc.datagram(wrong)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="received: expected RecvWR or bytes, got NoneType"):
         wc.datagram(None)
     pair.a.post_send(pair.send(wr_id=5))
     (sent,) = pair.wait()

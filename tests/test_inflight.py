@@ -103,7 +103,8 @@ class Machine(RuleBasedStateMachine):
         said, more = refused(mr.close), ", ..." if len(wr_ids) > 4 else ""
         assert f"(wr_id {', '.join(map(str, wr_ids[:4]))}{more})" in said
         assert said.startswith(
-            f"{mr} cannot be closed: {len(wr_ids)} outstanding work requests name it"
+            f"{mr} cannot be closed: in use by {len(wr_ids)} outstanding work request"
+            f"{'s' * (len(wr_ids) != 1)} (wr_id"
         )
 
 
@@ -506,7 +507,7 @@ def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
     batch = pair.a.prepare([write(pair, mr), write(pair, mr)])
     del mr
     for name, value in (("wr_id", -1), ("rkey", 1 << 32), ("sg_list", ()), ("sg_list", 5)):
-        with pytest.raises(ValueError, match=r"wr_id|rkey|SGEs"):
+        with pytest.raises(ValueError, match=r"wr_id|rkey|SGE"):
             setattr(batch[1], name, value)
     batch.close()
     assert gone(region)

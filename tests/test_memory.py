@@ -342,8 +342,8 @@ def test_window_and_region_of_a_posted_bind_stay_open(rc, window):
         ({"length": 1000}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
         ({"mr": "plain"}, "was registered without MW_BIND"),
-        ({"mw": "region"}, "mw is a MR, not a memory window"),
-        ({"mr": "window"}, "mr is a MW, not a memory region"),
+        ({"mw": "region"}, "mw: expected MW, got MR"),
+        ({"mr": "window"}, "mr: expected MR, got MW"),
     ],
 )
 def test_bind_is_checked(rc, window, fields, words):
@@ -452,7 +452,7 @@ def test_receives_of_a_shared_queue_are_checked(srq, pd, context):
             (rp.RecvWR([mr[:8]] * (srq.max_sge + 1)), f"max_recv_sge={srq.max_sge}"),
             (rp.RecvWR(foreign[:8]), "another PD"),
             (rp.RecvWR(mr[5:5]), "length 0"),
-            (rp.Send(), "takes a RecvWR, not a Send"),
+            (rp.Send(), "expected RecvWR, got Send"),
         ):
             with pytest.raises(rp.PostError, match=words):
                 srq.post_srq_recv([wr])

@@ -54,7 +54,7 @@ def test_opcode_of_another_qp_type_unchecked_is_the_devices_to_refuse(connect, o
 )
 def test_flag_of_another_qp_type_is_refused(connect, qp_type, flag):
     pair = connect(qp_type)
-    with pytest.raises(rp.PostError, match=f"{flag.name} has no meaning on a {qp_type.name} QP"):
+    with pytest.raises(rp.PostError, match=f"{flag.name} has no meaning on {qp_type.name} QPs"):
         pair.a.post_send(pair.send(pair.mine[:4], send_flags=flag))
 
 

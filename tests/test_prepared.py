@@ -147,10 +147,10 @@ def test_inline_data_is_read_at_each_post(connect: Connect):
     ("field", "value", "text"),
     [
         ("wr_id", -1, "wr_id=-1 is not in"),
-        ("wr_id", 1.5, "wr_id is a float, not an integer"),
+        ("wr_id", 1.5, "wr_id: expected int, got float"),
         ("rkey", 1 << 32, r"rkey=4294967296 is not in 0\.\.2\^32-1"),
         ("remote_addr", -1, "remote_addr=-1 is not in"),
-        ("remote_addr", "there", "remote_addr is a str, not an integer"),
+        ("remote_addr", "there", "remote_addr: expected int, got str"),
         ("sg_list", (), "0 SGEs, but it was prepared with 1"),
         ("sg_list", rp.SGE(1, 0, 2), "length 0"),
         ("sg_list", 5, "sg_list"),
@@ -188,7 +188,7 @@ def test_what_cannot_be_posted_cannot_be_prepared(rc):
     assert (caught.value.index, caught.value.posted) == (1, 0)
     with pytest.raises(rp.PostError, match="BIND_MW changes"):
         rc.a.prepare(rp.BindMW())
-    with pytest.raises(rp.PostError, match="takes a SendWR"):
+    with pytest.raises(rp.PostError, match="expected SendWR"):
         rc.a.prepare([rp.RecvWR()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="at least one"):
         rc.a.prepare([])
@@ -387,7 +387,7 @@ def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
             raise KeyError("mine")
 
     for wrong, said in (
-        ("x", "remote_addr is a str, not an integer"),
+        ("x", "remote_addr: expected int, got str"),
         (-8, r"remote_addr=-8 is not in 0..2\^64-1"),
         (1 << 64, r"remote_addr=\d+ is not in 0..2\^64-1"),
         (9, "remote_addr=0x9 is not a multiple"),

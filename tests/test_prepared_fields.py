@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(write, name, bits, wro
     value = 1 << bits if wrong == "over" else wrong
     said = rf"{name}=.* is not in 0\.\.2\^{bits}-1"
     if not isinstance(value, int):
-        said = f"{name} is a {type(value).__name__}, not an integer"
+        said = f"{name}: expected int, got {type(value).__name__}"
     with pytest.raises(ValueError, match=said):
         setattr(write, name, value)
     assert getattr(write, name) == before

@@ -207,8 +207,17 @@ def test_cq_that_overruns_breaks_its_queue_pair():
         assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
         assert rp.get_async_event(context, 0) is None
         assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
+        assert_points_at_the_overrun(qp)
         qp.close()
         ah.close()
+
+
+def assert_points_at_the_overrun(qp):
+    findings = qp.diagnose()
+    assert not [finding for finding in findings if finding.name == "not-polled"]
+    state = named(findings, "qp-state")
+    assert "its CQ has overrun" in state.evidence
+    assert "poll" not in state.remedy
 
 
 def test_wait_for_what_an_overrun_has_lost_says_so():
@@ -224,6 +233,7 @@ def test_wait_for_what_an_overrun_has_lost_says_so():
             cq.wait(3, timeout=0)
         with pytest.raises(rp.WaitTimeout, match=words):
             asyncio.run(cq.completions(3, timeout=0))
+        assert_points_at_the_overrun(qp)
         told = event(context)
         assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
 

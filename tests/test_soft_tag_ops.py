@@ -251,9 +251,9 @@ def test_operations_are_checked_before_they_are_posted(server, pd, context, stac
         (rp.TagSync(flags=8), "bits that are no flag"),
         (rp.TagAdd(recv_wr_id=1 << 64), "recv_wr_id=18446744073709551616 is not in"),
         (rp.TagAdd(tag=-1), "tag=-1"),
-        (rp.TagAdd(tag="x"), "tag is a str"),
+        (rp.TagAdd(tag="x"), "tag: expected int, got str"),
         (rp.TagSync(unexpected_cnt=1 << 32), "unexpected_cnt=4294967296 is not in"),
-        (rp.Send(), "takes a OpsWR, not a Send"),
+        (rp.Send(), "expected OpsWR, got Send"),
     ):
         with pytest.raises(rp.PostError, match=words) as caught:
             server.srq.post_srq_ops([rp.TagAdd(tag=0), op])

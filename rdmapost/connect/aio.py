@@ -340,7 +340,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
     @property
     def closed(self) -> bool:
-        """Whether the server is no longer there to be asked, as in Connection."""
+        """True once the server has gone away or dropped this client, as in Connection."""
         if self._pid != os.getpid():
             return True
         if self._turn.locked():

@@ -395,11 +395,10 @@ class Connection(Dialled, ClosedAtTheEnd):
 
     @property
     def closed(self) -> bool:
-        """Whether the server is no longer there to be asked.
+        """True once the server has gone away or dropped this client.
 
-        A server that has ended, or has dismissed this client, is noticed at once, and
-        one whose host is gone in half a minute; the next question says why.  While
-        one waits for its answer this is False.
+        It becomes True at once, or within half a minute if the server's host has
+        disappeared; the next request says why.  It is False while a request is pending.
         """
         if self._pid != os.getpid() or self._left:
             return True

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 
-from .._arguments import expect, time_limit, within
+from .._arguments import counted, expect, time_limit, within
 from ..channel import CompChannel
 from ..device import Context
 from ..errors import RdmaError
@@ -135,7 +135,7 @@ class Reception:
     @property
     def full(self) -> str:
         """What those are told for whom there is no place."""
-        return f"this server has its {self.max_clients} clients; try again later"
+        return f"this server has its {counted(self.max_clients, 'client')}; try again later"
 
     def tell(self, event: Event) -> None:
         """Tell the owner; what goes wrong there is none of the client's business."""

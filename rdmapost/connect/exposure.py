@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .._arguments import counted
 from .._together import ResourceStack
 from ..channel import CompChannel
 from ..completion import CQ, WC
@@ -70,7 +71,7 @@ class Exposure:
     def __str__(self) -> str:
         allowed = ", ".join(access_names(self.access)) or "no"
         whose = "shared by all clients" if self.memory is not None else "for each client"
-        return f"{allowed} access to {self.size} bytes of memory {whose}"
+        return f"{allowed} access to {counted(self.size, 'byte')} of memory {whose}"
 
 
 class ServedClient:

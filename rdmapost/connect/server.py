@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from .._arguments import content, expect, flags, within
+from .._arguments import content, counted, expect, flags, within
 from .._binding import door
 from ..address import choose_gid
 from ..device import Context
@@ -77,7 +77,7 @@ def serve(
             token included.
         port: TCP port; 0 chooses one.
         size: bytes of memory that each client can reach, 1..2^40.
-        access: what it may do with it: REMOTE_READ, REMOTE_WRITE and
+        access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC; by default all that the device supports.
         count: receives posted for each client, 0..16384; a used one is posted again.
         receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
@@ -143,7 +143,7 @@ def make_exposure(
     receive_size = within("receive_size", receive_size, 0, 1 << 31)
     data = content("data", data)
     if len(data) > size:
-        raise ValueError(f"{len(data)} bytes of data are more than size={size}")
+        raise ValueError(f"data: {counted(len(data), 'byte')} do not fit into size={size}")
     has_atomics = bool(context.attr.atomic_cap)
     if access is None:
         access = EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
@@ -500,7 +500,7 @@ class Serving:
 
     @property
     def memory(self) -> memoryview | None:
-        """The memory that all clients share, or None if each has its own."""
+        """The memory that all clients share, as a writable memoryview; None if each has its own."""
         self._refuse_inherited()
         shared = self._reception.exposure.memory
         return None if shared is None else memoryview(shared)

@@ -51,7 +51,7 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
         TypeError: the peer is neither.
     """
     if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
-        raise TypeError(f"the peer is a QP or an Endpoint, not a {type(peer).__name__}")
+        raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
     about = name_of(qp)
     if findings := [*queuepair.check_process(qp, about)]:
         return findings

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ..endpoint import Endpoint
 from ..enums import Access, GIDType, QPState, QPType
 from ..qpattr import QPAttr
-from .finding import Finding
+from .finding import Finding, Severity
 from .looking import RECEIVES, Seen
-from .queuepair import has_receive
+from .queuepair import has_receive, waiting_sends
 
 if TYPE_CHECKING:
     from ..queuepair import QP
@@ -96,12 +96,29 @@ def _check_qp(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
             "the peer's, or it is dropped",
             f"Send(..., remote_qkey={there.qkey:#x})", about,
         )  # fmt: skip
-    if qp.outstanding.send and qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
-        yield Finding(
-            "recv-none-posted", "problem" if qp.qp_type is not QPType.UD else "warning",
-            f"its peer {peer} has no receive posted; sends outstanding here: {qp.outstanding.send}",
-            "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)", about,
-        )  # fmt: skip
+    if qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
+        yield from _check_no_receive(seen, peer)
+
+
+def _check_no_receive(seen: Seen, peer: QP) -> Iterable[Finding]:
+    """Look at whether a send waits for a receive that the peer does not have."""
+    # Every opcode of UD consumes one, and a message that finds none is dropped.
+    datagram = seen.qp.qp_type is QPType.UD
+    sends = seen.qp.outstanding.send if datagram else waiting_sends(seen)
+    if sends == 0:
+        return
+    severity: Severity = "problem"
+    evidence = f"its peer {peer} has no receive posted; sends outstanding here: "
+    if datagram or sends is None:
+        severity = "warning"
+    if sends is None:
+        evidence += f"{seen.qp.outstanding.send}; a SEND or RDMA_WRITE_WITH_IMM among them waits"
+    else:
+        evidence += str(sends)
+    yield Finding(
+        "recv-none-posted", severity, evidence,
+        "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)", seen.about,
+    )  # fmt: skip
 
 
 def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:

@@ -29,12 +29,15 @@ __all__ = [
     "check_sends",
     "check_state",
     "has_receive",
+    "waiting_sends",
 ]
 
 _LONG_S = 60.0
 _RXE_VENDOR = 0xFFFFFF
 _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _FAILED = frozenset({QPState.SQE, QPState.ERR})
+_LOST = "the CQ has overrun, and their completions may be lost"
+_ANEW = "close the queue pairs that complete on the CQ, and the CQ; create them again"
 
 _STATES: dict[QPState, tuple[Severity, str]] = {
     QPState.RESET: ("problem", "nothing can be posted to it, and nothing arrives"),
@@ -67,6 +70,13 @@ def check_state(seen: Seen) -> Iterable[Finding]:
     if state is QPState.RTR and qp.qp_type is QPType.XRC_RECV:
         severity, what = "ok", "it receives; it has no sends of its own"
     connect = "qp.connect(remote)" if qp.qp_type in CONNECTED else "qp.connect()"
+    if state in _FAILED and _overrun(qp):
+        yield Finding(
+            "qp-state", severity,
+            f"in {state.name}, and its CQ has overrun: the completion that says why may be lost",
+            _ANEW, seen.about,
+        )  # fmt: skip
+        return
     remedy = {
         QPState.RESET: f"{connect}, with what the peer's qp.endpoint() says",
         QPState.INIT: f"{connect}, or qp.to_rtr() and qp.to_rts()",
@@ -147,7 +157,8 @@ def _rnr_retry(seen: Seen) -> Finding:
         evidence = "rnr_retry=7: a send that finds no receive waits for ever"
         if local is not None and not has_receive(local[0]):
             evidence += ", and the peer has none posted"
-            if sends := seen.qp.outstanding.send:
+            sends = waiting_sends(seen)
+            if sends:
                 evidence += f"; sends outstanding here: {sends}"
                 severity = "problem"
         remedy = "post receives at the peer; with rnr_retry=6 it ends with RNR_RETRY_EXC_ERR"
@@ -216,7 +227,10 @@ def check_sends(seen: Seen) -> Iterable[Finding]:
     evidence = f"sends outstanding: {count} of max_send_wr={qp.max_send_wr}"
     if oldest is not None:
         evidence += f", the oldest with wr_id {oldest[0]}"
-    if count and seen.attr.qp_state in _FAILED:
+    failed = seen.attr.qp_state in _FAILED
+    if count and failed and qp.send_cq in _overrun(qp):
+        yield Finding("outstanding", "info", f"{evidence}; {_LOST}", about=seen.about)
+    elif count and failed:
         yield Finding(
             "not-polled", "warning", f"{evidence}; they have failed, and wait in the CQ",
             "poll send_cq", seen.about,
@@ -256,7 +270,10 @@ def check_receives(seen: Seen) -> Iterable[Finding]:
         evidence = f"receives posted to its {qp.srq}: {count}"
     else:
         evidence = f"receives posted: {count} of max_recv_wr={qp.max_recv_wr}"
-    if count and state is QPState.ERR and qp.srq is None:
+    flushed = count and state is QPState.ERR and qp.srq is None
+    if flushed and qp.recv_cq in _overrun(qp):
+        yield Finding("receives", "info", f"{evidence}; {_LOST}", about=seen.about)
+    elif flushed:
         yield Finding(
             "not-polled", "warning", f"{evidence}; they have been flushed, and wait in the CQ",
             "poll recv_cq", seen.about,
@@ -279,13 +296,19 @@ def check_completions(seen: Seen) -> Iterable[Finding]:
     if qp.qp_type is QPType.XRC_RECV:
         # It uses those of the SRQs.
         return
-    for cq in {id(cq): cq for cq in (qp.send_cq, qp.recv_cq)}.values():
+    for cq in _cqs(qp):
         yield _check_cq(cq, seen)
-        if has_overrun(cq):
-            yield Finding(
-                "cq-overrun", "problem", f"{cq}: {OVERRUN}",
-                "close what completes there and the CQ, and make them anew", seen.about,
-            )  # fmt: skip
+    for cq in _overrun(qp):
+        yield Finding("cq-overrun", "problem", f"{cq}: {OVERRUN}", _ANEW, seen.about)
+
+
+def _cqs(qp: QP) -> list[CQ]:
+    return [qp.send_cq] if qp.send_cq is qp.recv_cq else [qp.send_cq, qp.recv_cq]
+
+
+def _overrun(qp: QP) -> list[CQ]:
+    """Return its CQs that have lost completions."""
+    return [cq for cq in _cqs(qp) if has_overrun(cq)]
 
 
 def _check_cq(cq: CQ, seen: Seen) -> Finding:
@@ -349,6 +372,15 @@ def check_access(seen: Seen) -> Iterable[Finding]:
             "and its writes, reads and atomics end with REM_ACCESS_ERR",
             "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ", seen.about,
         )  # fmt: skip
+
+
+def waiting_sends(seen: Seen) -> int | None:
+    """Count the pending sends that consume a receive; None where the device cannot tell."""
+    qp = seen.qp
+    if not qp.outstanding.send or seen.attr.qp_state in _FAILED:
+        return 0
+    count: int | None = qp._verb(qp.pd.context._provider.sends_for_receive)
+    return count
 
 
 def has_receive(qp: QP) -> bool:

@@ -119,7 +119,7 @@ def names() -> dict[str, list[str]]:
 
 
 def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
-    """Say what a name or a number means, why one meets it, and what to look at next.
+    """Explain a name or number: meaning, usual causes, what to check next.
 
     Args:
         what: a completion status, an errno, an opcode, a QP type or state, a

@@ -46,8 +46,8 @@ class Result:
     """What a ping-pong measured.
 
     A round trip is from the posting of a message to the completion of the receive of
-    the next one.  The server has one less of them than messages, for its last message
-    is not answered.  Those in which progress was told are left out.
+    the next one.  The server has one fewer than messages, because its last message
+    is not answered.  Round trips in which progress was reported are left out.
 
     Attributes:
         role: "client" or "server".
@@ -56,9 +56,9 @@ class Result:
         size: bytes of a message.
         iters: messages each way.
         round_trips: how many were measured.
-        seconds: how long those took, with what lies between them.
+        seconds: how long those took, including the time between messages.
         latency: how long each of them took; None where there are none.
-        validated: whether the data was looked at, and right.
+        validated: whether the data was compared, and correct.
     """
 
     role: str

@@ -155,11 +155,11 @@ class Pingpong(Together):
     def run_client(
         self, host: str, port: int = PORT, *, progress: Callable[[int], None] | None = None
     ) -> Result:
-        """Connect to a server and play.
+        """Connect to a server and run the test.
 
         Args:
             host, port: where the server listens.
-            progress: called with 0 when the exchange is done, and then now and then with
+            progress: called with 0 when the exchange is done, then occasionally with
                 the number of messages that have come back.
 
         Returns:
@@ -187,13 +187,13 @@ class Pingpong(Together):
         wait: float | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Result:
-        """Wait for one client and play.
+        """Wait for one client and run the test.
 
         Args:
-            listener: where it will come (``listen``); it is closed when it has come.
-            wait: seconds to wait for it; None waits as long as it takes.
-            progress: called with 0 when the exchange is done, and then now and then with
-                the number of messages that have come.
+            listener: a listening socket (``listen``); closed when a client has connected.
+            wait: seconds to wait for a client; None waits as long as it takes.
+            progress: called with 0 when the exchange is done, then occasionally with
+                the number of messages received.
 
         Returns:
             What was measured.

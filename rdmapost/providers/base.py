@@ -113,6 +113,10 @@ class Provider(Protocol):
         """Whether a CQ is known to have overrun; an event may still be the first to say it."""
         ...
 
+    def sends_for_receive(self, qp: Any) -> int | None:
+        """How many pending sends are to consume a receive; None where the device cannot tell."""
+        ...
+
     def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
         """Take an event off a channel that does not block, and acknowledge it.
 

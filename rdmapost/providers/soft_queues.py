@@ -9,7 +9,7 @@ from typing import Any
 from .._binding import door, ffi, lib
 from ..enums import QPAttrMask, QPType, SRQAttrMask, SRQType
 from ..errors import UnsupportedError, VerbsError
-from ..rules import OPCODES_BY_QP_TYPE
+from ..rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE
 from ..soft import tags
 from ..soft.completion import CompletionQueue
 from ..soft.datagram import AddressHandle
@@ -272,6 +272,11 @@ class Queues:
             cap.max_inline_data = made.sq.max_inline
         init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
         init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
+
+    @verb
+    def sends_for_receive(self, qp: Any) -> int:
+        made: QueuePair = bound(qp, "ibv_query_qp")
+        return sum(wqe.opcode in CONSUMES_RECEIVE for wqe in tuple(made.sq.pending))
 
     @verb
     def destroy_qp(self, qp: Any) -> None:

@@ -204,6 +204,9 @@ class VerbsProvider:
         # Only an event says it.
         return False
 
+    def sends_for_receive(self, qp: Any) -> None:
+        return None
+
     def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
         return door.get_cq_event(address_of(channel), into)
 
