@@ -181,7 +181,11 @@ def _device_port(value: str | int) -> int:
         names = [param.name or "" for param in click.get_current_context().command.params]
         where = [_TCP_PORT_OF[name] for name in names if name in _TCP_PORT_OF]
         if where and text.isdecimal() and int(text) > 255:
-            error.message += f" (the port of the device); for the TCP port use {where[0]}"
+            raise click.BadParameter(
+                f"{error.message} (the port of the device); for the TCP port use {where[0]}",
+                error.ctx,
+                error.param,
+            ) from None
         raise
 
 

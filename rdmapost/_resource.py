@@ -66,8 +66,9 @@ class Resource(door.Handle):
 
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
-        if "__del__" in cls.__dict__:
-            cls.__del__ = _and_finalized(cls.__dict__["__del__"])  # type: ignore[assignment, method-assign]
+        # Its own, or that of another base class in front.
+        if cls.__del__ is not door.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
+            cls.__del__ = _and_finalized(cls.__del__)  # type: ignore[assignment, method-assign]
         if struct is None:
             return
         _structs[cls] = ffi.typeof(f"struct {struct} *")
@@ -188,6 +189,7 @@ def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resourc
         finally:
             door.Handle.__del__(self)
 
+    __del__._finalizes = True  # type: ignore[attr-defined]
     return __del__
 
 
@@ -247,8 +249,18 @@ def _close_all() -> None:
     Windows go before queue pairs and regions, and children before their
     parents, which are older.
     """
-    door.exiting(False)
-    for handle in sorted(_all_open(), key=lambda handle: handle._rank):
-        with contextlib.suppress(RdmaError):
-            handle.close()
-    door.exiting(True)
+    interrupt: BaseException | None = None
+    try:
+        door.exiting(False)
+        for handle in sorted(_all_open(), key=lambda handle: handle._rank):
+            try:
+                handle.close()
+            except RdmaError:
+                pass
+            except BaseException as error:
+                interrupt = interrupt or error
+    finally:
+        # What is open still stays: threads that are gone may have the locks that a close needs.
+        door.exiting(True)
+    if interrupt is not None:
+        raise interrupt

@@ -19,19 +19,27 @@ class _Closable(Protocol):
 _Resource = TypeVar("_Resource", bound=_Closable)
 
 
+class _Call:
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.close = function
+
+
 class ResourceStack:
     """Resources in the order of making, to be closed in the opposite order.
 
-    Unlike an ExitStack, it keeps what it has closed: what an error or an
+    Unlike an ExitStack, it forgets nothing by closing it: what an error or an
     interrupt left open is closed by the next ``close()``.
     """
 
     def __init__(self) -> None:
-        self._closers: list[Callable[[], object]] = []
+        self._held: list[_Closable] = []
+        self._enough = 1
 
     def add(self, resource: _Resource) -> _Resource:
         """Put a resource, or another stack, on top, and return it."""
-        self._closers.append(resource.close)
+        self._held.append(resource)
+        if len(self._held) > self._enough:
+            self._drop_closed()
         return resource
 
     def before_closing(self, function: Callable[[], object]) -> None:
@@ -39,7 +47,19 @@ class ResourceStack:
 
         It is called by each close(), so it must bear repetition.
         """
-        self._closers.append(function)
+        self._held.append(_Call(function))
+
+    def _drop_closed(self) -> None:
+        """Drop what others have closed: it may keep memory.
+
+        That takes a while, so as many closed ones as open ones may stay.
+        """
+        for resource in tuple(self._held):
+            if getattr(resource, "closed", False):
+                # Another thread may do the same.
+                with suppress(ValueError):
+                    self._held.remove(resource)
+        self._enough = max(1, 2 * len(self._held))
 
     def close(self) -> None:
         """Close everything; one that cannot be closed does not keep the others open.
@@ -48,9 +68,9 @@ class ResourceStack:
             Exception: the first that one of them raised.
         """
         failed: Exception | None = None
-        for close in reversed(self._closers):
+        for resource in reversed(self._held):
             try:
-                close()
+                resource.close()
             except Exception as error:
                 failed = failed or error
         if failed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -73,6 +74,17 @@ def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
     assert not pd.closed
     pair.close()
     assert pd.closed
+
+
+def test_regions_that_are_closed_early_keep_no_memory(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        seen = []
+        for _ in range(20):
+            region = pair.region(64, Access.LOCAL_WRITE)
+            seen.append(weakref.ref(region))
+            region.close()
+        del region
+        assert sum(ref() is not None for ref in seen) <= 2
 
 
 def test_what_cannot_be_closed_is_noted_on_the_error_that_leaves_with(context: rp.Context) -> None:

@@ -289,18 +289,28 @@ def test_child_of_a_fork_closes_nothing():
     assert len(closed) == 5
 
 
+@pytest.mark.parametrize("where", ["class", "mixin"])
 @pytest.mark.parametrize("calls", ["nothing", "super", "close", "raises"])
-def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypatch, calls):
+def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypatch, calls, where):
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
 
-    class Own(rp.PD):
+    class Finalized:
         def __del__(self) -> None:
             if calls == "super":
-                super().__del__()
+                super().__del__()  # type: ignore[misc]
             elif calls == "close":
-                self.close()
+                self.close()  # type: ignore[attr-defined]
             elif calls == "raises":
                 raise KeyError("on purpose")
+
+    if where == "mixin":
+
+        class Own(Finalized, rp.PD):
+            pass
+    else:
+
+        class Own(rp.PD):  # type: ignore[no-redef]
+            __del__ = Finalized.__del__
 
     with rp.open_device(context.name) as device:
         Own(device)

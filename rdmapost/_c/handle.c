@@ -929,30 +929,32 @@ static int put_off_to_main(struct rp_handle *h)
 
 /*
  * Close what nobody waits for; 0, or -1 with an exception.  What comes out of one attempt and not
- * of the next was a signal handler's: its thread gets it later.
+ * of the next was a signal handler's: its thread gets it later, after rp_deliver_soon().
  */
 static int close_insistently(struct rp_handle *h)
 {
 	PyObject *first = NULL;
-	int failed = close_now(h);
+	int failed = close_now(h), refusals = 0, known = 0;
 
 	for (int i = 1; failed && i < MOST_INTERRUPTS; i++) {
-		int known = PyErr_ExceptionMatches(python.error);
-
-		if (PyErr_ExceptionMatches(PyExc_RecursionError) ||
-		    (known && (h->refused || is_busy(h))))
+		known = PyErr_ExceptionMatches(python.error);
+		/* What looks like the device's refusal may be a handler's exception: ask again. */
+		refusals += known && h->refused;
+		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
+		    (known && !h->refused && is_busy(h)))
 			break;
 		/* Known, its last user has left meanwhile, and did not close it: we were. */
-		if (known || first || PyErr_ExceptionMatches(PyExc_MemoryError))
+		if ((known && !h->refused && !is_done(h)) || first ||
+		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
 		else
 			first = rp_take_exception();
 		failed = close_now(h);
 	}
-	if (failed)
+	/* That it fails each time is no handler's doing. */
+	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, python.error)))
 		Py_CLEAR(first);
-	if (first)
-		rp_raise_soon(first);
+	rp_raise_later(first);
 	return failed;
 }
 
@@ -975,32 +977,58 @@ static void close_quietly(struct rp_handle *h)
 			PyErr_WriteUnraisable((PyObject *)h);
 	}
 	PyErr_Clear();
+	rp_deliver_soon();
 	Py_DECREF((PyObject *)h);
 	restore_error(error);
 }
 
-/* Close what this thread was to close while it was in a verb. */
+/* Take the first that is put off; a reference, or NULL. */
+static struct rp_handle *next_put_off(struct rp_thread *me, char *who)
+{
+	struct rp_handle *h = me->first_put_off;
+
+	if (!h)
+		return NULL;
+	me->first_put_off = h->next;
+	if (!h->next)
+		me->last_put_off = NULL;
+	*who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
+	return h;
+}
+
+/*
+ * Close what this thread was to close while it was in a verb.  What is in use by one that comes
+ * later is tried again after that.
+ */
 void rp_close_put_off(void)
 {
 	struct error error = save_error();
 	struct rp_thread *me = rp_thread();
+	struct rp_handle *h;
+	size_t in_use = 0, others;
+	char who;
 
 	me->draining = 1;
-	while (me->first_put_off) {
-		struct rp_handle *h = me->first_put_off;
-		char who;
-
-		me->first_put_off = h->next;
-		if (!h->next)
-			me->last_put_off = NULL;
-		who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
-		if (who == BY_FINALIZER)
+	while ((h = next_put_off(me, &who))) {
+		others = 0;
+		for (struct rp_handle *other = me->first_put_off; other; other = other->next)
+			others++;
+		if (who == BY_FINALIZER) {
 			close_abandoned(h);
-		else if (!is_done(h) && close_insistently(h))
+			in_use = 0;
+		} else if (is_done(h) || !close_insistently(h)) {
+			in_use = 0;
+		} else if (is_busy(h) && in_use <= others) {
+			PyErr_Clear();
+			put_off(h, BY_CALLER);
+			in_use++;
+		} else {
 			PyErr_WriteUnraisable((PyObject *)h);
+		}
 		Py_DECREF((PyObject *)h);
 	}
 	me->draining = 0;
+	rp_deliver_soon();
 	restore_error(error);
 }
 

@@ -180,10 +180,11 @@ static inline PyObject *rp_run_device(void)
 PyObject *rp_take_exception(void);
 
 /*
- * soft_verb.c: raise in this thread, when it is out of C, what a signal handler has raised where it
- * could not go on; takes over the reference.
+ * soft_verb.c: have an exception of a signal handler, which could not go on where it was raised, come
+ * out of this thread, and begin with that when it is out of C.  The first takes over the reference.
  */
-void rp_raise_soon(PyObject *exception);
+void rp_raise_later(PyObject *exception);
+void rp_deliver_soon(void);
 
 /* Raise an exception, with the one that is set as its context; takes over the reference. */
 void rp_raise(PyObject *exception);

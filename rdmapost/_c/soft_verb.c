@@ -86,7 +86,7 @@ static int deliver(void *unused)
 }
 
 /* Have an exception raised in this thread when the verb is over; takes the reference. */
-static void raise_later(PyObject *exception)
+void rp_raise_later(PyObject *exception)
 {
 	int waits = 0;
 
@@ -224,7 +224,7 @@ long rp_soft_step(PyObject *call)
 		attempt_again(&errand);
 	if (errand.failed)
 		Py_CLEAR(first);
-	raise_later(first);
+	rp_raise_later(first);
 	said = errand.starved ? -1 : 0;
 	if (errand.result)
 		said = PyLong_AsLong(errand.result);
@@ -340,23 +340,17 @@ static void leave(void)
 	if (tell) {
 		told = PyObject_CallObject(rp_soft_given(TELL), NULL);
 		if (!told)
-			raise_later(rp_take_exception());
+			rp_raise_later(rp_take_exception());
 		Py_XDECREF(told);
 	}
 }
 
 /* Have what handlers raised come out of the main thread. */
-static void deliver_soon(void)
+void rp_deliver_soon(void)
 {
 	/* It finds no room if others fill all of it: then the next verb's end tries again. */
 	if (PyList_Size(raised) > 0)
 		Py_AddPendingCall(deliver, NULL);
-}
-
-void rp_raise_soon(PyObject *exception)
-{
-	raise_later(exception);
-	deliver_soon();
 }
 
 /* What has been posted is carried out, and what is due; by the outer verb, in the middle of one. */
@@ -374,7 +368,7 @@ static PyObject *progress(void)
 	if (!PyList_Size(raised))
 		return NULL;
 	first = rp_soft_raises() ? rp_shift(raised) : NULL;
-	deliver_soon();
+	rp_deliver_soon();
 	return first;
 }
 
@@ -443,7 +437,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	}
 	PyErr_Fetch(&type, &value, &trace);
 	leave();
-	deliver_soon();
+	rp_deliver_soon();
 	PyErr_Restore(type, value, trace);
 	return result;
 }

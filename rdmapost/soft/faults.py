@@ -5,13 +5,10 @@ A plan belongs to an open device.  Each fault is used up when it strikes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from .._arguments import member, within
 from ..enums import WCStatus
-
-if TYPE_CHECKING:
-    from .planned import PlannedFaults
 
 __all__ = ["FaultPlan"]
 
@@ -29,7 +26,7 @@ class FaultPlan:
 
     __slots__ = ("_planned",)
 
-    def __init__(self, planned: PlannedFaults) -> None:
+    def __init__(self, planned: Any) -> None:
         self._planned = planned
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

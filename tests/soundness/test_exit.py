@@ -106,6 +106,35 @@ def test_program_ends_at_once_and_quietly_with(how, device):
     assert time.monotonic() - start < limit
 
 
+@isolated(timeout=30)
+def test_close_that_raises_keeps_nothing_else_open_at_the_end(soft):
+    """Threads that post go on meanwhile, and the end does not wait for them."""
+    import threading
+
+    from rig import Rig
+
+    import rdmapost as rp
+
+    class Own(rp.QP):
+        def close(self) -> None:
+            raise ConnectionError("the peer is gone")
+
+    rigs = [Rig(soft) for _ in range(3)]
+    threading.current_thread().keeps = Own(rigs[0].pd, rp.QPType.RC, rigs[0].cq)  # type: ignore[attr-defined]
+
+    def post(rig: Rig) -> None:
+        while True:
+            try:
+                rig.a.post_send([rig.write(1)] * 8)
+                rig.cq.poll()
+            except rp.RdmaError:
+                return
+
+    for rig in rigs:
+        threading.Thread(target=post, args=(rig,), daemon=True).start()
+    rigs[2].cq.wait(1, None)
+
+
 @isolated(silent=True)
 def test_finalizer_that_runs_at_the_end_may_close(soft):
     """Of an object of the program's own, after the interpreter has begun to end."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from isolated import TIMES, isolated
+from moments import Interrupted, Moment, interrupt_at_each_moment
 from rig import ALL, INLINE, Rig
 from test_inline_memory import Number
 
@@ -159,6 +160,51 @@ def test_handler_that_closes_what_its_thread_waits_for_ends_the_wait(soft):
         with pytest.raises(rp.ClosedError, match="is closed"):
             wait()
         assert thing.closed
+    rig.close()
+
+
+@isolated(silent=True, timeout=15)
+def test_handler_may_close_in_any_order_what_depends_on_each_other(soft):
+    """A region that receives name, then their queue pair, then its domain."""
+    rig = Rig(soft)
+    pd = rp.PD(rig.context)
+    mr, cq = rp.MR(pd, 64), rp.CQ(rig.context)
+    qp = rp.QP(pd, rp.QPType.RC, cq)
+    qp.to_init()
+    qp.post_recv([rp.RecvWR(mr[:8])] * 2)
+
+    def close(*_: object) -> None:
+        for thing in (pd, mr, qp):
+            thing.close()
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, close)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(Interrupted):
+        rig.cq.wait(1, None)
+    assert (pd.closed, mr.closed, qp.closed) == (True, True, True)
+    cq.close()
+    rig.close()
+
+
+@isolated(warnings="ignore", timeout=30)
+def test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out(soft):
+    """As when it polls what has been closed; and what the finalizer closes is closed."""
+    rig = Rig(soft)
+    left = len(open_handles())
+
+    def act(box: list[rp.MR]) -> None:
+        box.clear()
+
+    def check(box: list[rp.MR], moment: Moment) -> None:
+        assert moment.raised or not moment.number, "what the handler raised is lost"
+        box.clear()
+        assert len(open_handles()) == left
+
+    class Late(rp.WaitTimeout, Interrupted):
+        pass
+
+    interrupt_at_each_moment(lambda: [rp.MR(rig.pd, 64)], act, check, handler=Late)
     rig.close()
 
 
