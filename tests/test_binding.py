@@ -131,7 +131,7 @@ def test_missing_library_is_an_error_when_a_device_is_opened():
         "import rdmapost as rp\n"
         "for name in (None, 'mlx5_0'):\n"
         "    try: rp.open_device(name)\n"
-        "    except rp.NoRdmaError as error: print(error)\n",
+        "    except rp.NoRdmaError as error: print(error, flush=True)\n",
         RDMAPOST_LIBIBVERBS="/nonexistent/libibverbs.so.1",
         RDMAPOST_DEVICE="",
     )
@@ -148,7 +148,7 @@ def test_missing_system_library_says_what_to_install():
         "import rdmapost.providers.verbs as v, rdmapost as rp\n"
         "v._LIBRARY = 'libibverbs-that-is-not-there.so.1'\n"
         "try: rp.open_device('mlx5_0')\n"
-        "except rp.NoRdmaError as error: print(error)\n",
+        "except rp.NoRdmaError as error: print(error, flush=True)\n",
         RDMAPOST_LIBIBVERBS="",
     )
     assert "apt install libibverbs1" in said
@@ -159,7 +159,7 @@ def test_another_library_is_not_taken_for_libibverbs():
     said = prints(
         "import rdmapost as rp\n"
         "try: rp.open_device('mlx5_0')\n"
-        "except rp.NoRdmaError as error: print(error)\n",
+        "except rp.NoRdmaError as error: print(error, flush=True)\n",
         RDMAPOST_LIBIBVERBS=_verbs.__file__,
     )
     assert f"{_verbs.__file__} is not libibverbs" in said
@@ -295,7 +295,8 @@ def test_only_the_main_interpreter_can_import_it():
         "except ImportError:\n"
         "    import _xxsubinterpreters as interpreters\n"
         "    options = ()\n"
-        "code = 'try: import rdmapost._binding\\nexcept ImportError as error: print(error)'\n"
+        "code = ('try: import rdmapost._binding\\n'\n"
+        "        'except ImportError as error: print(error, flush=True)')\n"
         "interpreters.run_string(interpreters.create(*options), code)\n"
     )
     assert said == "rdmapost works in the main interpreter of a process only"
