@@ -40,8 +40,9 @@ class WC(NamedTuple):
         wc_flags: what else the completion carries, a WCFlags.
         vendor_err: the device's own error code.
         pkey_index, slid, sl, dlid_path_bits: from the packet's headers (UD).
-        tm_tag, tm_priv: the tag of a tag-matching message as it arrived, and 32 bits
-            that its sender chose; None in other completions.
+        tm_tag, tm_priv: the tag of a message that matched (TM_MATCH), and 32 bits that
+            its sender chose; None in other completions.  A message that nothing matched
+            has both in its header.
     """
 
     wr_id: int

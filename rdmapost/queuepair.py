@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import weakref
 from collections.abc import Iterable
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint
 
 __all__ = ["DEFAULT_QKEY", "QP", "Outstanding"]
+
+_BATCH_NUMBERS = itertools.count()
 
 
 class Outstanding(NamedTuple):
@@ -90,6 +93,7 @@ class QP(Multicast, struct="ibv_qp"):
 
     __slots__ = (
         "_batches",
+        "_enough_batches",
         "_limits",
         "_recv",
         "_send",
@@ -206,7 +210,8 @@ class QP(Multicast, struct="ibv_qp"):
             self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
         )
         self._recv = recv_queue(self._limits, self.max_recv_wr, checked=self.checked)
-        self._batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
+        self._batches: dict[int, weakref.ref[Batch]] = {}
+        self._enough_batches = 1
         for queue in (self._send, self._recv):
             context._queues[queue.in_flight.number] = queue.in_flight
         self._note_state(QPState.RESET)
@@ -360,8 +365,10 @@ class QP(Multicast, struct="ibv_qp"):
         return self._prepared(self._recv, wrs)
 
     def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
-        batch = Batch(queue, self, wrs)
-        self._batches[id(batch)] = batch
+        batch = Batch()
+        # Closing the QP closes it, from the moment when it names anything.
+        self._note_batch(batch)
+        batch._prepare(queue, self, wrs)
         try:
             self._live()
         except ClosedError:
@@ -371,8 +378,17 @@ class QP(Multicast, struct="ibv_qp"):
         return batch
 
     def _prepared_lists(self) -> list[Batch]:
-        # Other threads add to it meanwhile, and the collector takes from it.
-        return [batch for one in self._batches.valuerefs() if (batch := one()) is not None]
+        # Other threads add to it meanwhile.
+        return [batch for one in tuple(self._batches.values()) if (batch := one()) is not None]
+
+    def _note_batch(self, batch: Batch) -> None:
+        self._batches[next(_BATCH_NUMBERS)] = weakref.ref(batch)
+        if len(self._batches) > self._enough_batches:
+            # Not by a callback of the reference: what a signal handler raises there is lost.
+            for number, one in tuple(self._batches.items()):
+                if one() is None:
+                    self._batches.pop(number, None)
+            self._enough_batches = 2 * len(self._batches)
 
     def bind_mw(
         self,

@@ -110,7 +110,12 @@ def test_unexpected_rendezvous_is_left_to_software(server):
     request = server.client.rndv(1, b"data", app_ctx=3)
     assert server.client.send(request) is WCStatus.SUCCESS
     wc = server.one()
-    assert (wc.opcode, wc.wc_flags, wc.tm_tag, wc.tm_priv) == (WCOpcode.TM_RECV, NO_FLAGS, 0, 0)
+    assert (wc.opcode, wc.wc_flags, wc.tm_tag, wc.tm_priv) == (
+        WCOpcode.TM_RECV,
+        NO_FLAGS,
+        None,
+        None,
+    )
     assert server.bytes(len(request), RECEIVES) == request
     server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=1))
     assert server.one().wc_flags == NO_FLAGS

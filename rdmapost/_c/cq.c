@@ -399,9 +399,8 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 			continue;
 		s->made = NULL;
 		s->wc = wc[i];
-		/* The second completion of a message does not say what the first has said. */
-		s->has_tm = p->extended && good && wc[i].opcode == IBV_WC_TM_RECV &&
-			    (matched || !whole);
+		/* Of a message that nothing was waiting for, the tag is in its header. */
+		s->has_tm = p->extended && matched && wc[i].opcode == IBV_WC_TM_RECV;
 		if (s->has_tm)
 			s->tm = tm[i];
 		p->spare = s->next;

@@ -267,33 +267,32 @@ static void prepared_finalize(PyObject *self)
 	let_go(self);
 }
 
-/* Prepared(queue, owner, wrs) */
-static int prepared_init(PyObject *self, PyObject *args, PyObject *kwargs)
+/* _prepare(queue, owner, wrs): once; its owner must know the list by then, to close it. */
+static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 {
 	struct prepared *p = (struct prepared *)self;
 	PyObject *queue, *owner, *wrs;
 	uint64_t state = NEW;
 
-	(void)kwargs;
 	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
-		return -1;
+		return NULL;
 	if (!((struct queue *)queue)->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
-		return -1;
+		return NULL;
 	}
 	if (!rp_swap_word(&p->state, &state, MAKING)) {
-		PyErr_SetString(PyExc_TypeError, "it has been initialised");
-		return -1;
+		PyErr_SetString(PyExc_TypeError, "it has been prepared");
+		return NULL;
 	}
 	p->queue = (struct queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
 	if (!prepare(p, wrs)) {
 		RP_STORE(&p->state, WHOLE);
-		return 0;
+		Py_RETURN_NONE;
 	}
 	RP_STORE(&p->state, REFUSED);
 	let_go(self);
-	return -1;
+	return NULL;
 }
 
 static void prepared_dealloc(PyObject *self)
@@ -326,10 +325,11 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	PyObject *sent;
 
 	(void)unused;
-	if (RP_LOAD(&p->state) == NEW || RP_LOAD(&p->state) == REFUSED)
+	/* Whoever makes it closes it, if its owner has been closed by then. */
+	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
 	/* Whoever posts it has what it takes along by now; nobody takes from it what is let go of. */
-	if (!is_whole(p) || rp_take(&p->queue->lock))
+	if (rp_take(&p->queue->lock))
 		return NULL;
 	RP_BEGIN(p);
 	sent = swap((PyObject **)(void *)&p->sent, NULL);
@@ -401,6 +401,7 @@ static PyMethodDef prepared_methods[] = {
 	  "    ClosedError: the list or its queue pair is closed." },
 	{ "close", prepared_close, METH_NOARGS,
 	  "Let go of what the list names; what is outstanding stays so." },
+	{ "_prepare", prepared_prepare, METH_VARARGS, NULL },
 	{ "_type_of", prepared_type_of, METH_O, NULL },
 	{ "_names", prepared_names, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
@@ -412,7 +413,6 @@ static PyGetSetDef prepared_getset[] = {
 };
 
 static PyType_Slot prepared_slots[] = {
-	{ Py_tp_init, prepared_init },
 	{ Py_tp_dealloc, prepared_dealloc },
 	{ Py_tp_traverse, prepared_traverse },
 	{ Py_tp_clear, let_go },

@@ -121,7 +121,7 @@ WC_OPCODES: tuple[Explanation, ...] = (
         "A message of the tag-matching protocol has come. With TM_MATCH it matched an entry; "
         "with TM_DATA_VALID its data is complete. A long message has two completions, one for "
         "each. With neither it is unexpected and lies, header and all, in a plain receive.",
-        "tm_tag and tm_priv: the tag, and the sender's 32 bits.",
+        "tm_tag and tm_priv: the tag, and the sender's 32 bits; in TM_MATCH completions only.",
         "Count the unexpected ones: unexpected_cnt.",
         see=("ibv_create_cq_ex(3): tag matching information", "ibv_post_srq_ops(3)"),
     ),

@@ -208,6 +208,58 @@ def test_interrupted_while_several_resources_are_closed_they_can_be_closed_again
     interrupt_at_each_moment(make, act, check, most=100)
 
 
+@pytest.mark.parametrize("verb", ["prepare", "prepare_recv"])
+@isolated(silent=True)
+def test_handler_that_closes_the_queue_pair_of_a_list_being_prepared_may_close_its_region(
+    verb, soft
+):
+    """So it may at any moment of it; the list ends with a ClosedError, or has been closed."""
+
+    def make() -> Rig:
+        rig = Rig(soft)
+        rig.more.append(rp.MR(rig.pd, 64))
+        return rig
+
+    def act(rig: Rig) -> None:
+        region = rig.more[-1]
+        with contextlib.suppress(rp.ClosedError):
+            wr = rp.RecvWR(region[:8]) if verb == "prepare_recv" else rp.Send(region[:8])
+            assert getattr(rig.a, verb)([wr, wr]).closed == rig.a.closed
+
+    def close(rig: Rig) -> None:
+        rig.a.close()
+        rig.more[-1].close()
+
+    def check(rig: Rig, _: Moment) -> None:
+        for thing in (rig.a, *rig.more, rig.b, rig.mr, rig.cq, rig.pd, rig.context):
+            thing.close()
+        assert not open_files() - rig.files
+
+    interrupt_at_each_moment(make, act, check, handler=close)
+
+
+@pytest.mark.parametrize("verb", ["prepare", "prepare_recv"])
+@isolated(silent=True)
+def test_interrupted_while_it_prepares_a_list_a_queue_pair_and_its_region_can_be_closed(verb, soft):
+    """Also while what was raised is kept, and with its traceback the list."""
+    kept: list[BaseException] = []
+
+    def act(rig: Rig) -> None:
+        wr = rp.RecvWR(rig.mr[:8]) if verb == "prepare_recv" else rp.Send(rig.mr[:8])
+        try:
+            getattr(rig.a, verb)([wr, wr])
+        except KeyboardInterrupt as error:
+            kept.append(error)
+            raise
+
+    def check(rig: Rig, _: Moment) -> None:
+        for thing in (rig.a, rig.b, rig.mr, rig.cq, rig.pd, rig.context):
+            thing.close()
+        kept.clear()
+
+    interrupt_at_each_moment(lambda: Rig(soft), act, check)
+
+
 def _outstanding(rig: Rig) -> None:
     """Leave receives, writes, and a prepared list that has been posted on a's queue pair."""
     rig.a.post_recv([rig.receive(number) for number in range(4)])
