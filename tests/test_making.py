@@ -164,7 +164,7 @@ def test_interrupt_of_a_constructor_leaves_nothing_open_however_long_it_is_kept(
         cls(*arguments).close()
     except rp.VerbsError as error:
         pytest.skip(f"no {cls.__name__} on {context.name}: {error}")
-    assert interrupt_everywhere(lambda: cls(*arguments)) > 10
+    assert interrupt_everywhere(lambda: cls(*arguments)) > 5
 
 
 def test_public_attributes_of_a_resource_cannot_be_set(made):
