@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._arguments import expect, member, time_limit, within
 from ._binding import ffi
 from ._together import ResourceStack, Together
 from .completion import CQ, WC
@@ -58,7 +59,8 @@ class Loopback(Together):
         qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
         local_size, remote_size: bytes of memory on each side; the remote side's excludes the
             headroom of its receives.
-        access: what the remote memory permits, an Access; everything unless given.
+        access: what the remote memory permits, an Access; LOCAL_WRITE and all REMOTE flags
+            that the device has unless given (add MW_BIND to bind windows to it).
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
         max_recv_sge: SGEs of one receive.
@@ -67,7 +69,7 @@ class Loopback(Together):
             TM for one with a matching list of `depth` tags.  XRC_SEND always has one.
         port_num: the port of both, from 1.
         gid_index: the GID of both; chosen by choose_gid unless given.
-        timeout: seconds for all waits together.
+        timeout: seconds for all waits together, more than 0.
 
     Attributes:
         local: the side that posts sends, reads, writes and atomics.
@@ -78,7 +80,9 @@ class Loopback(Together):
         timeout: as given.
 
     Raises:
-        ValueError: the device has no such port, or cannot hold that many completions.
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range, the device has no such port, or it cannot
+            hold that many completions.
         RdmaError: the port has no GID.
         UnsupportedError: the device lacks what was asked for; the text says what.
         VerbsError: the device refused; the text says what.
@@ -101,6 +105,13 @@ class Loopback(Together):
         gid_index: int | None = None,
         timeout: float = 5.0,
     ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
+        local_size = within("local_size", local_size, 0)
+        remote_size = within("remote_size", remote_size, 0)
+        depth = within("depth", depth, 1)
+        max_tso_header = within("max_tso_header", max_tso_header, 0)
+        self.timeout = time_limit(timeout)
         if qp_type is QPType.XRC_SEND:
             srq_type = SRQType.XRC
         _require(context, qp_type, max_tso_header, srq_type)
@@ -114,7 +125,6 @@ class Loopback(Together):
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
         self.srq: SRQ | None = None
-        self.timeout = timeout
         options: dict[str, Any] = {
             "max_send_wr": depth,
             "max_recv_wr": depth,
@@ -169,7 +179,7 @@ class Loopback(Together):
             for side in (self.remote, self.local):
                 stack.before_closing(side.qp._drop_outstanding)
             self._connect(qp_type)
-        self._deadline = time.monotonic() + timeout
+        self._deadline = time.monotonic() + self.timeout
 
     def _connect(self, qp_type: QPType) -> None:
         here, there = self.local.qp, self.remote.qp
@@ -238,10 +248,12 @@ class Loopback(Together):
             count: how many; their wr_id counts from 1.
 
         Raises:
+            TypeError: an argument is not an integer.
+            ValueError: length is negative.
             PostError: the device refused.
             IndexError: the remote memory is too small.
         """
-        slot = self.headroom + length
+        slot = self.headroom + within("length", length, 0)
         self.post_receives(
             [
                 RecvWR(self.cut(self.remote, index * slot, slot), wr_id=index + 1)
@@ -270,8 +282,14 @@ class Loopback(Together):
             length: bytes of the message.
             index: which receive, from 0.
             room: what it had room for; length unless given.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: one is negative.
         """
-        start = index * (self.headroom + (length if room is None else room)) + self.headroom
+        length, index = within("length", length, 0), within("index", index, 0)
+        room = length if room is None else within("room", room, 0)
+        start = index * (self.headroom + room) + self.headroom
         return bytes(self.remote.mr.buffer[start : start + length])
 
     @staticmethod

@@ -104,6 +104,32 @@ def test_what_cannot_be_closed_is_noted_on_the_error_that_leaves_with(context: r
     pd.close()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"local_size": -5}, ValueError, "local_size=-5"),
+        ({"remote_size": "1"}, TypeError, "remote_size: expected int, got str"),
+        ({"depth": 0}, ValueError, "depth=0"),
+        ({"depth": None}, TypeError, "depth: expected int, got NoneType"),
+        ({"qp_type": "RC"}, TypeError, "qp_type: expected"),
+        ({"timeout": float("nan")}, ValueError, "timeout"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"timeout": "1"}, TypeError, "timeout"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_arguments_that_cannot_be_are_named(
+    context: rp.Context, wrong: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Loopback(context, **wrong)
+
+
+def test_what_is_no_device_is_refused() -> None:
+    with pytest.raises(TypeError, match="context: expected Context, got NoneType"):
+        Loopback(None)  # type: ignore[arg-type]
+
+
 def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> None:
     with pytest.raises(rp.RdmaError, match="no GID with index 99"):
         Loopback(context, gid_index=99)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from .._arguments import within
 from ..device import GID
 from ..errors import RdmaError
 
@@ -179,8 +180,11 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
         The socket, for Pingpong.run_server().
 
     Raises:
+        TypeError: port is not an integer.
+        ValueError: it is not in 0..65535.
         PingpongError: the address is not there, or in use.
     """
+    port = within("port", port, 0, 65535)
     where = name_of((host, port)) if host else f"TCP port {port}"
     try:
         if not host and socket.has_dualstack_ipv6():
@@ -228,8 +232,11 @@ def dial(host: str, port: int, timeout: float) -> Line:
         timeout: seconds for connecting, and for each message of the server's.
 
     Raises:
+        TypeError: port is not an integer.
+        ValueError: it is not in 1..65535.
         PingpongError: it cannot be found or reached.
     """
+    port = within("port", port, 1, 65535)
     who = name_of((host, port))
     end = time.monotonic() + timeout
     try:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from .._arguments import expect, index, member
+from .._arguments import expect, index, member, seconds, time_limit
 from .._together import ResourceStack, Together
 from ..address import AH, AHAttr
 from ..completion import CQ, WC
@@ -119,7 +119,7 @@ class Pingpong(Together):
             if not least <= value <= most:
                 reason = why if name == "size" and value > most else ""
                 raise ValueError(f"{name}={value} is not in {least}..{most}{reason}")
-        self.iters, self.validate, self.timeout = iters, validate, timeout
+        self.iters, self.validate, self.timeout = iters, validate, time_limit(timeout)
         self._rx_depth, self._events, self._sl = rx_depth, events, sl
         self._headroom = GRH_BYTES if self._ud else 0
         self._who = "the peer"
@@ -205,7 +205,7 @@ class Pingpong(Together):
             VerbsError: the device refused.
         """
         self._begin(is_client=False)
-        with accept(listener, self.timeout, wait) as line:
+        with accept(listener, self.timeout, seconds(wait, "wait")) as line:
             self._who = line.who
             remote = line.peer()
             # Ready before the client hears of it, and may send.
