@@ -87,10 +87,10 @@ def serve(
             Use a random one: 64 wrong ones a second are checked, 32 from one address.
         max_clients: how many at once.
         timeout: seconds for each step of the exchange; the hello has 5 at most.
-        idle_timeout: seconds after which a client is dismissed if it has neither asked
-            anything nor sent a message, alive or not.  The server cannot see RDMA reads,
-            writes and atomics: keep None, no limit, for clients that do nothing else.
-            Without it a client stays as long as its TCP connection; a host that
+        idle_timeout: drop a client that has made no request and sent no message for this
+            many seconds, even if its connection is alive.  The server cannot see RDMA
+            reads, writes and atomics: keep None, no limit, for clients that do nothing
+            else.  Without it a client stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
