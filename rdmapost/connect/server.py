@@ -102,6 +102,10 @@ def serve(
         The running server; a context manager.  If it becomes unreachable it ends,
         with a ResourceWarning.
 
+    If an exception of a signal handler interrupts the start of the server, what was
+    begun is ended first.  If it comes as serve() returns, the server is unreachable: it
+    ends, and its device can be closed, a moment after the exception has been handled.
+
     Raises:
         TypeError: an argument is of another type.
         ValueError: an argument is out of range.
@@ -252,6 +256,8 @@ class _Threads:
         self._clients: set[threading.Thread] = set()
         self._acceptor: threading.Thread | None = None
         self._started = False
+        # Whoever acquires it begins, or sees to it that nobody does.
+        self._first = _thread.allocate_lock()
         self._why = ""
         self._over = _Event()
         self._at_work = _AtWork(reception.context, self._name)
@@ -283,6 +289,8 @@ class _Threads:
 
     def _begin(self, begun: _thread.LockType, lifeline: list[socket.socket]) -> None:
         try:
+            if not self._first.acquire(blocking=False):
+                return
             self._stop, end = socket.socketpair()
             self._lifeline = weakref.ref(end)
             lifeline.append(end)
@@ -336,6 +344,17 @@ class _Threads:
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
             with self._suppress(OSError):
                 lifeline.shutdown(self._both_ways)
+
+    def abandon(self) -> None:
+        """End what start(), which was interrupted or has failed, has begun.
+
+        Wait until it has ended, but not for ever, nor in the middle of a verb.
+        """
+        self.end()
+        if self._first.acquire(blocking=False):
+            self._give_back()
+        elif not door.in_verb():
+            self._over.wait(_LAST_MOMENT_S)
 
     def close(self) -> None:
         """End the threads, and wait until what the clients had is taken back.
@@ -457,7 +476,7 @@ class Serving:
         try:
             self._threads.start(self._lifeline)
         except BaseException:
-            self._threads.end()
+            self._threads.abandon()
             raise
 
     def __del__(self) -> None:
