@@ -107,6 +107,9 @@ class App(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the arguments name, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
+        if name == "serve" and (out := ctx.find_object(Output)) is not None:
+            # Also for what it prints if its arguments are not understood.
+            out.one_line = True
         return name, command.load() if isinstance(command, Later) else command, rest
 
     def list_commands(self, ctx: click.Context) -> list[str]:

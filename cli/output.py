@@ -17,12 +17,14 @@ class Output:
 
     Attributes:
         json: print the document and no text.
+        one_line: print it on one line, as one of several.
         verbose: print notes.
         doc: the JSON document, filled as the command goes on, so that a failure
             can show how far it came.
     """
 
     json: bool = False
+    one_line: bool = False
     verbose: bool = False
     doc: dict[str, Any] = field(default_factory=dict)
 
@@ -35,7 +37,7 @@ class Output:
         """Print the result."""
         import json
 
-        click.echo(json.dumps(self.doc, indent=2) if self.json else text)
+        click.echo(json.dumps(self.doc, indent=None if self.one_line else 2) if self.json else text)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

@@ -103,7 +103,8 @@ class Resource(door.Handle):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"cannot copy {type(self).__name__!r} object: a second one would close the first"
+            f"cannot copy or pickle {type(self).__name__!r} object: "
+            "a second one would close the first"
         )
 
     def __str__(self) -> str:

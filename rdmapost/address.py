@@ -10,10 +10,10 @@ from ._binding import ffi
 from ._resource import Resource
 from .device import GID, Context, GIDTableEntry
 from .enums import GIDType, LinkLayer
-from .errors import RdmaError
+from .errors import RdmaError, VerbsError
 from .memory import PD, refuse_posted
 
-__all__ = ["AH", "AHAttr", "GIDChoice", "choose_gid"]
+__all__ = ["AH", "AHAttr", "GIDChoice", "choose_gid", "why_no_source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,29 @@ def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None
     if gid_index is not None:
         gid_index = index("gid_index", gid_index)
     table = context.query_gid_table(port_num)
-    where = f"{context.name} port {port_num}"
     if gid_index is not None:
         for entry in table:
             if entry.index == gid_index:
                 return GIDChoice(entry.index, entry.gid, entry.gid_type, "asked for")
-        there = ", ".join(str(entry.index) for entry in table) or "none"
-        raise RdmaError(f"{where} has no GID with index {gid_index}; the valid ones are: {there}")
+        raise RdmaError(_no_such_gid(context, port_num, gid_index, table))
     if not table:
         raise RdmaError(
-            f"{where} has no GID; give its network device an address and bring it up "
+            f"{context.name} port {port_num} has no GID; "
+            "give its network device an address and bring it up "
             "('ip addr add 10.0.0.1/24 dev eth0; ip link set eth0 up')"
         )
     best = max(table, key=lambda entry: (*_score(entry), -entry.index))
     return GIDChoice(best.index, best.gid, best.gid_type, _reason(best, table))
+
+
+def _no_such_gid(
+    context: Context, port_num: int, gid_index: int, table: list[GIDTableEntry]
+) -> str:
+    there = ", ".join(str(entry.index) for entry in table) or "none"
+    return (
+        f"{context.name} port {port_num} has no GID with index {gid_index}; "
+        f"the valid ones are: {there}"
+    )
 
 
 def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
@@ -167,6 +176,16 @@ class AHAttr:
         )
 
 
+def why_no_source(context: Context, attr: AHAttr) -> str | None:
+    """Say that the port has no GID with the index that an address vector names, or return None."""
+    if attr.dgid is None:
+        return None
+    table = context.query_gid_table(attr.port_num)
+    if any(entry.index == attr.sgid_index for entry in table):
+        return None
+    return _no_such_gid(context, attr.port_num, attr.sgid_index, table)
+
+
 class AH(Resource, struct="ibv_ah"):
     """An address handle: the path to a UD peer (ibv_create_ah(3)).
 
@@ -199,7 +218,11 @@ class AH(Resource, struct="ibv_ah"):
             raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
         raw = ffi.new("struct ibv_ah_attr *")
         attr._fill(raw)
-        self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
+        try:
+            self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
+        except VerbsError as error:
+            error.hint = error.hint or why_no_source(context, attr) or ""
+            raise
 
     def __str__(self) -> str:
         attr = getattr(self, "attr", None)

@@ -98,7 +98,7 @@ class MR(Resource, struct="ibv_mr"):
     Attributes:
         addr: address of the first byte, in SGEs and as the remote_addr of a
             peer; 0 if access has ZERO_BASED.
-        end: address after the last byte.
+        end: address just past the last byte.
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
@@ -155,7 +155,7 @@ class MR(Resource, struct="ibv_mr"):
     # Nobody sets these: peers are told them, and SGEs are made of them.
     access: Access = _fixed("_access", "What may be done with it.")
     addr: int = _fixed("_addr", "Address of the first byte; 0 if access has ZERO_BASED.")
-    end: int = _fixed("_end", "Address behind the last byte.")
+    end: int = _fixed("_end", "Address just past the last byte.")
     length: int = _fixed("_length", "Bytes.")
     lkey: int = _fixed("_lkey", "Key for local use, in SGEs.")
     rkey: int = _fixed("_rkey", "Key that a peer names.")

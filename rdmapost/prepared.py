@@ -23,7 +23,7 @@ class PreparedWR(door.PreparedItem):
 
     ``batch[index]`` makes it.
 
-    It has those fields of the work request that may differ from post to post.
+    It exposes the fields that can change between posts.
     A number that does not fit raises ValueError, and so does what the checks of
     the queue pair refuse.  Posts that are outstanding stay as they are.
 

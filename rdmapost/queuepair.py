@@ -15,7 +15,13 @@ from ._binding import ffi, fill
 from .completion import CQ
 from .device import PortAttr
 from .enums import Access, QPState, QPType, SendFlags
-from .errors import ClosedError, RdmaError, VerbsError, describe_errno, where_explained
+from .errors import (
+    PostError,
+    RdmaError,
+    VerbsError,
+    describe_errno,
+    where_explained,
+)
 from .memory import MR, MW, PD
 from .multicast import Multicast
 from .posting import PostQueue, recv_queue, send_queue
@@ -27,6 +33,7 @@ from .rules import (
     Limits,
     check_send_state,
     flags_allowed,
+    too_long_a_list,
 )
 from .srq import SRQ
 from .steps import DEFAULT_QKEY
@@ -203,7 +210,7 @@ class QP(Multicast, struct="ibv_qp"):
                 for opcode in OPCODES_BY_QP_TYPE[self.qp_type]
             },
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
-            self.max_tso_header,
+            self.max_tso_header, sq_sig_all=self.sq_sig_all,
         )  # fmt: skip
         # Of a queue that is not there, the check says more than that it is full.
         self._send = send_queue(
@@ -335,7 +342,8 @@ class QP(Multicast, struct="ibv_qp"):
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request cannot be posted; index says which.
+            PostError: a work request cannot be posted, or a checked queue could never
+                hold all of them; index says which.
             ValueError: the list is empty.
             ClosedError: the QP is closed.
 
@@ -354,7 +362,8 @@ class QP(Multicast, struct="ibv_qp"):
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request cannot be posted; index says which.
+            PostError: a work request cannot be posted, or a checked queue could never
+                hold all of them; index says which.
             ValueError: the list is empty.
             ClosedError: the QP is closed.
             RdmaError: the queue pair takes its receives from an SRQ.
@@ -366,13 +375,21 @@ class QP(Multicast, struct="ibv_qp"):
 
     def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
         batch = Batch()
+        if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
+            wrs = tuple(wrs)
         # Closing the QP closes it, from the moment when it names anything.
         self._note_batch(batch)
         batch._prepare(queue, self, wrs)
         try:
             self._live()
-        except ClosedError:
-            # Another thread has closed it meanwhile, and may not have seen the list.
+            if self.checked and len(batch) > queue.depth:
+                raise PostError(
+                    queue.verb, errno.ENOMEM, too_long_a_list(queue, len(batch)),
+                    index=queue.depth, posted=0, count=len(batch),
+                    wr=wrs[queue.depth] if queue.depth else wrs,
+                )  # fmt: skip
+        except RdmaError:
+            # Where another thread has closed the QP meanwhile, it may not have seen the list.
             batch.close()
             raise
         return batch

@@ -119,6 +119,8 @@ class Limits:
     """Bytes of a TSO's header."""
     max_num_tags: int = 0
     """Entries of the matching list (SRQ)."""
+    sq_sig_all: bool = False
+    """Every send generates a completion."""
 
 
 _STATE_REASON = {
@@ -267,10 +269,13 @@ def full(r: Refusal) -> str:
     outstanding = counted(queue.outstanding, "work request")
     verb = "is" if queue.outstanding == 1 else "are"
     beside = "" if r.a == 1 else f", and the list has {r.a} more"
+    # Which of them are SIGNALED is not recorded.
+    unsure = queue.verb == "ibv_post_send" and not queue.limits.sq_sig_all
+    doubt = "; if none of them is SIGNALED, no slot ever comes free" if unsure else ""
     return (
         f"the queue is full: {queue.depth_name}={queue.depth} and "
         f"{outstanding} {verb} outstanding{beside}; poll the CQ, or create "
-        "the queue deeper"
+        f"the queue deeper{doubt}"
     )
 
 

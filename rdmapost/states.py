@@ -10,7 +10,14 @@ from .enums import QPAttrMask as M
 from .enums import QPState as S
 from .enums import QPType as T
 
-__all__ = ["FIELDS", "OPTIONAL", "RANGES", "REQUIRED", "missing_attributes"]
+__all__ = [
+    "FIELDS",
+    "OPTIONAL",
+    "RANGES",
+    "REQUIRED",
+    "missing_attributes",
+    "unchangeable_attributes",
+]
 
 _CONNECTION = M.AV | M.PATH_MTU | M.DEST_QPN | M.RQ_PSN
 _RESPONDER = M.MAX_DEST_RD_ATOMIC | M.MIN_RNR_TIMER
@@ -142,3 +149,22 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
             "(ibv_modify_qp(3))"
         )
     return None
+
+
+def unchangeable_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
+    """Name the attributes that a step cannot change, or return None.
+
+    Args:
+        qp_type: the queue pair's type.
+        state: the state it is in.
+        to: the state it is to reach.
+        mask: the attributes that are given.
+    """
+    required = REQUIRED.get(qp_type, {}).get((state, to))
+    if required is None:
+        return None
+    wrong = mask & ~(required | OPTIONAL[qp_type].get((state, to), _NONE) | M.STATE)
+    if not wrong:
+        return None
+    names = ", ".join(name for name, bit in FIELDS.items() if bit & wrong)
+    return f"{names} cannot be changed from {state.name} to {to.name} (ibv_modify_qp(3))"

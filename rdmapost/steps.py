@@ -9,13 +9,13 @@ from typing import Any
 from ._arguments import expect, index, member
 from ._binding import ffi
 from ._resource import Resource
-from .address import AH, AHAttr, GIDChoice, choose_gid
+from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
 from .endpoint import Endpoint
 from .enums import Access, LinkLayer, QPAttrMask, QPState, QPType
 from .errors import RdmaError, VerbsError
 from .memory import PD, access_flags
 from .qpattr import QUERY_MASK, QPAttr
-from .states import FIELDS, RANGES, missing_attributes
+from .states import FIELDS, RANGES, missing_attributes, unchangeable_attributes
 
 __all__ = ["DEFAULT_QKEY", "Steps"]
 
@@ -381,6 +381,8 @@ class Steps(Resource):
             way.dgid == remote.gid if by_gid else way.dlid == remote.lid
         ):
             return
+        if now.qp_state is QPState.ERR:
+            raise ValueError(f"{self} is in ERR; take it back with to_reset() first")
         where = f"GID {way.dgid}" if by_gid else f"LID {way.dlid:#x}"
         raise ValueError(
             f"{self} is in {now.qp_state.name}, connected to QP {now.dest_qp_num:#x} at {where}, "
@@ -435,9 +437,17 @@ class Steps(Resource):
             return "the QP is in ERR: take it back with to_reset() first"
         if reason := self._out_of_range(attrs):
             return reason
+        if code == errno.EINVAL:
+            mask = QPAttrMask(0)
+            for name in attrs:
+                mask |= FIELDS[name]
+            if reason := unchangeable_attributes(self.qp_type, state, to, mask):
+                return reason
         if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
             path = attrs.get("ah_attr")
             if isinstance(path, AHAttr) and path.dgid is not None:
+                if reason := why_no_source(self.pd.context, path):
+                    return reason
                 return (
                     f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
                     "both sides need GIDs of one kind and one network (see --gid-index)"

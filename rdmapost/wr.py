@@ -132,8 +132,8 @@ class Send(_Message):
 
     Attributes:
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
-        ah, remote_qpn, remote_qkey: the peer, on UD only.
-        remote_srqn: the peer's shared receive queue, on XRC_SEND only.
+        ah, remote_qpn, remote_qkey: the peer, on UD; ignored elsewhere.
+        remote_srqn: the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id, send_flags: as in SendWR.
     """
 
@@ -179,7 +179,7 @@ class RdmaWrite(_Remote):
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
         remote_addr: address at the peer, 0..2^64-1.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: the peer's shared receive queue, on XRC_SEND only.
+        remote_srqn: the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id, send_flags: as in SendWR.
     """
 
@@ -297,7 +297,7 @@ class TSO(_WithBuffers):
         sg_list: the payload, an SGE or a sequence of them.
         hdr: the header, at most 65535 bytes and at most the QP's max_tso_header.
         mss: payload bytes in each frame, 1..65535.
-        ah, remote_qpn, remote_qkey: the peer, on UD only.
+        ah, remote_qpn, remote_qkey: the peer, on UD; ignored elsewhere.
         wr_id, send_flags: as in SendWR.
     """
 

@@ -296,10 +296,11 @@ def test_interrupted_while_it_starts(module: str) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_interrupted(as_json: bool, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("command_name", ["send", "serve"])
+def test_interrupted(command_name: str, as_json: bool, tmp_path: pathlib.Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    args = ["send", "--data-file", str(fifo), *(["--json"] if as_json else [])]
+    args = [command_name, "--data-file", str(fifo), *(["--json"] if as_json else [])]
     command = subprocess.Popen(
         [sys.executable, "-P", "-m", "rdmapost.cli", *args],
         stdout=subprocess.PIPE,
@@ -317,6 +318,9 @@ def test_interrupted(as_json: bool, tmp_path: pathlib.Path) -> None:
     assert command.returncode == 130
     assert err.strip() == ""
     assert (json.loads(out) if as_json else out) == ({"error": "interrupted"} if as_json else "")
+    if as_json and command_name == "serve":
+        # One object per line, to the end.
+        assert len(out.splitlines()) == 1
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])

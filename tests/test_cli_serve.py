@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cli_runner import Ran, on, process
+from cli_runner import Ran, on, process, run
 from support import LIMIT, until
 
 import rdmapost as rp
@@ -36,6 +36,24 @@ def test_serve_where_one_cannot(context: rp.Context) -> None:
     ran = on(context, "serve", "--bind", "nowhere.invalid")
     assert ran.code == 1
     assert "host nowhere.invalid " in ran.err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--size", "x"],
+        ["--size", "0"],
+        ["--what"],
+        ["-d", "nosuch"],
+        ["--bind", "192.0.2.1", "-d", "soft0"],
+    ],
+    ids=lambda args: " ".join(args),
+)
+def test_serve_fails_with_one_object_on_one_line(wrong: list[str]) -> None:
+    ran = run("serve", "--json", "--tcp-port", "0", *wrong)
+    assert ran.code != 0
+    (line,) = ran.out.splitlines()
+    assert json.loads(line)["error"]
 
 
 def serving(

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
@@ -118,6 +119,31 @@ def test_close_interrupted_at_any_moment_can_be_called_again(context: rp.Context
         return at.reached
 
     each_moment(once)
+
+
+def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() -> None:
+    """In the except clause already, while the exception still holds the frames."""
+    interrupted = 0
+
+    def once(nth: int) -> bool:
+        nonlocal interrupted
+        server, context = None, rp.open_device("soft0")
+        at = At("/connect/server.py", nth, interrupt)
+        try:
+            with at:
+                server = connect.serve(context, port=0)
+        except Interrupted as error:
+            if "start" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]:
+                interrupted += 1
+                context.close()
+        if server is not None:
+            server.close()
+        until(lambda: not context._open_children())
+        context.close()
+        return at.reached
+
+    each_moment_of_an_unclosed_one(once)
+    assert interrupted > 20
 
 
 @pytest.mark.parametrize("finalizer", ["whole", "interrupted"])

@@ -51,7 +51,7 @@ def test_plan_outlives_the_variable_of_its_device() -> None:
 def test_plan_cannot_be_copied_or_pickled() -> None:
     with rp.open_device("soft0") as context:
         for way in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"^cannot copy 'FaultPlan' object"):
+            with pytest.raises(TypeError, match=r"^cannot copy or pickle 'FaultPlan' object"):
                 way(context.faults)
 
 

@@ -475,7 +475,7 @@ def test_resource_cannot_be_copied_or_pickled(context, pd, cq):
         for resource in (context, pd, cq, mr, qp):
             name = type(resource).__name__
             for way in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError, match=f"^cannot copy '{name}' object"):
+                with pytest.raises(TypeError, match=f"^cannot copy or pickle '{name}' object"):
                     way(resource)
 
 

@@ -147,6 +147,19 @@ def test_connected_queue_pair_is_not_connected_to_another_peer(connect, pd, cq):
     pair.a.connect(pair.b.endpoint())
 
 
+@pytest.mark.parametrize("was_connected", [False, True])
+def test_failed_queue_pair_is_not_connected_but_reset_first(connect, pd, cq, was_connected):
+    pair = connect() if was_connected else connect(to=QPState.RESET)
+    pair.a.to_err()
+    with rp.QP(pd, QPType.RC, cq) as other:
+        with pytest.raises(
+            ValueError, match=r"0x\w+ is in ERR; take it back with to_reset\(\) first"
+        ):
+            pair.a.connect(other.endpoint())
+        pair.a.to_reset()
+        pair.a.connect(other.endpoint())
+
+
 # ---- who holds a region -------------------------------------------------------
 
 

@@ -287,6 +287,19 @@ def test_full_send_queue_is_refused_by_name_and_usable_after_polling(connect):
     pair.works()
 
 
+@pytest.mark.parametrize("sq_sig_all", [False, True])
+def test_full_send_queue_says_that_unsignaled_sends_never_leave_it(connect, sq_sig_all):
+    """But not where every send is signaled."""
+    pair = connect(max_send_wr=8, sq_sig_all=sq_sig_all)
+    depth = pair.a.max_send_wr
+    quiet = [pair.wr(rp.RdmaWrite, pair.mine[:1], send_flags=0) for _ in range(depth + 1)]
+    pair.a.post_send(quiet[:depth])
+    with pytest.raises(rp.PostError, match="the queue is full") as caught:
+        pair.a.post_send(quiet[depth])
+    doubt = caught.value.reason.endswith("; if none of them is SIGNALED, no slot ever comes free")
+    assert doubt is not sq_sig_all
+
+
 def test_list_that_fills_the_queue_stops_where_it_is_full(connect):
     pair = connect(max_send_wr=16)
     depth = pair.a.max_send_wr
@@ -300,14 +313,24 @@ def test_list_that_fills_the_queue_stops_where_it_is_full(connect):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("prepared", [False, True], ids=["posted", "prepared"])
-def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepared):
-    """However many are polled, it never fits."""
+@pytest.mark.parametrize("kind", [list, iter])
+def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepared, kind):
+    """However many are polled, it never fits; a checked queue pair does not even prepare it."""
     pair = connect(max_send_wr=16, checked=checked)
     depth = pair.a.max_send_wr
     # More than a device has beyond what it grants.
     wrs = [pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=i) for i in range(4 * depth)]
+
+    def post() -> None:
+        if not prepared:
+            pair.a.post_send(kind(wrs))
+        elif checked:
+            pair.a.prepare(kind(wrs))
+        else:
+            pair.a.prepare(kind(wrs)).post()
+
     with pytest.raises(rp.PostError) as caught:
-        pair.a.prepare(wrs).post() if prepared else pair.a.post_send(wrs)
+        post()
     error = caught.value
     assert error.errno == errno.ENOMEM
     assert error.reason == (
@@ -317,6 +340,8 @@ def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepar
     # Those that fit are posted, but for a prepared list: that goes in whole or not at all.
     if checked:
         assert error.posted == (0 if prepared else depth)
+        assert (error.index, error.count) == (depth, 4 * depth)
+        assert error.wr is wrs[depth]
     assert [wc.wr_id for wc in pair.wait(error.posted)] == list(range(error.posted))
 
 

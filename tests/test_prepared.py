@@ -692,6 +692,19 @@ def test_index_counts_from_either_end(rc):
         batch[0:2]
 
 
+def test_refused_list_that_never_fits_holds_nothing(connect: Connect, pd):
+    pair = connect()
+    with rp.MR(pd, 64, ALL) as mr:
+        wr = rp.RdmaWrite(mr[:8], remote_addr=pair.theirs.addr, rkey=pair.theirs.rkey)
+        for prepare, wrs in (
+            (pair.a.prepare, [wr] * (pair.a.max_send_wr + 1)),
+            (pair.a.prepare_recv, [rp.RecvWR(mr[:8])] * (pair.a.max_recv_wr + 1)),
+        ):
+            with pytest.raises(rp.PostError, match="cannot fit a queue"):
+                prepare(wrs)
+            prepare(wrs[1:]).close()
+
+
 def test_full_queue_says_how_many_more_the_list_has(connect: Connect):
     pair = connect(max_send_wr=8)
     room = pair.a.max_send_wr

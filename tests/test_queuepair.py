@@ -332,6 +332,9 @@ def test_gid_index_that_is_not_there_is_named(pd, cq, context):
         pytest.raises(rp.RdmaError, match="no GID with index 200; the valid ones are: 0"),
     ):
         qp.endpoint()
+    words = "ibv_create_ah: .*no GID with index 200; the valid ones are: 0"
+    with pytest.raises(rp.VerbsError, match=words):
+        rp.AH(pd, rp.AHAttr(dgid=rp.choose_gid(context).gid, sgid_index=200))
 
 
 def test_queue_pairs_meet_over_every_gid(pd, cq, stack, context):

@@ -56,6 +56,24 @@ def test_an_attribute_out_of_range_is_named(connect, context, name, value):
     pair.works()
 
 
+@pytest.mark.parametrize(
+    ("attrs", "words"),
+    [
+        ({"timeout": 3}, "timeout cannot be changed from RTS to RTS"),
+        ({"timeout": 3, "rnr_retry": 1}, "timeout, rnr_retry cannot be changed from RTS to RTS"),
+        (
+            {"qp_state": QPState.SQD, "min_rnr_timer": 1},
+            "min_rnr_timer cannot be changed from RTS to SQD",
+        ),
+    ],
+    ids=["one", "two", "of a step"],
+)
+def test_an_attribute_that_a_step_cannot_change_is_named(rc, attrs, words):
+    with pytest.raises(rp.VerbsError, match=rf"EINVAL.*: {words} "):
+        rc.a.modify(**attrs)
+    rc.works()
+
+
 # ---- RESET, INIT, RTR ---------------------------------------------------------------
 
 

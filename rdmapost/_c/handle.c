@@ -1128,15 +1128,15 @@ static PyMethodDef handle_methods[] = {
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
-	  "Give the resource back; do nothing if that has been done.\n\n"
-	  "It waits for the verbs that other threads are in the middle of, and for a close() of\n"
-	  "the same by another thread; where that thread may wait for a close() that this one is\n"
-	  "in the middle of, it returns at once and leaves the resource to that thread.  In the\n"
-	  "middle of a verb of this thread (a signal handler, a finalizer) it is put off until\n"
-	  "that has ended.  In the child of a fork it does nothing.\n\n"
+	  "Release the resource.  Calling it again does nothing.\n\n"
+	  "It waits for other threads' verbs and for a concurrent close() of the same resource;\n"
+	  "if waiting could deadlock with that close(), it returns at once and the other thread\n"
+	  "finishes the job.  In the middle of a verb of this thread (a signal handler, a\n"
+	  "finalizer) it returns at once, and the resource is closed when the verb ends.  In the\n"
+	  "child of a fork it does nothing.  If it was interrupted, call it again.\n\n"
 	  "Raises:\n"
-	  "    InUseError: others that depend on it are open; it stays open too.\n"
-	  "    VerbsError: the device refused; it stays open too.\n" },
+	  "    InUseError: other open resources depend on it; it stays open.\n"
+	  "    VerbsError: the device refused; it stays open.\n" },
 	{ "_wake", do_nothing, METH_NOARGS, NULL },
 	{ "_release", do_nothing, METH_NOARGS, NULL },
 	{ "_forget", do_nothing, METH_NOARGS, NULL },

@@ -74,10 +74,10 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Somebody was turned away, or was gone before becoming a client.
+    """A connection was refused, or dropped before it became a client.
 
     Attributes:
-        address: where they came from.
+        address: where it came from.
         code: what it is about, one of messages.CODES or "lost".
         text: what they were told, in one line.
     """

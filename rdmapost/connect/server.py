@@ -87,10 +87,10 @@ def serve(
             Use a random one: 64 wrong ones a second are checked, 32 from one address.
         max_clients: how many at once.
         timeout: seconds for each step of the exchange; the hello has 5 at most.
-        idle_timeout: seconds after which a client is dismissed if it has neither asked
-            anything nor sent a message, alive or not.  The server cannot see RDMA reads,
-            writes and atomics: keep None, no limit, for clients that do nothing else.
-            Without it a client stays as long as its TCP connection; a host that
+        idle_timeout: drop a client that has made no request and sent no message for this
+            many seconds, even if its connection is alive.  The server cannot see RDMA
+            reads, writes and atomics: keep None, no limit, for clients that do nothing
+            else.  Without it a client stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
         port_num, gid_index: port and GID of the queue pairs, as in QP.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the
@@ -101,6 +101,10 @@ def serve(
     Returns:
         The running server; a context manager.  If it becomes unreachable it ends,
         with a ResourceWarning.
+
+    If an exception of a signal handler interrupts the start of the server, what was
+    begun is ended first.  If it comes as serve() returns, the server is unreachable: it
+    ends, and its device can be closed, a moment after the exception has been handled.
 
     Raises:
         TypeError: an argument is of another type.
@@ -252,6 +256,8 @@ class _Threads:
         self._clients: set[threading.Thread] = set()
         self._acceptor: threading.Thread | None = None
         self._started = False
+        # Whoever acquires it begins, or sees to it that nobody does.
+        self._first = _thread.allocate_lock()
         self._why = ""
         self._over = _Event()
         self._at_work = _AtWork(reception.context, self._name)
@@ -283,6 +289,8 @@ class _Threads:
 
     def _begin(self, begun: _thread.LockType, lifeline: list[socket.socket]) -> None:
         try:
+            if not self._first.acquire(blocking=False):
+                return
             self._stop, end = socket.socketpair()
             self._lifeline = weakref.ref(end)
             lifeline.append(end)
@@ -336,6 +344,17 @@ class _Threads:
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
             with self._suppress(OSError):
                 lifeline.shutdown(self._both_ways)
+
+    def abandon(self) -> None:
+        """End what start(), which was interrupted or has failed, has begun.
+
+        Wait until it has ended, but not for ever, nor in the middle of a verb.
+        """
+        self.end()
+        if self._first.acquire(blocking=False):
+            self._give_back()
+        elif not door.in_verb():
+            self._over.wait(_LAST_MOMENT_S)
 
     def close(self) -> None:
         """End the threads, and wait until what the clients had is taken back.
@@ -457,7 +476,7 @@ class Serving:
         try:
             self._threads.start(self._lifeline)
         except BaseException:
-            self._threads.end()
+            self._threads.abandon()
             raise
 
     def __del__(self) -> None:

@@ -39,7 +39,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "EINVAL",
         "The call was understood and refused: an argument is wrong, alone or together with the "
         "others. From a post: this work request did not go in, and none behind it did; those "
-        "before it did. It says nothing about which argument; the list below is the search.",
+        "before it did. It does not say which argument; work through the list below.",
         causes=(
             "A post before RTS (sends) or in RESET (receives), where the driver looks at the "
             "state. Not all do: then the post is taken, and nothing comes of it.",

@@ -16,7 +16,7 @@ class Latency:
 
     Attributes:
         min, max: the shortest and the longest.
-        p50, p90, p99, p99_9: that many percent of them took at most so long.
+        p50, p90, p99, p99_9: percentiles of the round-trip time.
     """
 
     min: float

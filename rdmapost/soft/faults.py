@@ -1,7 +1,4 @@
-"""Faults on purpose, for the tests of those who use the library.
-
-A plan belongs to an open device.  Each fault is used up when it strikes.
-"""
+"""Fault injection for your own tests.  Each fault fires once."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _MOST_BEFORE = (1 << 63) - 1
 
 
 class FaultPlan:
-    """What is to go wrong: the ``faults`` of an open device.
+    """The faults planned for an open device: its ``faults``.
 
     Args:
         planned: where the device looks for it.
@@ -30,7 +27,7 @@ class FaultPlan:
         self._planned = planned
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("cannot copy 'FaultPlan' object: it belongs to an open device")
+        raise TypeError("cannot copy or pickle 'FaultPlan' object: it belongs to an open device")
 
     def clear(self) -> None:
         """Let everything work again."""
@@ -69,7 +66,7 @@ class FaultPlan:
 
         Args:
             qp_num: its number.
-            times: for how many attempts to send to it.
+            times: how many send attempts to reject.
 
         Raises:
             TypeError: one is not an integer.
