@@ -120,8 +120,15 @@ class Resource(door.Handle):
             if not handle._inner and any(parent is self for parent in handle._parents)
         ]
 
-    def _refuse_children(self) -> NoReturn:
-        names = [str(child) for child in self._open_children()]
+    def _refuse_children(self) -> None:
+        """Refuse to be closed, unless all children only wait for their finalizers to come again."""
+        children = self._open_children()
+        dropped = [child for child in children if child._abandoned]
+        for child in dropped:
+            child._close_quietly()
+        names = [str(child) for child in children if not child.closed]
+        if dropped and not names:
+            return
         shown = ", ".join(names[:4]) or "another resource"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         them = "them" if len(names) > 1 else "it"
@@ -216,8 +223,8 @@ _open: dict[int, Any] = {}
 not let go, itself."""
 
 door.describe_handles(
-    ClosedError, RdmaError, _failed, ffi, functools.partial(ffi.cast, ffi.typeof("uintptr_t")),
-    _open, ffi.typeof, _structs,
+    ClosedError, RdmaError, InUseError, _failed, ffi,
+    functools.partial(ffi.cast, ffi.typeof("uintptr_t")), _open, ffi.typeof, _structs,
 )  # fmt: skip
 
 

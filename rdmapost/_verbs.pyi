@@ -50,7 +50,7 @@ class Handle:
 # ClosedError, RdmaError, what raises for a failed function and its errno, ffi, what makes a number
 # of a pointer, what is open, what tells a cdata's type, and that of each class (_resource.py).
 def describe_handles(
-    closed: type, error: type, failed: Callable[..., Any], ffi: Any,
+    closed: type, error: type, in_use: type, failed: Callable[..., Any], ffi: Any,
     to_number: Callable[[Any], Any], open: dict[int, Any], type_of: Callable[[Any], Any],
     structs: dict[type, Any], /,
 ) -> None: ...  # fmt: skip

@@ -16,7 +16,7 @@ enum {
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
 	MOST_INTERRUPTS = 16, /* of one hook that must come to its end */
-	MOST_RETRIES = 10000, /* half a second of them, where no frame goes */
+	RETRIES_NS = 500000000, /* of a close for which there is no room */
 };
 
 /* Who is to close what is put off. */
@@ -36,6 +36,7 @@ PyObject *(*rp_progress)(void);
 static struct {
 	PyObject *closed; /* ClosedError */
 	PyObject *error; /* RdmaError */
+	PyObject *in_use; /* InUseError */
 	PyObject *failed; /* called with a function and an errno: raises */
 	PyObject *ffi;
 	PyObject *to_number; /* makes a number of a pointer of cffi's */
@@ -779,9 +780,11 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
  */
 static int shut(struct rp_handle *h, struct pause *pause)
 {
-	int stopped = claim_in_turn(h, pause);
+	int stopped;
 	uint64_t word;
 
+again:
+	stopped = claim_in_turn(h, pause);
 	if (stopped)
 		return stopped;
 	word = load(&h->word);
@@ -793,8 +796,10 @@ static int shut(struct rp_handle *h, struct pause *pause)
 		end_claim(h);
 		if (state_of(h) == GONE)
 			return 1;
-		ask(h, "_refuse_children"); /* it raises */
-		return -1;
+		/* It raises, or has closed one that only waited for its finalizer to come again. */
+		if (ask(h, "_refuse_children"))
+			return -1;
+		goto again;
 	}
 	return 0;
 }
@@ -917,9 +922,12 @@ static int close_later(void *object)
 /* Have the main thread close it soon; whether it will. */
 static int put_off_to_main(struct rp_handle *h)
 {
-	if (h->retries == MOST_RETRIES)
+	int64_t now = rp_now_ns();
+
+	if (!h->first_try)
+		h->first_try = now;
+	else if (now - h->first_try > RETRIES_NS)
 		return 0;
-	h->retries++;
 	Py_INCREF((PyObject *)h);
 	if (!Py_AddPendingCall(close_later, h))
 		return 1;
@@ -943,8 +951,8 @@ static int close_insistently(struct rp_handle *h)
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
 		    (known && !h->refused && is_busy(h)))
 			break;
-		/* Known, its last user has left meanwhile, and did not close it: we were. */
-		if ((known && !h->refused && !is_done(h)) || first ||
+		/* Or its last user has left meanwhile, and did not close it: we were. */
+		if (PyErr_ExceptionMatches(python.in_use) || first ||
 		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
 		else
@@ -1173,7 +1181,7 @@ static PyType_Slot handle_slots[] = {
 /* ---- for Python ----------------------------------------------------------- */
 
 /*
- * describe_handles(ClosedError, RdmaError, failed, ffi, to_number, open, type_of, structs), held for
+ * describe_handles(ClosedError, RdmaError, InUseError, failed, ffi, to_number, open, type_of, structs), held for
  * ever
  */
 static PyObject *describe_handles(PyObject *self, PyObject *args)
@@ -1185,8 +1193,8 @@ static PyObject *describe_handles(PyObject *self, PyObject *args)
 				"modules were forgotten or belong to another interpreter");
 		return NULL;
 	}
-	if (!PyArg_ParseTuple(args, "OOOOOO!OO!", &python.closed, &python.error, &python.failed,
-			      &python.ffi, &python.to_number, &PyDict_Type, &python.open,
+	if (!PyArg_ParseTuple(args, "OOOOOOO!OO!", &python.closed, &python.error, &python.in_use,
+			      &python.failed, &python.ffi, &python.to_number, &PyDict_Type, &python.open,
 			      &python.type_of, &PyDict_Type, &python.structs))
 		return NULL;
 	return Py_NewRef(Py_NewRef(args));

@@ -31,8 +31,8 @@ struct rp_handle {
 	struct rp_handle *outer; /* its closer was closing this one when it began, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun, and not ended well, or 0 */
 	uintptr_t closer; /* the thread that closes it, or 0 */
+	int64_t first_try; /* when there was first no room for its finalizer's close, or 0 */
 	unsigned int windows; /* bound to it */
-	unsigned int retries; /* of a close for which there were too many frames */
 	unsigned int process; /* generation of the process that made it */
 	int pid; /* of that process */
 	unsigned int access; /* of a memory region */

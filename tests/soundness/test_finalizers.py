@@ -193,10 +193,10 @@ def test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out(so
     rig = Rig(soft)
     left = len(open_handles())
 
-    def act(box: list[rp.MR]) -> None:
+    def act(box: list[rp.QP]) -> None:
         box.clear()
 
-    def check(box: list[rp.MR], moment: Moment) -> None:
+    def check(box: list[rp.QP], moment: Moment) -> None:
         assert moment.raised or not moment.number, "what the handler raised is lost"
         box.clear()
         assert len(open_handles()) == left
@@ -204,7 +204,12 @@ def test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out(so
     class Late(rp.WaitTimeout, Interrupted):
         pass
 
-    interrupt_at_each_moment(lambda: [rp.MR(rig.pd, 64)], act, check, handler=Late)
+    def make() -> list[rp.QP]:
+        qp = rp.QP(rig.pd, rp.QPType.UD, rig.cq)
+        qp.connect()
+        return [qp]
+
+    interrupt_at_each_moment(make, act, check, handler=Late)
     rig.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -91,6 +92,35 @@ def test_window_of_another_queue_pair_keeps_a_dropped_one_no_longer(device):
     del qp
     cq.close()
     assert cq.closed
+    mw.close()
+    rig.close()
+
+
+@isolated(warnings="ignore", timeout=30)
+def test_parent_of_a_queue_pair_that_bound_a_window_and_is_dropped_can_be_closed(device):
+    """By any thread, while the main thread waits and another window is bound."""
+    rig, mw, *_ = bound(device, "TYPE_2")
+    failed: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            with rp.CQ(rig.context) as cq, rp.PD(rig.context) as pd:
+                with rp.MR(pd, SIZE, BINDABLE) as mr, rp.MW(pd) as own:
+                    qp, peer = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+                    qp.connect(peer.endpoint())
+                    peer.connect(qp.endpoint())
+                    qp.post_send(
+                        rp.BindMW(mw=own, rkey=own.next_rkey(), mr=mr, addr=mr.addr, length=8)
+                    )
+                    cq.wait(1)[0].check()
+                del qp, peer
+        except BaseException as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=use)
+    worker.start()
+    worker.join(20)
+    assert not failed, failed
     mw.close()
     rig.close()
 
