@@ -36,6 +36,7 @@ class Packed(ctypes.Structure):
     """Of a packed structure ctypes gives no other format than that of bytes."""
 
     _pack_ = 1
+    _layout_ = "ms"
     _fields_ = [("count", ctypes.c_int), ("value", ctypes.py_object)]
 
 
@@ -57,6 +58,7 @@ class Colon(ctypes.Structure):
 
 class PackedNumbers(ctypes.Structure):
     _pack_ = 1
+    _layout_ = "ms"
     _fields_ = [("O", ctypes.c_int), ("z", ctypes.c_double)]
 
 
