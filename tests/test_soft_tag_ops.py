@@ -336,3 +336,20 @@ def test_closing_the_queue_frees_its_buffers(stack, pd):
         client.peer.close()
     server.srq.close()
     server.mr.close()
+
+
+def test_removal_that_came_too_late_removes_no_other_entry(stack, pd):
+    """However often the entry's place has been used meanwhile."""
+    server = Server(stack, pd, max_num_tags=8, max_ops=1024)
+    late = server.add(5, size=64, recv_wr_id=6, flags=0)
+    assert server.client.eager(5) is WCStatus.SUCCESS
+    server.srq.post_srq_ops(rp.TagDel(handle=late.handle, flags=0, wr_id=7))
+    assert server.one().wr_id == 6
+    for number in range(260):
+        server.add(5, size=64, recv_wr_id=1000 + number, flags=0)
+        if number == 255:
+            server.srq.post_srq_ops(rp.TagSync(wr_id=8))
+            assert server.one().wr_id == 8
+            assert server.srq.outstanding_tags == 1
+        assert server.client.eager(5) is WCStatus.SUCCESS
+        assert server.one().wr_id == 1000 + number

@@ -293,7 +293,7 @@ static void unbind(struct rp_bound *bound)
 	}
 }
 
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t serial)
 {
 	struct rp_bound *new = NULL, *old = NULL;
 
@@ -307,7 +307,9 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure)
 		Py_INCREF((PyObject *)mr);
 	}
 	RP_BEGIN(mw);
-	if (sure) {
+	/* One of another queue pair that was posted later is known to be done already: hold both. */
+	if (sure && serial > mw->last_bind) {
+		mw->last_bind = serial;
 		old = mw->bound;
 		mw->bound = NULL;
 	}

@@ -27,6 +27,7 @@ struct rp_handle {
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* what must not go before it: memory */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
+	uint64_t last_bind; /* of a window: the latest that is known to be done */
 	struct rp_handle *next; /* among those to close after a verb */
 	struct rp_handle *outer; /* its closer was closing this one when it began, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun, and not ended well, or 0 */
@@ -204,9 +205,10 @@ void rp_unname(struct rp_handle *handle);
 /*
  * A bind of a window is done.  Where it went well, `mr` is what the window holds from now on, or
  * nothing (NULL), and what it held before it does not; where nobody knows (`sure` is 0), both.
+ * `serial` is its place among all binds, in the order of posting.
  * The window and the region are named.  May run any Python code.
  */
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure);
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t serial);
 
 /* ---- lock.c, the fast path ------------------------------------------------ */
 

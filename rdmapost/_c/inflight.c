@@ -143,13 +143,13 @@ static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 }
 
 /* A TAG_DEL is done: its receive is, too, unless a message was faster. */
-static void release(struct rp_in_flight *tagged, uint32_t ticket)
+static void release(struct rp_in_flight *tagged, uint32_t ticket, uint64_t serial)
 {
 	struct rp_entry *entry;
 
 	RP_BEGIN(tagged);
 	entry = find(tagged, ticket);
-	if (entry && entry->state == RP_POSTED)
+	if (entry && entry->serial == serial && entry->state == RP_POSTED)
 		retire(tagged, entry);
 	RP_END();
 }
@@ -192,7 +192,7 @@ static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket, int 
 			note_bind(entry, wr_id != NULL, status);
 		/* An error is that of the last, which has removed nothing. */
 		if (entry->removes && q->tagged && (!wr_id || status == IBV_WC_SUCCESS))
-			release(q->tagged, entry->removes);
+			release(q->tagged, entry->removes, entry->serial);
 	}
 	return wr_id;
 }
@@ -281,7 +281,7 @@ static void let_go(struct rp_entry *entry)
 		if (entry->state != RP_UNBIND)
 			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->held, 0),
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
-				entry->state != RP_BIND);
+				entry->state != RP_BIND, entry->serial);
 	}
 	rp_unname_all(entry->held);
 	Py_XDECREF(entry->held);

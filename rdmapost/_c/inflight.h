@@ -24,7 +24,11 @@ struct rp_entry {
 	PyObject *held; /* one object, a tuple of them (of a bind the window and the region), or NULL */
 	uint32_t count; /* of work requests; in a free or done slot the next */
 	uint32_t removes; /* the end of the ticket of the receive that a TAG_DEL removes, or 0 */
-	uint64_t serial; /* no two of a queue have the same */
+	/*
+	 * No two of a queue have the same; of one in order that of the receive that it removes, or of
+	 * a bind its place among all binds.
+	 */
+	uint64_t serial;
 	unsigned char generation, state;
 };
 

@@ -96,7 +96,7 @@ static int check_tags(struct queue *q, struct post *post, const struct request *
 
 /* Record a tagged receive that is added, and name the one that is removed; return that. */
 static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct ibv_ops_wr *wr,
-			    PyObject **held)
+			    PyObject **held, uint64_t *serial)
 {
 	struct rp_tag_handle *tag = (void *)r->tag;
 
@@ -112,6 +112,7 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 	if (!tag || tag->list != list)
 		return 0;
 	wr->tm.handle = tag->value;
+	*serial = tag->serial;
 	return rp_is_outstanding(list, tag->ticket, tag->serial) ? (uint32_t)tag->ticket : 0;
 }
 
@@ -137,6 +138,7 @@ static void record(struct queue *q, struct post *post, struct request *r)
 	PyObject *wr_id = r->wr_id, *held = NULL;
 	unsigned char state = RP_POSTED;
 	uint32_t removes = 0;
+	uint64_t serial = 0;
 
 	r->wr_id = NULL;
 	/* Inline data has been copied when the call returns: the request holds it till then. */
@@ -147,16 +149,19 @@ static void record(struct queue *q, struct post *post, struct request *r)
 		r->named = 0;
 	}
 	if (r->mw) {
+		static uint64_t binds;
+
+		serial = __atomic_add_fetch(&binds, 1, __ATOMIC_RELAXED);
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}
 	if (q->in_flight->tagged)
-		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &held);
+		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &held, &serial);
 	/* Every work request begins with its wr_id. */
 	wr->wr_id = r->ticket = rp_record(q->in_flight,
 					  (struct rp_entry){ .wr_id = wr_id, .held = held,
 							     .count = 1, .removes = removes,
-							     .state = state });
+							     .serial = serial, .state = state });
 }
 
 /* Check and record one after another; how many. */

@@ -125,6 +125,39 @@ def test_parent_of_a_queue_pair_that_bound_a_window_and_is_dropped_can_be_closed
     rig.close()
 
 
+@pytest.mark.parametrize("first", ["later", "earlier"])
+@isolated(silent=True)
+def test_window_that_two_queue_pairs_bind_holds_the_region_that_it_is_bound_to(first, soft):
+    """Whichever of the two completions is polled first."""
+    rig = Rig(soft)
+    cqs = [rp.CQ(rig.context), rp.CQ(rig.context)]
+    pairs = [(rp.QP(rig.pd, rp.QPType.RC, cq), rp.QP(rig.pd, rp.QPType.RC, cq)) for cq in cqs]
+    for qp, peer in pairs:
+        qp.connect(peer.endpoint())
+        peer.connect(qp.endpoint())
+    mw = rp.MW(rig.pd, MWType.TYPE_1)
+    memories = []
+    for qp, _ in pairs:
+        memory = Memory(SIZE)
+        memories.append(weakref.ref(memory))
+        mr = rp.MR(rig.pd, memory, BINDABLE)
+        qp.bind_mw(mw, mr, mr.addr, mr.length, READ_WRITE)
+    del memory, mr
+    for cq in cqs if first == "earlier" else cqs[::-1]:
+        cq.wait(1)[0].check()
+    gc.collect()
+    assert memories[1]() is not None, "the memory has been let go, and the window is bound to it"
+    mw.close()
+    gc.collect()
+    assert [memory() for memory in memories] == [None, None]
+    for pair in pairs:
+        for qp in pair:
+            qp.close()
+    for cq in cqs:
+        cq.close()
+    rig.close()
+
+
 @isolated(silent=True)
 def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
     """A window of type 1 is bound anew without an invalidation."""
