@@ -36,15 +36,7 @@ void rp_free(PyObject *self)
 
 PyMODINIT_FUNC PyInit__verbs(void)
 {
-	PyObject *module;
-
-	/* Handles, and who may run in the middle of what, are the process's. */
-	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
-		PyErr_SetString(PyExc_ImportError,
-				"rdmapost works in the main interpreter of a process only");
-		return NULL;
-	}
-	module = rp_cffi_init();
+	PyObject *module = rp_cffi_init();
 
 	if (module &&
 	    (rp_add_handle(module) || rp_add_in_flight(module) ||

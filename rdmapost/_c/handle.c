@@ -1189,6 +1189,12 @@ static PyType_Slot handle_slots[] = {
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
+	/* Handles are the process's.  Newer Pythons run the module's own init in the main interpreter. */
+	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
+		PyErr_SetString(PyExc_ImportError,
+				"rdmapost works in the main interpreter of a process only");
+		return NULL;
+	}
 	if (python.open) {
 		PyErr_SetString(PyExc_ImportError,
 				"rdmapost can be imported once in a process; it has been, and its "
