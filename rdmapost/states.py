@@ -124,6 +124,10 @@ RANGES: dict[str, tuple[int, int]] = {
 """What a field can be on any device, both ends included."""
 
 
+def _names(mask: int) -> str:
+    return ", ".join(name for name, bit in FIELDS.items() if bit & mask)
+
+
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     """Say why a step cannot be made with these attributes, or None.
 
@@ -143,9 +147,8 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
         )
     lacking = required & ~mask
     if lacking:
-        names = ", ".join(name for name, bit in FIELDS.items() if bit & lacking)
         return (
-            f"{state.name} to {to.name} also needs {names} on {qp_type.name} queue pairs "
+            f"{state.name} to {to.name} also needs {_names(lacking)} on {qp_type.name} queue pairs "
             "(ibv_modify_qp(3))"
         )
     return None
@@ -166,5 +169,4 @@ def unchangeable_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     wrong = mask & ~(required | OPTIONAL[qp_type].get((state, to), _NONE) | M.STATE)
     if not wrong:
         return None
-    names = ", ".join(name for name, bit in FIELDS.items() if bit & wrong)
-    return f"{names} cannot be changed from {state.name} to {to.name} (ibv_modify_qp(3))"
+    return f"{_names(wrong)} cannot be changed from {state.name} to {to.name} (ibv_modify_qp(3))"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import gc
 import os
 import pickle
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -113,15 +115,21 @@ def test_plan_can_be_changed_by_its_methods_alone() -> None:
         assert context.faults is plan
 
 
-def refused_of(posts: int, plans: list[tuple[int, int]], *, clear: bool = False) -> list[int]:
-    """Post so many writes under a plan of errnos and numbers; return the errno of each, or 0."""
+@contextlib.contextmanager
+def writing() -> Iterator[tuple[rp.Context, rp.CQ, rp.QP, rp.RdmaWrite]]:
+    """Yield a device, and a queue pair connected to itself with a write to post to it."""
     access = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
     with (
         rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq,
         rp.MR(pd, 64, access) as mr, rp.QP(pd, QPType.RC, cq) as qp,
     ):  # fmt: skip
         qp.connect(qp.endpoint())
-        write = rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey)
+        yield context, cq, qp, rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey)
+
+
+def refused_of(posts: int, plans: list[tuple[int, int]], *, clear: bool = False) -> list[int]:
+    """Post so many writes under a plan of errnos and numbers; return the errno of each, or 0."""
+    with writing() as (context, cq, qp, write):
         for code, after in plans:
             context.faults.fail_post(code, after=after)
         if clear:
@@ -156,13 +164,7 @@ def test_plan_that_is_cleared_refuses_nothing() -> None:
 
 
 def test_posts_are_counted_from_the_first_plan() -> None:
-    access = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
-    with (
-        rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq,
-        rp.MR(pd, 64, access) as mr, rp.QP(pd, QPType.RC, cq) as qp,
-    ):  # fmt: skip
-        qp.connect(qp.endpoint())
-        write = rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey)
+    with writing() as (context, cq, qp, write):
         for _ in range(2):
             qp.post_send(write)
             context.faults.fail_post(errno.EIO, after=1)

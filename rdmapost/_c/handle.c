@@ -1006,6 +1006,15 @@ static struct rp_handle *next_put_off(struct rp_thread *me, char *who)
 	return h;
 }
 
+static size_t count_put_off(const struct rp_thread *me)
+{
+	size_t count = 0;
+
+	for (const struct rp_handle *h = me->first_put_off; h; h = h->next)
+		count++;
+	return count;
+}
+
 /*
  * Close what this thread was to close while it was in a verb.  What is in use by one that comes
  * later is tried again after that.
@@ -1015,20 +1024,17 @@ void rp_close_put_off(void)
 	struct error error = save_error();
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
-	size_t in_use = 0, others;
+	size_t in_use = 0; /* that were refused since the last that was closed */
 	char who;
 
 	me->draining = 1;
 	while ((h = next_put_off(me, &who))) {
-		others = 0;
-		for (struct rp_handle *other = me->first_put_off; other; other = other->next)
-			others++;
 		if (who == BY_FINALIZER) {
 			close_abandoned(h);
 			in_use = 0;
 		} else if (is_done(h) || !close_insistently(h)) {
 			in_use = 0;
-		} else if (is_busy(h) && in_use <= others) {
+		} else if (is_busy(h) && in_use <= count_put_off(me)) {
 			PyErr_Clear();
 			put_off(h, BY_CALLER);
 			in_use++;
@@ -1183,8 +1189,8 @@ static PyType_Slot handle_slots[] = {
 /* ---- for Python ----------------------------------------------------------- */
 
 /*
- * describe_handles(ClosedError, RdmaError, InUseError, failed, ffi, to_number, open, type_of, structs), held for
- * ever
+ * describe_handles(ClosedError, RdmaError, InUseError, failed, ffi, to_number, open, type_of,
+ * structs), held for ever
  */
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
