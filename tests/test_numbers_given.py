@@ -149,7 +149,9 @@ def test_connected_queue_pair_is_not_connected_to_another_peer(connect, pd, cq):
 
 @pytest.mark.parametrize("was_connected", [False, True])
 def test_failed_queue_pair_is_not_connected_but_reset_first(connect, pd, cq, was_connected):
-    pair = connect() if was_connected else connect(to=QPState.RESET)
+    pair = connect(to=QPState.RTS if was_connected else QPState.RESET)
+    if not was_connected:
+        pair.a.to_init()  # rxe takes no queue pair from RESET to ERR
     pair.a.to_err()
     with rp.QP(pd, QPType.RC, cq) as other:
         with pytest.raises(
