@@ -431,6 +431,11 @@ def no_address_handle(r: Refusal) -> str:
 
 
 @_rule
+def no_qp_number(r: Refusal) -> str:
+    return f"remote_qpn={r.a:#x} is not a QP number, which has 24 bits"
+
+
+@_rule
 def foreign_resource(r: Refusal) -> str:
     return f"{r.value} belongs to another PD than the queue pair"
 

@@ -559,6 +559,10 @@ CASES = [
            "a UD work request needs an address handle (ah=...)",
            lambda s, op=op: [s.valid(op, UD)], where="both")
       for op in (Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO)),
+    *(Case("no_qp_number", UD, lambda s, op=op, qpn=qpn: s.valid(op, UD, remote_qpn=qpn),
+           f"remote_qpn={qpn:#x} is not a QP number, which has 24 bits",
+           lambda s, op=op: [s.valid(op, UD, remote_qpn=0xFFFFFE)])
+      for op in (Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO) for qpn in (1 << 24, U32)),
     # Drivers read it from every work request of a UD queue pair, whatever the opcode.
     *(Case("no_address_handle", UD, lambda s, op=op: s.valid(op),
            "a UD work request needs an address handle (ah=...)", where="unchecked")
@@ -959,6 +963,30 @@ def test_prepared_atomic_stays_aligned(soft, unchecked, kind):
     item.remote_addr = 12
     [write] = soft.qp().prepare(rp.RdmaWrite(soft.mr[:8]))
     write.remote_addr = 12
+
+
+@provokes("no_qp_number")
+@pytest.mark.parametrize("opcode", [Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO])
+def test_prepared_datagram_keeps_a_qp_number(soft, unchecked, opcode):
+    [item] = soft.qp(UD).prepare(soft.valid(opcode, UD))
+    for qpn in (1 << 24, U32):
+        with pytest.raises(ValueError, match=f"^remote_qpn={qpn:#x} is not a QP number"):
+            item.remote_qpn = qpn
+    item.remote_qpn = 0xFFFFFE
+    assert item.remote_qpn == 0xFFFFFE
+    [item] = unchecked.qp(UD).prepare(unchecked.valid(opcode, UD))
+    item.remote_qpn = 1 << 24
+    [send] = soft.qp().prepare(rp.Send(soft.mr[:8]))
+    send.remote_qpn = 1 << 24  # ignored where the QP is connected
+
+
+@provokes("mss")
+def test_prepared_tso_keeps_a_maximum_segment_size(soft):
+    [item] = soft.qp(UD).prepare(soft.valid(Opcode.TSO, UD))
+    before = item.mss
+    with pytest.raises(ValueError, match=r"^mss=0 is not in 1\.\.65535$"):
+        item.mss = 0
+    assert item.mss == before
 
 
 # ---- windows of type 1, which have a call of their own -------------------------------

@@ -249,4 +249,8 @@ static inline PyObject *rp_name_held(PyObject *held, const struct rp_handle *in_
 /* Name what a work request holds, and check it; the queue's lock is held.  Whether it may be posted. */
 int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r);
 
+/* The rule that a number for a field of a posted work request breaks by itself, or NULL. */
+const char *rp_rule_of_number(const struct queue *q, const struct kind *kind,
+			      const struct field *field, uint64_t number);
+
 #endif

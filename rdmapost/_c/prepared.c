@@ -512,10 +512,15 @@ static int refuse_value(struct prepared *p, const struct request *r, const struc
 	return -1;
 }
 
-/* Read what is no int that fits for a work request of a list; 0, or -1 with an exception. */
-static int read_value(struct prepared *p, const struct request *r, PyObject *name, PyObject *value,
-		      uint64_t most, int aligned, uint64_t *number)
+/*
+ * Read a number for a field of a work request, or with no field for its wr_id, and say what is
+ * wrong with it; 0, or -1 with an exception.
+ */
+static int read_value(struct prepared *p, const struct request *r, const struct field *field,
+		      PyObject *value, uint64_t *number)
 {
+	PyObject *name = field ? field->slot.name : r->kind->wr_id.name;
+	const char *broken;
 	struct post post;
 	int read;
 
@@ -527,9 +532,10 @@ static int read_value(struct prepared *p, const struct request *r, PyObject *nam
 	if (!is_open(p))
 		return -1;
 	post.refusal = (struct refusal){ .rule = NULL };
-	read = rp_read_number(&post, name, value, most, number);
-	if (read > 0 && aligned && *number % 8)
-		read = rp_refuse(&post, "misaligned", *number);
+	read = rp_read_number(&post, name, value, field ? field->most : UINT64_MAX, number);
+	broken = read > 0 && field ? rp_rule_of_number(p->queue, r->kind, field, *number) : NULL;
+	if (broken)
+		read = rp_refuse(&post, broken, *number);
 	if (!read)
 		refuse_value(p, r, &post.refusal);
 	Py_XDECREF(post.refusal.owned);
@@ -584,7 +590,7 @@ static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 	if (!p)
 		return refuse_change(p, "wr_id");
 	r = &p->post.requests[item->index];
-	if (read_value(p, r, r->kind->wr_id.name, value, UINT64_MAX, 0, &number))
+	if (read_value(p, r, NULL, value, &number))
 		return -1;
 	wr_id = PyLong_FromUnsignedLongLong(number);
 	if (!wr_id)
@@ -795,7 +801,6 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 	const struct request *r;
 	struct prepared *p;
 	uint64_t number;
-	int aligned;
 	void *at;
 
 	field = place((struct number *)self, object, &at);
@@ -803,11 +808,10 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 		return -1;
 	p = ((struct item *)object)->list;
 	r = &p->post.requests[((struct item *)object)->index];
-	aligned = r->kind->atomic && p->queue->checked &&
-		  field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr);
-	if ((!value || !RP_LOAD(&p->sent) || !rp_is_here(p->owner) || aligned ||
-	     !rp_read_int(value, field->most, &number)) &&
-	    read_value(p, r, field->slot.name, value, field->most, aligned, &number))
+	if ((!value || !RP_LOAD(&p->sent) || !rp_is_here(p->owner) ||
+	     !rp_read_int(value, field->most, &number) ||
+	     rp_rule_of_number(p->queue, r->kind, field, number)) &&
+	    read_value(p, r, field, value, &number))
 		return -1;
 	rp_put_number(field, at, number);
 	return 0;

@@ -129,22 +129,41 @@ static int check_writable(struct post *post, const struct request *r)
 
 /* ---- sends --------------------------------------------------------------- */
 
-static int check_atomic(struct post *post, const struct request *r)
+#define MISALIGNED(number) ((number) % 8)
+#define NO_QP_NUMBER(number) ((number) >> 24) /* a header has 24 bits for it */
+
+const char *rp_rule_of_number(const struct queue *q, const struct kind *kind,
+			      const struct field *field, uint64_t number)
 {
-	if (r->num_sge != 1 || rp_sges(post, r)->length != 8)
-		return rp_refuse(post, "atomic_sge", 0);
-	if (send_wr(post, r)->wr.atomic.remote_addr % 8)
-		return rp_refuse(post, "misaligned", send_wr(post, r)->wr.atomic.remote_addr);
-	return 1;
+	if (!q->checked || q->verb != SEND)
+		return NULL;
+	if (kind->atomic && field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr))
+		return MISALIGNED(number) ? "misaligned" : NULL;
+	if (kind->opcode == IBV_WR_TSO && field->at == offsetof(struct ibv_send_wr, tso.mss))
+		return number ? NULL : "mss";
+	if (q->datagram && field->at == offsetof(struct ibv_send_wr, wr.ud.remote_qpn))
+		return NO_QP_NUMBER(number) ? "no_qp_number" : NULL;
+	return NULL;
 }
 
-static int check_ah(const struct queue *q, struct post *post, const struct request *r)
+static int check_atomic(struct post *post, const struct request *r)
 {
+	uint64_t remote_addr = send_wr(post, r)->wr.atomic.remote_addr;
+
+	if (r->num_sge != 1 || rp_sges(post, r)->length != 8)
+		return rp_refuse(post, "atomic_sge", 0);
+	return !MISALIGNED(remote_addr) || rp_refuse(post, "misaligned", remote_addr);
+}
+
+static int check_datagram(const struct queue *q, struct post *post, const struct request *r)
+{
+	uint32_t qpn = send_wr(post, r)->wr.ud.remote_qpn;
+
 	if (!r->ah)
 		return rp_refuse(post, "no_address_handle", 0);
 	if (((struct ibv_ah *)r->ah->address)->pd != q->pd)
 		return no_because_of(post, "foreign_resource", r->ah);
-	return 1;
+	return !NO_QP_NUMBER(qpn) || rp_refuse(post, "no_qp_number", qpn);
 }
 
 static int check_bind(const struct queue *q, struct post *post, const struct request *r)
@@ -215,7 +234,7 @@ static int check_send(const struct queue *q, struct post *post, const struct req
 		return 0;
 	if (r->kind->atomic && !check_atomic(post, r))
 		return 0;
-	if (q->datagram && !check_ah(q, post, r))
+	if (q->datagram && !check_datagram(q, post, r))
 		return 0;
 	return r->kind->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
 }
