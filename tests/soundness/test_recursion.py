@@ -31,12 +31,17 @@ def depths() -> range:
     return range(LIMIT - own - 100, LIMIT - own)
 
 
+def called(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a function of Python's: newer Pythons do not count C's towards the limit."""
+    return lambda: method()
+
+
 POSTS: dict[str, Callable[[Any], Callable[[], object]]] = {
     "send": lambda rig: lambda: rig.a.post_send(rig.write(1)),
     "list": lambda rig: lambda: rig.a.post_send([rig.write(1), rig.write(2)]),
     "generator": lambda rig: lambda: rig.a.post_send(rig.write(n) for n in (1, 2)),
     "inline": lambda rig: lambda: rig.a.post_send(rig.write(1, send_flags=INLINE)),
-    "prepared": lambda rig: rig.a.prepare([rig.write(1), rig.write(2)]).post,
+    "prepared": lambda rig: called(rig.a.prepare([rig.write(1), rig.write(2)]).post),
     "bind": lambda rig: (
         lambda: rig.a.bind_mw(rig.more[0], rig.mr, rig.mr.addr, 8, rp.Access.REMOTE_READ)
     ),
