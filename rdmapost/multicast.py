@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 
 from ._arguments import within
 from .device import GID
@@ -13,17 +14,20 @@ from .steps import Steps
 
 __all__ = ["Multicast"]
 
+_numbers = itertools.count()
+
 
 class Multicast(Steps):
     """What a queue pair has for multicast."""
 
     __slots__ = ("_groups",)
 
-    _groups: dict[tuple[GID, int], bool]
-    """All that it ever was attached to, and whether it still is: for words, and to leave them.
+    _groups: dict[int, tuple[tuple[GID, int], bool | None]]
+    """The groups that it is or may be attached to, by the number of the call that attached it.
 
-    Between a verb and the note of it another thread may have done the opposite.  So
-    only the device knows what it is attached to, and no group is ever taken out.
+    The second item is True once the call has returned, False where it was interrupted, and None
+    while it runs.  Between a verb and the note of it another thread may do the opposite, so a call
+    takes out only what had come to an end before its verb began: the verb came after those.
     """
 
     def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
@@ -49,14 +53,22 @@ class Multicast(Steps):
         See ibv_attach_mcast(3).
         """
         group = self._group(gid, lid)
+        before = self._noted(group)
+        number = next(_numbers)
         # Before the call, which an interrupt may end.
-        self._groups.setdefault(group, False)
+        self._groups[number] = group, None
         try:
             self._verb(self.pd.context._provider.attach_mcast, *group)
-        except VerbsError as error:
-            error.hint = error.hint or self._why_not_attached(error.errno)
+        except RdmaError as error:
+            self._groups.pop(number, None)
+            if isinstance(error, VerbsError):
+                error.hint = error.hint or self._why_not_attached(error.errno)
             raise
-        self._groups[group] = True
+        except BaseException:
+            self._groups[number] = group, False
+            raise
+        self._groups[number] = group, True
+        self._take_out(before)
 
     def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
         """Receive no more of what is sent to a multicast group.
@@ -75,23 +87,32 @@ class Multicast(Steps):
         try:
             self._detach(*group)
         except VerbsError:
-            if self._groups.get(group):
+            attached = {noted for noted, on in self._groups.copy().values() if on}
+            if group in attached:
                 raise
-            attached = ", ".join(
-                sorted(f"{gid} (lid {lid})" for (gid, lid), on in self._groups.copy().items() if on)
-            )
+            named = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in attached))
             raise RdmaError(
                 f"{self} is not attached to {group[0]} (lid {lid}), but to "
-                f"{attached or 'no multicast group'}"
+                f"{named or 'no multicast group'}"
             ) from None
 
     def _detach(self, gid: GID, lid: int) -> None:
+        before = self._noted((gid, lid))
         self._verb(self.pd.context._provider.detach_mcast, gid, lid)
-        self._groups[gid, lid] = False
+        self._take_out(before)
+
+    def _noted(self, group: tuple[GID, int]) -> list[int]:
+        """Return the numbers of the calls that have attached it to a group, and have ended."""
+        notes = self._groups.copy().items()
+        return [number for number, (noted, on) in notes if on is not None and noted == group]
+
+    def _take_out(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._groups.pop(number, None)
 
     def _leave_groups(self) -> None:
         """Detach from every group: a queue pair that is attached cannot be destroyed."""
-        for group in self._groups.copy():
+        for group in {noted for noted, _ in self._groups.copy().values()}:
             # Where it is not attached; else the destruction says why not.
             with contextlib.suppress(VerbsError):
                 self._detach(*group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 from decimal import Decimal
 from fractions import Fraction
@@ -259,3 +261,23 @@ def test_closed_queue_pair(pd, cq, call, group):
     qp.close()
     with pytest.raises(rp.ClosedError, match="is closed"):
         getattr(qp, call)(group)
+
+
+def test_groups_that_were_left_take_no_memory(connect, group):
+    """Of a queue pair that attaches to ever other groups, or again and again to one."""
+    qp = connect(QPType.UD).a
+    others = [rp.GID(bytes(group)[:14] + number.to_bytes(2)) for number in range(1, 401)]
+
+    def attach_and_detach(groups):
+        for other in groups:
+            qp.attach_mcast(other)
+            qp.attach_mcast(other)
+            qp.detach_mcast(other)
+
+    attach_and_detach(others[:100])
+    gc.collect()
+    before = sys.getallocatedblocks()
+    attach_and_detach(others[100:])
+    gc.collect()
+    left = sys.getallocatedblocks() - before
+    assert left < 100, f"{left} blocks for 300 groups"

@@ -274,13 +274,43 @@ static PyObject *wrs_of(const struct post *post)
 	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->one);
 }
 
-/* It raises, whatever comes: always NULL. */
-static PyObject *raised(PyObject *done, PyObject *wrs)
+/*
+ * Add how many were posted, or -1 if nobody knows, to an exception that was raised in place of the
+ * PostError: a RecursionError, or a signal handler's.  Calls no function: there may be no stack left.
+ */
+static void tell_posted(long long posted, Py_ssize_t count)
+{
+	PyObject *error = rp_take_exception(), *notes, *text, *number;
+
+	number = posted < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(posted);
+	text = posted < 0 ? PyUnicode_FromFormat("some of %zd work requests may have been posted", count) :
+			    PyUnicode_FromFormat("%lld of %zd work requests were posted", posted,
+					 count);
+	notes = PyObject_GetAttrString(error, "__notes__");
+	PyErr_Clear();
+	if (!notes)
+		notes = PyList_New(0);
+	if (number && text && notes && !PyObject_HasAttrString(error, "posted")) {
+		PyObject_SetAttrString(error, "posted", number);
+		if (PyList_Check(notes) && !PyList_Append(notes, text))
+			PyObject_SetAttrString(error, "__notes__", notes);
+	}
+	PyErr_Clear();
+	Py_XDECREF(notes);
+	Py_XDECREF(text);
+	Py_XDECREF(number);
+	rp_raise(error);
+}
+
+/* Raise, whatever comes, after a post of so many (-1: nobody knows): always NULL. */
+static PyObject *raised(PyObject *done, PyObject *wrs, long long posted)
 {
 	Py_XDECREF(done);
-	Py_XDECREF(wrs);
 	if (!PyErr_Occurred())
 		PyErr_SetString(PyExc_SystemError, "nothing was raised");
+	if (posted)
+		tell_posted(posted, wrs ? PyTuple_Size(wrs) : 1);
+	Py_XDECREF(wrs);
 	return NULL;
 }
 
@@ -293,13 +323,13 @@ PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *w
 		(Py_ssize_t)index, posted, why->rule, why->name ? why->name : Py_None,
 		why->value ? why->value : Py_None, (unsigned long long)why->a,
 		(unsigned long long)why->b, (unsigned long long)why->sge.addr, why->sge.length,
-		why->sge.lkey), wrs);
+		why->sge.lkey), wrs, posted < 0 ? 0 : posted);
 }
 
 PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 {
 	return raised(PyObject_CallMethod((PyObject *)q, "_list_closed", "n",
-					  (Py_ssize_t)post->count), NULL);
+					  (Py_ssize_t)post->count), NULL, 0);
 }
 
 /*
@@ -376,7 +406,8 @@ static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, PyObjec
 {
 	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
 							(PyObject *)owner, wrs, outcome.code,
-							(long long)outcome.posted), wrs);
+							(long long)outcome.posted), wrs,
+		      outcome.posted);
 }
 
 /* Check and record; how many, or -1 with an exception. */

@@ -212,6 +212,13 @@ static int send(struct errand *errand)
 	return sent;
 }
 
+/* Whether stack or memory ran out. */
+static int is_lack_of_room(PyObject *exception)
+{
+	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
+	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError);
+}
+
 long rp_soft_step(PyObject *call)
 {
 	struct errand errand = { .call = call };
@@ -222,7 +229,8 @@ long rp_soft_step(PyObject *call)
 	first = errand.result ? NULL : rp_take_exception();
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
-	if (errand.failed)
+	/* On another thread it had stack or memory enough and has succeeded: not the caller's concern. */
+	if (errand.failed || (first && !doomed && is_lack_of_room(first)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
 	said = errand.starved ? -1 : 0;

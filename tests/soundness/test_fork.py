@@ -24,6 +24,9 @@ from rdmapost import QPType
 from rdmapost._binding import ffi
 from rdmapost._resource import Resource
 
+PACKAGE = f"{os.path.dirname(rp.__file__)}/"
+"""Where its files are; the tests may be in a checkout of the same name."""
+
 
 def ended(pid: int, seconds: float = LIMIT) -> int:
     """Wait for a child, and return its exit status; one that hangs is killed, and is -9."""
@@ -426,7 +429,7 @@ def test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is(verb
         assert [wc.wr_id for wc in rig.found] == [5]
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, handler=fork, most=40, within="/rdmapost/")
+    interrupt_at_each_moment(make, act, check, handler=fork, most=40, within=PACKAGE)
     os.close(writing)
     with os.fdopen(reading) as said:
         wrong = said.read()
