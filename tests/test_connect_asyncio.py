@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import threading
+import warnings
 
 import pytest
 from ports import HOST, free_port, heard, impostor
@@ -155,3 +158,93 @@ def test_asyncio_dialling_what_is_no_server(
 def test_asyncio_dialling_nothing(context: rp.Context) -> None:
     with pytest.raises(connect.ConnectError, match="refused the connection"):
         asyncio.run(connect.adial(context, HOST, free_port()))
+
+
+# ---- another event loop -------------------------------------------------------------
+
+
+async def _call(peer: connect.AsyncConnection, method: str) -> object:
+    return await getattr(peer, method)()
+
+
+@pytest.mark.parametrize("method", ["report", "look", "close"])
+def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, method: str) -> None:
+    """It says so, and works on in its own."""
+
+    async def main() -> None:
+        async with (
+            await connect.aserve(context, port=0) as server,
+            await connect.adial(context, *server.address[:2]) as peer,
+        ):
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                await asyncio.to_thread(asyncio.run, asyncio.wait_for(_call(peer, method), 5))
+            assert (await peer.look(0, 1)).data == b"\0"
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
+@pytest.mark.parametrize("method", ["report", "look", "close"])
+def test_asyncio_connection_outlives_its_event_loop_only_to_be_closed(
+    context: rp.Context, method: str
+) -> None:
+    left = threading.Event()
+
+    def tell(event: connect.Event) -> None:
+        if isinstance(event, connect.Left):
+            left.set()
+
+    with connect.serve(context, port=0, on_event=tell) as server:
+        peer = asyncio.run(connect.adial(context, *server.address[:2]))
+        with pytest.raises(RuntimeError, match="belongs to an event loop that is closed"):
+            asyncio.run(asyncio.wait_for(_call(peer, method), 5))
+        assert peer.qp.closed == (method == "close")
+        if method != "close":
+            with pytest.raises(RuntimeError, match="is closed"):
+                asyncio.run(peer.close())
+        # The server is not left in the belief that the client is there.
+        assert left.wait(LIMIT)
+        assert peer.qp.closed
+        assert peer.closed
+        asyncio.run(peer.close())
+        del peer
+        gc.collect()
+
+
+def test_asyncio_server_can_be_closed_in_another_event_loop(context: rp.Context) -> None:
+    server = asyncio.run(connect.aserve(context, port=0))
+    asyncio.run(server.close())
+
+    async def main() -> None:
+        server = await connect.aserve(context, port=0)
+        await asyncio.to_thread(asyncio.run, server.close())
+        with pytest.raises(connect.ConnectError):
+            await connect.adial(context, *server.address[:2])
+
+    asyncio.run(main(), debug=True)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, steps: int) -> None:
+    """After any number of the event loop's steps; a listener left to the collector warns."""
+    port = free_port()
+    threads = threading.active_count()
+
+    async def main() -> None:
+        task = asyncio.create_task(connect.aserve(context, port=port))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        (server,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(server, connect.AsyncServer):
+            await server.close()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        gc.collect()
+    assert [str(one.message) for one in warned] == []
+    assert threading.active_count() == threads
+    # With another socket there this would fail: it does not set SO_REUSEPORT.
+    with socket.create_server((HOST, port)):
+        pass

@@ -145,6 +145,18 @@ def test_example(example: Block, names: dict[str, Any]) -> None:
         assert printed == example.output
 
 
+def test_examples_of_the_readme_run_one_after_another(names: dict[str, Any]) -> None:
+    """One leaves nothing behind that the next stumbles over."""
+    for example in EXAMPLES:
+        if example.document == "README.md" and "import rdmapost as rp\n" not in example.text:
+            text = example.text.replace(HOST, f'"127.0.0.1", {free_port()}')
+            code = compile("\n" * (example.line - 1) + text, str(ROOT / "README.md"), "exec")
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(code, names)
+            if example.output is not None:
+                assert out.getvalue() == example.output
+
+
 def test_the_names_are_those_of_the_first_example(names: dict[str, Any]) -> None:
     """What the others go on with is what the first one makes, in the same way."""
     first = EXAMPLES[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -118,7 +119,37 @@ async def aserve(
         context, exposure, token=token, max_clients=max_clients, timeout=timeout,
         idle_timeout=idle_timeout, on_event=None if on_event is None else tell,
     )  # fmt: skip
-    return AsyncServer(reception, await asyncio.to_thread(open_listener, host, port))
+    opening = _Opening(host, port)
+    try:
+        await asyncio.to_thread(opening.run)
+    except BaseException:
+        opening.give_up()
+        raise
+    return AsyncServer(reception, opening.listener)
+
+
+class _Opening:
+    """Opens a listener in a thread; one that nobody waits for any more is closed."""
+
+    listener: socket.socket
+
+    def __init__(self, host: str, port: int) -> None:
+        self._where = host, port
+        self._lock = threading.Lock()
+        self._given_up = False
+
+    def run(self) -> None:
+        listener = open_listener(*self._where)
+        with self._lock:
+            self.listener = listener
+            if self._given_up:
+                listener.close()
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            if hasattr(self, "listener"):
+                self.listener.close()
 
 
 class AsyncServer(Serving, _ClosedAtTheEnd):
@@ -152,7 +183,12 @@ class AsyncServer(Serving, _ClosedAtTheEnd):
         if self._threads.pid != os.getpid():
             return
         await asyncio.to_thread(self._end)
-        self._life.cancel()
+        if self._loop is asyncio.get_running_loop():
+            self._life.cancel()
+        else:
+            # A loop that is closed needs nothing.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._life.cancel)
 
 
 # ---- the client -------------------------------------------------------------------
@@ -212,7 +248,8 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
     A question (report, look) that is cancelled, by asyncio.timeout() for instance,
     leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
-    event loop; await ``cq.completions`` there.
+    event loop; await ``cq.completions`` there.  It belongs to the event loop that
+    ``adial`` ran in: elsewhere report, look and close raise RuntimeError.
 
     One that is dropped without close() gives everything back, with a ResourceWarning.
     """
@@ -249,6 +286,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
     async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         self._refuse_inherited()
+        self._refuse_elsewhere()
         async with self._turn:
             if self._writer is None or (self._closing.done() and not isinstance(message, Bye)):
                 raise ConnectError("the connection is closed", "lost")
@@ -259,6 +297,23 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
                 if not self._closing.done() or isinstance(message, Bye):
                     self._hang_up()
                 raise
+
+    def _refuse_elsewhere(self) -> None:
+        """Raise RuntimeError in another event loop than that of ``adial``."""
+        loop = self._closing.get_loop()
+        if loop.is_closed():
+            raise RuntimeError(
+                f"{self._named} belongs to an event loop that is closed: it has ended with it"
+            )
+        if loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"{self._named} belongs to another event loop: use it in the one that adial() "
+                "ran in (asyncio.run_coroutine_threadsafe)"
+            )
+
+    @property
+    def _named(self) -> str:
+        return f"the connection to {self._where}" if self._where else "the connection"
 
     async def _exchange(
         self, writer: asyncio.StreamWriter, message: Message, more_time: float
@@ -318,6 +373,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as there.
+            RuntimeError: it belongs to another event loop, or its event loop is closed.
         """
         question, wait = self._ask_report(index, timeout)
         return self._as_arrival(await self._ask(question, wait + MARGIN_S))
@@ -333,6 +389,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as there.
+            RuntimeError: it belongs to another event loop, or its event loop is closed.
         """
         seen = await self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -367,9 +424,21 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
         Raises:
             VerbsError: the device refused.
+            RuntimeError: it belongs to another event loop, and nothing is done; or its
+                event loop was closed before it, and everything is given back, without a
+                word to the server.
         """
         if self._pid != os.getpid():
             return
+        if self._writer is not None:
+            try:
+                self._refuse_elsewhere()
+            except RuntimeError:
+                if self._closing.get_loop().is_closed():
+                    self._where = ""
+                    self._break_off()
+                    self._give_back()
+                raise
         self._where = ""
         if not self._closing.done():
             self._closing.set_result(None)
@@ -387,6 +456,13 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             with suppress(RuntimeError):
                 loop = self._closing.get_loop()
                 loop.call_soon_threadsafe(_close, self._writer, self._reading)
+
+    def _break_off(self) -> None:
+        """Shut the TCP connection down where no event loop can close it."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self) -> None:
         writer, self._writer = self._writer, None

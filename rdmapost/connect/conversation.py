@@ -10,8 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator
 
 from .._arguments import counted, expect, time_limit, within
 from ..channel import CompChannel
@@ -23,6 +22,7 @@ from .exposure import Exposure, ServedClient
 from .fabric import fabric_of, why_apart
 from .messages import (
     MAX_TOKEN,
+    Arrival,
     Bye,
     Error,
     Hello,
@@ -42,7 +42,6 @@ _log = logging.getLogger("rdmapost.connect")
 
 HELLO_S = 5.0
 """What a hello may take at most, however long the other steps may."""
-_LAST_ROUNDS = 16
 _MAX_CLIENTS = 1 << 16
 
 
@@ -344,7 +343,15 @@ class Conversation:
 
     def _take(self, client: ServedClient) -> None:
         """Tell the owner what has arrived."""
-        for arrival in client.take():
+        arrivals = client.take()
+        try:
+            # First, so that the client does not wait for the owner.
+            client.repost()
+        finally:
+            self._tell(client, arrivals)
+
+    def _tell(self, client: ServedClient, arrivals: Iterable[Arrival]) -> None:
+        for arrival in arrivals:
             self._heard = time.monotonic()
             self._reception.tell(Arrived(client.number, arrival))
 
@@ -373,14 +380,14 @@ class Conversation:
         client, self._client, self._looking = self._client, None, None
         if client is None:
             return
-        # What nobody has asked for; a client that goes on sending is not waited for.
-        with suppress(RdmaError):
-            for _ in range(_LAST_ROUNDS):
-                self._take(client)
-                if not client.more:
-                    break
-        changed, reason = self._changed(client), self._reason or "the server closed it"
+        changed, reason = None, self._reason or "the server closed it"
         self._reason = ""
+        try:
+            # Nothing arrives after this, and nothing in the memory changes.
+            self._tell(client, client.stop())
+            changed = self._changed(client)
+        except Exception:
+            _log.exception("client %d: what it has done last is not known", client.number)
         try:
             self._reception.dismiss(client)
         except RdmaError as error:

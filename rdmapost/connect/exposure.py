@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import mmap
 import secrets
+import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from .._together import ResourceStack
 from ..channel import CompChannel
 from ..completion import CQ, WC
 from ..device import Context
-from ..enums import Access, QPType, WCOpcode, WCStatus
+from ..enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ..errors import RdmaError
 from ..grh import GRH_BYTES
 from ..memory import MR, PD
@@ -39,6 +41,8 @@ _KEPT = 1024
 """Arrivals of a client that can still be asked for."""
 _ROUND = 64
 """Completions taken at once, so that a flood of them does not keep everything else waiting."""
+_FLUSH_S = 1.0
+"""What a device may take to flush the receives of a queue pair in ERR."""
 _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
@@ -110,6 +114,7 @@ class ServedClient:
         self.more = False
         self._kept: deque[Arrival] = deque(maxlen=_KEPT)
         self._failed: WCStatus | None = None
+        self._free: list[int] = []
         self._stack = ResourceStack()
         with self._stack.closed_on_error() as stack:
             pd = stack.add(PD(context))
@@ -174,7 +179,7 @@ class ServedClient:
         return RecvWR(sges, wr_id=slot)
 
     def take(self) -> list[Arrival]:
-        """Return what has arrived since the last call, and post the receives again.
+        """Return what has arrived since the last call.
 
         Raises:
             RdmaError: the device failed.
@@ -185,10 +190,56 @@ class ServedClient:
         self._cq.req_notify()
         wcs = self._cq.poll(_ROUND)
         self.more = len(wcs) == _ROUND
+        return self._arrivals(wcs)
+
+    def repost(self) -> None:
+        """Post again the receives that ``take`` has emptied.
+
+        Raises:
+            RdmaError: the device failed.
+        """
+        free, self._free = self._free, []
+        if free:
+            self.qp.post_recv([self._receive(slot) for slot in free])
+
+    def stop(self) -> list[Arrival]:
+        """Accept nothing more from the client, and return what arrived before and was not taken.
+
+        Never raises: where the device fails, it returns what the CQ still holds.
+        """
+        found: list[Arrival] = []
+        flushed = False
+        with suppress(RdmaError):
+            # Flushes are news only if the queue pair has failed by itself.
+            failed = self.qp.state is QPState.ERR
+            self.qp.to_err()
+            # Receives complete in order: the messages, then the flushes.
+            deadline = time.monotonic() + _FLUSH_S
+            while not flushed:
+                self._cq.req_notify()
+                wcs = self._cq.poll(_ROUND)
+                found += self._arrivals(
+                    wc for wc in wcs if failed or wc.status is not WCStatus.WR_FLUSH_ERR
+                )
+                flushed = not self.qp.outstanding.recv
+                if not flushed and not wcs:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        break
+                    self.channel.get_cq_event(left)
+        if not flushed:
+            with suppress(RdmaError):
+                self.qp.close()
+            with suppress(RdmaError):
+                while wcs := self._cq.poll(_ROUND):
+                    found += self._arrivals(wc for wc in wcs if not wc.status)
+        return found
+
+    def _arrivals(self, wcs: Iterable[WC]) -> list[Arrival]:
         found = []
         for wc in wcs:
-            if self._failed is not None or (not wc.status and not _received(wc)):
-                # The rest of a queue that has failed says nothing new.
+            # After one failure the flushes are not news; sends are the owner's.
+            if not (self._failed is None if wc.status else _received(wc)):
                 continue
             self.arrived += 1
             arrival = self._read(wc)
@@ -197,7 +248,7 @@ class ServedClient:
             if wc.status:
                 self._failed = wc.status
             else:
-                self.qp.post_recv(self._receive(wc.wr_id))
+                self._free.append(wc.wr_id)
         return found
 
     def _read(self, wc: WC) -> Arrival:
