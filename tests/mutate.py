@@ -51,6 +51,9 @@ EQUIVALENT = TESTS / "mutants.txt"
 PROFILE, EXAMPLES = "mutants", 20
 """Of Hypothesis; what only more examples notice by chance is to get a test of its own."""
 
+MOMENTS = "6"
+"""Of each verb, at which test_soft_interrupts.py interrupts it; the same holds."""
+
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.rules": (
         "test_rules.py", "test_flags.py", "test_crashes.py", "test_sizes.py",
@@ -140,8 +143,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
     "rdmapost/_c/soft_verb.c": (
-        "test_soft_interrupts.py", "test_polling.py",
+        "test_soft_handlers.py", "test_soft_interrupts.py", "test_polling.py",
         "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "test_soft_robust.py::test_send_that_lacked_memory_even_to_fail_is_carried_out_later",
+        "test_soft_robust.py::test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another",
+        "test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/soft_journal.c": (
@@ -888,6 +894,7 @@ def main() -> int:
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
 
+    os.environ["RDMAPOST_MOMENTS"] = MOMENTS
     sys.path.insert(0, str(TESTS))
     equivalent = known()
     failed = False

@@ -585,7 +585,8 @@ def poll_when_a_request_is_due(b: Bench) -> Verb:
     near, far = b.pair(timer=20)  # 10 ms
     b.send(near, Opcode.SEND)
     b.receive(far)
-    select.select([b.channel.fd], [], [], 5)
+    for source in (b.channel, *(handles.opened.events for handles in soft_state.contexts.values())):
+        assert select.select([source.fd], [], [], 5)[0]
     return b.poll
 
 
@@ -706,8 +707,8 @@ def run(
 
 
 NEVER = 1 << 40
-ALL_MOMENTS = "RDMAPOST_ALL_MOMENTS" in os.environ
-"""Takes minutes; else a few dozen of each verb's."""
+MOMENTS = float(os.environ.get("RDMAPOST_MOMENTS", "30"))
+"""Of each verb's bytecodes, about so many; "inf" is all, and takes minutes."""
 
 
 def each_moment(
@@ -715,7 +716,7 @@ def each_moment(
 ) -> Iterator[tuple[int, Result]]:
     """Run a verb once for each of its bytecodes, or for some of them from its first to its last."""
     assert moments, "it runs nothing of the soft device"
-    step = 1 if ALL_MOMENTS else max(1, moments // 30)
+    step = max(1, int(moments // MOMENTS))
     for at in sorted({*range(1, moments + 1, step), moments}):
         result = run(setup, at, act)
         assert result.signals == 1, at
@@ -1027,7 +1028,7 @@ def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(oth
 STEP = """
 import os, signal, sys, threading, time
 import rdmapost as rp
-from rdmapost.soft import completion, qp
+from rdmapost.soft import completion, qp, requester
 
 signal.alarm(20)
 context = rp.open_device("soft0")

@@ -106,11 +106,6 @@ void rp_raise_later(PyObject *exception)
 	Py_DECREF(exception);
 }
 
-int rp_soft_raises(void)
-{
-	return PyList_Size(raised) > 0 && gettid() == getpid();
-}
-
 /* ---- steps --------------------------------------------------------------- */
 
 struct errand {
@@ -367,7 +362,7 @@ static PyObject *progress(void)
 	/* Of a control verb's, too: who waits in C may not come to where it is delivered. */
 	if (!PyList_Size(raised))
 		return NULL;
-	first = rp_soft_raises() ? rp_shift(raised) : NULL;
+	first = gettid() == getpid() ? rp_shift(raised) : NULL;
 	rp_deliver_soon();
 	return first;
 }
