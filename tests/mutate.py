@@ -156,13 +156,37 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/lock.c": ("test_reading.py", "test_polling.py"),
     "rdmapost/_c/cq.c": (
-        "test_completions.py", "test_polling.py", "test_polling_failures.py",
-        "test_completion_fields.py", "test_waiting.py", "test_inflight.py",
-        "test_soft_tags.py", "test_events.py",
+        "test_cq_batches.py", "test_completions.py", "test_polling.py", "test_polling_failures.py",
+        "test_completion_fields.py", "test_waiting.py", "test_aio.py", "test_aio_channels.py",
+        "test_async_events.py", "test_soft_tags.py", "test_events.py",
+        "soundness/test_fork.py::"
+        "test_forked_child_that_polls_takes_no_completion_of_its_parent",
+        "soundness/test_fork.py::"
+        "test_child_forked_while_threads_wait_starts_threads_and_ends",
+        "soundness/test_fork.py::"
+        "test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is",
+        "soundness/test_close_races.py::"
+        "test_wait_that_is_released_gives_its_completions_to_none",
+        "soundness/test_finalizers.py::"
+        "test_handler_that_closes_what_its_thread_waits_for_ends_the_wait",
     ),
     "rdmapost/_c/handle.c": (
         "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
-        "test_memory.py", "test_inflight.py", "test_windows.py",
+        "test_windows.py", "soundness/test_exit.py", "soundness/test_fork.py",
+        "soundness/test_windows_hold.py",
+        "soundness/test_finalizers.py::"
+        "test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same",
+        "soundness/test_finalizers.py::test_dropping_everything_near_the_recursion_limit_ends",
+        "soundness/test_finalizers.py::"
+        "test_handler_may_close_in_any_order_what_depends_on_each_other",
+        "soundness/test_finalizers.py::"
+        "test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out",
+        "soundness/test_close_races.py::"
+        "test_closes_that_close_each_other_in_a_ring_of_threads_all_return",
+        "soundness/test_close_races.py::"
+        "test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same",
+        "soundness/test_close_races.py::"
+        "test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it",
     ),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""

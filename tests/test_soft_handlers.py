@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from support import prints
-from test_soft_interrupts import STEP
+from test_soft_interrupts import FORKED, STEP
 
 STRUCK = (
     STEP
@@ -202,21 +202,23 @@ print(len(cq.wait(3)), len(announced.poll()))
     assert said == [f"{raised} 1", "nothing 3", "3 3"]
 
 
-def test_child_of_a_fork_that_has_no_memory_to_begin_anew_does_so_in_its_next_verb():
+@pytest.mark.parametrize("error", ["MemoryError", "ZeroDivisionError"])
+def test_child_of_a_fork_that_fails_to_begin_anew_does_so_in_its_next_verb(error):
     code = """
-import contextlib
+import contextlib, logging
 from rdmapost.soft import device
 from rdmapost._binding import ffi
 from rdmapost.providers import soft_provider, soft_state
 
-def no_memory(self, name):
+def failing(self, name):
     tries.append(name)
     if len(tries) < 3:
-        raise MemoryError
+        raise ERROR
     begin(self, name)
 
 tries, begin = [], device.Device.__init__
-device.Device.__init__ = no_memory
+device.Device.__init__ = failing
+logging.getLogger("rdmapost.soft").disabled = True
 pid = os.fork()
 if not pid:
     with contextlib.suppress(rp.VerbsError):
@@ -226,4 +228,75 @@ if not pid:
     os._exit(0)
 os.waitpid(pid, 0)
 """
-    assert prints(STRUCK + code) == "3 [] []"
+    assert prints(STRUCK + code.replace("ERROR", error)) == "3 [] []"
+
+
+def test_child_of_a_fork_in_the_middle_of_a_step_of_another_thread_carries_out_only_its_own():
+    code = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+inside, go, steps = threading.Event(), threading.Event(), []
+carry_out = requester._carry_out
+
+def carried_out(self, wqe):
+    steps.append(os.getpid())
+    inside.set()
+    assert go.wait(20)
+    return carry_out(self, wqe)
+
+requester._carry_out = carried_out
+thread = threading.Thread(target=post, args=(1,))
+thread.start()
+assert inside.wait(20)
+pid = os.fork()
+if not pid:
+    go.set()
+    with rp.open_device("soft0") as mine, rp.PD(mine) as own, rp.CQ(mine) as done:
+        print(done.poll(), len(steps))
+        with rp.QP(own, rp.QPType.RC, done) as pair:
+            pair.connect(pair.endpoint())
+            pair.post_recv(rp.RecvWR())
+            pair.post_send(rp.Send())
+            print(len(done.poll()), len(steps), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+go.set()
+thread.join(20)
+print(len(cq.wait(1)), len(steps))
+"""
+    assert prints(STRUCK + code).splitlines() == ["[] 1", "2 2", "1 1"]
+
+
+def test_exception_out_of_the_log_of_a_fault_of_the_device_comes_out_of_the_post():
+    """A handler of the log's raises, or a signal's while it runs; the work request has ended."""
+    code = """
+import logging
+
+class Raises(logging.Handler):
+    def emit(self, record):
+        raise LookupError(type(record.exc_info[1]).__name__)
+
+logging.getLogger("rdmapost.soft").addHandler(Raises())
+requester._carry_out = lambda *_: 1 // 0
+post(1)
+print([error.args[0] for error in chain], [wc.status.name for wc in cq.poll()])
+"""
+    assert prints(STRUCK + code) == "['ZeroDivisionError'] ['FATAL_ERR']"
+
+
+def test_exception_of_a_handler_that_forks_in_a_control_verb_comes_out_in_the_child():
+    code = """
+def alloc(self, context):
+    global pid
+    pid = os.fork()
+    if not pid:
+        raise LookupError
+
+rp.PD  # Loads what tells ClosedError to the C.
+try:
+    door.verb(alloc, provider, context)
+except LookupError:
+    child()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert prints(FORKED + code) == "7"

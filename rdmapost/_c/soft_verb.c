@@ -144,8 +144,7 @@ static void attempt_again(struct errand *errand)
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		errand->result = attempt(call);
-	errand->starved = !errand->result && PyErr_Occurred() &&
-			  PyErr_ExceptionMatches(PyExc_MemoryError);
+	errand->starved = !errand->result && PyErr_ExceptionMatches(PyExc_MemoryError);
 	PyErr_Clear();
 	Py_XDECREF(call);
 	Py_XDECREF(error);
@@ -424,11 +423,6 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	if (result && doomed) {
 		Py_CLEAR(result);
 		rp_raise_forked();
-	}
-	/* One that is returned, and not raised, takes nothing back. */
-	if (result && PyExceptionInstance_Check(result)) {
-		PyErr_SetObject((PyObject *)Py_TYPE(result), result);
-		Py_CLEAR(result);
 	}
 	PyErr_Fetch(&type, &value, &trace);
 	leave();
