@@ -156,9 +156,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/lock.c": ("test_reading.py", "test_polling.py"),
     "rdmapost/_c/cq.c": (
-        "test_cq_batches.py", "test_completions.py", "test_polling.py", "test_polling_failures.py",
+        "test_cq_batches.py", "test_cq_waits.py", "test_completions.py", "test_polling.py",
+        "test_polling_failures.py",
         "test_completion_fields.py", "test_waiting.py", "test_aio.py", "test_aio_channels.py",
         "test_async_events.py", "test_soft_tags.py", "test_events.py",
+        "test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
         "soundness/test_fork.py::"
         "test_forked_child_that_polls_takes_no_completion_of_its_parent",
         "soundness/test_fork.py::"
