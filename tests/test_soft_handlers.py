@@ -300,3 +300,20 @@ except LookupError:
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert prints(FORKED + code) == "7"
+
+
+def test_exception_of_a_handler_comes_out_with_its_traceback_and_its_context():
+    code = """
+import traceback
+planned[:] = [LookupError("1")]
+try:
+    1 // 0
+except ZeroDivisionError:
+    post(1)
+said = traceback.extract_tb(chain[0].__traceback__)
+print([frame.name for frame in said if frame.name in ("post", "fail")])
+print([type(error).__name__ for error in chain])
+"""
+    assert prints(STRUCK + code).splitlines() == [
+        "['post', 'fail']", "['LookupError', 'ZeroDivisionError']",
+    ]  # fmt: skip
