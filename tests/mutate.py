@@ -51,6 +51,9 @@ EQUIVALENT = TESTS / "mutants.txt"
 PROFILE, EXAMPLES = "mutants", 20
 """Of Hypothesis; what only more examples notice by chance is to get a test of its own."""
 
+MOMENTS = "6"
+"""Of each verb, at which test_soft_interrupts.py interrupts it; the same holds."""
+
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.rules": (
         "test_rules.py", "test_flags.py", "test_crashes.py", "test_sizes.py",
@@ -140,8 +143,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
     "rdmapost/_c/soft_verb.c": (
-        "test_soft_interrupts.py", "test_polling.py",
+        "test_soft_handlers.py", "test_soft_interrupts.py", "test_polling.py",
         "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "test_soft_robust.py::test_send_that_lacked_memory_even_to_fail_is_carried_out_later",
+        "test_soft_robust.py::test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another",
+        "test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
         "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/soft_journal.c": (
@@ -150,13 +156,39 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/lock.c": ("test_reading.py", "test_polling.py"),
     "rdmapost/_c/cq.c": (
-        "test_completions.py", "test_polling.py", "test_polling_failures.py",
-        "test_completion_fields.py", "test_waiting.py", "test_inflight.py",
-        "test_soft_tags.py", "test_events.py",
+        "test_cq_batches.py", "test_cq_waits.py", "test_completions.py", "test_polling.py",
+        "test_polling_failures.py",
+        "test_completion_fields.py", "test_waiting.py", "test_aio.py", "test_aio_channels.py",
+        "test_async_events.py", "test_soft_tags.py", "test_events.py",
+        "test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
+        "soundness/test_fork.py::"
+        "test_forked_child_that_polls_takes_no_completion_of_its_parent",
+        "soundness/test_fork.py::"
+        "test_child_forked_while_threads_wait_starts_threads_and_ends",
+        "soundness/test_fork.py::"
+        "test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is",
+        "soundness/test_close_races.py::"
+        "test_wait_that_is_released_gives_its_completions_to_none",
+        "soundness/test_finalizers.py::"
+        "test_handler_that_closes_what_its_thread_waits_for_ends_the_wait",
     ),
     "rdmapost/_c/handle.c": (
         "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
-        "test_memory.py", "test_inflight.py", "test_windows.py",
+        "test_windows.py", "soundness/test_exit.py", "soundness/test_fork.py",
+        "soundness/test_windows_hold.py",
+        "soundness/test_finalizers.py::"
+        "test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same",
+        "soundness/test_finalizers.py::test_dropping_everything_near_the_recursion_limit_ends",
+        "soundness/test_finalizers.py::"
+        "test_handler_may_close_in_any_order_what_depends_on_each_other",
+        "soundness/test_finalizers.py::"
+        "test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out",
+        "soundness/test_close_races.py::"
+        "test_closes_that_close_each_other_in_a_ring_of_threads_all_return",
+        "soundness/test_close_races.py::"
+        "test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same",
+        "soundness/test_close_races.py::"
+        "test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it",
     ),
 }  # fmt: skip
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
@@ -888,6 +920,7 @@ def main() -> int:
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
 
+    os.environ["RDMAPOST_MOMENTS"] = MOMENTS
     sys.path.insert(0, str(TESTS))
     equivalent = known()
     failed = False

@@ -589,7 +589,8 @@ def poll_when_a_request_is_due(b: Bench) -> Verb:
     b.receive(far)
     if time.monotonic() - start > 0.01:
         raise TooLate
-    select.select([b.channel.fd], [], [], 5)
+    for source in (b.channel, *(handles.opened.events for handles in soft_state.contexts.values())):
+        assert select.select([source.fd], [], [], 5)[0]
     return b.poll
 
 
@@ -717,8 +718,8 @@ def run(
 
 
 NEVER = 1 << 40
-ALL_MOMENTS = "RDMAPOST_ALL_MOMENTS" in os.environ
-"""Takes minutes; else a few dozen of each verb's."""
+MOMENTS = float(os.environ.get("RDMAPOST_MOMENTS", "30"))
+"""Of each verb's bytecodes, about so many; "inf" is all, and takes minutes."""
 
 
 def each_moment(
@@ -726,7 +727,7 @@ def each_moment(
 ) -> Iterator[tuple[int, Result]]:
     """Run a verb once for each of its bytecodes, or for some of them from its first to its last."""
     assert moments, "it runs nothing of the soft device"
-    step = 1 if ALL_MOMENTS else max(1, moments // 30)
+    step = max(1, int(moments // MOMENTS))
     for at in sorted({*range(1, moments + 1, step), moments}):
         result = run(setup, at, act)
         assert result.signals == 1, at
@@ -1038,7 +1039,7 @@ def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(oth
 STEP = """
 import os, signal, sys, threading, time
 import rdmapost as rp
-from rdmapost.soft import completion, qp
+from rdmapost.soft import completion, qp, requester
 
 signal.alarm(20)
 context = rp.open_device("soft0")

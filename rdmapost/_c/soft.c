@@ -602,8 +602,7 @@ static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_i
 	struct queue *cq = find_queue(handle, NAMES);
 	int count = 0;
 
-	/* Who is interrupted may never see what the poll returns: that stays for the next. */
-	if (!cq || count_entries(cq) <= 0 || rp_soft_raises())
+	if (!cq)
 		most = 0;
 	for (; count < most; count++) {
 		PyObject *taken = NULL;

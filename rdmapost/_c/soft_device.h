@@ -86,9 +86,6 @@ PyObject *rp_soft_given(enum rp_part which);
 /* A device has been opened: from now on, posts and polls run what it has to do. */
 void rp_soft_opened(void);
 
-/* Whether an exception of a signal handler's is about to be raised in this thread. */
-int rp_soft_raises(void);
-
 /* A part of what a handle stands for, as a new reference; NULL where there is none. */
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 

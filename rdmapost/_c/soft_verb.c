@@ -106,11 +106,6 @@ void rp_raise_later(PyObject *exception)
 	Py_DECREF(exception);
 }
 
-int rp_soft_raises(void)
-{
-	return PyList_Size(raised) > 0 && gettid() == getpid();
-}
-
 /* ---- steps --------------------------------------------------------------- */
 
 struct errand {
@@ -149,8 +144,7 @@ static void attempt_again(struct errand *errand)
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		errand->result = attempt(call);
-	errand->starved = !errand->result && PyErr_Occurred() &&
-			  PyErr_ExceptionMatches(PyExc_MemoryError);
+	errand->starved = !errand->result && PyErr_ExceptionMatches(PyExc_MemoryError);
 	PyErr_Clear();
 	Py_XDECREF(call);
 	Py_XDECREF(error);
@@ -375,7 +369,7 @@ static PyObject *progress(void)
 	/* Of a control verb's, too: who waits in C may not come to where it is delivered. */
 	if (!PyList_Size(raised))
 		return NULL;
-	first = rp_soft_raises() ? rp_shift(raised) : NULL;
+	first = gettid() == getpid() ? rp_shift(raised) : NULL;
 	rp_deliver_soon();
 	return first;
 }
@@ -437,11 +431,6 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	if (result && doomed) {
 		Py_CLEAR(result);
 		rp_raise_forked();
-	}
-	/* One that is returned, and not raised, takes nothing back. */
-	if (result && PyExceptionInstance_Check(result)) {
-		PyErr_SetObject((PyObject *)Py_TYPE(result), result);
-		Py_CLEAR(result);
 	}
 	PyErr_Fetch(&type, &value, &trace);
 	leave();

@@ -1,0 +1,55 @@
+"""Completions that come in batches, and several threads that wait for them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from support import Pair, until
+
+import rdmapost as rp
+
+MANY = 200
+"""More than one call polls at a time (64)."""
+
+
+@pytest.fixture
+def many(context, pd, stack) -> Pair:
+    cq = stack.enter_context(rp.CQ(context, 2 * MANY))
+    return Pair(stack, pd, cq, max_send_wr=MANY + 56)
+
+
+def post(pair: Pair, count: int, first: int = 0) -> None:
+    """Post writes; their completions are there, and nobody has polled, when this returns."""
+    pair.a.post_send([pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=first + i) for i in range(count)])
+
+
+@pytest.mark.parametrize("asked", [1, 63, 64, 65, 127, 128, 129, MANY, MANY + 1, 1 << 40])
+def test_poll_returns_as_many_as_are_asked_for_of_any_number(many, asked):
+    post(many, MANY)
+    until(lambda: many.cq._poller.fill(many.cq, MANY) == MANY)
+    first = [wc.wr_id for wc in many.cq.poll(asked)]
+    assert first == [*range(min(asked, MANY))]
+    assert [wc.wr_id for wc in many.cq.poll(MANY)] == [*range(min(asked, MANY), MANY)]
+    assert many.cq.poll() == []
+    assert many.a.outstanding.send == 0
+
+
+@pytest.mark.parametrize("count", [64, 65, 128, 129, MANY])
+def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
+    post(many, MANY)
+    assert [wc.wr_id for wc in many.cq.wait(count)] == [*range(count)]
+    assert [wc.wr_id for wc in many.cq.wait(MANY - count)] == [*range(count, MANY)]
+    with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 "):
+        many.cq.wait(1, 0)
+
+
+@pytest.mark.parametrize("timeout", [-1, -1.0, -1e-9, 0])
+def test_wait_of_no_time_looks_once(rc, timeout):
+    began = time.monotonic()
+    with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 completions came within"):
+        rc.cq.wait(1, timeout)
+    assert time.monotonic() - began < 2
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=3))
+    until(lambda: rc.cq._poller.fill(rc.cq, 1))
+    assert [wc.wr_id for wc in rc.cq.wait(1, timeout)] == [3]

@@ -1,0 +1,308 @@
+"""Threads that wait for completions: woken at once, asleep until then, by descriptors of their own.
+
+A thread that nobody wakes looks again after a second, so a wake-up that is lost costs no more than
+that: these tests tell a moment from a second.  Each has several tries, for the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support import LIMIT, prints, until
+
+import rdmapost as rp
+
+TRIES = 6
+AT_ONCE = 0.5
+
+
+def at_once(attempt: Callable[[], float]) -> bool:
+    """Return whether something takes less than half a second in one of some tries."""
+    return any(attempt() < AT_ONCE for _ in range(TRIES))
+
+
+def idle(attempt: Callable[[], object]) -> bool:
+    """Return whether something takes less than a fifth of a processor in one of some tries."""
+    for _ in range(TRIES):
+        began, used = time.monotonic(), time.process_time()
+        attempt()
+        if time.process_time() - used < (time.monotonic() - began) / 5:
+            return True
+    return False
+
+
+class Waiter(threading.Thread):
+    """A thread that calls a function, which waits."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.call, self.result, self.ended = call, None, 0.0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.call()
+        except rp.RdmaError as error:
+            self.result = error
+        self.ended = time.monotonic()
+
+    def end(self) -> Any:
+        self.join(LIMIT)
+        assert not self.is_alive()
+        return self.result
+
+
+def asleep(source: rp.CQ | rp.CompChannel, waiters: int) -> None:
+    """Wait until so many threads wait, and for the moment after which they sleep."""
+    until(lambda: source._poller.waiting == waiters)
+    time.sleep(0.02)
+
+
+def write(rc: Any, count: int = 1) -> None:
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(count)])
+
+
+WAITS = {
+    "CQ": (rp.CQ, lambda cq, seconds: cq.wait(1, seconds)),
+    "channel": (rp.CompChannel, lambda channel, seconds: channel.get_cq_event(seconds)),
+}
+
+
+@pytest.fixture(params=WAITS)
+def source(request, context, stack) -> Iterator[tuple[Any, Callable[[Any, float | None], Any]]]:
+    """What makes something to wait for, and how that is waited for."""
+    make, wait = WAITS[request.param]
+    return lambda: stack.enter_context(make(context)), wait
+
+
+def test_close_ends_a_wait_at_once(source):
+    make, wait = source
+
+    def attempt() -> float:
+        it = make()
+        waiter = Waiter(lambda: wait(it, None))
+        asleep(it, 1)
+        began = time.monotonic()
+        it.close()
+        assert isinstance(waiter.end(), rp.ClosedError)
+        return waiter.ended - began
+
+    assert at_once(attempt)
+
+
+def test_wait_ends_as_soon_as_its_time_is_over(source):
+    make, wait = source
+    it = make()
+
+    def attempt() -> float:
+        began = time.monotonic()
+        with contextlib.suppress(rp.WaitTimeout):
+            assert wait(it, 0.05) is None
+        took = time.monotonic() - began
+        assert took >= 0.05
+        return took
+
+    assert at_once(attempt)
+
+
+def test_thread_that_waits_sleeps(source):
+    make, wait = source
+    it = make()
+
+    def attempt() -> None:
+        with contextlib.suppress(rp.WaitTimeout):
+            wait(it, 0.5)
+
+    assert idle(attempt)
+
+
+def test_thread_that_waits_sleeps_again_after_what_it_waited_for_has_come(rc):
+    """The event that woke it is taken off the channel."""
+
+    def attempt() -> None:
+        waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        write(rc)
+        assert len(waiter.end()) == 1
+        with pytest.raises(rp.WaitTimeout):
+            rc.cq.wait(1, 0.5)
+
+    assert idle(attempt)
+
+
+def test_waits_leave_the_descriptors_as_they_were(source):
+    make, wait = source
+    it = make()
+    before = sorted(os.listdir("/proc/self/fd"))
+    standard_input = os.fstat(0)
+    for _ in range(3):
+        with contextlib.suppress(rp.WaitTimeout):
+            wait(it, 0.01)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert os.path.samestat(os.fstat(0), standard_input)
+
+
+def test_wait_whose_descriptor_is_0_is_like_any_other():
+    """In a program whose standard input is closed."""
+    code = """
+import os, threading, time
+import rdmapost as rp
+context = rp.open_device("soft0")
+rp.PD(context).close()
+
+def attempt():
+    cq, said = rp.CQ(context), []
+    def wait():
+        try: cq.wait(1, 60)
+        except rp.ClosedError: said.append(time.monotonic())
+    os.close(0)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not os.path.exists("/proc/self/fd/0"): time.sleep(0.001)
+    time.sleep(0.02)
+    is_event = "eventfd" in os.readlink("/proc/self/fd/0")
+    began = time.monotonic()
+    cq.close()
+    thread.join()
+    assert not os.path.exists("/proc/self/fd/0")
+    assert os.open("/dev/null", os.O_RDONLY) == 0
+    assert is_event
+    return said[0] - began
+
+print(any(attempt() < 0.5 for _ in range(6)))
+"""
+    assert prints(code) == "True"
+
+
+def test_signal_that_another_thread_gets_ends_the_wait_of_the_main_thread(source):
+    """Nothing wakes the main thread then: it looks for signals once a second."""
+    make, wait = source
+    it = make()
+
+    class Struck(Exception):
+        pass
+
+    def strike(*_: object) -> None:
+        raise Struck
+
+    before = signal.signal(signal.SIGUSR1, strike)
+    ends = threading.Event()
+
+    def get_struck() -> None:
+        asleep(it, 1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        ends.wait(LIMIT)
+
+    other = threading.Thread(target=get_struck)
+    other.start()
+    try:
+        with pytest.raises(Struck):
+            wait(it, 30)
+    finally:
+        ends.set()
+        other.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+# ---- several threads --------------------------------------------------------------
+
+
+def test_completion_that_the_thread_that_sleeps_on_the_channel_has_polled_wakes_its_owner(rc):
+    """It wants three itself, and the other two one each."""
+
+    def attempt() -> float:
+        leader = Waiter(lambda: rc.cq.wait(3, LIMIT))
+        asleep(rc.cq, 1)
+        others = [Waiter(lambda: rc.cq.wait(1, LIMIT)) for _ in range(2)]
+        asleep(rc.cq, 3)
+        began = time.monotonic()
+        write(rc, 2)
+        assert [len(other.end()) for other in others] == [1, 1]
+        took = max(other.ended for other in others) - began
+        write(rc, 3)
+        assert len(leader.end()) == 3
+        return took
+
+    assert at_once(attempt)
+
+
+def test_thread_takes_the_place_of_another_that_slept_on_the_channel(rc):
+    """The first has what it waits for and goes; completions that come later wake the second."""
+
+    def attempt() -> float:
+        first = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        second = Waiter(lambda: rc.cq.wait(2, LIMIT))
+        asleep(rc.cq, 2)
+        write(rc)
+        assert len(first.end()) == 1
+        time.sleep(0.05)
+        began = time.monotonic()
+        write(rc, 2)
+        assert len(second.end()) == 2
+        return second.ended - began
+
+    assert at_once(attempt)
+
+
+@pytest.mark.parametrize("vain", [0, 1, 3])
+def test_completions_that_are_put_back_wake_who_waits_for_them(rc, vain):
+    """As after an interrupt; also who was woken in vain before, because they were taken again."""
+
+    def attempt() -> float:
+        write(rc)
+        found = rc.cq.wait(1)
+        waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        for _ in range(vain):
+            rc.cq._put_back(found)
+            found = rc.cq.poll()
+            if not found:  # It was faster.
+                assert len(waiter.end()) == 1
+                return AT_ONCE
+            time.sleep(0.02)
+        began = time.monotonic()
+        rc.cq._put_back(found)
+        assert waiter.end() == found
+        return waiter.ended - began
+
+    assert at_once(attempt)
+
+
+def test_thread_that_is_woken_in_vain_sleeps_again(rc):
+    def attempt() -> None:
+        write(rc)
+        found = rc.cq.wait(1)
+        waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        rc.cq._put_back(found)
+        if found := rc.cq.poll():
+            time.sleep(0.5)
+            rc.cq._put_back(found)
+        assert len(waiter.end()) == 1
+
+    assert idle(attempt)
+
+
+def test_poll_of_another_thread_wakes_who_waits_for_what_it_leaves(rc):
+    """One that polls fewer than there are."""
+
+    def attempt() -> float:
+        waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        began = time.monotonic()
+        write(rc, 2)
+        taken = rc.cq.poll(1)
+        assert len(waiter.end()) == 1
+        took = waiter.ended - began
+        assert len(taken + rc.cq.poll()) == 1
+        return took
+
+    assert at_once(attempt)
