@@ -20,10 +20,11 @@ class Multicast(Steps):
     __slots__ = ("_groups",)
 
     _groups: dict[tuple[GID, int], bool]
-    """All that it ever was attached to, and whether it still is: for words, and to leave them.
+    """Every group that it was ever attached to, and whether it still is: for messages, and to leave
+    them.
 
-    Between a verb and the note of it another thread may have done the opposite.  So
-    only the device knows what it is attached to, and no group is ever taken out.
+    Between a verb and this record of it, another thread may do the opposite. So only the device
+    knows what it is attached to, and no group is ever removed.
     """
 
     def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
@@ -49,7 +50,7 @@ class Multicast(Steps):
         See ibv_attach_mcast(3).
         """
         group = self._group(gid, lid)
-        # Before the call, which an interrupt may end.
+        # Before the call, which an interrupt may cut short.
         self._groups.setdefault(group, False)
         try:
             self._verb(self.pd.context._provider.attach_mcast, *group)
@@ -59,7 +60,7 @@ class Multicast(Steps):
         self._groups[group] = True
 
     def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
-        """Receive no more of what is sent to a multicast group.
+        """Stop receiving what is sent to a multicast group.
 
         Args:
             gid, lid: as passed to attach_mcast.
@@ -92,7 +93,7 @@ class Multicast(Steps):
     def _leave_groups(self) -> None:
         """Detach from every group: a queue pair that is attached cannot be destroyed."""
         for group in self._groups.copy():
-            # Where it is not attached; else the destruction says why not.
+            # Either it is not attached, or destroying the queue pair will say why.
             with contextlib.suppress(VerbsError):
                 self._detach(*group)
 

@@ -439,10 +439,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 	return n;
 }
 
-/*
- * What is wanted: `count` if they and `promised` more are available, else none;
- * with `fewer`, up to `count`.
- */
+/* `count`, if they and `promised` more are available, else none; with `fewer`, up to `count`. */
 struct order {
 	uint64_t count, promised;
 	int fewer;
@@ -724,10 +721,7 @@ out:
 	return result;
 }
 
-/*
- * fill(handle, count): poll until the backlog has that many or the CQ is empty; returns how many it
- * has.
- */
+/* fill(handle, count): poll until the backlog has `count` or the CQ is empty; its size. */
 METHOD(fill)
 {
 	struct poller *p = POLLER(self);

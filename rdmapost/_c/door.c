@@ -51,10 +51,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		return NULL;
 	}
 #ifdef Py_GIL_DISABLED
-	/*
-	 * Designed to be right without one, and tested (CONTRIBUTING.md), but not enough to rely
-	 * on.
-	 */
+	/* Tested without one, too (CONTRIBUTING.md), but not enough to rely on. */
 	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
 		Py_CLEAR(module);
 #endif

@@ -102,10 +102,7 @@ struct rp_lock {
 int rp_init_lock(struct rp_lock *lock); /* 0, or -1 with an exception */
 void rp_free_lock(struct rp_lock *lock);
 
-/*
- * Waits, without the GIL, while another thread holds it; 0, or -1 with an exception if this one
- * does.
- */
+/* Waits, without the GIL, for another thread's; 0, or -1 with an exception if this one has it. */
 int rp_take(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 

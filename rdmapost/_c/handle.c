@@ -1015,10 +1015,7 @@ static size_t count_put_off(const struct rp_thread *me)
 	return count;
 }
 
-/*
- * Close what this thread put off during a verb. A handle in use by a later one is retried after
- * that.
- */
+/* Close what this thread put off. A handle in use by a later one is retried after that. */
 void rp_close_put_off(void)
 {
 	struct error error = save_error();
@@ -1196,7 +1193,7 @@ static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
 	/*
-	 * Handles belong to the process. Newer Pythons run the module's own init in the main
+	 * Handles are per process. Newer Pythons run the module's own init in the main
 	 * interpreter.
 	 */
 	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {

@@ -302,9 +302,7 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 					  (Py_ssize_t)post->count), NULL);
 }
 
-/*
- * Set every posted TAG_ADD's handle, even if another fails; returns the first exception, or NULL.
- */
+/* Set each posted TAG_ADD's handle, whatever fails; returns the first exception, or NULL. */
 static PyObject *give_handles(struct queue *q, struct post *post, int64_t in)
 {
 	PyObject *first = NULL;

@@ -181,10 +181,7 @@ int rp_read(struct queue *q, PyObject *wrs, struct post *post);
 /* Release all that was read; may run any Python code. */
 void rp_free_post(struct post *post);
 
-/*
- * Read an int that fits, without running Python code. Whether it was one; if not, an exception may
- * be set.
- */
+/* Read an int that fits, running no Python code; whether it was one. An exception may be set. */
 static inline int rp_read_int(PyObject *value, uint64_t most, uint64_t *number)
 {
 	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
@@ -250,7 +247,7 @@ static inline PyObject *rp_name_held(PyObject *held, const struct rp_handle *in_
 /* ---- rules.c ------------------------------------------------------------ */
 
 /*
- * Name what a work request holds, and check it, with the queue's lock held. Whether it may be
+ * Name what a work request holds, and check it; needs the queue's lock. Whether it may be
  * posted.
  */
 int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r);

@@ -328,10 +328,7 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	/* A list still being made is closed by its maker, if its owner is closed by then. */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
-	/*
-	 * Under the lock: posts in progress have what they carry, and no other can get what is
-	 * released.
-	 */
+	/* By now, posts in progress have their references; others cannot get what is released. */
 	if (rp_take(&p->queue->lock))
 		return NULL;
 	RP_BEGIN(p);

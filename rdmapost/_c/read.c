@@ -30,10 +30,7 @@ static int is_a(PyObject *object, PyObject *type)
 	       PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)type);
 }
 
-/*
- * Whether its class has __iter__; runs none of the caller's code, and keeps an exception that is
- * set.
- */
+/* Whether its class has __iter__; runs none of the caller's code, and keeps any exception. */
 static int has_iter(PyObject *object)
 {
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
@@ -48,10 +45,7 @@ static int refuse(struct post *post, const char *rule, PyObject *name, PyObject 
 	return 0;
 }
 
-/*
- * Refuse for an exception that a field of the wrong type may raise; -1, leaving it set, for
- * another.
- */
+/* Refuse for what a field of the wrong type may raise; -1, leaving it set, for the rest. */
 static int refuse_for_exception(struct post *post)
 {
 	PyObject *error, *text;
@@ -213,9 +207,7 @@ static int hold(struct post *post, PyObject *object)
 	return 1;
 }
 
-/*
- * Return a tuple of objects that no other code sees before it is complete; NULL with an exception.
- */
+/* Return a tuple that no other code sees before it is complete; NULL with an exception. */
 static PyObject *pack(PyObject *const *objects, size_t count)
 {
 	PyObject *list, *tuple;

@@ -364,9 +364,7 @@ static PyObject *progress(void)
 		enter();
 		leave();
 	}
-	/*
-	 * Also from a control verb: a thread waiting in C may never get to where it is delivered.
-	 */
+	/* Also a control verb's: a thread waiting in C may never get to deliver it. */
 	if (!PyList_Size(raised))
 		return NULL;
 	first = rp_soft_raises() ? rp_shift(raised) : NULL;
