@@ -10,7 +10,7 @@ Everything public is here::
 
 __version__ = "0.1.0"
 
-# As typing's, without the time that importing typing takes.
+# Like typing.TYPE_CHECKING, but importing typing takes time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._public import *  # noqa: F403
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Load everything at the first use of anything, so that the import costs nothing."""
+        """Load everything on the first use of anything, so that importing this costs nothing."""
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            # "from . import _public" would ask here for it.
+            # "from . import _public" would look it up here.
             from ._public import __dict__ as public
         except AttributeError as error:
-            # It would read as if the name were missing here.
+            # Otherwise it would look as if the name were missing here.
             raise ImportError(
                 f"{__name__} cannot be loaded: {error}; in a checkout, is the compiled module of "
                 "these sources? (pip install -e .)"

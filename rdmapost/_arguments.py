@@ -25,7 +25,7 @@ __all__ = [
 
 _LONGEST_S = 1e6
 _PLAIN = 1 << 20
-"""Below this a bound is shown in decimal, and from here on as a power of two if it is one."""
+"""Bounds below this are shown in decimal, others as a power of two if they are one."""
 
 _Member = TypeVar("_Member", bound=IntEnum)
 _Flags = TypeVar("_Flags", bound=IntFlag)
@@ -75,13 +75,13 @@ def index(name: str, given: Any) -> int:
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected int, got {type(given).__name__}")
-    # numpy's numbers wrap where an int grows, and keep their type in whatever is made of them;
-    # and operator.index() leaves True what it is.
+    # numpy's numbers wrap where an int grows, and keep their type in results; and operator.index()
+    # leaves True unchanged.
     return int(operator.index(given))
 
 
 def within(name: str, given: Any, least: int, most: int | None = None) -> int:
-    """Return an argument that is a whole number in a range, of whatever type, as an int.
+    """Return an argument that is an integer of any type, in a range, as an int.
 
     Args:
         name: the parameter's name.
@@ -133,7 +133,7 @@ def member(name: str, given: Any, kind: type[_Member]) -> _Member:
 
 
 def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
-    """Return an argument that is made of flags, or the number of such a combination.
+    """Return an argument that is a combination of flags, or its number.
 
     Args:
         name: the parameter's name.
@@ -154,7 +154,7 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
 def content(name: str, given: Any) -> bytes:
     """Return the bytes of an argument that is a buffer.
 
-    bytes() itself would take a list of numbers too, and a number for that many zeros.
+    bytes() itself would also take a list of numbers, or a number for that many zeros.
 
     Args:
         name: the parameter's name.
@@ -183,7 +183,7 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
     if given is None:
         return None
     try:
-        # Takes numbers of all types, and does not read text, as float() does.
+        # Takes numbers of all types but, unlike float(), does not parse text.
         value = math.ldexp(given, 0)
     except TypeError:
         if hasattr(type(given), "__float__") or hasattr(type(given), "__index__"):

@@ -10,8 +10,8 @@ from ._verbs import ffi, lib
 __all__ = ["address_of", "door", "ffi", "fill", "lib", "start_of"]
 
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
-    # cffi works out the fields of a struct at its first use; without a GIL, two threads that do
-    # that at once follow a NULL.
+    # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
+    # follow a NULL.
     for _kind, _names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
         for _name in _names:
             _type = ffi.typeof(_kind + _name)
@@ -19,15 +19,15 @@ if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
 
 
 def address_of(cdata: object) -> int:
-    """Return what a pointer of cffi's points to, as the functions of ``door`` take it."""
+    """Return the address in a cffi pointer, as the functions of ``door`` take it."""
     return int(ffi.cast("uintptr_t", cdata))
 
 
 def start_of(view: memoryview) -> int:
     """Return the address of the first byte of a view.
 
-    It is the view that has to be kept, not the cdata of it: where the collector
-    takes both in one cycle, Python 3.11 and 3.12 follow a pointer that is NULL.
+    Keep the view, not its cdata: if the collector clears both in one cycle, Python 3.11 and 3.12
+    follow a NULL pointer.
 
     Raises:
         ValueError: the memory behind it is not contiguous.
@@ -37,7 +37,7 @@ def start_of(view: memoryview) -> int:
 
 
 def fill(struct: Any, **counts: int) -> None:
-    """Set fields of a struct that are unsigned and of 32 bits.
+    """Set unsigned 32-bit fields of a struct.
 
     Raises:
         TypeError: a value is not an integer; the text names it.

@@ -1,4 +1,4 @@
-"""Every public name, from where it is defined; ``rdmapost`` shows them as its own."""
+"""Every public name, from where it is defined; ``rdmapost`` re-exports them."""
 
 from .address import AH, AHAttr, GIDChoice, choose_gid
 from .channel import CompChannel

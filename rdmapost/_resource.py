@@ -1,11 +1,11 @@
-"""What all resources have in common: creating, using and closing them, and the order of that.
+"""What all resources have in common: creating, using and closing them, in the right order.
 
-A resource holds references to its parents.  Closing a parent with open children
-raises an error that names them.  The garbage collector may finalize a tree in
-any order; a parent that it reaches first waits, and its last child closes it.
+A resource holds references to its parents. Closing a parent with open children raises an error that
+names them. The garbage collector may finalize a tree in any order; a parent finalized early stays
+open until its last child closes it.
 
-C implements this (``_c/handle.c``): no interrupt, thread or finalizer can come
-between a device's answer and recording it.
+C implements this (``_c/handle.c``): no interrupt, thread or finalizer can come between a device's
+answer and the record of it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Resource(door.Handle):
 
     Closing calls these methods of a subclass, if it has them:
 
-    - ``_wake``, when no new verb can begin: it ends those that wait;
-    - ``_release``, when no verb is in progress either: it does what the device
-      needs first, or raises InUseError;
+    - ``_wake``, once no new verb can begin: it ends the waits in progress;
+    - ``_release``, once no verb is in progress either: it does what the device needs first, or
+      raises InUseError;
     - then ``destroy``;
     - ``_forget``, once the struct is gone; called again if an interrupt ended
       it.
@@ -58,15 +58,15 @@ class Resource(door.Handle):
     _kind = "resource"
     _undone = "closed"
     _left = "the device keeps it until the process ends"
-    """What a finalizer says of one that cannot be destroyed."""
+    """What the warning says when a finalizer cannot destroy one."""
     _rank = 0
-    """When it is closed at exit: after all of lower ranks."""
+    """Its place in the order of closing at exit: lower ranks first."""
     _inner = False
-    """Whether it is a part of another resource, which alone is named."""
+    """Whether it is part of another resource, which is named instead."""
 
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
-        # Its own, or that of another base class in front.
+        # Its own finalizer, or one of a base class in front.
         if cls.__del__ is not door.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
             cls.__del__ = _and_finalized(cls.__del__)  # type: ignore[assignment, method-assign]
         if struct is None:
@@ -79,7 +79,7 @@ class Resource(door.Handle):
                     setattr(cls, name, _fixed(name, base.__dict__[name]))
 
     def _refuse_inherited(self) -> None:
-        """Refuse the use of what the parent of a fork has, where a closed one is not refused."""
+        """Refuse a resource inherited across a fork, where a closed one is not refused."""
         if self.closed and self._pid not in (0, os.getpid()):
             self._live()
 
@@ -98,7 +98,7 @@ class Resource(door.Handle):
         except RdmaError as failure:
             if error is None:
                 raise
-            # The error under way matters more than what follows from it.
+            # The original error matters more than what follows from it.
             self._note_kept(error, failure)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -121,7 +121,8 @@ class Resource(door.Handle):
         ]
 
     def _refuse_children(self) -> None:
-        """Refuse to be closed, unless all children only wait for their finalizers to come again."""
+        """Refuse to be closed, unless all children are only waiting for their finalizers to
+        retry."""
         children = self._open_children()
         dropped = [child for child in children if child._abandoned]
         for child in dropped:
@@ -151,13 +152,13 @@ class Resource(door.Handle):
         )
 
     def _close_quietly(self) -> None:
-        """Close what no caller has, while an error is under way."""
+        """Close what no caller has, while an error propagates."""
         with contextlib.suppress(RdmaError):
             door.Handle.close(self)
 
     def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
-        """Add to an error what could not be closed because of it, and why."""
-        # Nothing may hide the error: neither a text of a subclass, nor an add_note.
+        """Add to an error a note of what could not be closed because of it, and why."""
+        # Nothing may hide the error: neither a subclass's text nor its add_note().
         with contextlib.suppress(Exception):
             text = str(failure)
             if not isinstance(failure, InUseError):  # which names the resource itself
@@ -166,11 +167,11 @@ class Resource(door.Handle):
 
 
 _structs: dict[type, Any] = {}
-"""What the struct of a class is, as cffi has it."""
+"""The cffi type of each class's struct."""
 
 
 def _once(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that changes nothing of what has been made, and says when it ends."""
+    """Return a constructor that leaves a made resource unchanged, and reports its end."""
 
     @functools.wraps(init)
     def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
@@ -180,7 +181,7 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
             self._end_making(True)
         except BaseException:
             self._end_making(False)
-            # The traceback may keep it for long, and nobody else has it.
+            # The traceback may keep it for long, and nothing else refers to it.
             self._close_quietly()
             raise
 
@@ -188,7 +189,7 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resource], None]:
-    """Return a finalizer that also does what that of every resource does."""
+    """Return a finalizer that also calls that of every resource."""
 
     @functools.wraps(finalizer)
     def __del__(self: Resource) -> None:
@@ -213,14 +214,14 @@ def _fixed(name: str, member: Any) -> property:
 
 
 def _failed(function: Callable[..., Any], code: int) -> NoReturn:
-    """Say that a call of libibverbs has failed."""
+    """Raise the error of a libibverbs call that has failed."""
     call = function.__name__.replace("rp_", "ibv_", 1)
     raise (UnsupportedError if code in _UNSUPPORTED else VerbsError)(call, code or errno.EIO)
 
 
 _open: dict[int, Any] = {}
-"""What is open and where in memory, in the order of making, as weak references; what a device would
-not let go, itself."""
+"""Weak references to what is open, by address, in creation order; strong ones to what a device
+refused to destroy."""
 
 door.describe_handles(
     ClosedError, RdmaError, InUseError, _failed, ffi,
@@ -231,7 +232,7 @@ door.describe_handles(
 def open_handles() -> list[Any]:
     """Return what this process has opened and not closed, the newest first.
 
-    Without what is being made: only its constructor knows that.
+    Resources under construction are not included: only their constructors know them.
     """
     return [handle for handle in _all_open() if not handle._unfinished]
 
@@ -243,7 +244,7 @@ def _all_open() -> list[Any]:
 
 
 def resource_at(struct: Any) -> Resource | None:
-    """Return the open resource that a struct is of."""
+    """Return the open resource that a struct belongs to."""
     for handle in open_handles():
         if handle._handle == struct:
             return handle  # type: ignore[no-any-return]
@@ -252,7 +253,7 @@ def resource_at(struct: Any) -> Resource | None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is open before the interpreter takes the modules apart.
+    """Close what is open before the interpreter tears the modules down.
 
     Windows go before queue pairs and regions, and children before their
     parents, which are older.
@@ -268,7 +269,7 @@ def _close_all() -> None:
             except BaseException as error:
                 interrupt = interrupt or error
     finally:
-        # What is open still stays: threads that are gone may have the locks that a close needs.
+        # What is still open stays so: threads that are gone may hold the locks that a close needs.
         door.exiting(True)
     if interrupt is not None:
         raise interrupt

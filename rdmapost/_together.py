@@ -25,10 +25,10 @@ class _Call:
 
 
 class ResourceStack:
-    """Resources in the order of making, to be closed in the opposite order.
+    """Resources in creation order, to be closed in reverse.
 
-    Unlike an ExitStack, it forgets nothing by closing it: what an error or an
-    interrupt left open is closed by the next ``close()``.
+    Unlike an ExitStack, it does not forget what it has closed: the next ``close()`` closes what an
+    error or an interrupt left open.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class ResourceStack:
     def before_closing(self, function: Callable[[], object]) -> None:
         """Call a function before what is on the stack now is closed.
 
-        It is called by each close(), so it must bear repetition.
+        Every close() calls it, so it must be repeatable.
         """
         self._held.append(_Call(function))
 
     def _drop_closed(self) -> None:
-        """Drop what others have closed: it may keep memory.
+        """Drop what other code has closed: it may keep memory.
 
-        That takes a while, so as many closed ones as open ones may stay.
+        That takes a while, so up to as many closed resources as open ones may stay.
         """
         for resource in tuple(self._held):
             if getattr(resource, "closed", False):
@@ -108,13 +108,13 @@ class ClosedAtTheEnd:
         except RdmaError as failure:
             if error is None:
                 raise
-            # The error under way matters more than what follows from it.
+            # The original error matters more than what follows from it.
             with suppress(Exception):
                 error.add_note(str(failure))
 
 
 class Together(ClosedAtTheEnd):
-    """A base class for what holds resources on a stack."""
+    """A base class for objects that hold resources on a stack."""
 
     def __init__(self) -> None:
         self._stack = ResourceStack()

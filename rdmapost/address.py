@@ -123,7 +123,7 @@ class AHAttr:
 
     Raises:
         TypeError: dgid is of another type.
-        ValueError: dgid is no GID.
+        ValueError: dgid is not a GID.
     """
 
     port_num: int = 1
@@ -177,7 +177,7 @@ class AHAttr:
 
 
 def why_no_source(context: Context, attr: AHAttr) -> str | None:
-    """Say that the port has no GID with the index that an address vector names, or return None."""
+    """Say that the port lacks the GID index that an address vector names, or return None."""
     if attr.dgid is None:
         return None
     table = context.query_gid_table(attr.port_num)

@@ -8,18 +8,16 @@ There is no thread and no periodic polling.  A task requests an event, polls
 again, and only then sleeps; code that takes an event requests the next one and
 polls again before any task sleeps on.  So no event is missed.
 
-Completions stay in the CQ until a task takes all that it asked for in one
-step, in which it cannot be cancelled.  So cancelling loses none.
+Completions stay in the CQ until a task takes all that it asked for in one step, during which it
+cannot be cancelled. So cancelling loses none.
 
 Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
 tasks that wait for it.
 
-A signal handler may raise between any two steps here.  So one attribute says
-whether a task still waits, ``_Waiter.gone``; it is set first when the wait
-ends, and all other state is only a hint: any code that finds the tasks of a
-place gone, or their loop closed, takes the place down.  Only the resource's
-poller and the event loop refer to a place, so what a closed loop leaves behind
-is garbage.
+A signal handler may raise between any two steps here. So one attribute says whether a task still
+waits, ``_Waiter.gone``; it is set first when the wait ends, and all other state is only a hint: any
+code that finds a place's tasks gone, or their loop closed, takes the place down. Only the
+resource's poller and the event loop refer to a place, so a closed loop leaves only garbage behind.
 """
 
 from __future__ import annotations
@@ -76,11 +74,11 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
         ClosedError: the CQ is closed, now or while it waits.
         VerbsError: the device failed.
     """
-    # Its module asks this one to wait, and so cannot be asked for the class.
+    # Its module imports this one, so the class cannot be imported here.
     if getattr(type(cq), "_kind", "") != "CQ":
         raise TypeError(f"cq: expected CQ, got {type(cq).__name__}")
     count, timeout = index("count", count), seconds(timeout)
-    # What has been promised to tasks that are about to run is theirs.
+    # What is promised to tasks that are about to run is theirs.
     if (found := cq._take(count, _promised(cq))) is not None:
         return found
     waiter, queue = _Waiter(count), _queue_of(cq)
@@ -134,7 +132,7 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
     while True:
         place = _place(channel, _Channel)
         expired = await _sleep_at(place, deadline, channel._events)
-        # Last: an interrupt that comes before it leaves the event to the next who asks.
+        # Last: an interrupt before this leaves the event to the next caller.
         if (cq := channel._next_event()) is not None or expired:
             return cq
 
@@ -194,7 +192,7 @@ class _Waiter:
 
     Attributes:
         count: how many completions it wants.
-        woken: done when it is to look at what there is.
+        woken: done when it should look at what is available.
         expired: whether its time is up.
         gone: whether it has stopped waiting; everything else follows from this.
     """
@@ -208,11 +206,11 @@ class _Waiter:
         self.sleep()
 
     def sleep(self) -> None:
-        """Get ready to be woken once more."""
+        """Get ready to be woken again."""
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Let it look at what there is."""
+        """Wake it to look at what is available."""
         if not self.woken.done():
             self.woken.set_result(None)
 
@@ -222,7 +220,7 @@ class _Waiter:
         self.wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in it."""
+        """Raise an error in the task."""
         if not self.woken.done():
             self.woken.set_exception(error)
 
@@ -230,7 +228,7 @@ class _Waiter:
 class _Watch:
     """A descriptor that an event loop watches.
 
-    It uses its own epoll: when the descriptor is closed and its number reused, the new one is not
+    It uses its own epoll: if the descriptor is closed and its number reused, the new one is not
     watched, and the epoll closes itself when this object is dropped.
     """
 
@@ -239,7 +237,7 @@ class _Watch:
         self._epoll: select.epoll | None = None
 
     def open(self, fd: int, ready: Callable[[], object]) -> None:
-        """Begin to watch, unless it does so."""
+        """Start to watch, unless it does already."""
         if self._epoll is not None:
             return
         epoll = select.epoll()
@@ -265,10 +263,10 @@ class _Watch:
 
 
 class _Place:
-    """Where tasks of one event loop wait for something of a resource.
+    """Where tasks of one event loop wait for a resource's completions or events.
 
-    The resource's poller has it as ``tasks``, and calls it where the loop is to look again, or to
-    go.
+    The resource's poller has it as ``tasks``, and calls it when the loop should look again, or step
+    down.
 
     Args:
         loop: the event loop.
@@ -276,7 +274,7 @@ class _Place:
     """
 
     threads = ""
-    """What threads do that wait for the same."""
+    """What threads waiting for the same are doing."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, owner: Any) -> None:
         self.loop = loop
@@ -285,7 +283,7 @@ class _Place:
         self._watch = _Watch(loop)
 
     def waiting(self) -> list[_Waiter]:
-        """Return the tasks that wait, in the order in which they came."""
+        """Return the waiting tasks, in order of arrival."""
         return [waiter for waiter in self.waiters if not waiter.gone]
 
     def in_use(self) -> bool:
@@ -293,26 +291,26 @@ class _Place:
         return not self.loop.is_closed() and bool(self.waiting())
 
     def __call__(self) -> None:
-        """Let the tasks look again, from any thread; stop if none wait any more."""
+        """Have the tasks look again, from any thread; stop if none is waiting."""
         if self.in_use():
             try:
                 self.loop.call_soon_threadsafe(self.look_again)
             except RuntimeError:
-                # It has been closed just now.
+                # It has just been closed.
                 pass
             else:
                 return
         self.stop()
 
     def join(self, waiter: _Waiter, timeout: float | None = None) -> None:
-        """Let a task wait, until leave(); also where this is interrupted."""
+        """Let a task wait, until leave(), even if this is interrupted."""
         self.waiters.append(waiter)
         self.start()
         if timeout is not None:
             waiter.timer = self.loop.call_later(timeout, waiter.expire)
 
     def leave(self, waiter: _Waiter) -> None:
-        """Forget a task that has gone; what it leaves is for the others."""
+        """Forget a task that is gone; what it leaves is for the others."""
         if waiter.timer is not None:
             waiter.timer.cancel()
         self.waiters[:] = self.waiting()
@@ -322,12 +320,12 @@ class _Place:
             self.stop()
 
     def start(self) -> None:
-        """Take the events from now on, unless it does so."""
+        """Take the events from now on, unless it does already."""
         self.claim()
         self._watch.open(self.fd(), self.ready)
 
     def claim(self) -> None:
-        """Let threads that come now leave the events to the tasks."""
+        """Make threads that arrive from now on leave the events to the tasks."""
         poller = self.owner._poller
         if poller.claim(self):
             return
@@ -339,12 +337,12 @@ class _Place:
         raise RdmaError("tasks of another event loop wait for the same events")
 
     def stop(self) -> None:
-        """Leave the events to others.  If interrupted, the next to want them finishes it."""
+        """Leave the events to others. If this is interrupted, the next to want them finishes it."""
         self._watch.close()
         self.owner._poller.unclaim(self)
 
     def ready(self) -> None:
-        """React to the descriptor: it is readable."""
+        """React to the descriptor becoming readable."""
         if self.in_use():
             self._try(self.hear)
         else:
@@ -355,7 +353,7 @@ class _Place:
         raise NotImplementedError
 
     def look(self) -> None:
-        """Take what is there, and wake the tasks that it is for."""
+        """Take what is available, and wake the tasks that it is for."""
         raise NotImplementedError
 
     def hear(self) -> None:
@@ -363,7 +361,7 @@ class _Place:
         self.look()
 
     def look_again(self) -> None:
-        """Look for those who sleep already, and let them know what is raised."""
+        """Look on behalf of sleeping tasks, and raise in them what that raises."""
         self._try(self.look)
 
     def _try(self, look: Callable[[], object]) -> None:
@@ -374,17 +372,17 @@ class _Place:
         except Exception as error:
             self.fail(error)
         except BaseException:
-            # It ends the loop, or the loop's caller continues, and the tasks look again then.
+            # It ends the loop; or the loop's caller continues, and then the tasks look again.
             self.wake()
             raise
 
     def wake(self) -> None:
-        """Let all look at what there is."""
+        """Wake all of them to look at what is available."""
         for waiter in self.waiting():
             waiter.wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in all."""
+        """Raise an error in all of them."""
         for waiter in self.waiting():
             waiter.fail(error)
 
@@ -405,7 +403,7 @@ class _Device(_Place):
 
 
 class _Queue(_Place):
-    """The completions of a CQ that has a channel for itself."""
+    """The completions of a CQ with a private channel."""
 
     threads = "sleeps in wait()"
 
@@ -414,10 +412,10 @@ class _Queue(_Place):
         return fd
 
     def look(self) -> None:
-        """Ask for the next event, then take what there is, and wake those who have enough."""
+        """Ask for the next event, then poll, and wake the tasks that can have enough."""
         waiting = self.waiting()
         there = self.owner._look(sum(waiter.count for waiter in waiting))
-        # One who wants few need not wait for one who wants many.
+        # Small waits are not blocked by larger ones.
         there -= self.promised()
         for waiter in waiting:
             if not waiter.woken.done() and waiter.count <= there:
@@ -434,12 +432,12 @@ class _Queue(_Place):
 
 
 class _SharedQueue(_Queue):
-    """The completions of a CQ whose channel others use too.
+    """The completions of a CQ on a shared channel.
 
     Args:
         loop: the event loop.
         cq: the CQ.
-        channel: where the tasks of its channel wait.
+        channel: the place of its channel.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ, channel: _Channel) -> None:
@@ -477,10 +475,10 @@ class _Channel(_Place):
         return fd
 
     def look(self) -> None:
-        """Take the events; look into the CQs that they are of, if tasks wait for those."""
+        """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
         channel: CompChannel = self.owner
         try:
-            # soft0 tries again here what it had to put off.
+            # soft0 retries here what it had to put off.
             channel._take_all_events()
             heard = {}
             while (cq := channel._next_event(self.queues)) is not None:
@@ -489,7 +487,7 @@ class _Channel(_Place):
                 if queue is not None:
                     queue.look_again()
         except BaseException:
-            # Of an event that was taken nobody may have been told.
+            # An event may have been taken without anyone being told.
             self.wake()
             raise
         if channel._events:
@@ -513,7 +511,7 @@ def _place(owner: Any, kind: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlac
     """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
     place: _AnyPlace | None = owner._poller.tasks
-    # Of another loop it is refused when it is to take the events.
+    # Another loop's is refused when this one claims the events.
     return place if place is not None and place.loop is loop else kind(loop, owner)
 
 
@@ -527,13 +525,13 @@ def _queue_of(cq: CQ) -> _Queue:
         return _SharedQueue(loop, cq, channel)
 
     queue = _place(cq, make)
-    # The one that it was made with may have given way.
+    # The channel's place that it was made with may have given way.
     if isinstance(queue, _SharedQueue):
         queue.channel = channel
     return queue
 
 
 def _promised(cq: CQ) -> int:
-    """Return how many completions tasks have been promised."""
+    """Return how many completions are promised to tasks."""
     queue: _Queue | None = cq._poller.tasks
     return 0 if queue is None else queue.promised()

@@ -49,7 +49,7 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         self._events: dict[int, None] = {}
-        """Events that were taken and not returned yet, by the address of the CQ's struct."""
+        """Events taken but not yet returned, by the address of the CQ's struct."""
         self._poller = door.Poller({}, False, 0, -1, None)
         provider = context._provider
         handle = self._make(
@@ -64,9 +64,9 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
             self._poller.release()
 
     def _announced_by(self, cq: CQ) -> None:
-        """Know a CQ by its struct, which is all that an event tells."""
+        """Register a CQ by its struct, which is all that an event carries."""
         address = address_of(cq._handle)
-        # Of one that is closed, and was at the same address.
+        # An event may be left from a closed CQ at the same address.
         self._events.pop(address, None)
         self._cqs[address] = weakref.ref(cq)
 
@@ -109,23 +109,23 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
                 raise RdmaError(
                     f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
                 )
-            # Another thread may be told of it instead.
+            # Another thread may get it instead.
             if (cq := self._next_event()) is not None or there is None:
                 return cq
 
     def _take_event(self) -> object:
-        """Take an event, unless one is taken already; return None where there is none."""
+        """Take an event, unless one is taken already; return None if there is none."""
         if not self._events:
             self._get_event()
         return self._events or None
 
     def _take_all_events(self) -> None:
-        """Take the events that are there, for tasks."""
+        """Take the pending events, for tasks."""
         while self._poller.until(self, -1, self._get_event, 0.0, True) is not None:
             pass
 
     def _next_event(self, cqs: Container[CQ] | None = None) -> CQ | None:
-        """Return the CQ of an event that is taken, and forget that; None if there is none.
+        """Return the CQ of an event that is taken, and forget the event; None if there is none.
 
         Args:
             cqs: only of these.
@@ -138,10 +138,10 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
             if cq is not None and cqs is not None and cq not in cqs:
                 continue
             try:
-                # After this there is no call, hence no interrupt, until the caller has it.
+                # From here no call, and so no interrupt, comes before the caller has it.
                 del self._events[address]
             except KeyError:
-                # Another thread is told of this one.
+                # Another thread gets this one.
                 continue
             if cq is not None:
                 return cq

@@ -66,7 +66,7 @@ class WC(NamedTuple):
         """Return the completion if its status is SUCCESS.
 
         Raises:
-            CompletionError: it is another.
+            CompletionError: it is not.
         """
         if self.status:
             raise CompletionError(
@@ -110,14 +110,14 @@ door.make_completions_of(
 )  # fmt: skip
 
 _BATCH = 64
-"""Completions that one call polls at most (``_c/cq.c``)."""
+"""The most completions that one call polls (``_c/cq.c``)."""
 
 
 class CQ(Resource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
-    When more completions are outstanding than it has entries, it overruns: completions
-    are lost, and the queue pairs that complete there fail.
+    If more completions are outstanding than it has entries, it overruns: completions are lost, and
+    the queue pairs that complete there fail.
 
     Args:
         context: an open device.
@@ -177,7 +177,7 @@ class CQ(Resource, struct="ibv_cq"):
             self._create(own or channel, cqe, comp_vector)
         finally:
             if own is not None:
-                # It closes with the CQ; at once, if there is none.
+                # It closes with the CQ, or at once if there is none.
                 own._abandoned = True
                 if self._handle is None:
                     own._close_quietly()
@@ -248,7 +248,7 @@ class CQ(Resource, struct="ibv_cq"):
             self._poller.poll(self, max_entries, found)
             return found
         except BaseException:
-            # An exception of a signal handler may come when they are here already.
+            # A signal handler may raise after they have arrived here.
             self._poller.put_back(found)
             raise
 
@@ -332,12 +332,13 @@ class CQ(Resource, struct="ibv_cq"):
     # ---- for aio.py -----------------------------------------------------------
 
     def _look(self, count: int) -> int:
-        """Ask for the next event, then poll until there are `count`; return how many there are."""
+        """Ask for the next event, then poll for `count` completions; return how many are
+        available."""
         self._poller.notify(self, False)
         return self._poller.fill(self, count)
 
     def _take(self, count: int, promised: int = 0) -> list[WC] | None:
-        """Return exactly `count` if there are `promised` more now, else None."""
+        """Return exactly `count` if `promised` more are available too, else None."""
         found: list[WC] = []
         try:
             there = self._poller.wait(self, count, promised, 0.0, found)
@@ -347,23 +348,23 @@ class CQ(Resource, struct="ibv_cq"):
         return found if there is None else None
 
     def _put_back(self, found: list[WC]) -> None:
-        """Let what a task has taken, and not returned, be the next to be taken."""
+        """Put what a task has taken but not returned back at the front."""
         self._poller.put_back(found)
 
     def _drop_event(self) -> None:
-        """Take an event off the channel of its own, if one is there."""
+        """Take an event off its private channel, if one is pending."""
         self._poller.until(self, -1, self._drop, 0.0, True)
 
     @property
     def _event_fd(self) -> int:
-        """The descriptor of the channel that it announces completions on."""
+        """The descriptor of the channel on which it reports completions."""
         fd: int = self._channel.fd
         return fd
 
-    # ---- for those whose queues complete here ---------------------------------
+    # ---- for the queues that complete here ---------------------------------
 
     def _keep(self) -> None:
-        """Take what is in the queue, before or after one of its QPs is destroyed.
+        """Poll everything in the queue, before or after one of its QPs is destroyed.
 
         Some devices drop the completions of a destroyed QP; taken here, they
         are delivered on every device.

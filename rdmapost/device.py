@@ -53,7 +53,7 @@ class GID(bytes):
 
     @classmethod
     def _named(cls, name: str, value: Any) -> GID:
-        """Make one of an argument or a field, whose name the errors say."""
+        """Make one from an argument or a field, whose name the errors give."""
         expect(name, value, bytes, str, bytearray, memoryview)
         if isinstance(value, str):
             try:
@@ -221,7 +221,7 @@ def open_device(name: str | None = None) -> Context:
         name = os.environ.get(_DEVICE_VARIABLE) or None
     if name is None:
         return _open_active()
-    # The soft device first: it is there whether or not libibverbs is.
+    # The soft device first: it exists with or without libibverbs.
     for provider in (soft_provider(), verbs_provider()):
         found = provider.list_devices()
         for info in found:
@@ -272,7 +272,7 @@ class Context(Resource, struct="ibv_context"):
         self._provider = provider
         self._queues: dict[int, door.InFlight] = {}
         self._events: dict[object, Any] = {}
-        """Asynchronous events that are taken, and not returned yet (events.py)."""
+        """Asynchronous events taken but not yet returned (events.py)."""
         self._poller = door.Poller({}, False, 0, -1, None)
         self.name = info.name
         self.kind = provider.kind
@@ -292,7 +292,7 @@ class Context(Resource, struct="ibv_context"):
             self._poller.release()
 
     def _take_event(self) -> object:
-        """Take an asynchronous event, unless one is taken; return None where there is none."""
+        """Take an asynchronous event, unless one is taken already; return None if there is none."""
         if not self._events:
             self._verb(self._provider.get_async_event, self._events)
         return self._events or None
@@ -389,8 +389,8 @@ class Context(Resource, struct="ibv_context"):
     def async_fd(self) -> int:
         """File descriptor that is readable when there is an asynchronous event.
 
-        That of soft0 is readable also when a work request is to be tried again, which the next
-        call of anything does: get_async_event() may then return None.
+        soft0's is also readable when a work request is due for a retry, which the next call of any
+        kind makes: get_async_event() may then return None.
 
         Raises:
             ClosedError: the device is closed.
@@ -410,7 +410,7 @@ class Context(Resource, struct="ibv_context"):
         return self._verb(self._provider.faults, functools.partial(_wr_id_of, self._queues))
 
     def _check_port(self, port_num: int) -> int:
-        """Return the number of a port that is there, as an int."""
+        """Return the number of an existing port, as an int."""
         port_num, count = index("port_num", port_num), self.attr.phys_port_cnt
         if 1 <= port_num <= count:
             return port_num
@@ -430,7 +430,7 @@ def _wr_id_of(queues: dict[int, door.InFlight], ticket: int) -> int | None:
 
 
 def _enum(kind: Any, value: int, otherwise: Any) -> Any:
-    """Return a member by value; a value that a newer device reports is `otherwise`."""
+    """Return a member by value; for a value that only a newer device reports, `otherwise`."""
     try:
         return kind(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What one side must know of the other to connect a queue pair."""
+"""What one side must know about the other to connect a queue pair."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Endpoint:
         psn: first packet sequence number that it sends, 0..2^24-1.
         gid: its GID.
         lid: its port's LID; 0 on Ethernet.
-        mtu: the path MTU that its port can take.
+        mtu: the largest path MTU of its port.
 
     Raises:
         TypeError: a field is of another type; the text names it.

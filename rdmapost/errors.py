@@ -37,7 +37,7 @@ class RdmaError(Exception):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if type(self).__reduce__ is not RdmaError.__reduce__:
-            # A derived class has its own way.
+            # A derived class has its own reduction.
             return self.__reduce__()
         return self._reduce(operator.index(protocol))
 
@@ -64,7 +64,7 @@ class RdmaError(Exception):
         return made
 
     def _state(self) -> dict[str, Any]:
-        """Return all attributes: also those that an OSError does not keep in its __dict__."""
+        """Return all attributes, including those that an OSError does not keep in its __dict__."""
         state = dict(vars(self))
         for name in _OF_OSERROR:
             value = getattr(self, name, None)
@@ -156,7 +156,7 @@ class PostError(VerbsError):
             where = "the work request"
         else:
             where = f"work request {self.index + 1} of {self.count}"
-        # An index counts from 0 and a reader from 1: say both.
+        # An index counts from 0 and a reader from 1: give both.
         at = f" (index {self.index})" if self.index is not None and self.count > 1 else ""
         return f"{where}{at}: {self.reason} [{_errno.errorcode.get(self.errno or 0, self.errno)}]"
 
@@ -185,16 +185,16 @@ _OF_OSERROR = ("errno", "strerror", "filename", "filename2")
 
 
 def _rebuild(kind: Any, args: tuple[Any, ...]) -> Any:
-    """Make an exception from its args: a constructor may take other arguments than these."""
+    """Make an exception from its args, which a constructor may not accept."""
     made = kind.__new__(kind, *args)
     (OSError if issubclass(kind, OSError) else BaseException).__init__(made, *args)
     return made
 
 
 def _picklable(value: Any, protocol: int) -> Any:
-    """Return the value, or its repr where it does not survive pickling."""
+    """Return the value, or its repr if it does not survive pickling."""
     try:
-        # Loaded, too: a pool waits for ever for an answer that its parent cannot load.
+        # Unpickle it, too: a pool waits for ever for an answer that its parent cannot load.
         pickle.loads(pickle.dumps(value, protocol))
     except Exception:
         return _text_of(value)
@@ -209,7 +209,7 @@ def _text_of(value: Any) -> str:
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy, or the value itself where there can be none, as of a resource."""
+    """Return a deep copy, or the value itself if it cannot be copied, like a resource."""
     try:
         return copy.deepcopy(value, memo)
     except Exception:

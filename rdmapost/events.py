@@ -1,4 +1,4 @@
-"""Asynchronous events: what happens to a device and its resources apart from completions."""
+"""Asynchronous events: what happens to a device and its resources besides completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERRUN = (
     "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
     "or poll it more often"
 )
-"""What to say of a CQ that has overrun."""
+"""What to say about a CQ that has overrun."""
 
 
 class AsyncEvent(NamedTuple):
@@ -75,14 +75,14 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
 
 
 def next_taken(context: Context) -> AsyncEvent | None:
-    """Return the oldest of the events that are taken, and forget it; None if there is none."""
+    """Return the oldest event taken, and forget it; None if there is none."""
     events = context._events
     for key, taken in events.copy().items():
         found = _read(context, taken)
         if found.event_type is EventType.CQ_ERR and isinstance(found.element, Resource):
             found.element._overrun = True  # type: ignore[attr-defined]
         try:
-            # After this there is no call, hence no interrupt, until the caller has it.
+            # From here no call, and so no interrupt, comes before the caller has it.
             del events[key]
         except KeyError:
             # Another thread returns this one.
@@ -94,8 +94,8 @@ def next_taken(context: Context) -> AsyncEvent | None:
 def has_overrun(cq: Any) -> bool:
     """Whether a CQ is known to have overrun, without taking an event.
 
-    The software device knows it at once.  libibverbs says it in an event alone, which is
-    the caller's: it is known there once get_async_event() has been given it.
+    The software device knows at once. libibverbs reports it only in an event, which belongs to the
+    caller: there it is known once get_async_event() has received that.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):

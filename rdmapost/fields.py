@@ -50,8 +50,8 @@ class _Row(NamedTuple):
     """A class of work requests.
 
     Attributes:
-        members: of each field, the member of the struct that holds it.  The head
-            that all have (wr_id, sg_list, opcode, flags) is not listed.
+        members: for each field, the struct member that holds it. The common head (wr_id, sg_list,
+            opcode, flags) is not listed.
         writes: the device writes to the buffers.
         atomic: the buffer takes the old value of 8 bytes.
     """
@@ -137,7 +137,7 @@ _KINDS_OF_FIELD = {
 
 
 def _member(struct: str, path: str) -> tuple[int, int]:
-    """Return the offset and the bytes of a member, by its path from the struct."""
+    """Return the offset and size in bytes of a member, by its path from the struct."""
     kind = ffi.typeof(struct)
     for name in path.split("."):
         fields = dict(_flat(kind))
@@ -146,7 +146,7 @@ def _member(struct: str, path: str) -> tuple[int, int]:
 
 
 def _flat(kind: Any) -> Any:
-    """Go through the fields of a struct, and those of unions without a name in it."""
+    """Go through the fields of a struct, and those of its anonymous unions."""
     for name, field in kind.fields:
         if name:
             yield name, field
@@ -173,7 +173,7 @@ KINDS: Mapping[type, int] = MappingProxyType(
         for wr_type, row in rows.items()
     }
 )
-"""The number of each class, by which C knows it."""
+"""The number by which C knows each class."""
 
 NUMBERS: Mapping[type, Mapping[str, int]] = MappingProxyType(
     {
@@ -186,4 +186,4 @@ NUMBERS: Mapping[type, Mapping[str, int]] = MappingProxyType(
         for wr_type, row in rows.items()
     }
 )
-"""The fields that are numbers, by class and name, and the index of each in its row."""
+"""By class and name, the index in its row of each field that is a number."""

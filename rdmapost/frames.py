@@ -15,7 +15,7 @@ TMH_BYTES = 16
 EAGER = 3
 """A tag-matching message that carries its payload."""
 
-# Locally administered, and addresses for documentation (RFC 5737): nobody's own.
+# Locally administered, and addresses for documentation (RFC 5737).
 _MACS = bytes.fromhex("020000000002020000000001")
 _ADDRESSES = bytes([192, 0, 2, 1, 192, 0, 2, 2])
 _IPV4, _EXPERIMENTAL = 0x0800, 0x88B5
@@ -59,7 +59,7 @@ def tcp(qp_type: QPType) -> bytes:
 def what_is_wrong(
     packets: Sequence[bytes], hdr: bytes, qp_type: QPType, payload: bytes, mss: int
 ) -> str | None:
-    """Say what keeps packets from being the segments of a payload, or None.
+    """Say why packets are not the segments of a payload, or return None.
 
     Args:
         packets: as they arrived, in order.
@@ -110,6 +110,6 @@ def _number(data: bytes, at: int, size: int) -> int:
 
 
 def _sums_up(data: bytes) -> bool:
-    """Whether data with its checksum adds up to all ones (RFC 1071)."""
-    # 2^16 leaves 1 over 2^16 - 1: the words of one long number add up modulo that.
+    """Whether data including its checksum adds up to all ones (RFC 1071)."""
+    # 2^16 is 1 modulo 2^16 - 1, so that a long number leaves the sum of its words.
     return int.from_bytes(data + bytes(len(data) % 2)) % 0xFFFF == 0

@@ -14,7 +14,7 @@ from .wr import SGE, RecvWR
 __all__ = ["GRH", "GRH_BYTES", "Datagram", "read_datagram"]
 
 GRH_BYTES = 40
-"""What the buffers of a UD receive start with, whether there is a header or not."""
+"""Bytes at the start of a UD receive's buffers, whether there is a header or not."""
 
 # version, traffic class and flow label; payload length, next header, hop limit, sgid, dgid
 _IPV6 = struct.Struct("!IHBB16s16s")
@@ -27,19 +27,18 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 @dataclass(frozen=True, slots=True)
 class GRH:
-    """A Global Routing Header (``struct ibv_grh``): which way a datagram came.
+    """A Global Routing Header (``struct ibv_grh``): the way that a datagram came.
 
     Over RoCE v2 it is the header of the IP packet.  An IPv4 header has 20 bytes,
     which are the last 20 of the 40; its addresses are shown as GIDs.
 
     Attributes:
         sgid, dgid: where the datagram came from, and where it went.
-        traffic_class: 0..255; of IPv4 the type of service.
-        flow_label: 0..2^20-1; 0 of IPv4.
-        payload_length: bytes behind the header, as it says; with headers of
-            other layers.
+        traffic_class: 0..255; for IPv4 the type of service.
+        flow_label: 0..2^20-1; 0 for IPv4.
+        payload_length: bytes after the header, by its own account; includes other layers' headers.
         next_header: which header follows: 27 is InfiniBand's, 17 is UDP (RoCE v2).
-        hop_limit: 0..255; of IPv4 the time to live.
+        hop_limit: 0..255; for IPv4 the time to live.
         version: 6, or 4.
     """
 
@@ -68,7 +67,7 @@ class GRH:
             raise ValueError(f"a GRH has {GRH_BYTES} bytes, not {len(raw)}")
         is_ipv6 = raw[0] >> 4 == 6
         # 20 bytes of an IPv6 address may look like IPv4, but hardly with the right checksum.
-        # Nobody fills in the checksum of a packet that does not leave the machine.
+        # Packets that stay on the machine have no checksum.
         if raw[_IPV4_AT] == _IPV4_BEGINS and (not is_ipv6 or _sums_up(raw[_IPV4_AT:])):
             _, tos, total, _, _, ttl, protocol, _, src, dst = _IPV4.unpack_from(raw, _IPV4_AT)
             return cls(
@@ -87,11 +86,10 @@ class GRH:
 
 
 class Datagram(NamedTuple):
-    """What a UD receive got.
+    """What a UD receive received.
 
     Attributes:
-        grh: the header, or None where the message came without one (wc_flags
-            lacks GRH).
+        grh: the header, or None if the message came without one (wc_flags lacks GRH).
         payload: what the peer sent.
     """
 
@@ -146,6 +144,6 @@ def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:
 
 
 def _sums_up(header: bytes) -> bool:
-    """Whether a header with its checksum adds up to all ones (RFC 1071)."""
-    # 2^16 leaves 1 over 2^16 - 1: the words of one long number add up modulo that.
+    """Whether a header including its checksum adds up to all ones (RFC 1071)."""
+    # 2^16 is 1 modulo 2^16 - 1, so that a long number leaves the sum of its words.
     return int.from_bytes(header) % 0xFFFF == 0

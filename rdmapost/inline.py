@@ -23,7 +23,7 @@ __all__ = ["max_inline"]
 _TOO_MUCH = frozenset(
     {errno.EINVAL, errno.ENOMEM, errno.E2BIG, errno.ERANGE, errno.ENOSPC, errno.EOPNOTSUPP}
 )
-"""What drivers say to more inline data than they can take."""
+"""What drivers return for more inline data than they support."""
 _FIRST = 64
 """Where the search begins: a cache line, which nearly every device grants."""
 
@@ -59,25 +59,25 @@ def max_inline(
         try:
             qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
         except VerbsError as error:
-            # Without inline data it is not the size that was too much.
+            # Without inline data the size cannot be the reason.
             if not size or error.errno not in _TOO_MUCH:
                 raise
             return None
-        # Not "with", which calls Python: no interrupt can come before it is closed.
+        # Not "with", which calls Python: this way no interrupt can come before the close.
         granted = qp.max_inline_data
         try:
             qp.close()
         except BaseException:
-            # An interrupt may have ended that.
+            # An interrupt may have cut that short.
             qp._close_quietly()
             raise
         return granted
 
-    # What is granted, and the least that is not, as far as is known.
+    # The most known to be granted, and the least known not to be.
     low, high = grants(0) or 0, at_most + 1
     size = max(_FIRST, 2 * low)
     while low + 1 < high:
-        # Upward in doubles, because limits are small; then halve what is left.
+        # Double first, because limits are small; then bisect.
         size = size if low < size < high else (low + high) // 2
         granted = grants(size)
         if granted is None:

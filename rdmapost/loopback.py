@@ -1,4 +1,4 @@
-"""Two connected queue pairs of one device, with the resources that they need."""
+"""Two connected queue pairs on one device, with the resources that they need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Side:
 
     Attributes:
         qp: its queue pair.
-        cq: where everything of the queue pair completes.
+        cq: where all of the queue pair's work requests complete.
         mr: its memory.
     """
 
@@ -44,7 +44,7 @@ class Side:
 
 
 class Loopback(Together):
-    """A local and a remote queue pair of one device, connected to each other.
+    """A local and a remote queue pair on one device, connected to each other.
 
     A context manager; ``close()`` closes everything in the right order, whatever
     is still outstanding.  ``**loopback.address`` are the fields of a message that
@@ -148,7 +148,7 @@ class Loopback(Together):
                     (remote_size + depth * self.headroom, access, tagged),
                 )
             )
-            # A window may be bound to any region, and a work request name it.
+            # A window may be bound to any region, and a work request may name it.
             self._regions = stack.add(ResourceStack())
             remote_type, remote_options = qp_type, options
             if srq_type is SRQType.XRC:
@@ -328,9 +328,9 @@ class Loopback(Together):
         return self._wait(self.remote, count, "nothing arrived at the remote queue pair")
 
     def settled(self, expected: bytes, offset: int = 0) -> bool:
-        """Wait until the remote memory holds these bytes, and say whether it does.
+        """Wait until the remote memory holds these bytes; return whether it does.
 
-        An unacknowledged write (UC) can be seen in no other way.
+        There is no other way to see an unacknowledged write (UC).
 
         Args:
             expected: the bytes.
@@ -347,7 +347,7 @@ class Loopback(Together):
         try:
             return side.cq.wait(count, max(0.0, self._deadline - time.monotonic()))
         except WaitTimeout:
-            # The time that was left says little; the whole of it is what was asked for.
+            # The remaining time says little; report the whole timeout.
             raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
 
 
@@ -367,7 +367,7 @@ class _Lacking(UnsupportedError):
 def _require(
     context: Context, qp_type: QPType, max_tso_header: int, srq_type: SRQType | None
 ) -> None:
-    """Raise UnsupportedError for what the device itself says it does not have.
+    """Raise UnsupportedError for what the device itself reports that it lacks.
 
     Drivers are less clear: some ignore what they do not know.
     """

@@ -59,7 +59,7 @@ class PD(Resource, struct="ibv_pd"):
 
 
 def _fixed(name: str, doc: str) -> Any:
-    """Return a property that reads an attribute, and cannot be set."""
+    """Return a read-only property for an attribute."""
     return property(operator.attrgetter(name), doc=doc)
 
 
@@ -133,7 +133,7 @@ class MR(Resource, struct="ibv_mr"):
         size = _size_of(memory)
         self._given = size is None
         buffer = _bytes_of(memory if size is None else _allocate(size))
-        # Holds the buffer, whatever becomes of the other view: it cannot be freed or resized.
+        # Exports the buffer even if the other view is released: it cannot be freed or resized.
         held = memoryview(buffer)
         length, start = len(held), start_of(held)
         self.buffer, self._memory, self._length = buffer, held, length
@@ -152,7 +152,7 @@ class MR(Resource, struct="ibv_mr"):
         self._lkey: int = handle.lkey
         self._rkey: int = handle.rkey
 
-    # Nobody sets these: peers are told them, and SGEs are made of them.
+    # Read-only: peers are told them, and SGEs are made from them.
     access: Access = _fixed("_access", "What may be done with it.")
     addr: int = _fixed("_addr", "Address of the first byte; 0 if access has ZERO_BASED.")
     end: int = _fixed("_end", "Address just past the last byte.")
@@ -205,11 +205,11 @@ class MR(Resource, struct="ibv_mr"):
 
     def _forget(self) -> None:
         if not hasattr(self, "_memory"):
-            # The collector has taken it apart.
+            # The collector has cleared it.
             return
         self._memory.release()
         if self._given:
-            # The owner has it back, and may resize it.
+            # The owner gets it back, and may resize it.
             with contextlib.suppress(BufferError):
                 self.buffer.release()
 
@@ -221,8 +221,7 @@ door.make_sges(MR, SGE)
 class MW(Resource, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
-    A window of type 1 is bound with ``qp.bind_mw``, one of type 2 by a BindMW
-    that is posted.
+    A type 1 window is bound with ``qp.bind_mw``, a type 2 window by posting a BindMW.
 
     Args:
         pd: the protection domain.
@@ -257,9 +256,8 @@ class MW(Resource, struct="ibv_mw"):
     def rkey(self) -> int:
         """Its key; posting a bind changes it at once.
 
-        If that bind completes with an error, set it back to the previous key
-        (ibv_bind_mw(3)): the driver takes the key that the next bind replaces
-        from here.
+        If that bind completes with an error, set it back to the previous key (ibv_bind_mw(3)): the
+        driver reads the key that the next bind replaces from here.
 
         Raises:
             TypeError: the new key is not an integer.
@@ -283,14 +281,14 @@ class MW(Resource, struct="ibv_mw"):
 
 
 def _size_of(memory: Any) -> int | None:
-    """Return a number of bytes to allocate as an int, and None for a buffer."""
+    """Return a number of bytes to allocate as an int, or None for a buffer."""
     if isinstance(memory, int):
         return memory
     if not hasattr(type(memory), "__index__"):
         return None
     with contextlib.suppress(TypeError):
         if not memoryview(memory).readonly:
-            # An array of one number, which is its memory.
+            # An array of one number: a buffer.
             return None
     try:
         # numpy's numbers are read-only buffers as well.
@@ -309,7 +307,7 @@ def _allocate(size: int) -> mmap.mmap:
 
 
 def _bytes_of(memory: Any) -> memoryview:
-    """Return a writable buffer of any shape and format as one of bytes."""
+    """Return a writable buffer of any shape and format as a view of bytes."""
     try:
         view = memoryview(memory)
         if view.readonly:
@@ -332,24 +330,23 @@ def _bytes_of(memory: Any) -> memoryview:
     plain = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
     if view.c_contiguous and plain:
         return view.cast("B")
-    # It knows every format and order of dimensions, and memoryview.cast does not.
+    # Unlike memoryview.cast, it knows every format and order of dimensions.
     return PickleBuffer(view).raw()
 
 
 def _followed(view: memoryview) -> str | None:
-    """Say which pointers a buffer has that Python follows, if any.
+    """Say which pointers that Python follows a buffer has, if any.
 
-    Addresses that are mere numbers (``P``) are the caller's business, and so are
-    pointers in memory that is given as that of numbers (``numpy.frombuffer``,
-    ctypes' ``from_buffer``), and packed structures and unions of ctypes whose
-    class has had its ``_fields_`` changed: nothing else says what is in them.
+    Addresses that are mere numbers (``P``) are the caller's business. So are pointers in memory
+    exposed as numbers (``numpy.frombuffer``, ctypes' ``from_buffer``), and packed ctypes structures
+    and unions whose class has had its ``_fields_`` changed: nothing else tells their contents.
     """
     ctypes = sys.modules.get("_ctypes")
     for behind in _views_behind(view):
         codes = _FIELD_NAMES.sub("", behind.format or "B")
         if ctypes is not None and isinstance(behind.obj, ctypes.Structure.__base__):
-            # The format is ctypes' own, and a class cannot change it; but of packed structures
-            # and of unions it tells nothing.
+            # The format is ctypes' own, and a class cannot change it; but it omits the contents of
+            # packed structures and unions.
             codes = "".join((_own_codes(behind.obj), *_ctypes_codes(ctypes, type(behind.obj))))
         if found := _POINTERS.search(codes):
             objects = found[0] == "O"
@@ -358,7 +355,7 @@ def _followed(view: memoryview) -> str | None:
 
 
 def _views_behind(view: memoryview) -> Iterator[memoryview]:
-    """Return a view, and those that a class with ``__buffer__`` has made it of."""
+    """Return a view, and those behind it from a class with ``__buffer__``."""
     yield view
     if type(view.obj).__name__ == "_buffer_wrapper":
         for behind in gc.get_referents(view.obj):
@@ -367,12 +364,12 @@ def _views_behind(view: memoryview) -> Iterator[memoryview]:
 
 
 def _own_codes(exporter: Any) -> str:
-    """Return the format codes of an object of ctypes, whatever view of it there is."""
+    """Return the format codes of a ctypes object, whatever the view of it says."""
     return _FIELD_NAMES.sub("", memoryview(exporter).format)
 
 
 def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
-    """Return the format codes of the numbers and pointers that a ctypes type is made of."""
+    """Return the format codes of the numbers and pointers in a ctypes type."""
     if issubclass(cls, ctypes.Array):
         yield from _ctypes_codes(ctypes, cls._type_)
     elif issubclass(cls, (ctypes.Structure, ctypes.Union)):
@@ -380,14 +377,14 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
             for _, field, *_ in base.__dict__.get("_fields_", ()):
                 yield from _ctypes_codes(ctypes, field)
     elif issubclass(cls, ctypes._SimpleCData):
-        # A pointer to characters of 16 bits or more has the code of numpy's complex numbers.
+        # A pointer to wide characters has the same code as numpy's complex numbers.
         yield "z" if cls._type_ == "Z" else cls._type_
     else:
         yield "&"
 
 
 def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
-    """Refuse to close what work requests name that are outstanding, or prepared.
+    """Refuse to close what outstanding or prepared work requests name.
 
     Raises:
         InUseError: always.
@@ -434,7 +431,7 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
 
 
 def outstanding_of(queue: door.InFlight) -> Iterator[tuple[int, Any]]:
-    """Go through what is outstanding on a queue: the wr_id, and what it holds."""
+    """Go through a queue's outstanding work requests: the wr_id, and what each holds."""
     index = 0
     while (entry := queue.entry(index)) is not None:
         yield entry

@@ -71,7 +71,7 @@ class Multicast(Steps):
         self._take_out(before)
 
     def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
-        """Receive no more of what is sent to a multicast group.
+        """Stop receiving what is sent to a multicast group.
 
         Args:
             gid, lid: as passed to attach_mcast.

@@ -1,8 +1,8 @@
-"""The queues that work requests are posted to, and the errors for those that are refused.
+"""The queues that work requests are posted to, and the errors for refused ones.
 
-Posting is in C (``_c/post.h`` says how): reading the work requests, checking them, recording
-them as in flight, and the call.  A list stops at the first work request that cannot be posted;
-those before it are posted.
+Posting is done in C (``_c/post.h`` says how): reading the work requests, checking them, recording
+them as in flight, and the call. A list stops at the first work request that cannot be posted; those
+before it are posted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WR_TYPES: dict[Verb, type] = {
 
 
 class PostQueue(door.Queue):
-    """One queue that work requests are posted to.
+    """A queue that work requests are posted to.
 
     ``post(owner, wrs)`` posts a work request or an iterable of them to the queue of ``owner``,
     its queue pair or SRQ.
@@ -41,11 +41,11 @@ class PostQueue(door.Queue):
         verb: the verb that posts to it.
         limits: what the queue was created with.
         depth: how many work requests it holds.
-        depth_name: the attribute that said so.
-        sge_name: the attribute that said how many SGEs each may have.
+        depth_name: the attribute that set this.
+        sge_name: the attribute that set how many SGEs each may have.
         checked: check work requests; refuse one when ``depth`` are outstanding.
-        bounded: as far as ``checked``, whether it may be full at all.
-        flags: of each class of work requests that it takes, the flags that may be set.
+        bounded: with ``checked``, whether it can be full at all.
+        flags: for each class of work requests that it accepts, the flags allowed.
         tagged: the receives on its matching list.
 
     Attributes:
@@ -102,7 +102,7 @@ class PostQueue(door.Queue):
 
         Args:
             owner: the queue pair.
-            wr: what is to be bound; its rkey is not looked at, the device chooses it.
+            wr: what is to be bound; its rkey is ignored, as the device chooses it.
             sure: a failed call leaves nothing in the queue.
 
         Raises:
@@ -141,14 +141,14 @@ class PostQueue(door.Queue):
         b: int,
         sge: tuple[int, int, int],
     ) -> NoReturn:
-        """Say why a work request was refused; ``posted`` is -1 where a field was to be changed."""
+        """Say why a work request was refused; ``posted`` is -1 if a field was to be changed."""
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
         if rule == "not_ready":
             reason = owner._why_not_ready(self)
         else:
             if rule == "full":
-                # A list that is posted piece by piece stops at the first that has no place; a
-                # prepared one goes in whole or not at all.
+                # An ordinary list stops at the first work request without a slot; a prepared one is
+                # posted whole or not at all.
                 a, b = 1 if posted == index else len(wrs), len(wrs)
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
@@ -158,7 +158,7 @@ class PostQueue(door.Queue):
         )
 
     def _failed(self, owner: Any, wrs: tuple[Any, ...], code: int, posted: int) -> NoReturn:
-        """Say that the device has refused; ``posted`` is -1 where it did not say which."""
+        """Say that the device has refused; ``posted`` is -1 if it did not say which."""
         index = None if posted < 0 else posted
         wr = None if index is None else wrs[index]
         if code == errno.ENOMEM and len(wrs) > self.depth:

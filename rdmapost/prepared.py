@@ -19,7 +19,7 @@ __all__ = ["Batch", "PreparedWR"]
 
 
 class PreparedWR(door.PreparedItem):
-    """One work request of a batch; what is written to its fields counts for the next posts.
+    """One work request of a batch; changes to its fields take effect from the next post.
 
     ``batch[index]`` makes it.
 
@@ -30,9 +30,8 @@ class PreparedWR(door.PreparedItem):
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them; as many as before.
-        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap: where the
-            opcode has them.
-        remote_qpn, remote_qkey, remote_srqn: likewise, and the type of the queue pair.
+        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap: if the opcode has them.
+        remote_qpn, remote_qkey, remote_srqn: likewise, and if the type of the queue pair does.
     """
 
     __slots__ = ("_batch", "_index")
@@ -47,7 +46,7 @@ class PreparedWR(door.PreparedItem):
 
 @functools.cache
 def _class_for(wr_type: type) -> type[PreparedWR]:
-    """Return the class for prepared work requests of a class: with the fields that it has."""
+    """Return the class for prepared work requests of a class, with its fields."""
     numbers = {name: door.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
     return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **numbers})
 

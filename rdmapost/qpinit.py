@@ -1,4 +1,4 @@
-"""Creating queue pairs: what belongs to which type, which call makes it, and why one is refused."""
+"""Creating queue pairs: what each type needs, which call creates it, and why one is refused."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .xrcd import XRCD
 __all__ = ["NOT_PERMITTED", "XRC", "how_to_create", "refuse_misfits", "why_not_created"]
 
 NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
-"""What a device says to one who has not the right to RAW_PACKET queue pairs."""
+"""What a device returns without permission for RAW_PACKET queue pairs."""
 
 XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
-"""The types whose receives are those of the SRQ that a message names."""
+"""The types whose receives come from the SRQ that a message names."""
 
 
 def refuse_misfits(
     qp_type: QPType, pd: PD, srq: SRQ | None, xrcd: XRCD | None, max_tso_header: int
 ) -> None:
-    """Refuse what the type does not have, and the lack of what it needs.
+    """Refuse what the type does not have, and require what it needs.
 
     Raises:
         ValueError: which of the two.
@@ -65,7 +65,7 @@ def _misfit(
 def how_to_create(
     pd: PD, xrcd: XRCD | None, init: Any, max_tso_header: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the call that knows a queue pair's type, and its arguments.
+    """Return the call that can create a queue pair's type, and its arguments.
 
     Args:
         pd: the protection domain.
@@ -88,13 +88,13 @@ def how_to_create(
             init.max_tso_header = max_tso_header
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
         return provider.create_qp_ex, (context, init)
-    # The plain struct is how the extended one begins.
-    # It does not keep the struct that it points to; the caller does.
+    # The extended struct begins with the plain one. The cast does not keep the struct alive; the
+    # caller does.
     return provider.create_qp, (pd, ffi.cast("struct ibv_qp_init_attr *", init))
 
 
 def why_not_created(code: int | None, pd: PD, init: Any, max_tso_header: int) -> str:
-    """Say what the device may have refused, with which limit was exceeded."""
+    """Say what the device may have refused, and which limit was exceeded."""
     attr, device = pd.context.attr, pd.context.name
     if init.qp_type == QPType.RAW_PACKET and code in NOT_PERMITTED:
         return "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"

@@ -212,7 +212,7 @@ class QP(Multicast, struct="ibv_qp"):
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
             self.max_tso_header, sq_sig_all=self.sq_sig_all,
         )  # fmt: skip
-        # Of a queue that is not there, the check says more than that it is full.
+        # If there is no queue, the check gives a better reason than that it is full.
         self._send = send_queue(
             self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
         )
@@ -228,7 +228,7 @@ class QP(Multicast, struct="ibv_qp"):
 
     def _release(self) -> None:
         if not hasattr(self, "_batches"):
-            # An interrupt has ended the constructor: nothing was posted.
+            # An interrupt has cut the constructor short: nothing was posted.
             return
         for batch in self._prepared_lists():
             batch.close()
@@ -260,7 +260,7 @@ class QP(Multicast, struct="ibv_qp"):
         self._recv.in_flight.clear()
 
     def _drop_outstanding(self) -> None:
-        """Reset it if necessary: what an outstanding work request names cannot be closed."""
+        """Reset it if necessary: nothing that an outstanding work request names can be closed."""
         with contextlib.suppress(RdmaError):
             if any(self.outstanding):
                 self.to_reset()
@@ -272,7 +272,7 @@ class QP(Multicast, struct="ibv_qp"):
         """How many work requests are posted and not known to be done.
 
         Raises:
-            ClosedError: another process opened the QP, and forked this one.
+            ClosedError: the process that opened the QP has forked this one.
         """
         self._refuse_inherited()
         return Outstanding(self._send.in_flight.outstanding, self._recv.in_flight.outstanding)
@@ -329,10 +329,9 @@ class QP(Multicast, struct="ibv_qp"):
     def prepare(self, wrs: SendWR | Iterable[SendWR]) -> Batch:
         """Check and pack send work requests once, for posting them many times.
 
-        ``batch.post()`` posts the whole list; ``batch[index]`` changes fields
-        for the next posts.  The list can be prepared in any state, and posted
-        from RTS on.  A checked queue pair takes it only while it has room for
-        all of it.
+        ``batch.post()`` posts the whole list; ``batch[index]`` changes fields for the next posts.
+        The list can be prepared in any state, and posted from RTS on. A checked queue pair accepts
+        it only while it has room for all of it.
 
         Args:
             wrs: a SendWR or an iterable of them, but no BindMW.
@@ -377,7 +376,7 @@ class QP(Multicast, struct="ibv_qp"):
         batch = Batch()
         if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
             wrs = tuple(wrs)
-        # Closing the QP closes it, from the moment when it names anything.
+        # Closing the QP closes it, as soon as it names anything.
         self._note_batch(batch)
         batch._prepare(queue, self, wrs)
         try:
@@ -389,19 +388,19 @@ class QP(Multicast, struct="ibv_qp"):
                     wr=wrs[queue.depth] if queue.depth else wrs,
                 )  # fmt: skip
         except RdmaError:
-            # Where another thread has closed the QP meanwhile, it may not have seen the list.
+            # If another thread has closed the QP meanwhile, it may not have seen the list.
             batch.close()
             raise
         return batch
 
     def _prepared_lists(self) -> list[Batch]:
-        # Other threads add to it meanwhile.
+        # Other threads may add to it.
         return [batch for one in tuple(self._batches.values()) if (batch := one()) is not None]
 
     def _note_batch(self, batch: Batch) -> None:
         self._batches[next(_BATCH_NUMBERS)] = weakref.ref(batch)
         if len(self._batches) > self._enough_batches:
-            # Not by a callback of the reference: what a signal handler raises there is lost.
+            # Not in a weakref callback: what a signal handler raises there is lost.
             for number, one in tuple(self._batches.items()):
                 if one() is None:
                     self._batches.pop(number, None)
@@ -418,7 +417,7 @@ class QP(Multicast, struct="ibv_qp"):
         wr_id: int = 0,
         send_flags: int = SendFlags.SIGNALED,
     ) -> None:
-        """Post the binding of a window of type 1 to a part of a region (RC, UC, XRC_SEND).
+        """Post the binding of a type 1 window to part of a region (RC, UC, XRC_SEND).
 
         It takes a slot in the send queue and completes there as BIND_MW.
         ``mw.rkey`` is the new key at once; a peer may use it after the
@@ -445,7 +444,7 @@ class QP(Multicast, struct="ibv_qp"):
             wr_id=wr_id, send_flags=send_flags, mw=mw, mr=mr, addr=addr, length=length,
             mw_access_flags=mw_access_flags,
         )  # fmt: skip
-        # rxe keeps what it was given before RTS, and carries it out there.
+        # rxe keeps what was posted before RTS, and carries it out in RTS.
         self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 
     def _why_not_ready(self, queue: PostQueue) -> str:

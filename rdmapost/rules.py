@@ -1,6 +1,6 @@
 """What may be posted where: the table of ibv_post_send(3) as data, and why something is refused.
 
-C checks what is posted (``_c/rules.c``); each of its rules has its text here, by name.
+C checks what is posted (``_c/rules.c``); the text of each of its rules is here, by name.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
 CONSUMES_RECEIVE = frozenset(
     {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.SEND_WITH_INV, Opcode.RDMA_WRITE_WITH_IMM}
 )
-"""Opcodes that consume a receive of the peer."""
+"""Opcodes that consume one of the peer's receives."""
 
 
 def _flags_of(opcode: Opcode) -> SendFlags:
     flags = SendFlags.SIGNALED | SendFlags.FENCE
     if opcode in CONSUMES_RECEIVE:
-        # Only what a receive work request of the peer's answers can be solicited.
+        # Only what completes a receive at the peer can be solicited.
         flags |= SendFlags.SOLICITED
     if opcode in CONSUMES_RECEIVE | {Opcode.RDMA_WRITE}:
         flags |= SendFlags.INLINE
@@ -77,7 +77,7 @@ def _flags_of(opcode: Opcode) -> SendFlags:
 
 
 FLAGS_BY_OPCODE = {opcode: _flags_of(opcode) for opcode in QP_TYPES_BY_OPCODE}
-"""Which flags mean something on an opcode, before the QP type is looked at."""
+"""Which flags have a meaning on an opcode, on any QP type."""
 
 _IP_CSUM_CAP = {
     QPType.RC: DeviceCap.RC_IP_CSUM,
@@ -104,7 +104,7 @@ def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags
 
 @dataclass(slots=True)
 class Limits:
-    """What a queue pair was created with, as far as posting to it depends on it."""
+    """The creation parameters of a queue pair that posting depends on."""
 
     qp_type: QPType
     pd: Any
@@ -148,11 +148,11 @@ class Refusal(NamedTuple):
     Attributes:
         rule: the rule that it breaks: the name of a function below.
         wr: the work request.
-        name: of the field, or "".
-        value: what the field has, or the resource that it is about.
-        a, b: the numbers that it is about.
-        sge: addr, length and lkey of the SGE that it is about.
-        queue: what it was to be posted to.
+        name: the field's name, or "".
+        value: the field's value, or the resource in question.
+        a, b: the numbers in question.
+        sge: addr, length and lkey of the SGE in question.
+        queue: the queue that it was to be posted to.
     """
 
     rule: str
@@ -169,7 +169,7 @@ class Refusal(NamedTuple):
 
 
 class QueueLimits(Protocol):
-    """What the texts say of a queue."""
+    """What the texts say about a queue."""
 
     verb: str
     wr_type: type
@@ -269,7 +269,7 @@ def full(r: Refusal) -> str:
     outstanding = counted(queue.outstanding, "work request")
     verb = "is" if queue.outstanding == 1 else "are"
     beside = "" if r.a == 1 else f", and the list has {r.a} more"
-    # Which of them are SIGNALED is not recorded.
+    # It is not recorded which are SIGNALED.
     unsure = queue.verb == "ibv_post_send" and not queue.limits.sq_sig_all
     doubt = "; if none of them is SIGNALED, no slot ever comes free" if unsure else ""
     return (

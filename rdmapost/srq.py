@@ -141,7 +141,7 @@ class SRQ(Resource, struct="ibv_srq"):
 
         Raises:
             UnsupportedError: the device has no tag matching.
-            ValueError: more is wanted than it has.
+            ValueError: more is requested than it has.
         """
         context = self.pd.context
         attr = ffi.new("struct ibv_device_attr_ex *")
@@ -164,7 +164,7 @@ class SRQ(Resource, struct="ibv_srq"):
         given = (pd, self.xrcd, self.cq)
         parents = tuple(parent for parent in given if parent is not None)
         if self.srq_type is SRQType.BASIC:
-            # The older call, which every driver has.
+            # Use the older call, which every driver has.
             plain = ffi.new("struct ibv_srq_init_attr *")
             plain.attr = init.attr
             handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
@@ -187,7 +187,7 @@ class SRQ(Resource, struct="ibv_srq"):
 
     def _release(self) -> None:
         if not hasattr(self, "_ops"):
-            # An interrupt has ended the constructor: nothing was posted.
+            # An interrupt has cut the constructor short: nothing was posted.
             return
         self._keep_completions()
 
@@ -242,7 +242,7 @@ class SRQ(Resource, struct="ibv_srq"):
     def outstanding_ops(self) -> int:
         """How many operations are posted and not known to be done.
 
-        Ones without SIGNALED count until a later one completes.
+        Unsignaled ones count until a later one completes.
 
         Raises:
             ClosedError: another process opened the SRQ, and forked this one.

@@ -49,7 +49,7 @@ REQUIRED: dict[T, dict[tuple[S, S], M]] = {
     }
     for qp_type, masks in _WAY_UP.items()
 }
-"""For each QP type, the attributes that a step needs beside qp_state."""
+"""For each QP type, the attributes that a step needs besides qp_state."""
 
 _PATH = M.ALT_PATH | M.ACCESS_FLAGS | M.PATH_MIG_STATE
 _RUNNING = {
@@ -121,7 +121,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "rnr_retry": (0, 7),
     "min_rnr_timer": (0, 31),
 }
-"""What a field can be on any device, both ends included."""
+"""The values that a field can have on any device, both ends included."""
 
 
 def _names(mask: int) -> str:

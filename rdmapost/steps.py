@@ -24,7 +24,7 @@ DEFAULT_QKEY = 0x1111_1111
 
 
 class Steps(Resource):
-    """What a queue pair has for addressing and for its states."""
+    """A queue pair's addressing and states."""
 
     __slots__ = (
         "_gid", "_gid_index", "_state", "pd", "port_num", "psn", "qp_num", "qp_type",
@@ -40,7 +40,7 @@ class Steps(Resource):
     _state: QPState
 
     def _keep_completions(self) -> None:
-        """Take in what the device has completed, before it is dropped."""
+        """Collect what the device has completed, before it is dropped."""
         raise NotImplementedError
 
     def _note_state(self, state: QPState) -> None:
@@ -65,7 +65,7 @@ class Steps(Resource):
         return self._gid
 
     def endpoint(self) -> Endpoint:
-        """Return what the peer must know to connect to this queue pair.
+        """Return what the peer needs to connect to this queue pair.
 
         Raises:
             RdmaError: the port has no GID.
@@ -88,7 +88,7 @@ class Steps(Resource):
         """
         expect("remote", remote, Endpoint)
         port = self.pd.context.query_port(self.port_num)
-        # On InfiniBand the LID is the way; a GID is needed only beyond the subnet.
+        # On InfiniBand the LID is enough; a GID is needed only beyond the subnet.
         by_lid = port.link_layer is not LinkLayer.ETHERNET and remote.lid != 0
         return AHAttr(
             port_num=self.port_num,
@@ -118,7 +118,7 @@ class Steps(Resource):
 
     @property
     def state(self) -> QPState:
-        """Its state, as the device says now."""
+        """Its state, as the device reports it now."""
         self._note_state(self.query().qp_state)
         return self._state
 
@@ -184,7 +184,7 @@ class Steps(Resource):
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
         except BaseException:
-            # An interrupt came before the device did it, or after.
+            # An interrupt came before or after the device did it.
             with contextlib.suppress(RdmaError):
                 if self.state is to:
                     self._note_modified(to)
@@ -204,7 +204,7 @@ class Steps(Resource):
         pkey_index: int = 0,
         qkey: int = DEFAULT_QKEY,
     ) -> None:
-        """Bring the queue pair from RESET to INIT; receives can be posted then.
+        """Bring the queue pair from RESET to INIT, from which receives can be posted.
 
         Args:
             access: what a peer may do through it (not on UD), an Access.
@@ -213,7 +213,7 @@ class Steps(Resource):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: access has other bits than those of Access; or as in modify.
+            ValueError: access has bits that are not in Access; or as in modify.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -351,8 +351,7 @@ class Steps(Resource):
             ValueError: the peer's endpoint is missing, the queue pair is connected to
                 another one or was put into ERR by to_err(), or as in modify.
             ClosedError: the QP is closed.
-            VerbsError: the device refused, as it does where an error has put the queue
-                pair into ERR.
+            VerbsError: the device refused, as it does if an error has put the queue pair into ERR.
 
         See ibv_modify_qp(3).
         """
@@ -369,7 +368,7 @@ class Steps(Resource):
         self.to_rts(**{k: v for k, v in more.items() if k in _RTS_OPTIONS})
 
     def _refuse_another(self, remote: Endpoint) -> None:
-        """Refuse to go on to another peer than the one that RTR has set.
+        """Refuse to go on with a peer other than the one that RTR has set.
 
         Raises:
             ValueError: it is another one.
@@ -455,7 +454,7 @@ class Steps(Resource):
         return f"the QP stays in {state.name} and does not go to {to.name}"
 
     def _out_of_range(self, attrs: dict[str, Any]) -> str | None:
-        """Name an attribute that this device cannot take, or any."""
+        """Name an attribute that is out of range for this device, or for any."""
         device = self.pd.context.attr
         ranges = {
             **RANGES,

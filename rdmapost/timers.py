@@ -18,7 +18,7 @@ _RNR_MILLISECONDS = (
 
 
 def ack_timeout(timeout: int) -> float:
-    """Return the seconds that an acknowledgement is waited for.
+    """Return how many seconds a sender waits for an acknowledgement.
 
     Args:
         timeout: the attribute, 0..31; 0 is for ever (math.inf).

@@ -85,7 +85,7 @@ class SGE(NamedTuple):
         return cls(owner.addr, owner.length, 0, owner)
 
     def __repr__(self) -> str:
-        # Shown in errors about SGEs that are made of anything.
+        # Shown in errors about SGEs, which may be made of anything.
         addr, lkey = (f"{n:#x}" if isinstance(n, int) else f"{n!r}" for n in (self.addr, self.lkey))
         return f"SGE(addr={addr}, length={self.length!r}, lkey={lkey})"
 
@@ -395,14 +395,14 @@ class TagSync(OpsWR):
 
 
 def _quicken(*kinds: Any) -> None:
-    """Let C do what the __init__ of a dataclass does (``_c/wr.c``), in half the time.
+    """Let C do the work of a dataclass's __init__ (``_c/wr.c``), in half the time.
 
     Args:
         kinds: the classes, derived ones before their bases.
     """
     for kind in kinds:
         kind.__signature__ = inspect.signature(kind)
-        # In the order in which they can be given.
+        # In the order in which they can be passed.
         ordered = sorted(fields(kind), key=lambda field: bool(field.kw_only))
         door.quick_init(
             kind, kind.__init__, sum(not field.kw_only for field in ordered),

@@ -13,7 +13,7 @@ __all__ = ["XRCD"]
 
 
 class XRCD(Resource, struct="ibv_xrcd"):
-    """An XRC domain: which XRC targets may use which XRC shared receive queues.
+    """An XRC domain, whose XRC targets may use its XRC shared receive queues.
 
     Args:
         context: an open device.

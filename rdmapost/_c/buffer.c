@@ -1,4 +1,4 @@
-/* Memory that is not registered, held for inline data and for a TSO's header. */
+/* Unregistered memory, held for inline data and TSO headers. */
 #include "post.h"
 
 #include <structmember.h>
@@ -45,8 +45,9 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 /*
- * Not a memoryview: the collector takes one apart though its buffer is held, and
- * giving the buffer back crashes then.  What it does not see it does not collect.
+ * Do not show it a memoryview: the collector clears one even while its buffer is
+ * held, and releasing the buffer then crashes. What it is not shown it does not
+ * collect.
  */
 static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
 {

@@ -1,20 +1,17 @@
-/*
- * What a completion is in Python: each struct ibv_wc becomes a WC
- * (rdmapost/completion.py).
- */
+/* Completions in Python: each struct ibv_wc becomes a WC (rdmapost/completion.py). */
 #include "door.h"
 
 #include <endian.h>
 
 enum { FIELDS = 16, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 
-/* What the fields of a WC are made of, as rdmapost/completion.py gave it. */
+/* What WCs are made from, given by rdmapost/completion.py. */
 static struct {
 	PyObject *type; /* the class, a tuple */
-	PyObject *flag_type; /* makes one of any number */
+	PyObject *flag_type; /* makes a member from any number */
 	PyObject *verbs_error;
 	newfunc new_tuple;
-	/* The members by number; what has none is one that stands for all such. */
+	/* Members by number; a number without one has the stand-in. */
 	PyObject *statuses[STATUSES], *opcodes[OPCODES], *flags[FLAGS];
 } made_of;
 
@@ -46,9 +43,9 @@ PyObject *rp_make_completion(const struct rp_settled *settled)
 	const struct ibv_wc *wc = &settled->wc;
 	const struct ibv_wc_tm_info *tm = settled->has_tm ? &settled->tm : NULL;
 	int good = wc->status == IBV_WC_SUCCESS;
-	/* Some drivers set the flags at the sender too, and leave the data. */
+	/* Some drivers set the flags on the sender's side too, without the data. */
 	int received = wc->opcode & IBV_WC_RECV;
-	/* Of a failed one, no more means anything (ibv_poll_cq(3)). */
+	/* Nothing else in a failed completion is valid (ibv_poll_cq(3)). */
 	const struct ibv_wc none = { .wr_id = 0 }, *more = good ? wc : &none;
 	unsigned int flags = more->wc_flags;
 	PyObject *fields[FIELDS] = {
@@ -113,7 +110,7 @@ static int read_members(PyObject *dict, PyObject *other, PyObject **members, lon
 		index = PyLong_AsLong(key);
 		if (PyErr_Occurred())
 			return -1;
-		/* The last stands for all that there are not. */
+		/* Except for flags, the last one is the stand-in. */
 		if (index < 0 || index >= count - (members != made_of.flags)) {
 			PyErr_SetString(PyExc_ValueError, "out of range");
 			return -1;

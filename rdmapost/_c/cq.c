@@ -1,14 +1,14 @@
 /*
- * Polling a completion queue, and waiting for what it announces.
+ * Polling a completion queue, and waiting for its events.
  *
- * What is polled is settled at once, which runs no Python, and goes into the
- * backlog.  It becomes WCs only when the lock has been given back: making them
- * may run finalizers, and anything may be raised.  What is not delivered then
- * goes back to the front.
+ * Polled completions are settled at once, without running Python, and join the
+ * backlog. They become WCs only after the lock is released: making them may run
+ * finalizers and raise anything. Those that are then not delivered go back to
+ * the front.
  *
- * Threads that wait stand in a list, each with an eventfd of its own to be
- * woken by.  One of them, the leader, also sleeps on the completion channel.
- * Where asyncio tasks wait, their event loop does that (rdmapost/aio.py).
+ * Waiting threads are in a list, each with its own eventfd to be woken by. One
+ * of them, the leader, also sleeps on the completion channel. If asyncio tasks
+ * wait, their event loop does that (rdmapost/aio.py).
  */
 #include "inflight.h"
 
@@ -20,7 +20,7 @@
 
 enum { BATCH = 64 };
 
-/* In ms; a signal that comes just before the sleep does not end it. */
+/* In ms; a signal just before the sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
 struct waiter {
@@ -30,27 +30,27 @@ struct waiter {
 	int woken;
 };
 
-/* Of a CQ; a completion channel has one too, for who waits for its events. */
+/* Every CQ has one, and every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
 	struct rp_lock lock; /* for all that follows */
 	struct waiter *first;
 	struct waiter *leader;
 	unsigned int waiting; /* threads */
-	unsigned int process; /* generation of the one that these are of */
-	PyObject *tasks; /* tells the event loop that leads to look, or NULL */
+	unsigned int process; /* generation of the one they belong to */
+	PyObject *tasks; /* tells the leading event loop to look, or NULL */
 	PyObject *queues; /* a dict of the queues by number */
-	PyObject *drop_event; /* takes an event off the CQ's own channel, if one is there */
-	int channel; /* the descriptor of that */
-	int extended; /* the CQ is: it tells tags */
+	PyObject *drop_event; /* takes an event off the CQ's own channel, if one is pending */
+	int channel; /* its descriptor */
+	int extended; /* whether the CQ is, and reports tags */
 	int64_t spin_ns;
-	struct rp_settled *backlog, **end; /* what is settled, and where the next is put */
-	size_t there; /* of these */
-	struct rp_settled *spare; /* for what is polled next */
+	struct rp_settled *backlog, **end; /* settled completions, and where the next goes */
+	size_t there; /* in the backlog */
+	struct rp_settled *spare; /* for the next poll */
 	size_t spares;
 };
 
-/* Take the lock.  Threads that waited before a fork are not here, and neither are their stacks. */
+/* Take the lock. Threads that waited before a fork are gone, and so are their stacks. */
 static void take(struct poller *p)
 {
 	unsigned int process;
@@ -70,8 +70,8 @@ static void give(struct poller *p)
 }
 
 /*
- * Take the lock in the middle of a verb; 0, or -1 with an exception and without it in the child of a
- * fork that code of Python's has made meanwhile.
+ * Take the lock in the middle of a verb; 0, or -1 with an exception and no lock, in the child of a
+ * fork that Python code has made meanwhile.
  */
 static int take_here(struct poller *p, struct rp_handle *handle)
 {
@@ -83,7 +83,7 @@ static int take_here(struct poller *p, struct rp_handle *handle)
 	return -1;
 }
 
-/* ---- who waits ---------------------------------------------------------- */
+/* ---- waiters ------------------------------------------------------------ */
 
 /* Read seconds, or None for INT64_MAX; 0, or -1 with an exception. */
 static int read_deadline(PyObject *timeout, int64_t *deadline)
@@ -104,7 +104,7 @@ static void wake(struct waiter *w)
 	w->woken = 1;
 }
 
-/* Wake those for whom there are enough, and one to lead if nobody does. */
+/* Wake those whose wants can be met, and one to lead if none does. */
 static void wake_waiters(struct poller *p)
 {
 	uint64_t left = p->there;
@@ -131,7 +131,7 @@ static void join(struct poller *p, struct waiter *me)
 	p->waiting++;
 }
 
-/* Let a thread wait no longer. */
+/* Remove a thread from the list. */
 static void part(struct poller *p, struct waiter *me)
 {
 	struct waiter **at = &p->first;
@@ -152,8 +152,8 @@ static void part(struct poller *p, struct waiter *me)
 }
 
 /*
- * Sleep, without the lock, until woken, or until `fd` is readable if it is not
- * -1: then 1; else 0, or -1 with an exception.
+ * Sleep, without the lock, until woken, until the deadline, or until `fd`, unless -1,
+ * is readable: then 1; else 0, or -1 with an exception.
  */
 static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadline)
 {
@@ -188,7 +188,7 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	return n > 0 && fds[0].revents;
 }
 
-/* Call a function, or NULL, whose result says nothing; 0, or -1. */
+/* Call a function, unless NULL, ignoring its result; 0, or -1. */
 static int tell(PyObject *function)
 {
 	PyObject *done = function ? PyObject_CallNoArgs(function) : Py_NewRef(Py_None);
@@ -197,7 +197,7 @@ static int tell(PyObject *function)
 	return done ? 0 : -1;
 }
 
-/* Tell the event loop that leads to look, or to go if it is closed; 0, or -1. */
+/* Tell the leading event loop to look, or to step down if it is closed; 0, or -1. */
 static int tell_tasks(struct poller *p)
 {
 	PyObject *tasks;
@@ -211,7 +211,7 @@ static int tell_tasks(struct poller *p)
 	return failed;
 }
 
-/* Begin a verb with the handle that is the first argument; 0, or -1 with an exception. */
+/* Begin a verb on the handle in the first argument; 0, or -1 with an exception. */
 static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, struct rp_use *use)
 {
 	if (nargs != wanted || !rp_is_handle(args[0])) {
@@ -224,12 +224,12 @@ static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, str
 	return -1;
 }
 
-/* Whether it is open; if not, with an exception. */
+/* Whether it is open; if not, an exception is set. */
 static int is_open(struct rp_handle *handle)
 {
 	if (rp_is_open(handle) && !RP_LOAD(&handle->put_off))
 		return 1;
-	/* A daemon thread ends without a word, as it would if nobody had woken it. */
+	/* A daemon thread ends silently, as it would if never woken. */
 	if (rp_exiting)
 		PyErr_SetNone(PyExc_SystemExit);
 	else
@@ -242,8 +242,9 @@ static int is_open(struct rp_handle *handle)
 
 /*
  * until(handle, fd, function, timeout, tasks): call a function until it returns
- * something, and sleep on the descriptor in between.  None if nothing came;
- * NotImplemented if tasks wait for the same events, and it is not they who ask.
+ * something, sleeping on the descriptor in between. None on timeout;
+ * NotImplemented if tasks wait for the same events and the caller is not one of
+ * them.
  */
 METHOD(until)
 {
@@ -259,7 +260,7 @@ METHOD(until)
 	fd = (int)PyLong_AsLong(args[1]);
 	if (PyErr_Occurred() || read_deadline(args[3], &deadline))
 		goto out;
-	/* Tasks that have gone without a word give way. */
+	/* A loop whose tasks are gone gives way. */
 	if (args[4] != Py_True && RP_LOAD(&p->tasks) && tell_tasks(p))
 		goto out;
 	take(p);
@@ -271,7 +272,7 @@ METHOD(until)
 		found = Py_NewRef(Py_NotImplemented);
 		goto out;
 	}
-	/* Whoever shuts it now wakes us, and whoever has did not. */
+	/* A close from now on wakes us; an earlier one did not. */
 	while (is_open(use.handle) && (found = PyObject_CallNoArgs(args[2])) == Py_None &&
 	       rp_now_ns() < deadline) {
 		Py_CLEAR(found);
@@ -284,7 +285,7 @@ out:
 	return found;
 }
 
-/* release(): wake the threads that wait, of a handle that is shut, and tell the event loop. */
+/* release(): the handle is shut: wake the waiting threads, and tell the event loop. */
 static PyObject *release(PyObject *self, PyObject *unused)
 {
 	struct poller *p = POLLER(self);
@@ -298,8 +299,8 @@ static PyObject *release(PyObject *self, PyObject *unused)
 }
 
 /*
- * claim(tasks): let an event loop lead; whether it does: nobody else waits.  Another loop that leads
- * is told to look first: if its tasks have gone without a word, it gives way.
+ * claim(tasks): let an event loop lead, if nothing else is waiting; whether it does. Another
+ * leading loop is told to look first, and gives way if its tasks are gone.
  */
 static PyObject *claim(PyObject *self, PyObject *tasks)
 {
@@ -316,7 +317,7 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 	return PyBool_FromLong(leads);
 }
 
-/* unclaim(tasks): that event loop leads no more. */
+/* unclaim(tasks): that event loop no longer leads. */
 static PyObject *unclaim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
@@ -334,15 +335,15 @@ static PyObject *unclaim(PyObject *self, PyObject *tasks)
 	Py_RETURN_NONE;
 }
 
-/* ---- what has been polled and not been taken ---------------------------- */
+/* ---- the backlog -------------------------------------------------------- */
 
-/* The queues that a batch has retired work requests of. */
+/* The queues whose work requests a batch has retired. */
 struct touched {
 	struct rp_in_flight *queue[BATCH];
 	int count;
 };
 
-/* Have so many spare; 0 or ENOMEM. */
+/* Ensure `count` spares; 0 or ENOMEM. */
 static int reserve(struct poller *p, size_t count)
 {
 	while (p->spares < count) {
@@ -357,7 +358,7 @@ static int reserve(struct poller *p, size_t count)
 	return 0;
 }
 
-/* Take so many off its front. */
+/* Take `count` off the front of the backlog. */
 static struct rp_settled *take_first(struct poller *p, uint64_t count)
 {
 	struct rp_settled *list = p->backlog, **last = &list;
@@ -371,7 +372,7 @@ static struct rp_settled *take_first(struct poller *p, uint64_t count)
 	return list;
 }
 
-/* Retire what has been polled, with the lock held, and put it into the backlog. */
+/* Retire what was polled and add it to the backlog; the lock is held. */
 static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
 		   int count, struct touched *touched)
 {
@@ -387,7 +388,7 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 		if (!queue || number != wc[i].wr_id >> 32) {
 			number = wc[i].wr_id >> 32;
 			queue = rp_find_queue(p->queues, wc[i].wr_id);
-			/* Of a queue that has been destroyed nobody waits for it. */
+			/* Nobody waits for the completions of a destroyed queue. */
 			if (!queue)
 				continue;
 			touched->queue[touched->count++] = queue;
@@ -399,7 +400,7 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 			continue;
 		s->made = NULL;
 		s->wc = wc[i];
-		/* Of a message that nothing was waiting for, the tag is in its header. */
+		/* An unexpected message has the tag in its header. */
 		s->has_tm = p->extended && matched && wc[i].opcode == IBV_WC_TM_RECV;
 		if (s->has_tm)
 			s->tm = tm[i];
@@ -413,8 +414,8 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 }
 
 /*
- * Poll once for up to BATCH, with the lock held; spin so long until there are
- * that many.  Returns how many were polled, or a negative errno.
+ * Poll once for up to `most`, with the lock held, spinning up to `spin_ns` for
+ * that many. Returns how many were polled, or a negative errno.
  */
 static int poll_batch(struct poller *p, const struct rp_handle *handle, int most, int64_t spin_ns,
 		      struct touched *touched)
@@ -438,10 +439,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 	return n;
 }
 
-/*
- * What is wanted: `count` if these and `promised` more are there, else none;
- * or, with `fewer`, what there is of them.
- */
+/* `count`, if they and `promised` more are available, else none; with `fewer`, up to `count`. */
 struct order {
 	uint64_t count, promised;
 	int fewer;
@@ -450,9 +448,8 @@ struct order {
 };
 
 /*
- * Poll until there is enough in the backlog, or no more; then take what is
- * wanted out of it, if `taken` is not NULL.  0, or -1 with a signal handler's exception, or where
- * one has forked.
+ * Poll until the backlog has enough or the CQ is empty; then take what is wanted, if `taken` is
+ * not NULL. 0, or -1 with a signal handler's exception, or if one has forked.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_settled **taken)
@@ -502,7 +499,7 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 	return next;
 }
 
-/* Let a list that has been delivered be spare; some of it is freed. */
+/* Turn a delivered list into spares, and free the excess. */
 static void recycle(struct poller *p, struct rp_settled *list)
 {
 	take(p);
@@ -518,10 +515,7 @@ static void recycle(struct poller *p, struct rp_settled *list)
 		list = free_settled(list);
 }
 
-/*
- * A spare one, which there is for each completion that has just been delivered, or a new one; NULL
- * where there is no memory.
- */
+/* A spare, which every completion just delivered has left, or a new one; NULL if out of memory. */
 static struct rp_settled *take_spare(struct poller *p)
 {
 	struct rp_settled *s;
@@ -536,7 +530,7 @@ static struct rp_settled *take_spare(struct poller *p)
 	return s ? s : PyMem_Calloc(1, sizeof(*s));
 }
 
-/* Put what is not delivered in front of the backlog. */
+/* Put what was not delivered at the front of the backlog. */
 static void put_back(struct poller *p, struct rp_settled *list)
 {
 	struct rp_settled **last = &list;
@@ -555,9 +549,9 @@ static void put_back(struct poller *p, struct rp_settled *list)
 }
 
 /*
- * Gather what is wanted, make WCs and append them to a list.  Returns how many,
- * or -1 with an exception: what is not in the list is in the backlog again.  An
- * error of polling is raised where there are none.
+ * Gather what is wanted, make WCs and append them to a list. Returns how many,
+ * or -1 with an exception: what is not in the list is back in the backlog. A
+ * polling error is raised only if there are none.
  */
 static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *order,
 		      PyObject *into)
@@ -609,7 +603,7 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 	return -1;
 }
 
-/* poll(handle, most, into): append what is there now to an empty list. */
+/* poll(handle, most, into): append what is available now to an empty list. */
 METHOD(poll_now)
 {
 	struct order order = { .fewer = 1 };
@@ -635,7 +629,7 @@ static int ask_for_event(const struct rp_handle *handle, int solicited_only)
 	return -1;
 }
 
-/* Go to sleep until the CQ announces something, or somebody wakes us; 0, or -1. */
+/* Sleep until the CQ has an event or another thread wakes us; 0, or -1. */
 static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct waiter *me,
 			    int64_t deadline)
 {
@@ -649,7 +643,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	leads = p->leader == me;
 	give(p);
 	if (leads) {
-		/* Then look again: what came in between raises none. */
+		/* Then poll again: what arrived before this raises no event. */
 		if (ask_for_event(handle, 0))
 			return -1;
 		if (gather(p, handle, &order, NULL))
@@ -663,7 +657,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	return ready > 0 ? tell(p->drop_event) : ready;
 }
 
-/* Wait, without a place in the list, in the middle of another verb; 0, or -1. */
+/* Wait briefly, outside the list, in the middle of another verb; 0, or -1. */
 static int nap(void)
 {
 	Py_BEGIN_ALLOW_THREADS
@@ -674,14 +668,14 @@ static int nap(void)
 
 /*
  * wait(handle, count, promised, timeout, into): append that many to an empty
- * list when they, and those promised to others, are there.  Returns how many
- * there are where they do not come in time, else None.
+ * list once they, and those promised to others, are available. Returns how many
+ * are on timeout, else None.
  */
 METHOD(wait_for)
 {
 	struct poller *p = POLLER(self);
 	struct waiter me = { .fd = -1 };
-	/* The outer verb may be a wait that leads; it does not go on before this returns. */
+	/* The outer verb may be a leading wait, which cannot continue before this returns. */
 	int nested = rp_in_verb(), joined = 0;
 	struct order order = { .count = 0 };
 	PyObject *result = NULL;
@@ -710,7 +704,7 @@ METHOD(wait_for)
 			if (nap())
 				break;
 		} else if (!joined) {
-			/* Whoever shuts it from now on wakes us. */
+			/* A close from now on wakes us. */
 			take(p);
 			join(p, &me);
 			give(p);
@@ -727,7 +721,7 @@ out:
 	return result;
 }
 
-/* fill(handle, count): poll until there are so many or no more; returns how many there are. */
+/* fill(handle, count): poll until the backlog has `count` or the CQ is empty; its size. */
 METHOD(fill)
 {
 	struct poller *p = POLLER(self);
@@ -758,7 +752,7 @@ METHOD(notify)
 	return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* put_back(wcs): let a list of WCs that nobody got be the next to be taken. */
+/* put_back(wcs): return a list of undelivered WCs to the front of the backlog. */
 static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 {
 	struct poller *p = POLLER(self);
@@ -891,10 +885,10 @@ static PyType_Slot poller_slots[] = {
 };
 
 /*
- * get_cq_event(channel, into): take an event off a completion channel, which
- * does not block, and acknowledge it: the address of its CQ's struct is a key
- * of the dict then, and the result is True.  None if there was no event.
- * In one call: ibv_destroy_cq(3) waits for ever for what an interrupt left.
+ * get_cq_event(channel, into): take an event off a non-blocking completion
+ * channel, acknowledge it, and make its CQ struct's address a key of the dict.
+ * True, or None if there was no event. One call, because ibv_destroy_cq(3)
+ * waits for ever for what an interrupt leaves unacknowledged.
  */
 METHOD(get_cq_event)
 {

@@ -1,11 +1,11 @@
 /*
- * A door into the shim beside cffi, for calls that never block.
+ * A second way into the shim, beside cffi, for calls that never block.
  *
- * cffi gives up the GIL around every call.  Posting and polling do not wait
- * for anything, and beside a busy thread getting the GIL back takes a thousand
- * times as long as they do: so these functions keep it.  They also take a
- * third of the time, because they make no cdata.  Addresses come from rdmapost
- * alone, never from its callers.
+ * cffi releases the GIL around every call. Posting and polling wait for
+ * nothing, and with a busy thread around, getting the GIL back takes a thousand
+ * times as long as they do, so these functions keep it. They also take a third
+ * of the time, because they make no cdata. Addresses come from rdmapost alone,
+ * never from its callers.
  *
  * The functions are in the module that cffi makes: its own init function is
  * renamed (build_ffi.py), and the one below calls it.
@@ -51,7 +51,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		return NULL;
 	}
 #ifdef Py_GIL_DISABLED
-	/* Meant to be right without one, and tested so (CONTRIBUTING.md), but not enough to rely on. */
+	/* Tested without one, too (CONTRIBUTING.md), but not enough to rely on. */
 	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
 		Py_CLEAR(module);
 #endif

@@ -1,4 +1,4 @@
-/* What the files of the door (door.c) share. */
+/* Shared by the files behind door.c. */
 #ifndef RDMAPOST_DOOR_H
 #define RDMAPOST_DOOR_H
 
@@ -14,8 +14,8 @@
 PyObject *rp_cffi_init(void);
 
 /*
- * Where there is no GIL: one thread at a time in what stands between RP_BEGIN and RP_END, for an
- * object, and atomic words.  With one, whoever touches any of these holds it.
+ * Without a GIL: RP_BEGIN and RP_END delimit a critical section on an object, and words are
+ * atomic. With one, every thread that touches any of these holds it.
  */
 #ifdef Py_GIL_DISABLED
 #define RP_READS_SLOTS 0 /* another thread may set one right now */
@@ -33,7 +33,7 @@ PyObject *rp_cffi_init(void);
 #define RP_ADD(at, more) (*(at) += (more))
 #endif
 
-/* Put a new word in place if the old one is there; else tell what is there. */
+/* Compare and swap; on failure, *old receives the current value. */
 static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
 {
 #ifdef Py_GIL_DISABLED
@@ -48,7 +48,7 @@ static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
 #endif
 }
 
-/* Return a new reference to what a dict has for a key; NULL, without an exception, for nothing. */
+/* Return a new reference to a dict's value for a key; NULL, without an exception, if none. */
 static inline PyObject *rp_dict_get(PyObject *dict, PyObject *key)
 {
 	PyObject *found;
@@ -66,28 +66,28 @@ static inline PyObject *rp_dict_get(PyObject *dict, PyObject *key)
 
 /* ---- door.c ------------------------------------------------------------- */
 
-/* What an array of PyMethodDef has for a function of that name, METH_FASTCALL. */
+/* A PyMethodDef entry for a METH_FASTCALL function of that name. */
 #define RP_METHOD(name)                                                        \
 	RP_METHOD_NAMED(#name, name)
 #define RP_METHOD_NAMED(name, function)                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
 /*
- * Make a type, keep it for ever in `type` where that is given, and add it to the module, by
- * what follows the last dot of its name.
+ * Make a type, keep it for ever in `type` unless that is NULL, and add it to the module
+ * under the part of its name after the last dot.
  */
 int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int flags,
 		PyType_Slot *slots, PyObject **type);
 
-/* The end of a tp_dealloc: give the memory back, and the reference to the type. */
+/* End a tp_dealloc: free the memory and drop the reference to the type. */
 void rp_free(PyObject *self);
 
 /*
  * ---- lock.c: the lock of a queue ----------------------------------------
  *
- * None of our Python code runs while a thread holds one, so whoever waits for it does not wait
- * long, and only a device that calls Python in its ibv_post_send can make a thread ask for it
- * twice.  (The soft device's own lock is another matter; see soft_verb.c.)
+ * None of our Python code runs while a thread holds one, so waits are short, and only a device
+ * that calls Python in its ibv_post_send can make a thread ask for it twice. (The soft
+ * device's own lock is another matter; see soft_verb.c.)
  */
 
 struct rp_thread;
@@ -95,18 +95,18 @@ struct rp_thread;
 struct rp_lock {
 	uint64_t owner; /* the mark of the thread that holds it, or 0 */
 	int waiting; /* threads */
-	unsigned int woken; /* the process in which one of these is about to look again, or 0 */
+	unsigned int woken; /* the process in which a woken waiter is about to retry, or 0 */
 	PyThread_type_lock given; /* what they sleep on */
 };
 
 int rp_init_lock(struct rp_lock *lock); /* 0, or -1 with an exception */
 void rp_free_lock(struct rp_lock *lock);
 
-/* Waits, without the GIL, while another thread holds it; 0, or -1 with an exception where this one does. */
+/* Waits, without the GIL, for another thread's; 0, or -1 with an exception if this one has it. */
 int rp_take(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 
-/* ---- completions.c: what a completion is in Python ---------------------- */
+/* ---- completions.c: completions in Python ------------------------------- */
 
 /* A completion whose work request is retired; it owns its references. */
 struct rp_settled {
@@ -115,7 +115,7 @@ struct rp_settled {
 	struct ibv_wc_tm_info tm;
 	int has_tm;
 	PyObject *wr_id; /* the caller's */
-	PyObject *made; /* the WC, where it has been made; else NULL */
+	PyObject *made; /* the WC once it is made, else NULL */
 };
 
 /* Return a new WC, or NULL with an exception. */
@@ -128,13 +128,13 @@ PyObject *rp_raise_verbs(const char *verb, int code);
 
 struct rp_slot {
 	PyObject *name;
-	Py_ssize_t offset; /* in the object; 0 where that is not known */
+	Py_ssize_t offset; /* in the object; 0 if unknown */
 };
 
-/* Find where the objects of a class have it; 0, or -1 with an exception. */
+/* Find a slot's offset in a class's objects; 0, or -1 with an exception. */
 int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot);
 
-/* Where an object of exactly that class has it; NULL where that is not known, or not to be read. */
+/* The slot in an object of exactly that class; NULL if unknown, or not to be read directly. */
 static inline PyObject **rp_slot_at(PyObject *object, const struct rp_slot *slot)
 {
 	return RP_READS_SLOTS && slot->offset ?

@@ -15,16 +15,16 @@ enum {
 	MAX_ARGS = 8,
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
-	MOST_INTERRUPTS = 16, /* of one hook that must come to its end */
-	RETRIES_NS = 500000000, /* of a close for which there is no room */
+	MOST_INTERRUPTS = 16, /* of a hook that must run to completion */
+	RETRIES_NS = 500000000, /* of a close that finds no room */
 };
 
-/* Who is to close what is put off. */
+/* Who put a close off. */
 enum { NOBODY, BY_CALLER, BY_FINALIZER };
 
 /*
- * What has become of a handle: BEGUN while its constructor prepares what MAKING takes.  Who closes a
- * DESTROYED one calls _forget().
+ * A handle's state. BEGUN: its constructor is preparing what MAKING takes. DESTROYED: its closer
+ * has yet to call _forget().
  */
 enum { NEW, BEGUN, MAKING, OPEN, DESTROYED, GONE };
 
@@ -39,10 +39,10 @@ static struct {
 	PyObject *in_use; /* InUseError */
 	PyObject *failed; /* called with a function and an errno: raises */
 	PyObject *ffi;
-	PyObject *to_number; /* makes a number of a pointer of cffi's */
-	PyObject *open; /* a dict: of those that are open, weak references */
-	PyObject *type_of; /* tells the type of a cdata */
-	PyObject *structs; /* a dict: of which type the struct of a class is */
+	PyObject *to_number; /* converts a cffi pointer to a number */
+	PyObject *open; /* a dict of weak references to open handles */
+	PyObject *type_of; /* returns a cdata's type */
+	PyObject *structs; /* a dict of each class's struct type */
 } python;
 
 static unsigned int process = 1;
@@ -103,7 +103,7 @@ static uint64_t load(const uint64_t *word)
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-/* An exception that is set, put aside. */
+/* A saved exception. */
 struct error {
 	PyObject *type, *value, *trace;
 };
@@ -137,14 +137,14 @@ void rp_raise(PyObject *exception)
 {
 	PyObject *before = rp_take_exception();
 
-	/* Its context is what is being handled, unless it is told. */
+	/* Unless set explicitly, its context is the exception being handled. */
 	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
 	if (before)
 		PyException_SetContext(exception, before);
 	Py_DECREF(exception);
 }
 
-/* Put something into the dict of those that are open, or with NULL take it out; 0, or -1. */
+/* Set its value in the dict of open handles, or with NULL remove it; 0, or -1. */
 static int list_as(struct rp_handle *h, PyObject *value)
 {
 	PyObject *key = PyLong_FromVoidPtr(h);
@@ -155,12 +155,12 @@ static int list_as(struct rp_handle *h, PyObject *value)
 	return failed ? -1 : 0;
 }
 
-/* Runs no code of Python's. */
+/* Runs no Python code. */
 static void unlist(struct rp_handle *h)
 {
 	struct error error = save_error();
 
-	/* It is not there where memory ran out: what is closed is passed over. */
+	/* If memory ran out, it stays: readers skip closed handles. */
 	if (list_as(h, NULL))
 		PyErr_Clear();
 	restore_error(error);
@@ -168,7 +168,7 @@ static void unlist(struct rp_handle *h)
 
 /* ---- users ---------------------------------------------------------------- */
 
-/* Add to the word of a handle that is open; whether it was. */
+/* Add a user to the word of an open handle; whether it was open. */
 static int enter(struct rp_handle *h, uint64_t user)
 {
 	uint64_t word = load(&h->word);
@@ -176,7 +176,7 @@ static int enter(struct rp_handle *h, uint64_t user)
 	do {
 		if (h->process != process)
 			return 0;
-		/* What comes before the destruction may use it still, and make nothing on it. */
+		/* Until it is destroyed, its closer may use it but create nothing on it. */
 		if (word & SHUT &&
 		    (user == CHILD || !h->releasing || h->closer != this_thread()))
 			return 0;
@@ -218,7 +218,7 @@ static void close_abandoned(struct rp_handle *h)
 		close_quietly(h);
 }
 
-/* A user is gone: if nobody else can reach the handle, its last user closes it. */
+/* A user has left: the last user of an unreachable handle closes it. */
 void rp_look_after(struct rp_handle *h)
 {
 	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST))
@@ -271,14 +271,14 @@ void rp_unname(struct rp_handle *h)
 
 /* ---- windows -------------------------------------------------------------- */
 
-static int64_t bound_windows; /* of all */
+static int64_t bound_windows; /* in total */
 
 struct rp_bound {
 	struct rp_handle *mr;
 	struct rp_bound *next;
 };
 
-/* Let go of the regions that a window was bound to; may run any code of Python's. */
+/* Release the regions that a window was bound to; may run any Python code. */
 static void unbind(struct rp_bound *bound)
 {
 	while (bound) {
@@ -300,14 +300,14 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t seri
 	if (state_of(mw) != OPEN || mw->process != process)
 		return;
 	if (mr) {
-		/* Where memory runs out it is held for ever. */
+		/* If memory runs out, the region is held for ever. */
 		new = PyMem_Malloc(sizeof(*new));
 		RP_ADD(&mr->windows, 1);
 		RP_ADD(&bound_windows, 1);
 		Py_INCREF((PyObject *)mr);
 	}
 	RP_BEGIN(mw);
-	/* One of another queue pair that was posted later is known to be done already: hold both. */
+	/* If a later bind, through another queue pair, is known to be done, hold both. */
 	if (sure && serial > mw->last_bind) {
 		mw->last_bind = serial;
 		old = mw->bound;
@@ -338,10 +338,10 @@ void rp_raise_forked(void)
 
 /* ---- what provider functions return --------------------------------------- */
 
-/* Raise what a function says by an errno, its negative, or -1 with the errno that cffi has saved. */
+/* Raise a function's failure: an errno, its negative, or -1 with the errno that cffi saved. */
 static void raise_failed(PyObject *function, long code)
 {
-	/* Read at once: another call of cffi's may change it. */
+	/* Read at once: another cffi call may change it. */
 	PyObject *number = code == -1 ? PyObject_GetAttrString(python.ffi, "errno") :
 					PyLong_FromLong(labs(code));
 
@@ -350,7 +350,7 @@ static void raise_failed(PyObject *function, long code)
 	Py_XDECREF(number);
 }
 
-/* Whether a call that returns 0, an errno, its negative, or -1 with errno did well. */
+/* Whether a call that returns 0, an errno, its negative, or -1 with errno succeeded. */
 static int succeeded(PyObject *function, PyObject *result)
 {
 	long code;
@@ -395,9 +395,9 @@ static int join_parents(PyObject *parents)
 }
 
 /*
- * Call a function with what arguments stand for: a handle for its struct.  All
- * handles among them are in use meanwhile.  `self` stands for the first one,
- * unless it is NULL.  `uses` has room for MAX_ARGS.
+ * Call a function with each handle replaced by its struct. The handles are in
+ * use meanwhile. `self`, unless NULL, replaces the first argument. `uses` has
+ * room for MAX_ARGS.
  */
 static PyObject *call(PyObject *function, PyObject *self, PyObject *args, struct rp_use *uses,
 		      int *used)
@@ -435,8 +435,8 @@ static void end_uses(struct rp_use *uses, int used)
 }
 
 /*
- * Whether what was made is the struct that the class, and each that it derives from, stands for: the
- * device is given it as that.  Runs no code of Python's; 0, or -1 with an exception.
+ * Check that what was made has the struct type of the class and of each of its bases: the device is
+ * given it as that. Runs no Python code; 0, or -1 with an exception.
  */
 static int check_struct(const struct rp_handle *h, PyObject *made)
 {
@@ -459,7 +459,7 @@ static int check_struct(const struct rp_handle *h, PyObject *made)
 	return wrong ? -1 : 0;
 }
 
-/* Take what was made; 0, or -1 with an exception and nothing made. */
+/* Take over what was made; 0, or -1 with an exception and nothing made. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
 	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
@@ -486,7 +486,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 	return 0;
 }
 
-/* Let go of all that it holds, but for its parents' knowing of it. */
+/* Release all that it holds, but stay among its parents' children. */
 static void drop_held(struct rp_handle *h, char state)
 {
 	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps };
@@ -500,7 +500,7 @@ static void drop_held(struct rp_handle *h, char state)
 	RP_END();
 	h->cdata = h->destroy = h->parents = h->keeps = NULL;
 	set_state(h, state);
-	/* What nobody holds any more is closed when that is over. */
+	/* Handles that this leaves unreferenced are closed afterwards. */
 	rp_push_use(rp_thread(), h, &use);
 	unbind(bound);
 	for (size_t i = 0; i < sizeof(held) / sizeof(held[0]); i++)
@@ -509,7 +509,7 @@ static void drop_held(struct rp_handle *h, char state)
 	restore_error(error);
 }
 
-/* Be what a function returns; a new reference to that, or NULL. */
+/* Become the handle of what a function returns; a new reference to that, or NULL. */
 static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 {
 	struct rp_use uses[MAX_ARGS], own;
@@ -522,7 +522,7 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 	listed = PyWeakref_NewRef((PyObject *)h, NULL);
 	if (listed && !list_as(h, listed)) {
 		made = call(create, NULL, args, uses, &used);
-		/* From here on no code of Python's runs before the handle has it. */
+		/* From here until the handle has it, no Python code runs. */
 		if (made && take_made(h, create, made))
 			Py_CLEAR(made);
 		if (!made)
@@ -562,7 +562,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* _end_making(well): it has ended; where nothing was made another may begin. */
+/* _end_making(well): it has ended; if nothing was made, another may begin. */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -575,8 +575,8 @@ static PyObject *handle_end(PyObject *self, PyObject *well)
 }
 
 /*
- * _make(create, args, destroy, parents, keeps=None, access=0): call create
- * with args, and be what it returns, a child of each of the parents.
+ * _make(create, args, destroy, parents, keeps=None, access=0): call create with
+ * args and become the handle of what it returns, a child of each parent.
  */
 static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -624,7 +624,7 @@ static PyObject *handle_verb(PyObject *self, PyObject *args)
 	return result;
 }
 
-/* Return what it has there, or NULL without an exception where it is closed. */
+/* Return a reference that it holds, or NULL without an exception if it is closed. */
 static PyObject *get_held(struct rp_handle *h, PyObject *const *held)
 {
 	PyObject *value;
@@ -648,7 +648,7 @@ static PyObject *handle_live(PyObject *self, PyObject *unused)
 	return cdata;
 }
 
-/* The struct, or None where it is closed; names nothing, so names may ask for it. */
+/* The struct, or None if closed; formats no message, so __str__ may use it. */
 static PyObject *get_struct(PyObject *self, void *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -696,7 +696,7 @@ static PyObject *get_parents(PyObject *self, void *unused)
 
 /* ---- closing -------------------------------------------------------------- */
 
-/* Call a method that may refuse; 0, or -1 with an exception. */
+/* Call a method that may raise; 0, or -1 with an exception. */
 static int ask(struct rp_handle *h, const char *method)
 {
 	PyObject *done = PyObject_CallMethod((PyObject *)h, method, NULL);
@@ -705,15 +705,15 @@ static int ask(struct rp_handle *h, const char *method)
 	return done ? 0 : -1;
 }
 
-/* A wait for other threads; at exit it has an end. */
+/* A wait for other threads; bounded at exit. */
 struct pause {
 	long us; /* of the next sleep */
 	long all_us;
 };
 
 /*
- * Sleep a little, and look at signals; 0, -1 with an exception, or 1 where time is up: in the child
- * of a fork it is, for the threads that it waits for are not there.
+ * Sleep briefly and check for signals; 0, -1 with an exception, or 1 to stop: time is up, or this
+ * is the child of a fork, without the threads it waits for.
  */
 static int sleep_on(const struct rp_handle *h, struct pause *pause)
 {
@@ -729,7 +729,7 @@ static int sleep_on(const struct rp_handle *h, struct pause *pause)
 	return PyErr_CheckSignals() ? -1 : h->process != process;
 }
 
-/* Be who closes it, if nobody does. */
+/* Become its closer, if it has none. */
 static int claim(struct rp_handle *h)
 {
 	struct rp_thread *me = rp_thread();
@@ -749,7 +749,7 @@ static void end_claim(struct rp_handle *h)
 	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Tell whether all that this thread closes waits for a close of another. */
+/* Mark whether all that this thread is closing waits for another thread's close. */
 static void set_stalled(char stalled)
 {
 	for (struct rp_handle *h = rp_thread()->closing; h; h = h->outer)
@@ -757,8 +757,8 @@ static void set_stalled(char stalled)
 }
 
 /*
- * Be who closes it, and wait while another thread is.  A thread in the middle of a close does not
- * wait for one that itself waits so, or both might for ever: it leaves the handle to that one.
+ * Become its closer, waiting while another thread is. A thread in the middle of a close does not
+ * wait for a closer that itself waits, or both might for ever: it leaves the handle to that one.
  */
 static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 {
@@ -777,8 +777,8 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 }
 
 /*
- * Be who closes it, and let nobody begin to use it.  Returns 0; 1 where it is closed, this
- * thread is closing it, it is left to another, or time is up; -1 with an exception.
+ * Become its closer and admit no new users. Returns 0; 1 if it is closed, this thread is
+ * closing it already, it is left to another, or time is up; -1 with an exception.
  */
 static int shut(struct rp_handle *h, struct pause *pause)
 {
@@ -798,7 +798,7 @@ again:
 		end_claim(h);
 		if (state_of(h) == GONE)
 			return 1;
-		/* It raises, or has closed one that only waited for its finalizer to come again. */
+		/* It raises, or has closed a child that only waited for its finalizer to retry. */
 		if (ask(h, "_refuse_children"))
 			return -1;
 		goto again;
@@ -806,10 +806,10 @@ again:
 	return 0;
 }
 
-/* All that comes before the destruction; 0, -1 with an exception, or 1 where time is up. */
+/* All that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
 static int release(struct rp_handle *h, struct pause *pause)
 {
-	/* Threads that wait are in the middle of a verb. */
+	/* Waiting threads are in the middle of a verb. */
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
@@ -838,7 +838,7 @@ static int destroy(struct rp_handle *h)
 	rp_push_use(rp_thread(), h, &use);
 	result = PyObject_CallFunctionObjArgs(h->destroy, h->cdata, NULL);
 	done = succeeded(h->destroy, result);
-	/* From a call that did well to here no code of Python's has run. */
+	/* No Python code has run since the call succeeded. */
 	if (done) {
 		h->address = NULL;
 		h->kept = 0;
@@ -852,8 +852,8 @@ static int destroy(struct rp_handle *h)
 }
 
 /*
- * Call _forget() until it has come to its end, then let go of all that is held.  What is gone from
- * the device is gone, whatever it raises: 0, or -1 with the first exception.
+ * Call _forget() until it completes, then release all that is held. The device has destroyed the
+ * object whatever this raises: 0, or -1 with the first exception.
  */
 static int finish(struct rp_handle *h)
 {
@@ -886,16 +886,16 @@ static int close_now(struct rp_handle *h)
 	if (!stopped)
 		finish(h);
 	h->releasing = 0;
-	if (stopped) /* it stays open, after all */
+	if (stopped) /* it stays open after all */
 		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	end_claim(h);
-	/* After a fork in the middle of it there is nothing to close here. */
+	/* After a fork in the middle of it, there is nothing to close here. */
 	if (h->process != process && PyErr_ExceptionMatches(python.error))
 		PyErr_Clear();
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Keep what the device keeps for the life of the process, with its memory and its parents. */
+/* Keep what the device refused to destroy, its memory and its parents until the process ends. */
 static void keep(struct rp_handle *h)
 {
 	struct error error = save_error();
@@ -938,8 +938,8 @@ static int put_off_to_main(struct rp_handle *h)
 }
 
 /*
- * Close what nobody waits for; 0, or -1 with an exception.  What comes out of one attempt and not
- * of the next was a signal handler's: its thread gets it later, after rp_deliver_soon().
+ * Close a handle on no caller's behalf; 0, or -1 with an exception. An exception from one attempt
+ * but not the next was a signal handler's: its thread gets it later, after rp_deliver_soon().
  */
 static int close_insistently(struct rp_handle *h)
 {
@@ -948,12 +948,12 @@ static int close_insistently(struct rp_handle *h)
 
 	for (int i = 1; failed && i < MOST_INTERRUPTS; i++) {
 		known = PyErr_ExceptionMatches(python.error);
-		/* What looks like the device's refusal may be a handler's exception: ask again. */
+		/* What looks like the device's refusal may be a handler's exception: try again. */
 		refusals += known && h->refused;
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
 		    (known && !h->refused && is_busy(h)))
 			break;
-		/* Or its last user has left meanwhile, and did not close it: we were. */
+		/* Or its last user left meanwhile without closing it, because we were. */
 		if (PyErr_ExceptionMatches(python.in_use) || first ||
 		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
@@ -961,14 +961,14 @@ static int close_insistently(struct rp_handle *h)
 			first = rp_take_exception();
 		failed = close_now(h);
 	}
-	/* That it fails each time is no handler's doing. */
+	/* A failure every time is not a handler's. */
 	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, python.error)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
 	return failed;
 }
 
-/* Close what nobody can reach. */
+/* Close an unreachable handle. */
 static void close_quietly(struct rp_handle *h)
 {
 	struct error error = save_error();
@@ -976,7 +976,7 @@ static void close_quietly(struct rp_handle *h)
 
 	Py_INCREF((PyObject *)h);
 	if (close_insistently(h)) {
-		/* There are too many frames below, or no memory: it is tried again until there is room. */
+		/* The stack is too deep, or memory ran out: retry until there is room. */
 		put_off = (PyErr_ExceptionMatches(PyExc_RecursionError) ||
 			PyErr_ExceptionMatches(PyExc_MemoryError)) && put_off_to_main(h);
 		known = PyErr_ExceptionMatches(python.error);
@@ -992,7 +992,7 @@ static void close_quietly(struct rp_handle *h)
 	restore_error(error);
 }
 
-/* Take the first that is put off; a reference, or NULL. */
+/* Take the first handle whose close was put off; a reference, or NULL. */
 static struct rp_handle *next_put_off(struct rp_thread *me, char *who)
 {
 	struct rp_handle *h = me->first_put_off;
@@ -1015,16 +1015,13 @@ static size_t count_put_off(const struct rp_thread *me)
 	return count;
 }
 
-/*
- * Close what this thread was to close while it was in a verb.  What is in use by one that comes
- * later is tried again after that.
- */
+/* Close what this thread put off. A handle in use by a later one is retried after that. */
 void rp_close_put_off(void)
 {
 	struct error error = save_error();
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
-	size_t in_use = 0; /* that were refused since the last that was closed */
+	size_t in_use = 0; /* refusals since one was last closed */
 	char who;
 
 	me->draining = 1;
@@ -1065,7 +1062,7 @@ static PyObject *handle_close(PyObject *self, PyObject *unused)
 	return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* What a hook does where a class has nothing to do. */
+/* The default for hooks. */
 static PyObject *do_nothing(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -1106,8 +1103,8 @@ static void handle_finalize(PyObject *self)
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	/*
-	 * A device may take minutes over a queue pair through which a window is bound, and that may be
-	 * in the same garbage: let it be closed first.
+	 * A device may take minutes to destroy a queue pair through which a window is bound. If the
+	 * window is in the same garbage, let it be closed first.
 	 */
 	if (!(RP_LOAD(&h->binds) && RP_LOAD(&bound_windows) && put_off_to_main(h)))
 		close_abandoned(h);
@@ -1123,8 +1120,8 @@ static void handle_dealloc(PyObject *self)
 	if (state_of(h) == OPEN)
 		unlist(h);
 	/*
-	 * If it is open the interpreter ends: the device has it still, so what it stands on must
-	 * stay.
+	 * If it is open, the interpreter is exiting and the device still has it, so what it
+	 * depends on must stay.
 	 */
 	if (state_of(h) != OPEN || h->process != process) {
 		Py_XDECREF(h->cdata);
@@ -1195,7 +1192,10 @@ static PyType_Slot handle_slots[] = {
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
-	/* Handles are the process's.  Newer Pythons run the module's own init in the main interpreter. */
+	/*
+	 * Handles are per process. Newer Pythons run the module's own init in the main
+	 * interpreter.
+	 */
 	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
 		PyErr_SetString(PyExc_ImportError,
 				"rdmapost works in the main interpreter of a process only");

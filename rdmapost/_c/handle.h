@@ -1,13 +1,12 @@
 /*
  * The life of a handle: making a verbs object, using it, destroying it.
  *
- * Resource (rdmapost/_resource.py) derives from the type here.  A handle has
+ * Resource (rdmapost/_resource.py) derives from the type here. A handle has
  * users: verbs in progress, children made on it, work requests in flight that
- * name it, and windows bound to it.  Whoever wants to use it must get past
- * `word`, and whoever closes it shuts that first, so no struct is pulled away
- * from under a verb.
+ * name it, and windows bound to it. Every use must get past `word`, and a close
+ * shuts that first, so no struct is destroyed under a verb.
  *
- * A close in the middle of a verb of the same thread (by a signal handler, a
+ * A close in the middle of the same thread's verb (by a signal handler, a
  * finalizer or an `__index__`) never waits: it is put off until the thread's
  * outermost verb has ended.
  */
@@ -20,59 +19,59 @@ struct rp_handle {
 	PyObject_HEAD
 	/* SHUT, the number of children, and the number of verbs in progress. */
 	uint64_t word;
-	uint64_t posted; /* mentions in work requests in flight */
+	uint64_t posted; /* times it is named by work requests in flight */
 	void *address; /* the struct, while it is open */
-	PyObject *cdata; /* the same as cffi has it */
+	PyObject *cdata; /* the same, as a cffi object */
 	PyObject *destroy; /* called with cdata */
 	PyObject *parents; /* a tuple of handles, or NULL */
-	PyObject *keeps; /* what must not go before it: memory */
+	PyObject *keeps; /* what must outlive it: memory */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
-	uint64_t last_bind; /* of a window: the latest that is known to be done */
-	struct rp_handle *next; /* among those to close after a verb */
-	struct rp_handle *outer; /* its closer was closing this one when it began, or NULL */
-	uintptr_t maker; /* the thread whose constructor has begun, and not ended well, or 0 */
-	uintptr_t closer; /* the thread that closes it, or 0 */
-	int64_t first_try; /* when there was first no room for its finalizer's close, or 0 */
+	uint64_t last_bind; /* a window's latest bind known to be done */
+	struct rp_handle *next; /* in the list of those to close after a verb */
+	struct rp_handle *outer; /* the one that its closer was already closing, or NULL */
+	uintptr_t maker; /* the thread whose constructor has begun and not succeeded, or 0 */
+	uintptr_t closer; /* the thread closing it, or 0 */
+	int64_t first_try; /* when its finalizer's close first found no room, or 0 */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that made it */
 	int pid; /* of that process */
 	unsigned int access; /* of a memory region */
 	char state;
 	char releasing; /* its closer may still use it */
-	char stalled; /* its closer waits for another close */
+	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
-	char refused; /* the device would not let it go */
-	char kept; /* and so it is there until the process ends */
-	char put_off; /* to be closed after a verb: a wait ends now */
+	char refused; /* the device refused to destroy it */
+	char kept; /* and so it stays until the process ends */
+	char put_off; /* to be closed after a verb: waits end now */
 	char binds; /* a bind of a window has been posted to it */
 };
 
 extern PyObject *rp_handle_type;
 
-/* What the end of the interpreter has come to, or 0. */
+/* How far interpreter shutdown has got, or 0. */
 enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
 extern int rp_exiting;
 
-/* A handle in use by a verb of a thread, the innermost first. */
+/* A handle in use by one of a thread's verbs, innermost first. */
 struct rp_use {
 	struct rp_handle *handle;
 	struct rp_use *below;
 };
 
 /*
- * What tells threads apart: what each uses, and what it is to close when it uses nothing.  A thread
- * may stand for another one that waits for it: it holds the locks, and is in the middle of the
- * verbs, of that one; NULL ends that.
+ * A thread's identity, the handles it uses, and those it must close once it uses none. A thread may
+ * stand in for another that waits for it: it then holds that one's locks and is in the middle of
+ * its verbs; NULL ends that.
  */
 struct rp_thread {
 	uint64_t mark; /* the generation of the process, and in the low 32 bits a number */
 	struct rp_use *top;
-	struct rp_handle *closing; /* the innermost that it closes */
+	struct rp_handle *closing; /* the innermost that it is closing */
 	struct rp_handle *first_put_off, *last_put_off;
 	int draining;
 };
 
-extern _Thread_local struct rp_thread *rp_current; /* NULL where nobody has asked for it */
+extern _Thread_local struct rp_thread *rp_current; /* NULL until first asked for */
 struct rp_thread *rp_first_thread(void);
 void rp_stand_for(struct rp_thread *thread);
 
@@ -88,7 +87,7 @@ static inline int rp_is_handle(PyObject *object)
 	return PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type);
 }
 
-/* Whether it is of this process, and not of one that forked it. */
+/* Whether it belongs to this process, not to one that forked it. */
 static inline int rp_is_here(const struct rp_handle *handle)
 {
 	return handle->process == rp_thread()->mark >> 32;
@@ -98,29 +97,28 @@ static inline int rp_is_here(const struct rp_handle *handle)
 int rp_is_open(const struct rp_handle *handle);
 
 /*
- * Begin to use a handle, of which the caller has a reference until the use has
- * ended; 0, or -1 with no exception where it is not open.  Runs no Python code.
+ * Begin to use a handle, to which the caller has a reference until the use
+ * ends; 0, or -1 without an exception if it is not open. Runs no Python code.
  */
 int rp_begin_use(struct rp_handle *handle, struct rp_use *use);
 
 /*
- * End it; uses of a thread end in the reverse order.  After its outermost one,
- * what finalizers and signal handlers wanted to close meanwhile is closed.
- * That may run any Python code, so hold no lock; an exception that is set
- * stays set.
+ * End a use; a thread ends its uses in reverse order. After the outermost one,
+ * closes that finalizers and signal handlers put off are carried out. That may
+ * run any Python code, so hold no lock; an exception that is set stays set.
  */
 void rp_end_use(struct rp_use *use);
 
 /* Whether this thread is in the middle of a verb. */
 int rp_in_verb(void);
 
-/* Raise what tells why a handle cannot be used. */
+/* Raise ClosedError, saying why a handle cannot be used. */
 void rp_raise_closed(struct rp_handle *handle);
 
-/* The same in the child of a fork, in the middle of a verb. */
+/* The same, for a fork in the middle of a verb. */
 void rp_raise_forked(void);
 
-/* The two, for who knows its thread. */
+/* rp_begin_use() and rp_end_use() for callers that have their rp_thread(). */
 #define RP_SHUT (1ull << 63)
 int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
 void rp_look_after(struct rp_handle *handle);
@@ -156,7 +154,7 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 {
 	struct rp_handle *handle = use->handle;
 
-	/* Still in the middle of it: nothing is closed before the word is right. */
+	/* The use is still on the stack: nothing is closed before the word is right. */
 	if (handle->process == me->mark >> 32) {
 		RP_ADD(&handle->word, -1);
 		if (RP_LOAD(&handle->abandoned))
@@ -166,9 +164,9 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 }
 
 /*
- * Set where a device is written in Python: lets it carry out what it has to do.  It may run any
- * Python code and wait for another thread's verb, so no lock is held.  Returns the exception of a
- * signal handler that ran meanwhile, which the caller has to raise, or NULL.
+ * Set if a device is written in Python: runs its pending work. May run any Python code and wait
+ * for another thread's verb, so hold no lock. Returns the exception of a signal handler that ran
+ * meanwhile, which the caller must raise, or NULL.
  */
 extern PyObject *(*rp_progress)(void);
 
@@ -177,12 +175,12 @@ static inline PyObject *rp_run_device(void)
 	return rp_progress ? rp_progress() : NULL;
 }
 
-/* Return the exception that is set, with its traceback, and clear it; NULL where there is none. */
+/* Return the exception that is set, with its traceback, and clear it; NULL if there is none. */
 PyObject *rp_take_exception(void);
 
 /*
- * soft_verb.c: have an exception of a signal handler, which could not go on where it was raised, come
- * out of this thread, and begin with that when it is out of C.  The first takes over the reference.
+ * soft_verb.c: raise later, in this thread, a signal handler's exception that could not propagate,
+ * taking over the reference; and start doing so once the thread is out of C.
  */
 void rp_raise_later(PyObject *exception);
 void rp_deliver_soon(void);
@@ -190,7 +188,7 @@ void rp_deliver_soon(void);
 /* Raise an exception, with the one that is set as its context; takes over the reference. */
 void rp_raise(PyObject *exception);
 
-/* A work request in flight names it; the caller is in the middle of a use of it. */
+/* A work request in flight names it; the caller is using it. */
 static inline void rp_name(struct rp_handle *handle)
 {
 	RP_ADD(&handle->posted, 1);
@@ -203,19 +201,19 @@ static inline void rp_name(struct rp_handle *handle)
 void rp_unname(struct rp_handle *handle);
 
 /*
- * A bind of a window is done.  Where it went well, `mr` is what the window holds from now on, or
- * nothing (NULL), and what it held before it does not; where nobody knows (`sure` is 0), both.
- * `serial` is its place among all binds, in the order of posting.
- * The window and the region are named.  May run any Python code.
+ * A window's bind is done. If it succeeded, the window now holds `mr`, or nothing (NULL), and
+ * releases what it held before; if the outcome is unknown (`sure` is 0), it holds both. `serial`
+ * is the bind's place among all binds, in posting order. Window and region are named. May run
+ * any Python code.
  */
 void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t serial);
 
 /* ---- lock.c, the fast path ------------------------------------------------ */
 
-/* Wake one who waits for a lock that has been given. */
+/* Wake a waiter of a lock that has been released. */
 void rp_wake(struct rp_lock *lock);
 
-/* Who held it before a fork does not exist after it. */
+/* A holder from before a fork does not exist after it. */
 static inline int rp_try_for(struct rp_lock *lock, const struct rp_thread *me)
 {
 	uint64_t owner = RP_LOAD(&lock->owner);

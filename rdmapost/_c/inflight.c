@@ -1,4 +1,4 @@
-/* What is posted and not known to be done (inflight.h). */
+/* Work requests posted and not known to be done (inflight.h). */
 #include "post.h"
 
 #include <structmember.h>
@@ -7,14 +7,14 @@ PyObject *rp_in_flight_type, *rp_sent_type;
 
 /* ---- what an entry holds ------------------------------------------------ */
 
-/* What work requests hold is of few types; None and bytes are no handles. */
+/* Work requests hold few types; None and bytes are not handles. */
 static inline int is_handle(PyObject *object)
 {
 	return rp_has_type(object, rp_known.mr) || rp_has_type(object, rp_known.ah) ||
 	       (object != Py_None && !PyBytes_CheckExact(object) && rp_is_handle(object));
 }
 
-/* Name a handle, or what is in a tuple, or name it no longer; the first that is not open, or NULL. */
+/* Name or unname a handle, or those in a tuple; returns the first that is not open, or NULL. */
 static PyObject *each(PyObject *held, int unname)
 {
 	int many = held && PyTuple_CheckExact(held);
@@ -92,8 +92,8 @@ int rp_grow(struct rp_in_flight *q, size_t count)
 }
 
 /*
- * The end of a slot's ticket, which is not 0: 1 + its index, and how often it has been used, so that
- * a stale ticket finds nobody.
+ * The low half of a slot's ticket, never 0: 1 + its index, and how often it has been used, so that
+ * a stale ticket finds nothing.
  */
 static uint32_t end_of_ticket(const struct rp_in_flight *q, size_t index)
 {
@@ -115,7 +115,7 @@ static int is_there(const struct rp_entry *entry)
 	return entry->state != RP_FREE && entry->state != RP_DONE;
 }
 
-/* The entry in any order that a ticket names, while it is outstanding. */
+/* In a queue without order, the outstanding entry that a ticket names. */
 static struct rp_entry *find(const struct rp_in_flight *q, uint64_t ticket)
 {
 	size_t index = (size_t)(ticket & 0xFFFFFF) - 1;
@@ -124,7 +124,7 @@ static struct rp_entry *find(const struct rp_in_flight *q, uint64_t ticket)
 	       is_there(&q->entries[index]) ? &q->entries[index] : NULL;
 }
 
-/* Leave an entry in any order to rp_drop_done(). */
+/* In such a queue, leave an entry to rp_drop_done(). */
 static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	entry->state = RP_DONE;
@@ -142,7 +142,7 @@ static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 	return Py_XNewRef(wr_id);
 }
 
-/* A TAG_DEL is done: its receive is, too, unless a message was faster. */
+/* A TAG_DEL is done, and so is its receive, unless a message matched first. */
 static void release(struct rp_in_flight *tagged, uint32_t ticket, uint64_t serial)
 {
 	struct rp_entry *entry;
@@ -155,8 +155,8 @@ static void release(struct rp_in_flight *tagged, uint32_t ticket, uint64_t seria
 }
 
 /*
- * Note what has become of a bind.  An error is that of the last entry; whether one before it, whose
- * completion nobody asked for, was carried out nobody knows.
+ * Note a bind's outcome. An error is the last entry's; whether an unsignaled one before it was
+ * carried out is unknown.
  */
 static void note_bind(struct rp_entry *entry, int last, int status)
 {
@@ -190,7 +190,7 @@ static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket, int 
 		ahead -= ahead < left ? ahead : left;
 		if (entry->state >= RP_BIND)
 			note_bind(entry, wr_id != NULL, status);
-		/* An error is that of the last, which has removed nothing. */
+		/* An error is the last entry's, which has removed nothing. */
 		if (entry->removes && q->tagged && (!wr_id || status == IBV_WC_SUCCESS))
 			release(q->tagged, entry->removes, entry->serial);
 	}
@@ -271,13 +271,13 @@ static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 	return there;
 }
 
-/* May run any code of Python's. */
+/* May run any Python code. */
 static void let_go(struct rp_entry *entry)
 {
 	if (entry->state >= RP_BIND) {
 		PyObject *mr = PyTuple_GetItem(entry->held, 1);
 
-		/* Whoever does not know leaves what was bound before, and holds both. */
+		/* If the outcome is unknown, keep what was bound before and hold both. */
 		if (entry->state != RP_UNBIND)
 			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->held, 0),
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
@@ -293,7 +293,7 @@ void rp_drop_all_done(struct rp_in_flight *q)
 	struct rp_entry entry;
 
 	while (take_done(q, &entry))
-		/* It may come here again: nothing is remembered across it. */
+		/* It may recurse, so keep no state across it. */
 		let_go(&entry);
 	if (q->tagged)
 		rp_drop_done(q->tagged);
@@ -420,7 +420,7 @@ static PyObject *in_flight_clear_all(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* Return the entry of the oldest work request but so many, and its index there; NULL past the end. */
+/* Return the entry of the index-th oldest work request, and its index there; NULL past the end. */
 static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint64_t *within)
 {
 	if (!q->in_order) {

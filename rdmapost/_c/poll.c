@@ -8,7 +8,7 @@ _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
 _Static_assert(sizeof(struct ibv_wc_tm_info) == 16, "struct ibv_wc_tm_info has changed");
 
-/* One of the two below; the one that is NULL is not used. */
+/* Exactly one is not NULL. */
 struct queue {
 	struct ibv_cq *cq;
 	struct ibv_cq_ex *cq_ex;
@@ -22,7 +22,7 @@ static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct ibv_
 	wc->status = cq->status;
 	wc->qp_num = ibv_wc_read_qp_num(cq);
 	if (wc->status != IBV_WC_SUCCESS) {
-		/* Nothing else of a failed one means anything. */
+		/* Nothing else in a failed completion is valid. */
 		wc->vendor_err = ibv_wc_read_vendor_err(cq);
 		return;
 	}

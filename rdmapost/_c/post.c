@@ -1,15 +1,15 @@
 /*
- * Posting: the queue that work requests are posted to (post.h says how).
+ * Queues, to which work requests are posted (post.h says how).
  *
- * Whoever posts holds the queue's lock from the check to the device's return, and no
- * code of Python's runs there: a device that is written in it takes the work requests
- * in, and is run when the lock has been given.
+ * A post holds the queue's lock from the check to the device's return, and no Python
+ * code runs meanwhile: a device written in Python only accepts the work requests, and
+ * runs once the lock is released.
  */
 #include "post.h"
 
 /* ---- the device ----------------------------------------------------------- */
 
-/* Every work request begins with its wr_id and the next. */
+/* Every work request begins with its wr_id and next pointer. */
 struct link {
 	uint64_t wr_id;
 	struct link *next;
@@ -26,7 +26,7 @@ static struct link *record_at(const struct post *post, size_t index)
 	return (void *)(post->records + post->requests[index].record);
 }
 
-/* What a device said of a list: an errno or 0, and how many went in, or -1 if nobody knows. */
+/* A device's answer to a list: an errno or 0, and how many it accepted, or -1 if unknown. */
 struct outcome {
 	int code;
 	int64_t posted;
@@ -34,8 +34,8 @@ struct outcome {
 
 /*
  * Providers return a positive errno, a negative one (siw), or 0 with *bad set
- * (a partial post); on some paths *bad is left alone, or points nowhere we
- * know.  So *bad starts as NULL and counts only if the chain contains it.
+ * (a partial post); on some paths *bad is left alone, or points outside the
+ * chain. So *bad starts as NULL and counts only if the chain contains it.
  */
 static struct outcome failed(int code, const struct link *chain, const void *bad, size_t count)
 {
@@ -49,7 +49,7 @@ static struct outcome failed(int code, const struct link *chain, const void *bad
 		return (struct outcome){ 0, (int64_t)count };
 	code = code ? abs(code) : EIO;
 	if (!bad || !chain)
-		/* Nothing of an unsupported call goes in; of another, who knows. */
+		/* An unsupported call posts nothing; any other may have. */
 		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
 	return (struct outcome){ code, posted };
 }
@@ -72,7 +72,7 @@ static inline struct outcome submit(int verb, void *object, void *records, size_
 
 /* ---- with the lock held -------------------------------------------------- */
 
-/* How many more work requests the queue takes. */
+/* How many more work requests the queue accepts. */
 static uint64_t room(const struct queue *q)
 {
 	const struct rp_in_flight *in_flight = q->in_flight;
@@ -94,7 +94,7 @@ static int check_tags(struct queue *q, struct post *post, const struct request *
 	return 1;
 }
 
-/* Record a tagged receive that is added, and name the one that is removed; return that. */
+/* Record an added tagged receive, and look up a removed one; return the latter's ticket, or 0. */
 static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct ibv_ops_wr *wr,
 			    PyObject **held, uint64_t *serial)
 {
@@ -144,7 +144,7 @@ static void record(struct queue *q, struct post *post, struct request *r)
 	/* Inline data has been copied when the call returns: the request holds it till then. */
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE)) {
 		held = r->held;
-		/* A window is looked at when the device has returned. */
+		/* A window is used again once the device has returned. */
 		r->held = r->mw ? Py_NewRef(r->held) : NULL;
 		r->named = 0;
 	}
@@ -164,7 +164,7 @@ static void record(struct queue *q, struct post *post, struct request *r)
 							     .serial = serial, .state = state });
 }
 
-/* Check and record one after another; how many. */
+/* Check and record each in turn; returns how many. */
 static size_t record_each(struct queue *q, struct rp_handle *owner, struct post *post, size_t count)
 {
 	uint64_t left = room(q);
@@ -200,7 +200,7 @@ static size_t record_list(struct queue *q, struct post *post, struct rp_sent *se
 	return post->count;
 }
 
-/* Take back what was recorded; the requests let go of it. */
+/* Undo a record; its references go back to the request, which releases them. */
 static void take_back(struct queue *q, struct request *r)
 {
 	struct rp_entry taken, tagged = { .wr_id = NULL };
@@ -233,14 +233,14 @@ static struct outcome bind(struct rp_handle *owner, const struct post *post)
 	if (code)
 		mw->rkey = rkey;
 	if (code && !post->sure && code != EOPNOTSUPP && code != ENOSYS)
-		return (struct outcome){ code, -1 }; /* the device may complete it yet */
+		return (struct outcome){ code, -1 }; /* the device may still complete it */
 	return (struct outcome){ code, !code };
 }
 
-/* What a driver did not take is taken back, the latest first. */
+/* Undo the records of what the driver did not accept, latest first. */
 static void take_back_each(struct queue *q, struct post *post, size_t count, int64_t posted)
 {
-	/* Where nobody knows, all counts as posted, so that its memory stays. */
+	/* If that is unknown, all count as posted, so that their memory stays. */
 	while (posted >= 0 && count-- > (size_t)posted)
 		take_back(q, &post->requests[count]);
 }
@@ -255,7 +255,7 @@ static void take_back_list(struct queue *q, const struct post *post, int64_t pos
 	Py_XDECREF(taken.wr_id); /* the list has it too */
 }
 
-/* A driver takes the key that the next bind replaces from the window's struct. */
+/* A driver reads the key that the next bind replaces from the window's struct. */
 static void put_keys(const struct post *post, size_t count)
 {
 	for (size_t i = 0; i < count; i++) {
@@ -332,10 +332,7 @@ PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 					  (Py_ssize_t)post->count), NULL, 0);
 }
 
-/*
- * A TAG_ADD's handle is for the caller, whatever becomes of others; returns the first exception, or
- * NULL.
- */
+/* Set each posted TAG_ADD's handle, whatever fails; returns the first exception, or NULL. */
 static PyObject *give_handles(struct queue *q, struct post *post, int64_t in)
 {
 	PyObject *first = NULL;
@@ -379,7 +376,7 @@ static inline void end(struct queue *q, struct rp_turn *turn)
 	rp_end_use_by(turn->me, &turn->use);
 }
 
-/* End a post: the device carries out what it has taken in.  Returns what that raised, or NULL. */
+/* End a post, and let the device carry out what it accepted. Returns what that raised, or NULL. */
 static inline PyObject *end_and_run(struct queue *q, struct rp_turn *turn, Py_ssize_t taken)
 {
 	PyObject *raised;
@@ -428,7 +425,7 @@ static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struc
 	return 0;
 }
 
-/* None, or NULL with the exception that is set; `raised`, if it is one, comes first. */
+/* None, or NULL with an exception: `raised`, unless NULL, with any that is set as its context. */
 static PyObject *answer(PyObject *raised)
 {
 	if (raised)
@@ -456,7 +453,7 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 	if (taken > 0)
 		outcome = submit(q->verb, owner->address, post->records, post->count);
 	if (rule || outcome.code) {
-		/* The list may be closed before it is said. */
+		/* The list may be closed before the error is raised. */
 		wrs = Py_NewRef(post->wrs);
 		index = rule && !strcmp(rule, "full") ? room(q) : 0;
 		if (outcome.code)
@@ -475,8 +472,8 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 }
 
 /*
- * Raise that handles were not taken: the context of the PostError that is set, which tells what went
- * in, but for a Ctrl-C and the like, of which that is the context.
+ * Raise a failure to set handles as the context of the PostError that is set, which says what was
+ * posted; but a KeyboardInterrupt or the like has the PostError as its context.
  */
 static void raise_not_taken(PyObject *exception)
 {
@@ -662,7 +659,7 @@ static void queue_dealloc(PyObject *self)
 	rp_free(self);
 }
 
-/* set_ready(ready): whether the state of the queue takes work requests. */
+/* set_ready(ready): whether the queue's state accepts work requests. */
 static PyObject *queue_set_ready(PyObject *self, PyObject *ready)
 {
 	int now = PyObject_IsTrue(ready);

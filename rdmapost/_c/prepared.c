@@ -1,22 +1,22 @@
 /*
  * Prepared lists: read and checked once, posted again and again.
  *
- * A post of one gives its work requests their tickets, records them as in flight
- * with one entry, and calls the verb.  What the list holds stays held as long as it
- * is open, and as long as a post of it is outstanding.
+ * Posting one gives its work requests their tickets, records them as one entry in
+ * flight, and calls the verb. What it names stays held while it is open, and while
+ * a post of it is outstanding.
  */
 #include "post.h"
 
 #include <endian.h>
 #include <structmember.h>
 
-/* The collector shows a list to anybody before it is made, and after it was refused. */
+/* Through the collector, any code can see a list before it is made, and after it was refused. */
 enum { NEW, MAKING, REFUSED, WHOLE };
 
 /*
- * What changes in a list that is whole: `sent`, `sg_lists`, and of a request `held` and `wr_id`.
- * Who changes any of it holds the queue's lock, so that a post sees all of a change or nothing,
- * and the list (RP_BEGIN), as does who takes a reference from it.
+ * What changes in a whole list: `sent`, `sg_lists`, and each request's `held` and `wr_id`. A
+ * change is made with the queue's lock held, so that a post sees all of it or nothing, and
+ * within RP_BEGIN of the list, as is taking a reference from it.
  */
 struct prepared {
 	PyObject_HEAD
@@ -24,13 +24,13 @@ struct prepared {
 	struct rp_handle *owner;
 	uint64_t state;
 	struct rp_sent *sent; /* NULL once it is closed */
-	PyObject **sg_lists; /* a tuple of SGEs each, or NULL */
+	PyObject **sg_lists; /* a tuple of SGEs for each, or NULL */
 	struct post post;
 };
 
 static PyObject *prepared_type;
 
-/* Put a reference in place, and return the one that was there. */
+/* Replace a reference, and return the old one. */
 static PyObject *swap(PyObject **at, PyObject *object)
 {
 	PyObject *old = *at;
@@ -39,7 +39,7 @@ static PyObject *swap(PyObject **at, PyObject *object)
 	return old;
 }
 
-/* Whether it is; else with an exception. */
+/* Whether it is; if not, an exception is set. */
 static int is_whole(struct prepared *p)
 {
 	if (RP_LOAD(&p->state) == WHOLE)
@@ -59,7 +59,7 @@ static int is_open(struct prepared *p)
 	return 0;
 }
 
-/* Return a new reference to what posts take along now; NULL with an exception where it is closed. */
+/* Return a new reference to what posts now carry; NULL with an exception if the list is closed. */
 static struct rp_sent *get_sent(struct prepared *p)
 {
 	PyObject *sent;
@@ -94,13 +94,13 @@ static Py_ssize_t check_all(struct prepared *p)
 	return post->refusal.rule ? (Py_ssize_t)readable : -1;
 }
 
-/* What one holds until it is done; inline data has been copied when a post returns. Borrowed. */
+/* What a request holds until done, borrowed; inline data is copied before a post returns. */
 static PyObject *held_until_done(const struct prepared *p, const struct request *r)
 {
 	return !r->held || (p->queue->verb == SEND && r->flags & IBV_SEND_INLINE) ? Py_None : r->held;
 }
 
-/* Takes over the references, of which any may be NULL. */
+/* Takes over the references, any of which may be NULL. */
 static PyObject *pack_sent(PyObject *wr_ids, PyObject *held)
 {
 	PyObject *sent = wr_ids && held ? rp_make_sent(wr_ids, held) : NULL;
@@ -113,8 +113,8 @@ static PyObject *pack_sent(PyObject *wr_ids, PyObject *held)
 }
 
 /*
- * Make what posts take along: of each work request its wr_id and what it holds until it is done.
- * A tuple is filled before anything else is allocated, and so before the collector shows it.
+ * Make what posts carry: each work request's wr_id and what it holds until it is done. A tuple
+ * is filled before anything else is allocated, so the collector never exposes an incomplete one.
  */
 static PyObject *make_sent(const struct prepared *p)
 {
@@ -129,7 +129,7 @@ static PyObject *make_sent(const struct prepared *p)
 	return pack_sent(wr_ids, held);
 }
 
-/* Return a copy with another object at an index; the same tuple where that is NULL. */
+/* Return a copy with another object at an index; the same tuple if that is NULL. */
 static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
 {
 	Py_ssize_t count = PyTuple_Size(tuple);
@@ -145,8 +145,8 @@ static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
 }
 
 /*
- * Make what takes its place once a wr_id, or what is held, is another.  That may run a finalizer
- * which changes the list, so it counts only if the list still has what it was made from.
+ * Make its replacement with another wr_id, or something else held. That may run a finalizer that
+ * changes the list, so it counts only if the list still has what it was made from.
  */
 static PyObject *change_sent(const struct rp_sent *from, size_t index, PyObject *wr_id,
 			     PyObject *held)
@@ -178,7 +178,7 @@ static int prepare(struct prepared *p, PyObject *wrs)
 	struct rp_turn turn;
 	int failed;
 
-	/* The list lives longer than this call: it has a reference of its own. */
+	/* The list outlives this call, so it has its own reference. */
 	wrs = rp_kind_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
 	if (!wrs)
 		return -1;
@@ -226,7 +226,7 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* Let go of what the list holds; what is outstanding stays held. */
+/* Release what the list holds; what is outstanding stays held. */
 static int let_go(PyObject *self)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -259,15 +259,15 @@ static int let_go(PyObject *self)
 }
 
 /*
- * Let go before the collector takes any object of the same garbage apart: a
- * region is closed by the last that names it, and must be whole then.
+ * Release it all before the collector clears anything in the same garbage:
+ * whatever names a region last closes it, and the region must be intact then.
  */
 static void prepared_finalize(PyObject *self)
 {
 	let_go(self);
 }
 
-/* _prepare(queue, owner, wrs): once; its owner must know the list by then, to close it. */
+/* _prepare(queue, owner, wrs): once; its owner must know the list already, to close it. */
 static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -325,10 +325,10 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	PyObject *sent;
 
 	(void)unused;
-	/* Whoever makes it closes it, if its owner has been closed by then. */
+	/* A list still being made is closed by its maker, if its owner is closed by then. */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
-	/* Whoever posts it has what it takes along by now; nobody takes from it what is let go of. */
+	/* By now, posts in progress have their references; others cannot get what is released. */
 	if (rp_take(&p->queue->lock))
 		return NULL;
 	RP_BEGIN(p);
@@ -356,7 +356,7 @@ static Py_ssize_t prepared_length(PyObject *self)
 	return is_whole(p) ? (Py_ssize_t)p->post.count : -1;
 }
 
-/* The opcode's class of a work request of the list. */
+/* The class of a work request in the list. */
 static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -371,7 +371,7 @@ static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 	return Py_NewRef(p->post.requests[index].kind->type);
 }
 
-/* Whether it is an object, or a tuple that has it. */
+/* Whether what is held is the object, or a tuple containing it. */
 static int is_among(PyObject *object, PyObject *held)
 {
 	int found = held == object;
@@ -381,7 +381,7 @@ static int is_among(PyObject *object, PyObject *held)
 	return found;
 }
 
-/* _names(resource): whether the list, open, names it. */
+/* _names(resource): whether the list is open and names it. */
 static PyObject *prepared_names(PyObject *self, PyObject *resource)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -473,7 +473,7 @@ static void item_dealloc(PyObject *self)
 
 /*
  * Return a new reference to the caller's work request, and in `held`, if that is not NULL, one to
- * what it holds; NULL with an exception where the list is closed.
+ * what it holds; NULL with an exception if the list is closed.
  */
 static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **held)
 {
@@ -489,7 +489,7 @@ static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **
 	return wr;
 }
 
-/* Refuse an attribute of an item that is of no list, or to be deleted; always -1. */
+/* Refuse to set an attribute of an item without a list, or to delete one; always -1. */
 static int refuse_change(struct prepared *p, const char *name)
 {
 	if (p)
@@ -499,12 +499,12 @@ static int refuse_change(struct prepared *p, const char *name)
 	return -1;
 }
 
-/* Raise a ValueError for what was refused of a work request: always -1. */
+/* Raise a ValueError for what a work request was refused for: always -1. */
 static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
 {
 	PyObject *wr = get_wr(p, r, NULL);
 
-	/* Reading the value may have closed the list, and making the tuple may. */
+	/* Reading the value may have closed the list; so may making the tuple. */
 	if (!wr)
 		return -1;
 	rp_raise_refusal(p->queue, p->owner, PyTuple_Pack(1, wr), why, 0, -1);
@@ -556,7 +556,7 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	return wr_id;
 }
 
-/* Let another wr_id take the place of one, if posts still take along `from`; whether, or -1. */
+/* Replace a wr_id, if posts still carry `from`; whether they do, or -1. */
 static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
 {
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
@@ -618,7 +618,7 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 	return sges ? sges : PyTuple_New(0);
 }
 
-/* Let another SGE list take the place of one with as many SGEs; the queue's lock is held. */
+/* Replace an SGE list with one of the same length; the queue's lock is held. */
 static void put_sges(struct prepared *p, size_t index, struct post *post, PyObject **sent,
 		     PyObject **sges)
 {
@@ -635,7 +635,7 @@ static void put_sges(struct prepared *p, size_t index, struct post *post, PyObje
 	RP_END();
 }
 
-/* Check and put them in place, if posts still take along `from`; 1 where all is said, 0, or -1. */
+/* Check them and put them in place, if posts still carry `from`; whether they do, or -1. */
 static int try_sges(struct prepared *p, size_t index, struct post *post, PyObject **sges,
 		    struct rp_sent *from)
 {
@@ -646,7 +646,7 @@ static int try_sges(struct prepared *p, size_t index, struct post *post, PyObjec
 
 	if (sent && !rp_begin_post(p->queue, p->owner, &turn)) {
 		same = p->sent == from;
-		/* No code of Python's runs until all of it is in place. */
+		/* No Python code runs until all of it is in place. */
 		if (same && rp_check(p->queue, p->owner, post, new))
 			put_sges(p, index, post, &sent, sges);
 		rp_end_post(p->queue, &turn);
@@ -655,7 +655,7 @@ static int try_sges(struct prepared *p, size_t index, struct post *post, PyObjec
 	return same;
 }
 
-/* Read an SGE list and put it in place of one, or refuse it; 0, or -1 with an exception. */
+/* Read an SGE list to replace one, or refuse it; 0, or -1 with an exception. */
 static int change_sges(struct prepared *p, size_t index, PyObject *value, struct post *post)
 {
 	const struct request *r = &p->post.requests[index], *new = post->few;
@@ -696,7 +696,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 	if (!p || !value)
 		return refuse_change(p, "sg_list");
 	r = &p->post.requests[item->index];
-	/* Reading may close the list: what is read besides is of these. */
+	/* Reading may close the list; these keep what else is read. */
 	wr = get_wr(p, r, &held);
 	if (!wr)
 		return -1;
@@ -723,9 +723,9 @@ static PyType_Slot item_slots[] = {
 	{ 0, NULL },
 };
 
-/* ---- a number of it ------------------------------------------------------- */
+/* ---- its numbers ---------------------------------------------------------- */
 
-/* A descriptor as property is, for a field of rdmapost/fields.py by its index. */
+/* A descriptor, like property, for a field of rdmapost/fields.py by its index. */
 struct number {
 	PyObject_HEAD
 	PyObject *kind; /* the class of work requests */
@@ -756,7 +756,7 @@ static void number_dealloc(PyObject *self)
 	rp_free(self);
 }
 
-/* The field, and where an item has it; NULL with an exception. */
+/* The field, and its address in an item; NULL with an exception. */
 static const struct field *place(struct number *n, PyObject *object, void **at)
 {
 	struct item *item = (struct item *)object;

@@ -1,9 +1,9 @@
 /*
  * Reading work requests: the caller's objects, each once, into records.
  *
- * This is the only part of a post in which code of the caller's can run, and
- * nothing that it changes afterwards counts: what is checked and posted is what
- * was read here.
+ * This is the only part of a post in which the caller's code can run, and what
+ * that changes afterwards has no effect: what is checked and posted is what was
+ * read here.
  */
 #include "post.h"
 
@@ -23,14 +23,14 @@ const struct rp_head rp_heads[] = {
 	[SRQ_OPS] = { sizeof(struct ibv_ops_wr), offsetof(struct ibv_ops_wr, tm.add.sg_list) },
 };
 
-/* A subclass's too. */
+/* Also for a subclass. */
 static int is_a(PyObject *object, PyObject *type)
 {
 	return rp_has_type(object, type) ||
 	       PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)type);
 }
 
-/* Whether its class has __iter__; runs no code of the caller's, and keeps an exception that is set. */
+/* Whether its class has __iter__; runs none of the caller's code, and keeps any exception. */
 static int has_iter(PyObject *object)
 {
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
@@ -45,7 +45,7 @@ static int refuse(struct post *post, const char *rule, PyObject *name, PyObject 
 	return 0;
 }
 
-/* Refuse for an exception that a field of the wrong type may raise; -1 for another, which stays. */
+/* Refuse for what a field of the wrong type may raise; -1, leaving it set, for the rest. */
 static int refuse_for_exception(struct post *post)
 {
 	PyObject *error, *text;
@@ -65,7 +65,7 @@ static int refuse_for_exception(struct post *post)
 	return 0;
 }
 
-/* ---- reading a value: 1, or 0 where it is refused, or -1 with an exception -- */
+/* ---- reading a value: 1, 0 if it is refused, or -1 with an exception -- */
 
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
 		   uint64_t *number)
@@ -90,7 +90,7 @@ int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t 
 	return read;
 }
 
-/* What a slot of it holds, borrowed; NULL where that is to be asked for by its name. */
+/* A slot's value, borrowed; NULL if it must be looked up by name. */
 static inline PyObject *peek(const struct request *r, const struct rp_slot *slot)
 {
 	return r->exact ? *(PyObject **)(void *)((char *)r->wr + slot->offset) : NULL;
@@ -122,7 +122,7 @@ static inline int read_attribute(struct post *post, const struct request *r,
 
 /* ---- room --------------------------------------------------------------- */
 
-/* Return a larger array in place of one; NULL with an exception.  `small` is not freed. */
+/* Return a larger array to replace one; NULL with an exception. `small` is not freed. */
 static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
 {
 	size_t more = 2 * *size;
@@ -140,7 +140,7 @@ static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t
 	return new;
 }
 
-/* Make room for so many more bytes of records; 1, or -1 with an exception. */
+/* Make room for more bytes of records; 1, or -1 with an exception. */
 static inline int room_for_bytes(struct post *post, size_t bytes)
 {
 	char *records;
@@ -155,7 +155,7 @@ static inline int room_for_bytes(struct post *post, size_t bytes)
 	return 1;
 }
 
-/* For so many more SGEs, likewise. */
+/* Likewise for more SGEs. */
 static inline int room_for_sges(struct post *post, size_t count)
 {
 	PyObject **owners;
@@ -184,9 +184,9 @@ static inline struct request *room_for_request(struct post *post)
 /* ---- what a work request holds ------------------------------------------- */
 
 /*
- * Hold an object as long as the work request is in flight: 1, or -1 with an exception.  One that is
- * held already is looked for among the latest only, so that reading many SGEs takes as long for
- * each; to hold it twice is as good.
+ * Hold an object as long as the work request is in flight: 1, or -1 with an exception. Only the
+ * latest are searched for duplicates, so that each of many SGEs takes as long to read; holding one
+ * twice does no harm.
  */
 static int hold(struct post *post, PyObject *object)
 {
@@ -207,7 +207,7 @@ static int hold(struct post *post, PyObject *object)
 	return 1;
 }
 
-/* Return a tuple of objects, which nobody else sees before it is whole; NULL with an exception. */
+/* Return a tuple that no other code sees before it is complete; NULL with an exception. */
 static PyObject *pack(PyObject *const *objects, size_t count)
 {
 	PyObject *list, *tuple;
@@ -231,7 +231,7 @@ static void drop_holds(struct post *post)
 		Py_DECREF(post->holds[--post->holding]);
 }
 
-/* A request has been read: let it hold what it is to hold; 1, or -1 with an exception. */
+/* A request has been read: give it what it holds; 1, or -1 with an exception. */
 static int seal(struct post *post, struct request *r)
 {
 	if (post->holding == 1) {
@@ -271,7 +271,7 @@ static int read_sge(struct post *post, PyObject *from, struct ibv_sge *sge)
 	return owner == Py_None ? 1 : hold(post, owner);
 }
 
-/* Read an sg_list behind the record, which is the last so far. */
+/* Read an sg_list to after the record, which is the last so far. */
 static int read_sges(struct post *post, struct request *r, PyObject *sg_list)
 {
 	int one = rp_has_type(sg_list, rp_known.sge), read;
@@ -302,7 +302,7 @@ static int read_sges(struct post *post, struct request *r, PyObject *sg_list)
 
 /* ---- fields -------------------------------------------------------------- */
 
-/* Read a resource that a driver follows the pointer of, or None. */
+/* Read a resource, whose pointer a driver follows, or None. */
 static int read_resource(struct post *post, struct request *r, const struct field *field,
 			 PyObject *value)
 {
@@ -324,7 +324,7 @@ static int read_header(struct post *post, struct request *r, const struct field 
 		       PyObject *value)
 {
 	struct ibv_send_wr *wr = (void *)(post->records + r->record);
-	/* Bytes do not change, and stay where they are. */
+	/* Bytes neither change nor move. */
 	PyObject *buffer = PyBytes_CheckExact(value) ? Py_NewRef(value) : rp_make_buffer(value);
 	uint64_t start;
 	int held;
@@ -422,7 +422,7 @@ static int read_wr_id(struct post *post, struct request *r)
 	return read > 0 && !r->wr_id ? -1 : read;
 }
 
-/* Write what the head of every record has. */
+/* Write the fields that every record of a verb has. */
 static void put_head(int verb, char *at, const struct request *r)
 {
 	if (verb == SEND) {
@@ -442,7 +442,7 @@ static void put_head(int verb, char *at, const struct request *r)
 	}
 }
 
-/* Read one more; 1, or 0 where it is refused, or -1 with an exception. */
+/* Read the next one; 1, 0 if it is refused, or -1 with an exception. */
 static int read_next(struct queue *q, struct post *post, PyObject *wr, const struct kind *kind)
 {
 	size_t size = rp_heads[q->verb].size;
@@ -568,7 +568,7 @@ PyObject *rp_make_sges(const struct post *post, const struct request *r)
 	const struct ibv_sge *sge = rp_sges(post, r);
 	PyObject *sges = PyTuple_New(r->num_sge);
 
-	/* While the others are made, the collector shows it to anybody. */
+	/* While the others are made, any code can see the tuple through the collector. */
 	for (int i = 0; sges && i < r->num_sge; i++)
 		PyTuple_SetItem(sges, i, Py_NewRef(Py_None));
 	for (int i = 0; sges && i < r->num_sge; i++) {
@@ -606,7 +606,7 @@ void rp_free_post(struct post *post)
 		PyMem_Free(post->records);
 }
 
-/* ---- which classes there are --------------------------------------------- */
+/* ---- registering the classes --------------------------------------------- */
 
 /* describe_resources(SGE, MR, MW, AH) */
 static PyObject *describe_resources(PyObject *self, PyObject *args)
@@ -648,7 +648,7 @@ static int describe_field(struct kind *kind, PyObject *row)
 	return 0;
 }
 
-/* Find where its objects have what every class has; 0, or -1 with an exception. */
+/* Find the slots that every class has; 0, or -1 with an exception. */
 static int find_slots(struct kind *kind)
 {
 	kind->has_sges = PyObject_HasAttrString(kind->type, "sg_list");
@@ -659,7 +659,7 @@ static int find_slots(struct kind *kind)
 			     &kind->flags)) ? -1 : 0;
 }
 
-/* Let go of the names that were found so far; always NULL. */
+/* Release the names found so far; always NULL. */
 static PyObject *forget(struct kind *kind)
 {
 	for (int i = 0; i < FIELDS; i++)

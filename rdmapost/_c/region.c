@@ -1,9 +1,9 @@
 /*
- * mr[a:b]: making an SGE of a region (rdmapost/memory.py), as nearly every
- * work request begins.
+ * mr[a:b]: making an SGE from a region (rdmapost/memory.py), as for nearly
+ * every work request.
  *
- * Whatever is not two numbers within the region is left to MR._slice, which
- * says what is wrong.
+ * Anything but two numbers within the region is left to MR._slice, which
+ * reports what is wrong.
  */
 #include "post.h"
 
@@ -14,7 +14,7 @@ static struct {
 	struct rp_slot addr, length, lkey;
 } made_of;
 
-/* Takes over the references to the numbers, of which one may be NULL. */
+/* Takes over the references to the numbers, any of which may be NULL. */
 static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey, PyObject *owner)
 {
 	PyObject *tuple = NULL, *args = NULL, *sge = NULL;
@@ -39,7 +39,7 @@ PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey, PyObject *o
 		    PyLong_FromUnsignedLong(lkey), owner);
 }
 
-/* Read start and stop of a slice without a step; 0 where it is something else. */
+/* Read start and stop of a slice without a step; 0 for anything else. */
 static int read_bounds(PyObject *bounds, Py_ssize_t *start, Py_ssize_t *stop)
 {
 	PyObject *none;
@@ -63,7 +63,7 @@ static PyObject *get(PyObject *self, const struct rp_slot *slot)
 	return value;
 }
 
-/* Whether it is a number of 64 bits. */
+/* Read a 64-bit number; whether it was one. */
 static int get_number(PyObject *self, const struct rp_slot *slot, uint64_t *number)
 {
 	PyObject *value = get(self, slot);
@@ -90,7 +90,7 @@ static PyObject *region_slice(PyObject *self, PyObject *bounds)
 
 static PyMethodDef slice_method = { "__getitem__", region_slice, METH_O, NULL };
 
-/* make_sges(MR, SGE): from now on, mr[a:b] is the function above. */
+/* make_sges(MR, SGE): make the function above MR.__getitem__. */
 static PyObject *make_sges(PyObject *self, PyObject *args)
 {
 	PyObject *mr, *sge, *method;

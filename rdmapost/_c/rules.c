@@ -1,11 +1,10 @@
 /*
  * The rules of a post: what ibv_post_send(3), ibv_post_recv(3), ibv_bind_mw(3) and
- * ibv_post_srq_ops(3) ask of a work request and its queue.
+ * ibv_post_srq_ops(3) require of a work request and its queue.
  *
- * Each refuses by a name; rdmapost/rules.py has the text for it.  Everything here
- * is about numbers that were read and structs that are held open, and runs no code
- * of Python's.  Where the caller wants no checks, only what could harm the process
- * is refused.
+ * Each has a name, and its text is in rdmapost/rules.py. Everything here works on
+ * numbers already read and structs held open, and runs no Python code. If the
+ * caller turned checks off, only what could harm the process is refused.
  */
 #include "post.h"
 
@@ -47,7 +46,7 @@ static int has_access(PyObject *mr, unsigned int access)
 	return (((struct rp_handle *)mr)->access & access) != 0;
 }
 
-/* Whether a range is within what owns it; 2^64 is no address, so sums do not wrap. */
+/* Whether a range is within its owner; 2^64 is not an address, so sums do not wrap. */
 static inline int is_within(PyObject *owner, uint64_t addr, uint64_t length)
 {
 	uint64_t start, size;
@@ -69,7 +68,7 @@ static int no_outside(struct post *post, PyObject *owner, const struct ibv_sge *
 	return 0;
 }
 
-/* Where INLINE data is read in this process. */
+/* The address at which INLINE data is read in this process. */
 static int check_place(struct post *post, PyObject *owner, const struct ibv_sge *sge)
 {
 	if (is_region(owner) && has_access(owner, IBV_ACCESS_ZERO_BASED))
@@ -96,7 +95,7 @@ static inline int check_sge(const struct queue *q, struct post *post, PyObject *
 	return sge->length ? 1 : rp_refuse(post, "length_0", 0);
 }
 
-/* Check all; their bytes, or -1. */
+/* Check all; their total length, or -1. */
 static int64_t check_sges(const struct queue *q, struct post *post, const struct request *r,
 			  int is_inline)
 {
@@ -114,7 +113,7 @@ static int64_t check_sges(const struct queue *q, struct post *post, const struct
 	return total;
 }
 
-/* The device writes there. */
+/* For what the device writes to. */
 static int check_writable(struct post *post, const struct request *r)
 {
 	for (int i = 0; i < r->num_sge; i++) {
@@ -181,7 +180,7 @@ static int check_bind(const struct queue *q, struct post *post, const struct req
 		return no_because_of(post, "foreign_resource", r->mw);
 	if (mr_of((PyObject *)r->mr)->pd != q->pd)
 		return no_because_of(post, "foreign_resource", r->mr);
-	/* A window of type 1 is unbound; the region only has to be there. */
+	/* This unbinds a type 1 window; the region need only be given. */
 	if (type_1 && !info->length)
 		return 1;
 	if (!has_access((PyObject *)r->mr, IBV_ACCESS_MW_BIND))
@@ -239,7 +238,7 @@ static int check_send(const struct queue *q, struct post *post, const struct req
 	return r->kind->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
 }
 
-/* A driver reads the struct of a resource, which has its context first of all, as its own. */
+/* A driver treats a resource's struct, which begins with its context, as its own. */
 static int check_context(struct post *post, struct rp_handle *h, const struct rp_handle *owner)
 {
 	struct ibv_context **of = h ? h->address : NULL, **here = owner->address;
@@ -251,7 +250,7 @@ _Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, con
 		       !offsetof(struct ibv_mr, context) && !offsetof(struct ibv_qp, context),
 	       "a struct begins with something else");
 
-/* What would harm this process or the driver; all that is checked where none are wanted. */
+/* What would harm this process or the driver: all that is checked with checks off. */
 static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct post *post,
 			const struct request *r)
 {
@@ -260,7 +259,7 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 
 	if (post->type_1 && !q->binds)
 		return rp_refuse(post, "wrong_opcode", 0);
-	/* Drivers follow the pointer without looking, whatever the opcode. */
+	/* Drivers follow the pointer unchecked, whatever the opcode. */
 	if (q->datagram && !r->ah)
 		return rp_refuse(post, "no_address_handle", 0);
 	if (r->kind->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))
@@ -277,7 +276,7 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 		if (in != Py_None && !check_place(post, in, sge + i))
 			return 0;
 	}
-	/* Drivers add up in 32 bits, and copy everything if the sum seems to fit. */
+	/* Drivers sum in 32 bits, and copy everything if the sum seems to fit. */
 	return total <= UINT32_MAX ? 1 : rp_refuse(post, "inline_32_bits", total);
 }
 

@@ -52,9 +52,9 @@ RP_EXPORT int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
 /* ---- loader.c: libibverbs, opened at first use -------------------------- */
 
 /*
- * Open the library at `path` and fill the table of functions.  Returns 0 when
- * it is open (now or from before), else -1 with a text in `why`, of `size`
- * bytes, that says why not.  The library is never closed.
+ * Open the library at `path` and fill the table of functions. Returns 0 if it
+ * is open (now or already), else -1 with the reason in `why`, of `size` bytes.
+ * The library is never closed.
  */
 int rp_load(const char *path, char *why, size_t size);
 
@@ -69,7 +69,7 @@ struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
 			    struct ibv_comp_channel *channel, int comp_vector);
 
-/* ibv_create_cq_ex for completions that tell tags, too (tag matching). */
+/* ibv_create_cq_ex for completions that also report tags (tag matching). */
 struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
 			       struct ibv_comp_channel *channel,
 			       int comp_vector);

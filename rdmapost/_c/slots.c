@@ -1,14 +1,14 @@
 /*
  * Reading attributes that a class keeps in __slots__.
  *
- * Asking Python for one costs ten times what reading it does, and a post reads
- * ten.  Where a slot stands is found by trying: a value is set the usual way,
- * and looked for in the object.  On a Python that keeps it elsewhere it is
- * asked for by its name.
+ * Asking Python for one costs ten times as much as reading it, and a post reads
+ * ten. A slot's offset is found by trying: a value is set the usual way, and
+ * searched for in the object. On a Python that keeps it elsewhere, it is looked
+ * up by name.
  */
 #include "door.h"
 
-/* Whether the word at an offset of an object is a pointer to `value`. */
+/* Whether an object has a pointer to `value` at an offset. */
 static int holds(PyObject *object, Py_ssize_t offset, PyObject *value)
 {
 	return *(PyObject **)(void *)((char *)object + offset) == value;

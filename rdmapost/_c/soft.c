@@ -2,10 +2,10 @@
  * The C side of the soft device: a context whose operations are ours.
  *
  * The posting symbols follow qp->context->ops, so a context made here receives
- * exactly what a NIC's driver would.  Exported libibverbs functions must never
+ * exactly what a NIC's driver would. Exported libibverbs functions must never
  * see it: they reach into a private part that it does not have.
  *
- * Work requests are taken in here, whole, and carried out in Python.
+ * Work requests are copied here, whole, and carried out in Python.
  */
 #include "soft_device.h"
 
@@ -23,12 +23,12 @@ struct wqe {
 		struct ibv_send_wr send;
 		struct ibv_recv_wr recv;
 		struct ibv_ops_wr op;
-	} wr; /* as it was posted; its pointers lead nowhere any more */
+	} wr; /* as posted; its pointers are no longer valid */
 	unsigned int opcode, flags; /* of a send or an operation */
 	PyObject *sges; /* a tuple of (addr, length, lkey) */
-	PyObject *data, *hdr; /* bytes that were copied at the post, or NULL */
-	PyObject *ah, *window, *region; /* what handles stood for then, or NULL */
-	PyObject *owner; /* who hears how it ended, where it is the device's own */
+	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
+	PyObject *ah, *window, *region; /* what its handles stood for then, or NULL */
+	PyObject *owner; /* told how it ended, if it is the device's own */
 };
 
 static PyObject *wqe_type;
@@ -78,19 +78,19 @@ static PyType_Slot wqe_slots[] = {
 
 /* ---- queues -------------------------------------------------------------- */
 
-/* A work queue; or a completion queue, of which the first part is all that matters. */
+/* A work queue; or a completion queue, which uses few of these. */
 struct queue {
 	PyObject_HEAD
-	PyObject *pending; /* a deque: WQEs that are not done; or entries that are not polled */
-	unsigned int armed; /* what the next event is for: 0 is nothing, or one of those below */
+	PyObject *pending; /* a deque of WQEs not yet done, or of entries not yet polled */
+	unsigned int armed; /* for what to raise an event: 0 (nothing) or one of those below */
 	unsigned int depth, max_sge, max_inline, max_tso_header;
 	unsigned int used; /* slots */
-	unsigned int silent; /* done without a completion; their slots wait for one */
-	unsigned int last_handle; /* of the entries in a matching list */
+	unsigned int silent; /* done without a completion; their slots await one */
+	unsigned int last_handle; /* of a matching list's entries */
 	unsigned int refuses; /* the errno of every post, or 0 */
-	unsigned int prompt; /* what is posted is to be carried out, not to wait for a message */
-	PyObject *faults; /* of sends: which are to fail on purpose (soft_faults.c) */
-	PyObject *slots; /* of operations: the queue whose slots a matching list's entries take */
+	unsigned int prompt; /* posts are carried out, not left to wait for a message */
+	PyObject *faults; /* for sends: which are to fail on purpose (soft_faults.c) */
+	PyObject *slots; /* for operations: the queue whose slots a matching list's entries take */
 	unsigned int hidden; /* entries at its end that a verb in progress may still take back */
 };
 
@@ -129,7 +129,7 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-/* A part of what a handle stands for, as a new reference; NULL where there is no such queue. */
+/* A queue of the object that a handle stands for, as a new reference; NULL if it has none. */
 static struct queue *find_queue(uint32_t handle, enum rp_name name)
 {
 	PyObject *found = rp_soft_part(handle, name);
@@ -144,7 +144,7 @@ static int is_full(const struct queue *queue)
 	return queue->used >= queue->depth;
 }
 
-/* Take slots of a queue, or free them where there are less than none. */
+/* Take slots of a queue, or free them if `slots` is negative. */
 static void use_slots(struct queue *queue, int slots)
 {
 	queue->used += (unsigned int)slots;
@@ -179,7 +179,7 @@ static PyObject *soft_posted(PyObject *self, PyObject *args)
 	return posted;
 }
 
-/* clear(queue), for on_commit: forget what is in it, and free its slots. */
+/* clear(queue), for on_commit: empty it, and free its slots. */
 static PyObject *soft_clear(PyObject *self, PyObject *args)
 {
 	PyObject *queue, *pending, *posted, *done;
@@ -199,7 +199,7 @@ static PyObject *soft_clear(PyObject *self, PyObject *args)
 	return done;
 }
 
-/* resize(queue, depth): change how many slots it has; whether that can be: no more are taken. */
+/* resize(queue, depth): change its number of slots, unless more are taken; whether it did. */
 static PyObject *soft_resize(PyObject *self, PyObject *args)
 {
 	PyObject *queue, *depth;
@@ -221,7 +221,7 @@ static PyObject *soft_resize(PyObject *self, PyObject *args)
 
 static void arm(struct queue *queue, unsigned int how)
 {
-	/* A pending wish for any entry is not narrowed. */
+	/* Do not narrow a pending request for any entry. */
 	if (how > queue->armed)
 		queue->armed = how;
 }
@@ -250,7 +250,7 @@ void rp_show(PyObject *cq)
 static PyMethodDef withdraw_method = { "withdraw", withdraw, METH_O, NULL };
 static PyObject *withdraws;
 
-/* add(cq, entry): put an entry; polls take it when it is committed. */
+/* add(cq, entry): append an entry; polls see it once it is committed. */
 static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	int failed, hides = rp_is_journaled();
@@ -276,8 +276,8 @@ static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t narg
 }
 
 /*
- * announce(cq, events, fd, solicited), for at_the_end: put an event for an entry that has been
- * added, if the completion queue is armed for it, and make the channel's timer fire.
+ * announce(cq, events, fd, solicited), for at_the_end: queue an event for an added entry, if
+ * the completion queue is armed for it, and make the channel's timer fire.
  */
 static PyObject *soft_announce(PyObject *self, PyObject *args)
 {
@@ -302,7 +302,7 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 
 /*
  * set_timer(fd, events, ns), for on_commit: make a timer fire at once if there are events by then,
- * else in so long; 0 is never.
+ * else after `ns`; 0 is never.
  */
 static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 {
@@ -326,7 +326,7 @@ static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 
 static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int most)
 {
-	/* Less than none is more than any number. */
+	/* A negative count converts to a huge one. */
 	if ((unsigned int)count > most || (count && !sge))
 		return EINVAL;
 	wqe->sges = PyTuple_New(count);
@@ -415,7 +415,7 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 /* ---- posting ------------------------------------------------------------- */
 
-/* Put a WQE where it takes its slots; 0 or an errno. */
+/* Queue a WQE, taking its slots; 0 or an errno. */
 static int put_in(struct queue *queue, struct wqe *wqe, int adds)
 {
 	if (rp_append(queue->pending, (PyObject *)wqe))
@@ -427,7 +427,7 @@ static int put_in(struct queue *queue, struct wqe *wqe, int adds)
 	return 0;
 }
 
-/* Begin to take one in; NULL with an errno in *code. */
+/* Make a WQE for a queue with room; NULL with an errno in *code. */
 static struct wqe *new_wqe(const struct queue *queue, int *code)
 {
 	struct wqe *wqe;
@@ -446,7 +446,7 @@ static struct wqe *new_wqe(const struct queue *queue, int *code)
 	return wqe;
 }
 
-/* Take one work request in; 0 or an errno. */
+/* Accept one work request; 0 or an errno. */
 static int take_in(enum posts what, enum ibv_qp_type type, struct queue *queue, void *wr)
 {
 	static const size_t sizes[] = { sizeof(struct ibv_send_wr), sizeof(struct ibv_recv_wr),
@@ -472,10 +472,10 @@ static int take_in(enum posts what, enum ibv_qp_type type, struct queue *queue, 
 }
 
 /*
- * A post is taken in without the device's lock, also in the middle of a verb: nothing of Python's
- * runs meanwhile, so the device has them in the order in which they were recorded.  Allocations must
- * not collect garbage, therefore; nobody else runs before that is as it was.  (Without a GIL the
- * collector does not run in the middle of C, and the data lock keeps others out.)
+ * A post is accepted without the device's lock, even in the middle of a verb. No Python code runs
+ * meanwhile, so the device has posts in the order in which they were recorded. So allocations must
+ * not collect garbage; no other code runs before that is restored. (Without a GIL the collector
+ * does not run in the middle of C, and the data lock keeps other threads out.)
  */
 struct quiet {
 	PyGILState_STATE gil;
@@ -499,7 +499,7 @@ static void end_quietly(struct quiet quiet)
 	PyGILState_Release(quiet.gil);
 }
 
-/* Returns 0, or an errno and in *bad the first that is not taken. */
+/* Returns 0, or an errno and in *bad the first that is refused. */
 static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
 {
 	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
@@ -508,12 +508,12 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	int code = queue ? 0 : EINVAL;
 
 	rp_data_lock();
-	/* It runs when the post is over, and does no harm where nothing was taken in. */
+	/* It runs after the post, and does no harm if nothing was accepted. */
 	if (queue && queue->prompt)
 		code = rp_soft_start(handle);
 	while (wr && !code) {
 		code = take_in(what, type, queue, wr);
-		/* The three kinds have this in common. */
+		/* All three kinds have `next` there. */
 		if (!code)
 			wr = ((struct ibv_recv_wr *)wr)->next;
 	}
@@ -580,22 +580,22 @@ static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_o
 
 /* ---- polling ------------------------------------------------------------ */
 
-/* What is in the bytes of an entry, which is (bytes, work queue, how many slots it frees). */
+/* The bytes of an entry, which is (bytes, work queue, number of slots it frees). */
 struct entry {
 	struct ibv_wc wc;
 	struct ibv_wc_tm_info tm;
 };
 
-/* How many completions there are that no verb in progress may still take back. */
+/* Count the completions that no verb in progress may still take back. */
 static Py_ssize_t count_entries(const struct queue *cq)
 {
-	/* Read first: without the lock there may seem to be too many, but not too few. */
+	/* Read first: without the lock the count may be too high, but not too low. */
 	Py_ssize_t hidden = RP_LOAD(&cq->hidden);
 
 	return PyObject_Size(cq->pending) - hidden;
 }
 
-/* Take up to `most` completions, with tags where there is a `tm`; -1 where there is no such CQ. */
+/* Take up to `most` completions, with tags if `tm` is given; -1 if there is no such CQ. */
 static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	struct quiet quiet = begin_quietly();

@@ -8,23 +8,23 @@
 
 #define RP_SOFT_MAX_SGE 32
 
-/* The public struct has nothing that could name it. */
+/* The public struct has no handle. */
 struct rp_soft_xrcd {
 	struct ibv_xrcd xrcd;
 	uint32_t handle;
 };
 
-/* An extended CQ; it stands first, because the header casts it to ibv_cq. */
+/* An extended CQ; `cq` comes first, because the header casts it to ibv_cq. */
 struct rp_soft_cq_ex {
 	struct ibv_cq_ex cq;
-	struct ibv_wc wc; /* the completion that was reached last */
+	struct ibv_wc wc; /* the current completion */
 	struct ibv_wc_tm_info tm;
 };
 
-/* Give a context, all zero, its operations; return the part of it that its users see. */
+/* Give a zeroed context its operations; return its public part. */
 struct ibv_context *rp_soft_context_init(struct verbs_context *whole);
 
-/* Give an extended CQ, all zero but for the common part, its operations. */
+/* Give an extended CQ, zeroed but for the common part, its operations. */
 void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq);
 
 /* Whether this thread is in the middle of a verb of the soft device. */

@@ -1,12 +1,13 @@
 /*
- * What the files of the soft device share.
+ * Shared by the soft device's files.
  *
  * Its rules are written in Python (rdmapost/soft/), and a signal handler may raise between any two
- * bytecodes.  So each change to the device's state is noted before it is made, with the call that
- * takes it back, and what cannot be taken back waits for the end: C, in which no handler runs,
- * then makes these calls (soft_journal.c) or those.
+ * bytecodes. So each change to the device's state is noted before it is made, with the call that
+ * undoes it, and what cannot be undone waits for the end. Then C, in which no handler runs, makes
+ * either the undo calls or the waiting ones (soft_journal.c).
  *
- * A verb holds the device's lock from its first step to its last, and all below is used under it.
+ * A verb holds the device's lock from its first step to its last, and everything below is used
+ * under it.
  */
 #ifndef RDMAPOST_SOFT_DEVICE_H
 #define RDMAPOST_SOFT_DEVICE_H
@@ -16,11 +17,11 @@
 #include "soft.h"
 
 /*
- * Data verbs do not take that lock.  A function in C that touches what they share with the device (a
- * queue, the lists of soft_verb.c) keeps the GIL from its first step to its last; where there is
- * none, it holds this lock, which may be taken twice.  Only C runs under it, and nothing there waits
- * for a queue's lock or the device's.  A thread that waits for it leaves its critical sections, so
- * those may be entered under it.
+ * Data verbs do not take that lock. A function in C that touches what they share with the device (a
+ * queue, the lists of soft_verb.c) keeps the GIL from its first step to its last; without a GIL it
+ * holds this lock, which is recursive. Only C runs under it, and never waits for a queue's lock or
+ * the device's. A thread that waits for it leaves its critical sections, so they may be entered
+ * under it.
  */
 #ifdef Py_GIL_DISABLED
 void rp_data_lock(void);
@@ -48,18 +49,18 @@ int rp_append(PyObject *queue, PyObject *item);
 /* Take the first of a list; NULL where there is none. */
 PyObject *rp_shift(PyObject *list);
 
-/* Begin to note changes; keep them; take them back, and leave the exception that is set. */
+/* Begin to note changes; commit them; roll them back, keeping an exception that is set. */
 void rp_journal_begin(void);
 void rp_journal_commit(void);
 void rp_journal_rollback(void);
 /* After a fork: forget what was noted. */
 void rp_journal_forget(void);
 
-/* Whether changes that this thread makes are noted. */
+/* Whether this thread's changes are noted. */
 int rp_is_journaled(void);
-/* Note a call that takes a change back; 0, or -1 with an exception. */
+/* Note a call that undoes a change; 0, or -1 with an exception. */
 int rp_note_undo(PyObject *call);
-/* Note a completion queue whose entries polls are to see at the end of the commit; the same. */
+/* Note a completion queue whose entries polls will see at the end of the commit; likewise. */
 int rp_note_added(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */
@@ -71,32 +72,32 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 void rp_show(PyObject *cq);
 /* ---- soft_faults.c ------------------------------------------------------- */
 
-/* The errno with which a send is to fail on purpose, or 0; counts it. NULL is a queue without. */
+/* Count a send; the errno with which it is to fail on purpose, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 
-/* What the device is, as rdmapost/providers/soft_state.py gave it (rdmapost/_verbs.pyi). */
+/* The parts of the device, given by rdmapost/providers/soft_state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
 	OBJECTS, READY, STEP, GIVE_UP, TELL, RESET, REFUSE,
 	SETATTR, DELATTR, POP, IS_FINALIZING, PARTS
 };
 PyObject *rp_soft_given(enum rp_part which);
 
-/* A device has been opened: from now on, posts and polls run what it has to do. */
+/* A device has been opened: from now on, posts and polls run its pending work. */
 void rp_soft_opened(void);
 
 /* A part of what a handle stands for, as a new reference; NULL where there is none. */
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 
 /*
- * Make a call as one step that no signal handler ends.  Returns the number that it returned, or,
- * where the device failed, that of giving up; -1 where it had no memory for either, and nothing
- * has changed.
+ * Make a call as one step that no signal handler cuts short. Returns the call's result or, if
+ * the device failed, that of giving up; -1 if it had no memory for either, and nothing has
+ * changed.
  */
 long rp_soft_step(PyObject *call);
 
-/* Let the device carry out what the object of a handle has to do; 0 or ENOMEM. */
+/* Have the device do the pending work of a handle's object; 0 or ENOMEM. */
 int rp_soft_start(uint32_t handle);
 
 #endif

@@ -1,8 +1,8 @@
 /*
- * Posts that are to fail on purpose.
+ * Posts made to fail on purpose.
  *
- * A post looks here with the lock of its queue held, so what it reads is numbers of C's: nothing
- * that a user can put in their place, and no code of Python's runs.
+ * A post looks here with its queue's lock held, so it reads plain C numbers: a user cannot
+ * replace them, and no Python code runs.
  */
 #include "soft_device.h"
 
@@ -13,13 +13,13 @@ struct fault {
 
 struct post_faults {
 	PyObject_HEAD
-	struct rp_lock lock; /* for all that follows; who holds it runs nothing of Python's */
-	struct fault *faults; /* by falling number: the next is the last */
+	struct rp_lock lock; /* for all that follows; no Python code runs under it */
+	struct fault *faults; /* by descending number: the next is the last */
 	size_t count, room;
-	uint64_t posted; /* sends that have been posted while any is to fail */
+	uint64_t posted; /* sends posted while any is to fail */
 };
 
-enum { LARGEST_ERRNO = 4095 }; /* as the kernel has it */
+enum { LARGEST_ERRNO = 4095 }; /* as in the kernel */
 
 static PyObject *faults_type;
 
@@ -49,7 +49,7 @@ int rp_take_fault(PyObject *self)
 	return code;
 }
 
-/* Have room for one more, with the lock held; 0 or -1. */
+/* Make room for one more, with the lock held; 0 or -1. */
 static int reserve(struct post_faults *f)
 {
 	size_t room = f->room ? 2 * f->room : 8;
@@ -66,7 +66,7 @@ static int reserve(struct post_faults *f)
 	return 0;
 }
 
-/* add(after, errno): have a send fail when so many have been let through. */
+/* add(after, errno): have a send fail once `after` others have been let through. */
 static PyObject *faults_add(PyObject *self, PyObject *args)
 {
 	struct post_faults *f = FAULTS(self);

@@ -1,18 +1,18 @@
 /*
- * The journal of the soft device: what a verb changes, until it is committed.
+ * The soft device's journal: what a verb changes, until it is committed.
  *
- * It is three lists of calls, each a tuple of a callable and its arguments: those that take back
- * what has been done, those that do what cannot be taken back (copy bytes, write to a descriptor),
- * and those that come last, and let polls see the new completions.  All of them are to functions in C,
- * so that no signal handler runs in the middle.  Where there is no journal, the first are not noted,
- * and the others are made at once.
+ * It is three lists of calls, each a tuple of a callable and its arguments: those that undo what
+ * has been done, those that do what cannot be undone (copy bytes, write to a descriptor), and
+ * those that come last and let polls see the new completions. All call C functions, so that no
+ * signal handler runs in the middle. With no journal active, the first are not noted, and the
+ * others are made at once.
  */
 #include "soft_device.h"
 
 PyObject *rp_names[NAMES];
 
-static PyObject *undo, *later, *last; /* in `last` also completion queues, for rp_show() */
-static int active; /* it belongs to whoever holds the device's lock */
+static PyObject *undo, *later, *last; /* `last` also has completion queues, for rp_show() */
+static int active; /* for the thread that holds the device's lock */
 
 int rp_is_journaled(void)
 {
@@ -53,7 +53,7 @@ PyObject *rp_shift(PyObject *list)
 	return first;
 }
 
-/* What it holds may be the last reference to anything: nothing is under way then. */
+/* This may drop the last reference to anything, so nothing may be in progress. */
 static void clear(PyObject *list)
 {
 	Py_ssize_t size = PyList_Size(list);
@@ -126,7 +126,7 @@ void rp_journal_rollback(void)
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
 		PyObject *done = rp_call(PyList_GetItem(undo, i - 1));
 
-		/* What was noted and not done cannot be taken back. */
+		/* What was noted but not done cannot be undone. */
 		if (!done)
 			PyErr_Clear();
 		Py_XDECREF(done);
@@ -162,7 +162,7 @@ static PyType_Slot record_slots[] = {
 
 /* ---- what Python calls --------------------------------------------------- */
 
-/* undo(callable, *args): what takes back the next change; it does no harm if that is not made. */
+/* undo(callable, *args): note what undoes the next change; harmless if that is not made. */
 static PyObject *journal_undo(PyObject *self, PyObject *call)
 {
 	(void)self;
@@ -191,7 +191,7 @@ static PyObject *at_the_end(PyObject *self, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-/* Note that back(argument) takes back what had the result; if that fails, take it back now. */
+/* Note that back(argument) undoes what gave the result; if noting fails, undo it now. */
 static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 {
 	if (result && rp_is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
@@ -203,7 +203,7 @@ static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 	return result;
 }
 
-/* made(undo, callable, *args): call it; undo(result) takes that back. */
+/* made(undo, callable, *args): call it; undo(result) reverts it. */
 static PyObject *made(PyObject *self, PyObject *args)
 {
 	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result;
@@ -214,7 +214,7 @@ static PyObject *made(PyObject *self, PyObject *args)
 	return noted(result, PyTuple_GetItem(args, 0), result);
 }
 
-/* put(deque, item): append it; nobody else takes from that. */
+/* put(deque, item): append it; no other code removes from this deque. */
 static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	(void)self;
@@ -224,7 +224,7 @@ static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 		     rp_soft_given(POP), args[0]);
 }
 
-/* take(deque): remove its first item, and return that. */
+/* take(deque): remove and return its first item. */
 static PyObject *take(PyObject *self, PyObject *deque)
 {
 	PyObject *item, *back = PyObject_GetAttr(deque, rp_names[APPENDLEFT]);

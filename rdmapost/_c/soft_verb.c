@@ -1,10 +1,10 @@
 /*
- * What runs under the soft device's lock: verbs, and what they set going.
+ * What runs under the soft device's lock: verbs, and the work they start.
  *
- * A control verb is one step, and what its Python function raises comes out of it, with nothing
- * changed.  What a data verb sets going are steps too, of a work request each; there an exception
- * is either a signal handler's, and then the step is made again, or a fault of the device's.  Which
- * of the two it is shows on another thread, for handlers run in the main thread only.
+ * A control verb is one step: what its Python function raises comes out of it, with nothing
+ * changed. The work that data verbs start is done in steps too, one for each work request; there an
+ * exception is either a signal handler's, and the step is retried, or a fault in the device. A
+ * retry on another thread tells which, because handlers run in the main thread only.
  */
 #include "soft_device.h"
 
@@ -13,14 +13,14 @@
 
 static PyObject *parts; /* what soft_device was given, held for ever */
 
-static struct rp_lock lock; /* while Python runs, too: ask rp_soft_busy() first */
-static PyObject *raised; /* a list: exceptions of handlers, for the main thread */
-static int64_t due = -1; /* when something has to be done, in ns of the monotonic clock; -1 is never */
-static int broken; /* there is something to tell */
-static int forked; /* nothing of what is there is this process's */
-static int doomed; /* the verb that runs began in another process */
-static int under_way; /* 1 while one of READY is carried out: nobody else need wait for that */
-static int gc_paused; /* by run_elsewhere, and it was on */
+static struct rp_lock lock; /* held while Python runs, too: ask rp_soft_busy() first */
+static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
+static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
+static int broken; /* there is a fault to report */
+static int forked; /* what is there belongs to the parent process */
+static int doomed; /* the running verb began in another process */
+static int under_way; /* 1 while one of READY is being done, for which no other thread need wait */
+static int gc_paused; /* by run_elsewhere(); it was on before */
 
 PyObject *rp_soft_given(enum rp_part which)
 {
@@ -35,7 +35,7 @@ int rp_soft_busy(void)
 #ifdef Py_GIL_DISABLED
 static PyMutex data_lock;
 static uint64_t data_owner; /* the mark of the thread that holds it, or 0 */
-static int data_depth; /* how often */
+static int data_depth; /* times taken */
 
 void rp_data_lock(void)
 {
@@ -56,7 +56,7 @@ void rp_data_unlock(void)
 	PyMutex_Unlock(&data_lock);
 }
 
-/* Who held it in the parent does not exist here. */
+/* Its holder in the parent does not exist here. */
 static void free_data_lock(void)
 {
 	data_lock = (PyMutex){ 0 };
@@ -69,7 +69,7 @@ static void free_data_lock(void)
 }
 #endif
 
-/* ---- exceptions of signal handlers --------------------------------------- */
+/* ---- signal handlers' exceptions ----------------------------------------- */
 
 static int deliver(void *unused)
 {
@@ -93,11 +93,11 @@ void rp_raise_later(PyObject *exception)
 	if (!exception)
 		return;
 	rp_data_lock();
-	/* Of a handler that raises every time, the first is told. */
+	/* From a handler that raises every time, keep only the first. */
 	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
 		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
 	if (gettid() != getpid())
-		/* It came by PyThreadState_SetAsyncExc, and goes so. */
+		/* It came by PyThreadState_SetAsyncExc, and leaves that way. */
 		PyThreadState_SetAsyncExc(PyThread_get_thread_ident(),
 					  (PyObject *)Py_TYPE(exception));
 	else if (!waits && PyList_Append(raised, exception))
@@ -111,8 +111,8 @@ void rp_raise_later(PyObject *exception)
 struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
-	int failed; /* the result is that of giving up */
-	int starved; /* there was no memory to give up either */
+	int failed; /* the result comes from giving up */
+	int starved; /* there was no memory even to give up */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
 };
@@ -130,7 +130,7 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
-/* Where no handler runs, what is raised is a fault of the device's. */
+/* Where no handler runs, an exception is a fault in the device. */
 static void attempt_again(struct errand *errand)
 {
 	PyObject *object, *error, *call;
@@ -165,7 +165,7 @@ static void run_elsewhere(void *argument)
 	/* Finalizers here would wait for locks that the sender holds. */
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
-	/* It holds the locks of the sender, which waits. */
+	/* It holds the waiting sender's locks. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand);
 	rp_stand_for(NULL);
@@ -185,7 +185,7 @@ static int is_finalizing(void)
 	return is;
 }
 
-/* Attempt it again on a thread of its own; whether that could be done. */
+/* Attempt it again on a separate thread; whether that was possible. */
 static int send(struct errand *errand)
 {
 	int sent;
@@ -237,7 +237,7 @@ long rp_soft_step(PyObject *call)
 	return said;
 }
 
-/* Carry out a part of what an object has to do; whether there is more, or -1: no memory. */
+/* Do part of an object's pending work; whether there is more, or -1 if out of memory. */
 static long work(PyObject *object)
 {
 	PyObject *call = PyTuple_Pack(2, rp_soft_given(STEP), object);
@@ -261,7 +261,7 @@ static int is_due(void)
 	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec >= when;
 }
 
-/* One of those that have something to do, as a new reference; NULL where there are no more. */
+/* One of the objects with pending work, as a new reference; NULL if there are no more. */
 static PyObject *ready_at(Py_ssize_t at)
 {
 	PyObject *ready = rp_soft_given(READY), *object = NULL;
@@ -273,7 +273,7 @@ static PyObject *ready_at(Py_ssize_t at)
 	return object;
 }
 
-/* Take it out, of which the caller has a reference; 0, or -1. */
+/* Take one out, to which the caller has a reference; 0, or -1. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;
@@ -285,7 +285,7 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
-/* What lacked memory stays where it is, for the next verb. */
+/* Work that lacked memory stays listed, for the next verb. */
 static void carry_on(void)
 {
 	PyObject *object;
@@ -319,7 +319,7 @@ static void enter(void)
 		forked = !call || rp_soft_step(call) <= 0;
 		Py_XDECREF(call);
 	}
-	/* Once in a verb: what is tried again may at once be due again. */
+	/* Once per verb: a retry may be due again at once. */
 	if (is_due()) {
 		when = RP_LOAD(&due);
 		RP_STORE(&due, -1);
@@ -329,7 +329,7 @@ static void enter(void)
 	}
 }
 
-/* Carry out what has become possible, and give the lock. */
+/* Do what has become possible, and release the lock. */
 static void leave(void)
 {
 	PyObject *told;
@@ -347,15 +347,15 @@ static void leave(void)
 	}
 }
 
-/* Have what handlers raised come out of the main thread. */
+/* Have the main thread raise what handlers raised. */
 void rp_deliver_soon(void)
 {
-	/* It finds no room if others fill all of it: then the next verb's end tries again. */
+	/* If there is no room for a pending call, the next verb's end tries again. */
 	if (PyList_Size(raised) > 0)
 		Py_AddPendingCall(deliver, NULL);
 }
 
-/* What has been posted is carried out, and what is due; by the outer verb, in the middle of one. */
+/* Carry out what has been posted and what is due; in the middle of a verb, leave that to it. */
 static PyObject *progress(void)
 {
 	PyObject *first;
@@ -366,7 +366,7 @@ static PyObject *progress(void)
 		enter();
 		leave();
 	}
-	/* Of a control verb's, too: who waits in C may not come to where it is delivered. */
+	/* Also a control verb's: a thread waiting in C may never get to deliver it. */
 	if (!PyList_Size(raised))
 		return NULL;
 	first = gettid() == getpid() ? rp_shift(raised) : NULL;
@@ -379,7 +379,7 @@ void rp_soft_opened(void)
 	rp_progress = progress;
 }
 
-/* The thread that forks goes on with what it is in the middle of; others are not there. */
+/* The forking thread goes on with what it was doing; no others exist. */
 static void after_fork(void)
 {
 	forked = 1;
@@ -394,7 +394,7 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 {
 	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *found;
 
-	/* After a fork, until the device is reset, what is there is the parent's. */
+	/* After a fork, until the device is reset, the objects are the parent's. */
 	if (key && !forked)
 		object = rp_dict_get(rp_soft_given(OBJECTS), key);
 	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
@@ -439,7 +439,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	return result;
 }
 
-/* run_device(): let it carry out what it has to do, as posts and polls do when they hold no lock. */
+/* run_device(): run its pending work, as posts and polls do when they hold no lock. */
 static PyObject *run_device(PyObject *self, PyObject *unused)
 {
 	PyObject *raised_now = progress();
@@ -451,7 +451,7 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 	return raised_now ? NULL : Py_NewRef(Py_None);
 }
 
-/* after_fork(): what a thread has put off that is not in the child, with the GIL. */
+/* after_fork(): resume what a thread missing from the child had suspended; needs the GIL. */
 static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -460,18 +460,18 @@ static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* come_back(seconds): let the device look at what is due then; for on_commit. */
+/* come_back(seconds): have the device look at what is due then; for on_commit. */
 static PyObject *come_back(PyObject *self, PyObject *seconds)
 {
 	double when = PyFloat_AsDouble(seconds);
 
 	(void)self;
-	/* One more: it is not to look too early, for nothing. */
+	/* One ns more, so as not to look too early, in vain. */
 	RP_STORE(&due, when < 0 ? -1 : (int64_t)(when * 1e9) + 1);
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* start(object): let what it has to do be carried out; for on_commit. */
+/* start(object): have its pending work done; for on_commit. */
 static PyObject *start(PyObject *self, PyObject *object)
 {
 	int failed;

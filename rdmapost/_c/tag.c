@@ -1,4 +1,4 @@
-/* The handle of an entry of a matching list; a TAG_ADD's post makes it, a TAG_DEL names it. */
+/* The handle of a matching-list entry; posting a TAG_ADD makes it, a TAG_DEL names it. */
 #include "post.h"
 
 PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint64_t serial,

@@ -6,9 +6,8 @@
  * the named fields or grows from release to release.  Enumerators are listed
  * where the oldest supported header (rdma-core 44) has them, and verified too.
  *
- * It is one file, because it is a list, to be read beside the one header that
- * it is about; the structs name each other, so parts would have an order, and
- * nobody would want only one of them.
+ * It is one file because it is a list, read beside the one header it describes;
+ * the structs refer to each other, so parts would depend on their order.
  */
 
 /* ---- addresses ---------------------------------------------------------- */

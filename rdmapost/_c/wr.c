@@ -1,10 +1,10 @@
 /*
- * A quick __init__ for the work requests, which are dataclasses.
+ * A fast __init__ for the work requests, which are dataclasses.
  *
- * The one that dataclasses makes gets its arguments from the interpreter by way
- * of a tuple and a dict, and takes them apart again as a Python function does.
- * This one takes them from there.  Whatever it does not understand it leaves to
- * the other, which says what is wrong.
+ * The one that dataclasses generates gets its arguments by way of a tuple and a
+ * dict, and unpacks them as a Python function does. This one reads them
+ * directly. Whatever it does not understand it leaves to the other, which
+ * reports what is wrong.
  */
 #include "door.h"
 
@@ -13,7 +13,7 @@ enum { CLASSES = 24, FIELDS = 12 };
 struct class {
 	PyObject *type;
 	PyObject *init; /* what dataclasses made */
-	Py_ssize_t positional; /* the first so many fields may be */
+	Py_ssize_t positional; /* leading fields that may be */
 	Py_ssize_t fields;
 	struct rp_slot slot[FIELDS];
 	PyObject *otherwise[FIELDS]; /* defaults */
@@ -22,7 +22,7 @@ struct class {
 static struct class classes[CLASSES];
 static int known;
 
-/* As an assignment does, with the value for what was there: 0, or -1 with an exception. */
+/* Assign to a slot; the caller then drops *value. 0, or -1 with an exception. */
 static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **value)
 {
 	PyObject **at = rp_slot_at(object, slot), *old;
@@ -35,7 +35,7 @@ static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **val
 	return 0;
 }
 
-/* Take the arguments apart, borrowed; 0 where that is not for this function. */
+/* Unpack the arguments, borrowed; 0 if that is not for this function. */
 static int read_arguments(const struct class *class, PyObject *args,
 			  PyObject *kwargs, PyObject **values)
 {
@@ -49,7 +49,7 @@ static int read_arguments(const struct class *class, PyObject *args,
 	while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
 		Py_ssize_t i = 0;
 
-		/* Names in a program are interned. */
+		/* Names in source code are interned. */
 		while (i < class->fields && class->slot[i].name != name)
 			i++;
 		if (i == class->fields || values[i])
@@ -70,8 +70,8 @@ static int init_slowly(const struct class *class, PyObject *self, PyObject *args
 }
 
 /*
- * Set every field.  What was there goes last: its finalizers can take away whatever the caller has
- * a reference to, the arguments included.
+ * Set every field. Old values are dropped last: their finalizers can free whatever the caller
+ * refers to, the arguments included.
  */
 static int set_fields(PyObject *self, const struct class *class, PyObject **values)
 {
@@ -113,8 +113,8 @@ static int read_field(struct class *class, Py_ssize_t i, PyObject *field)
 }
 
 /*
- * quick_init(type, init, positional, fields): a class and its own __init__; the
- * first so many fields are positional; of each field its name and default.
+ * quick_init(type, init, positional, fields): a class and its own __init__; how
+ * many leading fields are positional; each field's name and default.
  */
 static PyObject *quick_init(PyObject *self, PyObject *args)
 {

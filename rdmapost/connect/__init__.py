@@ -1,4 +1,4 @@
-"""Queue pairs of two processes that find each other over TCP.
+"""Connecting queue pairs of two processes over TCP.
 
 One side serves and the other dials::
 
@@ -7,8 +7,8 @@ One side serves and the other dials::
         peer.qp.post_send(rp.RdmaWrite(peer.mr[:5], **peer.target()))
         peer.wait()
 
-``aserve`` and ``adial`` are the same for asyncio.  For a channel of one's own
-there is ``Endpoint``, which is one line of text.
+``aserve`` and ``adial`` are the same for asyncio. If you already have an out-of-band channel, use
+``Endpoint``, which is one line of text.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Import asyncio for those who use it."""
+        """Import asyncio only if it is used."""
         if name not in ("AsyncConnection", "AsyncServer", "adial", "aserve"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import aio

@@ -1,15 +1,14 @@
-"""Accept connections, and authenticate them: one thread of a server.
+"""Accept and authenticate connections, in one thread of a server.
 
-A connection that has not shown the token has no thread and nothing on the
-device, only a descriptor and a buffer of at most two lines.  Their number is
-bounded.  When it is reached, a new one replaces the oldest that has not sent its
-hello, of the address that has most of them.  So neither those who send their
-hello at once, as clients do, nor those from another address are kept out.
+A connection without a verified token has no thread and no device resources, only a descriptor and a
+buffer of at most two lines. The number of such connections is bounded. At the limit, a new one
+replaces the oldest that has not sent its hello, from the address with the most connections. So
+neither connections that send their hello at once, as clients do, nor those from other addresses are
+kept out.
 
-Wrong tokens are rate-limited, for each address and in all.  Above the limit
-hellos are queued, and the queues of all addresses served in turn.  They are
-queued before their token is looked at: otherwise the time of an answer, or its
-absence, would tell what it is.
+Wrong tokens are rate-limited, for each address and in total. Above the limit hellos are queued, and
+the addresses' queues are served in turn. They are queued before their token is checked: otherwise
+the timing or absence of an answer would reveal the token.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ _log = logging.getLogger("rdmapost.connect")
 
 BACKLOG = 1024
 GUESSES, GUESSES_IN_ALL = 32, 64
-"""Wrong tokens a second, from one address and in all, after a burst of one second's worth."""
+"""Wrong tokens per second, from one address and in total, after a burst of one second's worth."""
 _MAX_PENDING = 256
 _MAX_WAITING = 128
-"""Queued hellos of one address; few enough that the last is served within HELLO_S."""
+"""Queued hellos from one address; few enough that the last is served within HELLO_S."""
 _AT_ONCE = 32
 _TOO_MANY = "too many connections wait at this server; try again later"
 _TOO_FAST = "too many wrong tokens come to this server; try again later"
 
 
 class _RateLimit:
-    """So many a second, after a burst of one second's worth.
+    """A rate per second, after a burst of one second's worth.
 
     Attributes:
-        due: when all that has been counted is paid off.
+        due: when everything counted so far is paid off.
     """
 
     def __init__(self, per_second: int) -> None:
@@ -66,14 +65,14 @@ class _RateLimit:
 
 
 class _Pending:
-    """A connection that is not a client's yet, or no more.
+    """A connection that is not yet, or no longer, a client's.
 
     Attributes:
         conversation: its exchange.
-        source: the address, or the /64 of an IPv6 one: what is limited together.
+        source: the address, or an IPv6 address's /64: the unit of rate limiting.
         until: its deadline, by time.monotonic().
-        complete: its hello is there, and queued.
-        unread: bytes that are still discarded after it was refused.
+        complete: its hello has arrived and is queued.
+        unread: bytes that may still be discarded after a refusal.
     """
 
     def __init__(self, sock: socket.socket, address: tuple[Any, ...], reception: Reception) -> None:
@@ -94,11 +93,11 @@ def _source(host: str) -> str:
 
 
 class Acceptor:
-    """Accepts connections, and hands over those with the right token.
+    """Accepts connections, and hands over those with the correct token.
 
     Args:
         reception: the server's.
-        listener: a listening socket that does not block; closed at the end.
+        listener: a non-blocking listening socket; closed at the end.
         stop_fd: readable when the server ends.
         start_client: takes over a socket and its conversation; returns False if it cannot.
     """
@@ -112,7 +111,7 @@ class Acceptor:
     ) -> None:
         self._reception, self._listener, self._stop_fd = reception, listener, stop_fd
         self._start_client = start_client
-        # Both in the order of their deadlines.
+        # Both in deadline order.
         self._pending: dict[_Pending, None] = {}
         self._lingering: dict[_Pending, None] = {}
         self._per_source: Counter[str] = Counter()
@@ -170,7 +169,7 @@ class Acceptor:
                 self._discard(key.data)
         self._authenticate()
         if new:
-            # After the pending ones: their hellos may have come by now.
+            # After the pending connections, whose hellos may have arrived by now.
             self._accept()
             self._authenticate()
         self._expire()
@@ -216,26 +215,26 @@ class Acceptor:
         elif self._pending:
             self._evict()
         else:
-            # Wait for some to be closed, or for the end.
+            # Wait until some may be closed, or for the end.
             poller = select.poll()
             poller.register(self._stop_fd, select.POLLIN)
             poller.poll(100)
 
     def _evict(self) -> None:
-        """Refuse one connection of the address that has most."""
+        """Refuse one connection from the address with the most."""
         source = max(self._per_source, key=self._per_source.__getitem__)
         for peer in (one for one in self._pending if one.source == source):
             if not peer.complete:
-                # Its hello may have come since the last poll.
+                # Its hello may have arrived since the last poll.
                 self._read(peer)
                 if not peer.complete and peer in self._pending:
                     self._refuse(peer, "busy", _TOO_MANY)
                 if peer not in self._pending:
                     return
-        # All hellos are queued; the last has waited least.
+        # All hellos are queued; refuse the one that has waited least.
         self._refuse(peer, "busy", _TOO_FAST)
 
-    # ---- their hellos --------------------------------------------------------
+    # ---- hellos --------------------------------------------------------
 
     def _read(self, peer: _Pending) -> None:
         conversation = peer.conversation
@@ -260,7 +259,7 @@ class Acceptor:
                 self._refuse(peer, "busy", _TOO_FAST)
 
     def _authenticate(self) -> None:
-        """Serve the queued hellos, as far as the rate limits permit."""
+        """Serve the queued hellos, as far as the rate limits allow."""
         now = time.monotonic()
         for source in list(self._waiting):
             while source in self._waiting and not self._delay(source, now):
@@ -274,7 +273,7 @@ class Acceptor:
                 elif not self._start_client(peer.sock, peer.conversation):
                     self._finish(peer, peer.conversation.end("busy", _TOO_MANY))
                 if self._in_all.left(now) and source in self._waiting:
-                    # The next turn is another address's.
+                    # Another address is next.
                     self._waiting.move_to_end(source)
 
     def _delay(self, source: str, now: float) -> float:
@@ -285,7 +284,7 @@ class Acceptor:
     def _count(self, source: str, now: float) -> None:
         self._in_all.count(now)
         self._guesses.setdefault(source, _RateLimit(GUESSES)).count(now)
-        # Forget those who are within the limit again, so that this stays small.
+        # Forget sources that are within the limit again, so that this stays small.
         self._guesses = {name: rate for name, rate in self._guesses.items() if rate.due > now}
 
     # ---- closing ----------------------------------------------------------------
@@ -307,7 +306,7 @@ class Acceptor:
                 del self._waiting[peer.source]
 
     def _finish(self, peer: _Pending, answer: bytes) -> None:
-        """Send the last answer, and read on for a moment, so that it is not lost."""
+        """Send the last answer, and keep reading for a moment, so that it is not lost."""
         with suppress(OSError):
             peer.sock.send(answer)
             peer.sock.shutdown(socket.SHUT_WR)
@@ -335,7 +334,7 @@ class Acceptor:
         peer.sock.close()
 
     def _expire(self) -> None:
-        """Refuse or close those whose deadline is over."""
+        """Refuse or close connections past their deadlines."""
         now = time.monotonic()
         while self._pending and (first := next(iter(self._pending))).until <= now:
             if first.complete:

@@ -17,15 +17,15 @@ DEFAULT_PORT = 18600
 
 
 def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Read ``HOST[:PORT]``; an IPv6 address stands in brackets: ``[::1]:18600``.
+    """Read ``HOST[:PORT]``; an IPv6 address goes in brackets: ``[::1]:18600``.
 
     Args:
         text: the text.
-        default_port: the port, unless the text has one.
+        default_port: the port if the text has none.
 
     Raises:
-        TypeError: text is no str.
-        ValueError: it is no such text.
+        TypeError: text is not a str.
+        ValueError: it is not of this form.
     """
     expect("text", text, str)
     if text.startswith("["):
@@ -55,7 +55,7 @@ def check_where(host: str, port: int, least: int = 1) -> int:
     Args:
         host: a name or an address.
         port: the port.
-        least: the lowest port: 0 where that takes a free one.
+        least: the lowest port: 0 if that means any free one.
 
     Returns:
         The port, as an int.
@@ -77,12 +77,12 @@ def show_address(address: tuple[Any, ...]) -> str:
 
 
 def is_loopback(address: tuple[Any, ...]) -> bool:
-    """Whether only this machine reaches a socket's address."""
+    """Whether only this machine can reach a socket's address."""
     return ip_address(address[0].partition("%")[0]).is_loopback
 
 
 def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
-    """Look up a host, in bounded time.
+    """Look up a host in bounded time.
 
     Args:
         host: a name or an address.
@@ -90,7 +90,7 @@ def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
         timeout: seconds.
 
     Returns:
-        What getaddrinfo gives for it.
+        What getaddrinfo returns for it.
 
     Raises:
         ConnectError: there is no such host.
@@ -108,7 +108,7 @@ def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
     look_up(socket.AI_NUMERICHOST)
     if not isinstance(found[0], list):
         del found[:]
-        # The resolver has time limits of its own, which are longer than anyone waits.
+        # The resolver's own time limits are too long.
         thread = threading.Thread(target=look_up, name=f"look up {host}", daemon=True)
         thread.start()
         thread.join(timeout)

@@ -1,7 +1,7 @@
 """The same server and client for asyncio.
 
-The server has its threads here too, because drivers may take their time; nothing
-of it runs in the event loop but the owner's on_event.
+The server uses threads here too, because drivers may take their time; only the owner's on_event
+runs in the event loop.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _ClosedAtTheEnd:
         if kind is None:
             await self.close()
         else:
-            # The error that is under way matters more than what follows from it.
+            # The original error matters more than what follows from it.
             with suppress(RdmaError):
                 await self.close()
 
@@ -111,7 +111,7 @@ async def aserve(
 
     def tell(event: Any) -> None:
         if on_event is not None:
-            # What is told after the loop has ended is for nobody.
+            # After the loop has ended, there is nobody to tell.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(on_event, event)
 
@@ -163,7 +163,7 @@ class AsyncServer(Serving, _ClosedAtTheEnd):
 
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
         super().__init__(reception, listener)
-        # Who takes an event loop down cancels its tasks.
+        # Shutting down an event loop cancels its tasks.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
         threads, self._loop = self._threads, asyncio.get_running_loop()
         self._life.add_done_callback(lambda task: threads.close())
@@ -171,14 +171,14 @@ class AsyncServer(Serving, _ClosedAtTheEnd):
     def __del__(self) -> None:
         super().__del__()
         if hasattr(self, "_loop") and not self._life.done():
-            # Any thread may run a finalizer; a loop that is closed needs nothing.
+            # Any thread may run a finalizer; a closed loop needs nothing.
             with self._suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)
 
     async def close(self) -> None:
-        """Tell every client that the server ends, and take back what they have.
+        """Tell every client that the server is closing, and release what they have.
 
-        Do nothing if it has been done, or in the child of a fork, whose parent has the server.
+        Do nothing if already closed, or in the child of a fork, whose parent has the server.
         """
         if self._threads.pid != os.getpid():
             return
@@ -251,7 +251,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
     event loop; await ``cq.completions`` there.  It belongs to the event loop that
     ``adial`` ran in: elsewhere report, look and close raise RuntimeError.
 
-    One that is dropped without close() gives everything back, with a ResourceWarning.
+    One that is dropped without close() releases everything, with a ResourceWarning.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -280,7 +280,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
                 message = greeting.send(await self._ask(message))
 
     def _read_on(self) -> None:
-        # Always under way, so that the end of the server is noticed without asking it.
+        # Always in progress, so that the server's end is noticed without asking.
         self._reading = asyncio.create_task(self._reader.read(MAX_LINE))
         self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -293,7 +293,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             try:
                 return self._teller.answer(await self._exchange(self._writer, message, more_time))
             except ConnectError:
-                # close() has still to say goodbye.
+                # close() still has to say goodbye.
                 if not self._closing.done() or isinstance(message, Bye):
                     self._hang_up()
                 raise
@@ -324,7 +324,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
         broken = ""
         try:
             if session.busy and not leaving:
-                # The late answer to a question that was cancelled.
+                # The late answer to a cancelled question.
                 async with asyncio.timeout(self.timeout):
                     while (late := session.next_message()) is None:
                         await self._hear(broken, leaving)
@@ -336,7 +336,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
                     writer.write(question)
                     await writer.drain()
                 except OSError as error:
-                    # What the server has said before it went may still be there.
+                    # What the server said before it went may still be pending.
                     broken = error.strerror or str(error)
                 while (answer := session.next_message()) is None:
                     await self._hear(broken, leaving)
@@ -349,11 +349,11 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             raise teller.ended(session.partial, error.strerror or str(error)) from None
 
     async def _hear(self, broken: str, leaving: bool) -> None:
-        """Wait for bytes of the server's, or for the end."""
+        """Wait for bytes from the server, or for the end."""
         awaited: set[asyncio.Future[Any]] = {self._reading}
         if not leaving:
             awaited.add(self._closing)
-        # What is cancelled here is the waiting, and not the reading.
+        # A cancellation here ends the wait, not the read.
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not leaving and self._closing.done():
             raise self._teller.closing()
@@ -402,7 +402,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             return True
         if self._turn.locked():
             return False
-        # It speaks unasked only to say why it goes.
+        # Unasked, it only says why it goes.
         if self._writer is None or not self._reading.done() or not self._session.owed:
             return self._writer is None or self._reading.done()
         # This may be a late answer.
@@ -417,10 +417,10 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             return True
 
     async def close(self) -> None:
-        """Tell the server, and close everything; do nothing if that has been done.
+        """Tell the server, and close everything; do nothing if already closed.
 
-        Questions of other tasks end with a ConnectError.  In the child of a fork it
-        does nothing: its parent has the connection.
+        Other tasks' questions end with a ConnectError. In the child of a fork it does nothing: its
+        parent has the connection.
 
         Raises:
             VerbsError: the device refused.
@@ -452,7 +452,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
     def _abandon(self) -> None:
         if self._writer is not None:
-            # A loop that is closed needs nothing.
+            # A closed loop needs nothing.
             with suppress(RuntimeError):
                 loop = self._closing.get_loop()
                 loop.call_soon_threadsafe(_close, self._writer, self._reading)

@@ -1,4 +1,4 @@
-"""The client: dialling a server, and asking it."""
+"""The client: dialling a server, and querying it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sockets import prepare, send_all
 __all__ = ["MARGIN_S", "Connection", "Teller", "dial", "why_not_reached"]
 
 MARGIN_S = 1.0
-"""What an answer may take besides the time that the server was told to wait."""
+"""How long an answer may take, besides the time that the server was told to wait."""
 
 
 def dial(
@@ -56,7 +56,7 @@ def dial(
             only servers of the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
-        token: what the server asks for.
+        token: the one that the server requires.
         timeout: seconds for each step of the exchange.
         local_size: bytes of local memory.
         local_access: what the server may do with it, an Access.
@@ -85,7 +85,7 @@ def dial(
 
 
 def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
-    """Make the error of a connection that did not come about."""
+    """Make the error for a connection that failed."""
     if isinstance(error, ConnectError):
         return error
     if isinstance(error, TimeoutError):
@@ -99,7 +99,7 @@ def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
 
 
 class Teller:
-    """Says what an exchange came to, for any shell.
+    """Describes the outcome of an exchange, for any shell.
 
     Args:
         where: the server, HOST:PORT.
@@ -109,7 +109,7 @@ class Teller:
         self.where = where
 
     def answer(self, message: Message) -> Message:
-        """Return an answer of the server's.
+        """Return the server's answer.
 
         Raises:
             ConnectError: it is an error.
@@ -119,20 +119,20 @@ class Teller:
         return message
 
     def wrong(self, error: ProtocolError) -> ProtocolError:
-        """Make the error of a server that speaks something else."""
+        """Make the error for a server that speaks something else."""
         return ProtocolError(f"{self.where} is no 'rdmapost serve': {error}", error.code)
 
     def ended(self, half: bool, why: str = "") -> ConnectError:
-        """Make the error of a connection that is gone."""
+        """Make the error for a connection that is gone."""
         how = f" ({why})" if why else " in the middle of a message" if half else ""
         return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
 
     def closing(self) -> ConnectError:
-        """Make the error of a question that close() has ended."""
+        """Make the error for a question that close() has ended."""
         return ConnectError("the connection was closed before the answer came", "lost")
 
     def silent(self, seconds: float) -> ConnectTimeout:
-        """Make the error of a server that does not answer."""
+        """Make the error for a server that does not answer."""
         return ConnectTimeout(
             f"{self.where} took the connection and did not answer within {seconds:g} s: "
             "is it 'rdmapost serve'?"
@@ -140,16 +140,16 @@ class Teller:
 
 
 class _Asking:
-    """Held, by a local variable alone, as long as a question has its turn or waits for it."""
+    """Held only by a local variable, while a question has its turn or waits for it."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Turn(weakref.ref[_Asking]):
-    """A place in the order of questions; it is given up when the _Asking is gone.
+    """A place in the queue of questions, given up when its _Asking is gone.
 
-    A lock would stay locked if a signal handler raised between its acquisition and the
-    ``try``; a local variable goes whatever happens.
+    A lock would stay locked if a signal handler raised between its acquisition and the ``try``; a
+    local variable is always released.
     """
 
     __slots__ = ("number", "thread")
@@ -160,9 +160,9 @@ class _Turn(weakref.ref[_Asking]):
 class Connection(Dialled, ClosedAtTheEnd):
     """A connection to a server; ``dial`` makes it.
 
-    If a signal handler raises (KeyboardInterrupt) during a question (report, look), the
-    connection stays usable: its late answer is dropped.  In the rare case that it raises
-    while bytes are sent or received, the connection is closed.
+    If a signal handler raises (KeyboardInterrupt) during a question (report, look), the connection
+    stays usable: the late answer is dropped. In the rare case that it raises while bytes are sent
+    or received, the connection is closed.
 
     A connection that is dropped without close() is closed, with a ResourceWarning.
     """
@@ -171,7 +171,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         self, context: Context, host: str, port: int, token: str | None, **options: Any
     ) -> None:
         self._socket: socket.socket | None = None
-        # One question after the other, whoever asks.
+        # One question at a time, from any thread.
         self._turns: set[_Turn] = set()
         self._numbers = itertools.count()
         self._closing = False
@@ -180,8 +180,8 @@ class Connection(Dialled, ClosedAtTheEnd):
         self._steady = True
         self._why = ""
         super().__init__(context, **options)
-        # Wakes those who wait for an answer, so that they do not keep close() waiting.
-        # No signal handler can run before the descriptor has its owner: map calls both in C.
+        # Wakes threads waiting for an answer, so that close() need not wait for them. No signal
+        # handler can run before the descriptor has its owner: map calls both in C.
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
         try:
@@ -207,7 +207,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         for family, kind, proto, _, address in resolve(host, port, self.timeout):
             sock = socket.socket(family, kind, proto)
             try:
-                # Every address of a host has its chance within the one time.
+                # Try every address of a host within the one timeout.
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
                 sock.connect(address)
                 sock.setblocking(False)
@@ -222,11 +222,11 @@ class Connection(Dialled, ClosedAtTheEnd):
         raise why_not_reached(where, last, self.timeout) from last
 
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
-        """Say something and return the answer.
+        """Send a message and return the answer.
 
         Raises:
-            ConnectError: there is none; the connection is closed then, unless other
-                questions stood in the way.
+            ConnectError: there is none; the connection is then closed, unless other questions were
+                in the way.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
@@ -238,13 +238,12 @@ class Connection(Dialled, ClosedAtTheEnd):
                 raise ConnectError(f"the connection is closed{self._why}", "lost")
             return self._ask_now(self._socket, message, more_time)
         finally:
-            # Not left to the frame, which a traceback keeps.
+            # Do not leave it to the frame, which a traceback keeps.
             del asking
             self._abandon_if_left()
 
     def _line_up(self, asking: _Asking) -> _Turn:
-        # A set, because discard needs the hash, which only a living reference has: one call
-        # makes both.
+        # A set, because discard needs the hash, which needs a live referent: one call makes both.
         (turn,) = set(map(_Turn, (asking,), (self._turns.discard,)))
         turn.number, turn.thread = next(self._numbers), get_ident()
         self._turns.add(turn)
@@ -278,11 +277,11 @@ class Connection(Dialled, ClosedAtTheEnd):
             return self._teller.answer(answer)
         except BaseException as error:
             if isinstance(error, ConnectError):
-                # close() has still to say goodbye.
+                # close() still has to say goodbye.
                 if not self._closing or isinstance(message, Bye):
                     self._hang_up()
             elif not self._steady:
-                # Nobody knows what has been sent and taken.
+                # It is unknown what has been sent and received.
                 self._why = f": {type(error).__name__} interrupted a question"
                 self._hang_up()
             raise
@@ -291,7 +290,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         session, data = self._session, encode(message)
         leaving = isinstance(message, Bye)
         if session.busy and not leaving:
-            # The late answer to a question that was interrupted.
+            # The late answer to an interrupted question.
             late = self._answer(sock, self.timeout)
             if isinstance(late, Error):
                 return late
@@ -303,7 +302,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         except TimeoutError:
             raise self._teller.silent(self.timeout) from None
         except OSError as error:
-            # What the server has said before it went may still be there.
+            # What the server said before it went may still be pending.
             broken = error
         return self._answer(sock, self.timeout + more_time, broken, leaving)
 
@@ -349,7 +348,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         """Ask the server what has arrived in one of its receives.
 
         Args:
-            index: which, from 1, in the order in which they are used.
+            index: which, from 1, in order of use.
             timeout: seconds to wait for it, at most 60; a negative one counts as 0; the
                 connection's unless given.
 
@@ -363,7 +362,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             ConnectError: the server is gone, no longer has the report, the connection
                 was closed meanwhile, or a signal handler has interrupted another question
                 of this thread.
-            ConnectTimeout: there was no answer in time, or others' questions took so long.
+            ConnectTimeout: there was no answer in time, or other questions took too long.
         """
         question, wait = self._ask_report(index, timeout)
         return self._as_arrival(self._ask(question, wait + MARGIN_S))
@@ -376,8 +375,8 @@ class Connection(Dialled, ClosedAtTheEnd):
             length: bytes; all that follow unless given.
 
         Returns:
-            A digest and the first bytes; empty where the server does not tell,
-            because the memory holds others' data, too, and may not be read.
+            A digest and the first bytes; empty if the server does not tell, because the memory also
+            holds others' data and may not be read.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -385,7 +384,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             ClosedError: another process opened the connection.
             ConnectError: the server is gone, the connection was closed meanwhile, or a
                 signal handler has interrupted another question of this thread.
-            ConnectTimeout: there was no answer in time, or others' questions took so long.
+            ConnectTimeout: there was no answer in time, or other questions took too long.
         """
         seen = self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -421,7 +420,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             self._abandon_if_left()
 
     def _is_last(self, sock: socket.socket) -> bool:
-        """Take what may be a late answer, and return whether it is not, but the end."""
+        """Read what may be a late answer; return whether it is the end instead."""
         try:
             if not (data := sock.recv(MAX_LINE)):
                 return True
@@ -437,15 +436,14 @@ class Connection(Dialled, ClosedAtTheEnd):
             raise
 
     def close(self) -> None:
-        """Tell the server, and close everything; do nothing if that has been done.
+        """Tell the server, and close everything; do nothing if already closed.
 
-        When it returns, the server has released its side, unless it is gone.
-        Questions under way end with a ConnectError, one of this thread that a signal handler
-        has interrupted included.  In the child of a fork it does nothing: its parent has
-        the connection.
+        When it returns, the server has released its side, unless it is gone. Questions in progress
+        end with a ConnectError, including one of this thread that a signal handler has interrupted.
+        In the child of a fork it does nothing: its parent has the connection.
 
-        In a signal handler or finalizer in the middle of a verb or wait of its thread it
-        does not wait for the server, and this side is released when that has ended.
+        In a signal handler or finalizer in the middle of its thread's verb or wait, it does not
+        wait for the server, and this side is released once that has ended.
 
         Raises:
             VerbsError: the device refused.
@@ -455,7 +453,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         self._closing, self._where = True, ""
         try:
             if (sock := self._socket) is not None:
-                # Closed by another thread meanwhile, it needs to wake nobody.
+                # If another thread has closed it meanwhile, there is nobody to wake.
                 with suppress(ValueError):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
                 self._part(sock)
@@ -475,26 +473,26 @@ class Connection(Dialled, ClosedAtTheEnd):
     def _part(self, sock: socket.socket) -> None:
         if (in_verb := door.in_verb()) or self._is_asking():
             self._left = True
-            # What the server releases may wait for that verb.
+            # The server's release may have to wait for that verb.
             self._leave(sock, 0.0 if in_verb else self.timeout)
         else:
             with suppress(ConnectError):
                 self._ask(Bye())
 
     def _leave(self, sock: socket.socket, limit: float) -> None:
-        """Tell the server, in the middle of a question; wait until it has gone."""
+        """Tell the server in the middle of a question; wait until it has gone."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):
             poller.register(sock, select.POLLIN)
-            # Behind half a question it could not be read.
+            # After half a question it could not be parsed.
             if self._steady:
                 sock.send(encode(Bye()))
             sock.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0 and poller.poll(left * 1000 + 1):
                 if not sock.recv(MAX_LINE):
                     break
-            # Whoever waits for an answer goes on.
+            # Anything waiting for an answer now continues.
             sock.shutdown(socket.SHUT_RDWR)
 
     def _hang_up(self) -> None:

@@ -1,6 +1,6 @@
-"""What a client has: its queue pair and memory, and what the server has offered.
+"""A client's queue pair and memory, and what the server has offered.
 
-No input or output: a shell sends what ``greeting`` yields, and gives it the answers.
+There is no I/O here: a shell sends what ``greeting`` yields, and passes it the answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Dialled"]
 
 
 class Dialled:
-    """A queue pair of this device, connected to one of a server's.
+    """A queue pair of this device, connected to a server's.
 
     ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request
     that name a place in the server's memory, and ``**address`` those that name
@@ -37,12 +37,12 @@ class Dialled:
 
     Attributes:
         qp: the queue pair, in RTS.
-        cq: where everything of it completes.
+        cq: where all of its work requests complete.
         mr: local memory.
         offer: what the server has: addr, rkey, size, access, receives, receive_size.
         address: as above.
-        headroom: bytes in front of a message that is received: the GRH on UD.
-        timeout: seconds for each step, and for waits unless they say otherwise.
+        headroom: bytes in front of a received message: the GRH on UD.
+        timeout: seconds for each step, and the default for waits.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Dialled:
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
         self._pid = os.getpid()
-        # Where it leads, from when it is there until it is closed.
+        # Where it leads, while it is open.
         self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
@@ -96,19 +96,19 @@ class Dialled:
                 )
             )
             self._used = stack.add(ResourceStack())
-            # Not a method: the stack must not keep the connection, which would be left to the
-            # collector then.
+            # Not a method of this: the stack must not refer to the connection, or only the
+            # collector would free it.
             stack.before_closing(self.qp._drop_outstanding)
 
     def greeting(self, token: str | None) -> Generator[Message, Message, None]:
-        """Yield what is to be said to the server, and take its answers; then all is connected.
+        """Yield what to send to the server, and take its answers; then all is connected.
 
         Args:
             token: the token, or None.
 
         Raises:
             VerbsError: the queue pair cannot be connected to the server's.
-            ProtocolError: the server offers what cannot be.
+            ProtocolError: the server's offer is impossible.
         """
         kind, endpoint = self.qp.qp_type, self.qp.endpoint()
         offer = yield Hello(token, fabric_of(self._context), kind, endpoint)
@@ -150,7 +150,7 @@ class Dialled:
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
-        """Make one more region of local memory; it is given back with the connection.
+        """Make another region of local memory; it is closed with the connection.
 
         Args:
             length: bytes.
@@ -162,11 +162,11 @@ class Dialled:
         return self._used.add(MR(self.qp.pd, length, access))
 
     def wait(self, count: int = 1, timeout: float | None = None) -> list[WC]:
-        """Wait for completions of this side (cq.wait).
+        """Wait for completions on this side (cq.wait).
 
         Args:
             count: how many.
-            timeout: seconds; those of the connection unless given.
+            timeout: seconds; the connection's unless given.
 
         Raises:
             WaitTimeout: fewer came.
@@ -196,7 +196,7 @@ class Dialled:
         self._stack.close()
 
     def _abandon(self) -> None:
-        """Close the TCP connection without a goodbye, in whatever thread a finalizer runs."""
+        """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""
         raise NotImplementedError
 
     def __del__(self) -> None:

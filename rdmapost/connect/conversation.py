@@ -1,7 +1,7 @@
-"""The server's side of one exchange, from its messages to the device; no input or output.
+"""The server's side of one exchange, from its messages to the device; no I/O.
 
-A shell gives it what comes (bytes, completions, the passing of time) and sends
-what it returns.  Whatever a client does ends at most this conversation.
+A shell feeds it input (bytes, completions, time) and sends what it returns. A client that dies,
+stalls or sends garbage ends at most its own conversation.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _MAX_CLIENTS = 1 << 16
 
 
 class Reception:
-    """What a server has, and who is there.
+    """A server's settings, and its clients.
 
     Args:
         context: an open device.
         exposure: what each client is given.
         token: the token to ask for, or None.
         max_clients: how many at once.
-        timeout: seconds for each step of the exchange, and for each answer to be taken.
+        timeout: seconds for each step of the exchange, and to send each answer.
         idle_timeout: seconds in which a client must send something; None for no limit.
         on_event: gets the events.
 
     Attributes:
-        clients: those who are there, by number.
-        turn: held while one piece of a large memory is read, so that any number of
-            looks keep one core busy, and not all.
+        clients: the connected clients, by number.
+        turn: held while one piece of a large memory is read, so that any number of looks keep only
+            one core busy.
 
     Raises:
         TypeError: an argument is of another type.
@@ -99,7 +99,7 @@ class Reception:
         """Give a client its queue pair and its memory.
 
         Raises:
-            ProtocolError: it cannot be reached, or there are enough clients.
+            ProtocolError: it cannot be reached, or the server is full.
             RdmaError: the device refused.
         """
         if why := why_apart(fabric_of(self.context), hello.fabric):
@@ -119,10 +119,10 @@ class Reception:
         return client
 
     def dismiss(self, client: ServedClient) -> None:
-        """Take back what a client has.
+        """Release what a client has.
 
         Raises:
-            RdmaError: the device refused; the rest is taken back.
+            RdmaError: the device refused; the rest is released.
         """
         self.clients.pop(client.number, None)
         try:
@@ -133,36 +133,36 @@ class Reception:
 
     @property
     def full(self) -> str:
-        """What those are told for whom there is no place."""
+        """What clients are told when the server is full."""
         return f"this server has its {counted(self.max_clients, 'client')}; try again later"
 
     def tell(self, event: Event) -> None:
-        """Tell the owner; what goes wrong there is none of the client's business."""
+        """Tell the owner; failures there do not affect the client."""
         if self._on_event is not None:
             try:
                 self._on_event(event)
             except BaseException:
-                # SystemExit too: it would end the thread, and with it the client or the acceptor.
+                # Including SystemExit, which would end the thread, and with it the client or the
+                # acceptor.
                 _log.exception("on_event failed")
 
 
 def check_token(token: str | None) -> None:
-    """Raise TypeError or ValueError unless a token can be one."""
+    """Raise TypeError or ValueError for an invalid token."""
     expect("token", token, str, None)
     if token is not None and not 1 <= len(token) <= MAX_TOKEN:
         raise ValueError(f"a token has 1 to {MAX_TOKEN} characters, not {len(token)}")
 
 
 class Conversation:
-    """One client, from its first byte on: ``receive`` and ``authenticate``, and then ``feed``.
+    """One client, from its first byte: ``receive`` and ``authenticate``, then ``feed``.
 
     Args:
         reception: the server's.
         address: where the client comes from, HOST:PORT.
 
     Attributes:
-        over: nothing more is to be read; what was returned is still to be sent, then
-            comes ``close``.
+        over: nothing more will be read; send what was returned, then ``close``.
         code: what ended it, one of messages.CODES or "lost".
     """
 
@@ -182,7 +182,7 @@ class Conversation:
 
     @property
     def channel(self) -> CompChannel | None:
-        """What announces arrivals, once there is a client."""
+        """The channel that reports arrivals, once there is a client."""
         return None if self._client is None else self._client.channel
 
     @property
@@ -191,7 +191,7 @@ class Conversation:
         if self._looking is not None or (self._client is not None and self._client.more):
             return 0.0
         if self._report is not None:
-            # Whoever waits for an answer is not idle.
+            # A client waiting for an answer is not idle.
             return self._report_until
         limit = self._limit()
         return None if limit is None else self._heard + limit
@@ -205,14 +205,14 @@ class Conversation:
     # ---- what comes -----------------------------------------------------------
 
     def receive(self, data: bytes) -> bool:
-        """Take bytes of the hello, and return whether ``authenticate`` can tell what it is."""
+        """Take bytes of the hello; return whether ``authenticate`` can be called."""
         self._session.receive(data)
         return self._session.ready
 
     def authenticate(self) -> bytes:
-        """Check the hello, its token first, and return what is to be sent.
+        """Check the hello, its token first, and return what to send.
 
-        Nothing is made for the client: the next ``feed`` does that.
+        It creates nothing for the client: the next ``feed`` does that.
         """
         try:
             message = self._session.next_message()
@@ -223,16 +223,16 @@ class Conversation:
         return b""
 
     def feed(self, data: bytes = b"") -> bytes:
-        """Take bytes from the client, and return what is to be sent to it."""
+        """Take bytes from the client, and return what to send to it."""
         self._session.receive(data)
         return self._say(self._answers())
 
     def completions(self) -> bytes:
-        """Look for what has arrived, and return what is to be sent."""
+        """Look for arrivals, and return what to send."""
         return self._say(self._arrivals())
 
     def tick(self) -> bytes:
-        """Look at the time, go on with what takes long, and return what is to be sent."""
+        """Check the time, continue long work, and return what to send."""
         if self.over:
             return b""
         if self.deadline == 0.0:
@@ -263,11 +263,11 @@ class Conversation:
             self._reason = why or f"the connection ended{half} without a bye"
 
     def end(self, code: str = "closing", text: str = "the server ends") -> bytes:
-        """End the conversation for the server's sake, and return what is to be sent."""
+        """End the conversation from the server's side, and return what to send."""
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Take back what the client had, and tell the owner; do nothing a second time."""
+        """Release what the client had, and tell the owner; do nothing a second time."""
         self.over = True
         self._release()
         if self._reason:
@@ -290,11 +290,11 @@ class Conversation:
         if hello is not None:
             self._client = client = self._reception.admit(hello)
             self._reception.tell(Joined(client.number, self._address, hello.qp_type, client.offer))
-            # Making all that has taken its time, and that was not the client's.
+            # Creating all that took time that the client is not charged for.
             self._heard = time.monotonic()
             yield client.offer
         while not self.over and (message := self._session.next_message()) is not None:
-            # Single bytes are not a sign of life, whole messages are.
+            # Only whole messages are a sign of life, not single bytes.
             self._heard = time.monotonic()
             yield from self._answer(message)
 
@@ -304,7 +304,7 @@ class Conversation:
             yield from self._settle()
 
     def _seen(self) -> Iterator[Message]:
-        """Go on with a look; yield what was seen at its end."""
+        """Continue a look; at its end, yield what was seen."""
         if self._looking is None or self.over:
             return
         try:
@@ -323,19 +323,19 @@ class Conversation:
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
         if self._looking or (isinstance(message, Look) and self._session.partial):
-            # So a client that does not listen cannot make work either.
+            # So a client that does not listen cannot create work either.
             raise ProtocolError("another question came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:
-            # Whoever was to have that answer waits for it no more.
+            # Nothing is waiting for that answer any longer.
             self._report = None
             late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
-            # The rest of it, if it is long, is for the ticks to come.
+            # If it is long, later ticks do the rest.
             self._looking = self._client.look(message.offset, message.length)
             return [*late, *self._seen()]
         assert isinstance(message, Report)
-        # It may be there, and not have been announced yet.
+        # It may have arrived and not have been reported yet.
         self._take(self._client)
         self._report = message
         self._report_until = time.monotonic() + message.timeout_ms / 1000
@@ -356,7 +356,7 @@ class Conversation:
             self._reception.tell(Arrived(client.number, arrival))
 
     def _settle(self) -> list[Message]:
-        """Answer the question what has arrived, if it can be answered."""
+        """Answer a pending report, if possible."""
         if self._report is None or self._client is None:
             return []
         arrival = self._client.arrival(self._report.index)

@@ -11,8 +11,8 @@ class ConnectError(RdmaError, ConnectionError):
     """The other side could not be reached, refused, or went away.
 
     Attributes:
-        code: what it is about, in a word: "refused", "unreachable", "lost", or
-            one of messages.CODES, which is what an error message carries.
+        code: the kind of error: "refused", "unreachable", "lost", or one of messages.CODES, which
+            an error message carries.
     """
 
     def __init__(self, text: str, code: str = "failed") -> None:
@@ -28,7 +28,7 @@ class ConnectTimeout(ConnectError, TimeoutError):
 
 
 class ProtocolError(ConnectError):
-    """The other side said something that the exchange does not have."""
+    """The other side sent something that is not in the protocol."""
 
     def __init__(self, text: str, code: str = "format") -> None:
         super().__init__(text, code)

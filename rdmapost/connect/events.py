@@ -1,4 +1,4 @@
-"""What a server tells its owner."""
+"""The events that a server reports to its owner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Joined:
 
     Attributes:
         client: its number, from 1.
-        address: where it comes from, HOST:PORT.
+        address: its address, HOST:PORT.
         qp_type: type of its queue pair.
         offer: what it was told: the exposed address, rkey, size, access, receives.
     """
@@ -34,7 +34,7 @@ class Arrived:
 
     Attributes:
         client: its number.
-        arrival: what; of a failure, only index and status mean anything.
+        arrival: what arrived; for a failure, only index and status are valid.
     """
 
     client: int
@@ -43,11 +43,11 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What a client's memory holds that it did not hold at first.
+    """What has changed in a client's memory since it joined.
 
     Attributes:
         offset, length: from the first changed byte to the last.
-        data: how that begins.
+        data: its first bytes.
     """
 
     offset: int
@@ -57,7 +57,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A client has gone, and what it had has been given back.
+    """A client has gone, and its resources have been released.
 
     Attributes:
         client: its number.
@@ -78,8 +78,8 @@ class Refused:
 
     Attributes:
         address: where it came from.
-        code: what it is about, one of messages.CODES or "lost".
-        text: what they were told, in one line.
+        code: the kind of error, one of messages.CODES or "lost".
+        text: what the client was told, in one line.
     """
 
     address: str

@@ -1,4 +1,4 @@
-"""What a server has on its device for each client."""
+"""A server's device resources for each client."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _BY_QP_TYPE = {
     QPType.UC: Access.REMOTE_WRITE,
     QPType.UD: Access(0),
 }
-"""What a peer can do at all through a queue pair of this type."""
+"""What a peer can do through a queue pair of each type."""
 
 _KEPT = 1024
-"""Arrivals of a client that can still be asked for."""
+"""A client's latest arrivals, which can still be asked for."""
 _ROUND = 64
 """Completions taken at once, so that a flood of them does not keep everything else waiting."""
 _FLUSH_S = 1.0
@@ -46,7 +46,7 @@ _FLUSH_S = 1.0
 _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
-"""41 ms: a client that sends faster than receives are posted again waits for them."""
+"""41 ms: a client that sends faster than receives are reposted waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Exposure:
 
     Attributes:
         size: bytes of the exposed memory.
-        access: what a client may do with it, of EXPOSABLE.
+        access: what a client may do with it, within EXPOSABLE.
         count: receives that are posted for each client.
         receive_size: bytes of message that each takes.
-        data: what the memory holds at first; zeros follow.
+        data: the initial contents; zeros follow.
         memory: one memory for all clients, or None for one each.
         port_num, gid_index: as in QP.
     """
@@ -79,28 +79,28 @@ class Exposure:
 
 
 class ServedClient:
-    """A client's queue pair, its memory, and the receives that are posted for it.
+    """A client's queue pair, memory and posted receives.
 
-    Everything is in a protection domain of its own: what one client is given,
-    another cannot use, even one that guesses the key.
+    Each client has its own protection domain: no other client can use its resources, even by
+    guessing a key.
 
     Args:
         context: an open device.
         exposure: what it is given.
-        hello: what it has said.
+        hello: its hello.
         number: its number.
 
     Attributes:
         number: as given.
         qp: the server's queue pair, connected to the client's.
         mr: the exposed memory.
-        offer: what it is told.
-        channel: announces what arrives.
+        offer: what it is offered.
+        channel: reports arrivals.
         arrived: how many receives have completed.
-        more: whether there may be completions that the channel does not announce again.
+        more: whether there may be completions that the channel will not report again.
 
     Raises:
-        VerbsError: the device refused; nothing is left behind.
+        VerbsError: the device refused; nothing is left open.
     """
 
     def __init__(self, context: Context, exposure: Exposure, hello: Hello, number: int) -> None:
@@ -140,7 +140,7 @@ class ServedClient:
                     gid_index=exposure.gid_index,
                 )
             )
-            # The top bit means something else.  Who does not know it reaches nothing.
+            # The top bit has another meaning. Without the Q_Key nothing can be reached.
             qkey = secrets.randbits(31) if hello.qp_type is QPType.UD else 0
             self.qp.to_init(access, qkey=qkey)
             self._cq.req_notify()
@@ -164,10 +164,10 @@ class ServedClient:
             )
 
     def close(self) -> None:
-        """Give everything back: first the queue pair, so that nobody reaches the memory.
+        """Release everything: first the queue pair, so that the memory cannot be reached.
 
         Raises:
-            VerbsError: the device refused; the rest is given back.
+            VerbsError: the device refused; the rest is released.
         """
         self._stack.close()
 
@@ -186,7 +186,7 @@ class ServedClient:
         """
         while self.channel.get_cq_event() is not None:
             pass
-        # Asked for first: what comes after the poll is announced then.
+        # Before the poll, so that what arrives after it is reported.
         self._cq.req_notify()
         wcs = self._cq.poll(_ROUND)
         self.more = len(wcs) == _ROUND
@@ -263,7 +263,7 @@ class ServedClient:
         return Arrival(self.arrived, wc.status, wc.opcode, length, wc.imm_data, digest, data)
 
     def arrival(self, index: int) -> Arrival | None:
-        """Return what has arrived, or None while it has not.
+        """Return an arrival, or None if it has not come.
 
         Args:
             index: which receive, from 1.
@@ -279,13 +279,13 @@ class ServedClient:
             raise RdmaError(f"only the last {_KEPT} arrivals of {self.arrived} are still known")
         return self._kept[index - self.arrived - 1]
 
-    # ---- what stands in the memory -------------------------------------------
+    # ---- the memory's contents -------------------------------------------
 
     def look(self, offset: int, length: int) -> Generator[None, None, Seen]:
-        """Return what stands in the memory, if that is the client's to know.
+        """Return the contents of the memory, if the client may know them.
 
-        Of memory that it may not read it learns only what it has written itself.
-        It yields after each piece: others have their turn then.
+        If it may not read the memory, it learns only what it has written itself. It yields after
+        each piece, to give others their turn.
 
         Raises:
             RdmaError: it is outside.
@@ -299,7 +299,7 @@ class ServedClient:
         if others and not self.offer.access & Access.REMOTE_READ:
             return Seen(offset, length, "", b"")
         buffer, end = self.mr.buffer, offset + length
-        # What is hashed and what is shown is the same, whoever writes meanwhile.
+        # The bytes hashed and shown are the same, even if written meanwhile.
         data = bytes(buffer[offset : min(end, offset + HEAD_BYTES)])
         digest = hashlib.sha256(data)
         for start in range(offset + len(data), end, _CHUNK):
@@ -309,7 +309,7 @@ class ServedClient:
         return Seen(offset, length, digest.hexdigest(), data)
 
     def changed(self) -> Generator[None, None, Changed | None]:
-        """Return what stands in the memory that did not stand there at first.
+        """Return what has changed from the initial contents.
 
         It yields after each piece, as look does.
         """
@@ -333,7 +333,7 @@ class ServedClient:
         zeros = bytes(min(_CHUNK, size))
         for start in range(0, size, _CHUNK):
             length = min(_CHUNK, size - start)
-            # Most of it is zeros, and those need no copy.
+            # Most of it is zeros, which need no copy.
             had = data[start : start + length]
             yield start, had.ljust(length, b"\0") if had else zeros[:length]
 
@@ -343,7 +343,7 @@ def _received(wc: WC) -> bool:
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Return how many bytes two texts of one length begin with in common."""
+    """Return the length of the common prefix of two strings of equal length."""
     low, high = 0, len(a)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What a device can reach, as far as that can be known before anything is sent."""
+"""What a device can reach, as far as is known before anything is sent."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _RANDOM = secrets.token_hex(8)
 def fabric_of(context: Context) -> str:
     """Name what a device can reach.
 
-    Real devices may reach each other, for all that is known here.  Any other
-    lives in its process, and reaches only what is there.
+    Real devices may reach each other, as far as is known here. Any other device lives in its
+    process, and reaches nothing outside it.
 
     Args:
         context: an open device.

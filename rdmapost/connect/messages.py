@@ -1,10 +1,9 @@
-"""The messages of the exchange, and their form: one JSON object a line.
+"""The messages of the exchange, and their format: one JSON object per line.
 
-A line has at most 4096 bytes with its newline, and is ASCII.  Each message has
-the fields that its class lists, no more and no fewer, besides ``type``; each
-field is checked by itself.  The hello carries the version of the exchange as
-``rdmapost``, and the server reads nothing else of one whose version it does not
-speak.
+A line is ASCII and has at most 4096 bytes, including its newline. Besides ``type``, each message
+has exactly the fields that its class lists; each field is checked separately. The hello carries the
+protocol version as ``rdmapost``, and the server reads nothing else of a hello whose version it does
+not speak.
 
 An exchange, C being the client and S the server::
 
@@ -14,14 +13,14 @@ An exchange, C being the client and S the server::
     S ready
     C report    what has arrived in your n-th receive?
     S arrival, or nothing (it did not come in the time that was given)
-    C look      what stands in your memory?
+    C look      what is in your memory?
     S seen
     C bye       S bye: it has taken everything back
 
-A question that comes while a report waits ends it: the answer to the report is
-nothing, and then comes the other one.
+A question that arrives while a report waits ends the wait: the report is answered with nothing, and
+then the question is answered.
 
-In place of every answer of the server there can be an error, its last message.
+Instead of any answer, the server may send an error, its last message.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ __all__ = [
 
 VERSION = 1
 MAX_LINE = 4096
-"""Bytes of a line, with its newline."""
+"""Bytes in a line, including its newline."""
 MAX_TOKEN = 256
-"""Characters of a token."""
+"""Characters in a token."""
 HEAD_BYTES = 1024
-"""Bytes of data that a message carries, at most: the first ones."""
+"""The most bytes of data in a message: the first ones."""
 CODES = ("format", "version", "token", "device", "unsupported", "busy", "timeout", "closing",
          "failed")  # fmt: skip
 """What an error message can be about."""
@@ -95,16 +94,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the server has for this client.
+    """What the server offers this client.
 
     Attributes:
-        client: its number with this server, from 1.
+        client: its number at this server, from 1.
         device: name of the server's device.
         endpoint: the server's queue pair.
         qkey: its Q_Key (UD; 0 elsewhere).
         addr, rkey, size: the exposed memory.
         access: what the client may do with it.
-        receives: how many receives are posted; they are posted again as they are used.
+        receives: how many receives are posted; they are reposted as they are used.
         receive_size: bytes of message that each takes.
     """
 
@@ -122,7 +121,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The sender's queue pair is connected; first the client says it, then the server."""
+    """The sender's queue pair is connected; sent first by the client, then by the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +143,12 @@ class Arrival:
 
     Attributes:
         index: which receive, from 1.
-        status: of its completion; unless that is SUCCESS, the rest means nothing.
+        status: its completion's; unless SUCCESS, the rest is not valid.
         opcode: what completed, or None.
         byte_len: bytes of the message.
         imm_data: immediate data in host order, or None.
-        sha256: of the message, in hex; "" of one that went elsewhere (RDMA_WRITE_WITH_IMM).
-        data: how it begins; empty if it went elsewhere.
+        sha256: the message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
+        data: its first bytes; empty if it went elsewhere.
     """
 
     index: int
@@ -174,7 +173,7 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The client asks what stands in the exposed memory.
+    """The client asks for the contents of the exposed memory.
 
     Attributes:
         offset, length: where.
@@ -186,12 +185,12 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What stands in the exposed memory.
+    """The contents of the exposed memory.
 
     Attributes:
         offset, length: where.
-        sha256: of those bytes, in hex.
-        data: how they begin.
+        sha256: those bytes' digest, in hex.
+        data: the first of them.
     """
 
     offset: int
@@ -202,15 +201,15 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The client is done; the server has taken back what the client had."""
+    """The client is done; the server has released what the client had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Why the server goes no further.
+    """Why the server ends the exchange.
 
     Attributes:
-        code: what it is about, one of CODES.
+        code: the kind of error, one of CODES.
         text: one line for a reader.
     """
 
@@ -243,7 +242,7 @@ def _refuse() -> NoReturn:
 
 def _integer(most: int, least: int = 0) -> _Form:
     def read(value: Any) -> int:
-        # True and False are integers in Python, and not here.
+        # True and False are integers in Python, but not here.
         return value if type(value) is int and least <= value <= most else _refuse()
 
     return _Form(int, read, f"an integer in {least}..{most}")
@@ -257,7 +256,7 @@ def _text(most: int) -> _Form:
 
 
 def _shown(most: int) -> _Form:
-    # It is going to stand on somebody's terminal.
+    # It will be shown on a terminal.
     def write(value: str) -> str:
         return "".join(c if c.isprintable() else " " for c in value)[:most]
 
@@ -387,7 +386,7 @@ def encode(message: Message) -> bytes:
     name, forms = _FORMS[type(message)]
     fields: dict[str, Any] = {}
     if isinstance(message, Hello | Error):
-        # An error is read by clients of every version.
+        # Clients of every version read errors.
         fields["rdmapost"] = VERSION
     fields["type"] = name
     for field, form in forms.items():
@@ -407,10 +406,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def fields_of(line: bytes) -> dict[str, Any]:
-    """Read a line as one JSON object, without looking into it.
+    """Read a line as one JSON object, without checking its contents.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: it is not one.
     """
     try:
         fields = json.loads(
@@ -436,14 +435,14 @@ def version_of(fields: dict[str, Any]) -> int:
 
 
 def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
-    """Read a message of one of the types that can come now.
+    """Read a message of one of the expected types.
 
     Args:
         fields: the JSON object.
         expected: those types.
 
     Raises:
-        ProtocolError: it is another one, or a field of it is wrong.
+        ProtocolError: it is another one, or one of its fields is wrong.
     """
     given = fields.get("type")
     for kind in expected:
@@ -471,7 +470,7 @@ def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
 
 
 def _short(value: object) -> str:
-    # Anything can stand in it, of any length and depth.
+    # It may contain anything, of any length and depth.
     if isinstance(value, bytes):
         shown = repr(value[:40])[1:]
         return f"{shown}..." if len(value) > 40 else shown

@@ -1,9 +1,8 @@
-"""Both sides of the exchange as state machines: bytes in, messages out, no input or output.
+"""Both sides of the exchange as state machines: bytes in, messages out, no I/O.
 
-A shell reads bytes from wherever it likes and hands them to ``receive``, and
-takes messages with ``next_message`` until there is none.  Both raise
-ProtocolError at the first byte that cannot belong to the exchange; nothing more
-is read then.
+A shell passes bytes from any source to ``receive``, and takes messages from ``next_message`` until
+there are none. Both sides raise ProtocolError at the first byte that cannot belong to the exchange,
+and read nothing more.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class Lines:
         """Return the next whole line, without its newline, or None.
 
         Raises:
-            ProtocolError: what has come cannot become a line of the exchange.
+            ProtocolError: what has come cannot become a valid line.
         """
         pending = self._pending
         if not pending:
             return None
         if pending[0] != 0x7B:
-            # Said now: a stranger who speaks something else may be waiting for an answer.
+            # Raised now: a peer that speaks something else may be waiting for an answer.
             raise ProtocolError(f"this is not the exchange of rdmapost: {bytes(pending[:40])!r}")
-        # What has been looked through before holds no newline.
+        # What was searched before holds no newline.
         end = pending.find(b"\n", self._looked, MAX_LINE)
         if end < 0:
             if len(pending) >= MAX_LINE:
@@ -81,12 +80,12 @@ class Lines:
 
     @property
     def partial(self) -> bool:
-        """Whether a part of a line is there."""
+        """Whether part of a line is pending."""
         return bool(self._pending)
 
 
 class Step(Enum):
-    """How far an exchange is."""
+    """The stages of an exchange."""
 
     HELLO = auto()
     READY = auto()
@@ -95,11 +94,11 @@ class Step(Enum):
 
 
 def same_token(given: Any, token: str | None) -> bool:
-    """Compare a token with the one that is asked for, in constant time.
+    """Compare a token with the required one, in constant time.
 
     Args:
-        given: what came; anything.
-        token: what is asked for; None asks for none, and takes every one.
+        given: what was received; anything.
+        token: the required one; None requires none, and accepts any.
     """
     if token is None:
         return True
@@ -108,7 +107,7 @@ def same_token(given: Any, token: str | None) -> bool:
 
 
 def _bytes(text: str) -> bytes:
-    # An argument or a variable of the environment need not be Unicode.
+    # An argument or environment variable need not be Unicode.
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -136,7 +135,7 @@ class ServerSession:
         """Return the next whole message, or None.
 
         Raises:
-            ProtocolError: it cannot come now, or it is not right; the exchange is over.
+            ProtocolError: it is unexpected or malformed; the exchange is over.
         """
         if self.step is Step.OVER:
             return None
@@ -150,7 +149,7 @@ class ServerSession:
     def _read(self, fields: dict[str, Any]) -> Message:
         message: Message
         if self.step is Step.HELLO:
-            # Those who do not know the token learn the version, and nothing else.
+            # Without the token, a peer learns the version and nothing else.
             if (version := version_of(fields)) != VERSION:
                 raise ProtocolError(
                     f"this server speaks version {VERSION} of the exchange, and the client "
@@ -208,10 +207,10 @@ class ClientSession:
         self._error: Error | None = None
 
     def ask(self, message: Message) -> None:
-        """Note what is being sent, and so what can come.
+        """Note what is being sent, and so what can be received.
 
         Raises:
-            ConnectError: the answer to what was asked before has not come.
+            ConnectError: the previous answer has not come.
         """
         if self._asked and self._asked[-1] is not Report and not isinstance(message, Bye):
             raise ConnectError("an answer of the server is still to come")
@@ -232,7 +231,7 @@ class ClientSession:
         self._lines.feed(data)
 
     def next_message(self) -> Message | None:
-        """Return the answer to what was asked, or None while it has not come.
+        """Return the answer to what was asked, or None if it has not come yet.
 
         An error message is returned like an answer, whenever it comes.
 
@@ -249,10 +248,10 @@ class ClientSession:
         return self._error
 
     def late(self) -> bool:
-        """Drop late answers, and return whether the server has said why it goes."""
+        """Drop late answers; return whether the server has said why it goes."""
         while self._error is None and (message := self.next_message()) is not None:
             if isinstance(message, Error):
-                # The next question is told.
+                # The next question gets it.
                 self._error = message
         return self._error is not None
 

@@ -38,7 +38,7 @@ __all__ = ["Server", "Serving", "make_exposure", "open_listener", "serve"]
 _log = logging.getLogger("rdmapost.connect")
 
 _MAX_LEAVING = 64
-"""Threads of clients besides those who have a place: they are told so, or leave."""
+"""Threads for connections beyond max_clients, which are being refused or are leaving."""
 _MAX_COUNT = 1 << 14
 _RECEIVE_SIZE = 1 << 16
 _LAST_MOMENT_S = 10.0
@@ -64,7 +64,7 @@ def serve(
     gid_index: int | None = None,
     on_event: OnEvent | None = None,
 ) -> Server:
-    """Let others connect queue pairs to this device, and access memory of it.
+    """Let others connect queue pairs to this device and access its exposed memory.
 
     It listens on TCP.  Each client that follows the protocol gets a connected queue
     pair, memory, and posted receives, all in a separate protection domain, until it
@@ -93,18 +93,17 @@ def serve(
             else.  Without it a client stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
         port_num, gid_index: port and GID of the queue pairs, as in QP.
-        on_event: called with each event (Joined, Arrived, Left, Refused), in the
-            thread of the client that it is about, or in the one that accepts
-            connections; it must be quick.  What it raises, SystemExit included, is
-            logged, and the server goes on.
+        on_event: called with each event (Joined, Arrived, Left, Refused), in the thread of the
+            client concerned, or in the one that accepts connections; it must be quick. What it
+            raises, SystemExit included, is logged, and the server continues.
 
     Returns:
         The running server; a context manager.  If it becomes unreachable it ends,
         with a ResourceWarning.
 
-    If an exception of a signal handler interrupts the start of the server, what was
-    begun is ended first.  If it comes as serve() returns, the server is unreachable: it
-    ends, and its device can be closed, a moment after the exception has been handled.
+    If a signal handler's exception interrupts the start of the server, what was begun is ended
+    first. If it comes as serve() returns, the server is unreachable: it ends, and its device can be
+    closed, a moment after the exception has been handled.
 
     Raises:
         TypeError: an argument is of another type.
@@ -154,7 +153,7 @@ def make_exposure(
     access = flags("access", access, EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
     if access & Access.REMOTE_ATOMIC and not has_atomics:
         raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
-    # What is wrong with these is said now, and not to the first client.
+    # Report what is wrong with these now, not to the first client.
     choose_gid(context, port_num, gid_index)
     if count > context.attr.max_qp_wr:
         raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")
@@ -170,7 +169,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
     Raises:
         ConnectError: there is no such host.
-        OSError: it cannot be listened on; the text says where.
+        OSError: the address cannot be listened on; the text names it.
     """
     family, kind, proto, _, address = resolve(host, port, 5.0)[0]
     listener = socket.socket(family, kind, proto)
@@ -190,7 +189,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 class _AtWork(PD):
-    """Keeps a device open as long as a server uses it, with clients or without."""
+    """Keeps a device open while a server uses it, with or without clients."""
 
     __slots__ = ("_server",)
 
@@ -203,9 +202,9 @@ class _AtWork(PD):
 
 
 class _Event:
-    """An event that a thread, and a signal handler in the middle of its wait, can wait for.
+    """An event that a thread can wait for, and so can a signal handler in the middle of that wait.
 
-    It has no lock that the thread could hold when the handler runs.
+    It has no lock that the thread could be holding when the handler runs.
     """
 
     def __init__(self) -> None:
@@ -213,7 +212,7 @@ class _Event:
         self._waiters: list[_thread.LockType] = []
 
     def set(self) -> None:
-        """Let everyone go on; called in a thread that runs no signal handlers."""
+        """Release all waiters; called in a thread that runs no signal handlers."""
         self._happened = True
         with suppress(IndexError):
             while True:
@@ -224,16 +223,16 @@ class _Event:
         mine = _thread.allocate_lock()
         mine.acquire()
         self._waiters.append(mine)
-        # After the append: set() does it the other way round.
+        # After the append: set() does these in the other order.
         return self._happened or mine.acquire(timeout=timeout)
 
 
 class _Threads:
-    """What a server consists of: an acceptor, a thread for each client, and all that they use.
+    """The parts of a server: an acceptor, a thread for each client, and all that they use.
 
-    The threads refer to this, and never to the Server: one that nobody can reach any
-    more is found, and ends them.  Threads other than the main one give back what
-    needs giving back, so that no signal handler can come between.
+    The threads refer to this, never to the Server, so that an unreachable Server is finalized, and
+    ends them. Cleanup runs in threads other than the main one, so that no signal handler can
+    interrupt it.
 
     Args:
         reception: the server's.
@@ -252,11 +251,11 @@ class _Threads:
         self._listener = listener
         self._stop: socket.socket
         self._lifeline: weakref.ref[socket.socket] | None = None
-        # Changed by single calls of C, so it needs no lock.
+        # Changed only by single C calls, so it needs no lock.
         self._clients: set[threading.Thread] = set()
         self._acceptor: threading.Thread | None = None
         self._started = False
-        # Whoever acquires it begins, or sees to it that nobody does.
+        # Its holder starts the server, or prevents the start.
         self._first = _thread.allocate_lock()
         self._why = ""
         self._over = _Event()
@@ -266,15 +265,15 @@ class _Threads:
         return self._name
 
     def start(self, lifeline: list[socket.socket]) -> None:
-        """Begin.
+        """Start the threads.
 
         Args:
-            lifeline: where to put one end of a socket pair, which only the Server keeps.  The
-                threads end when it is shut down, or when C closes it because the Server is
-                gone, even if a signal handler interrupts the finalizer.
+            lifeline: where to put one end of a socket pair, which only the Server keeps. The
+                threads end when that is shut down, or when C closes it because the Server is gone,
+                even if a signal handler interrupts the finalizer.
         """
-        # Thread.start() waits, and what a signal handler raises there may be lost; here
-        # another thread waits.
+        # Thread.start() waits, and what a signal handler raises there may be lost; so another
+        # thread does that.
         begun = _thread.allocate_lock()
         begun.acquire()
         try:
@@ -295,7 +294,7 @@ class _Threads:
             self._lifeline = weakref.ref(end)
             lifeline.append(end)
             del end
-            # In this order: end() does it the other way round.
+            # In this order: end() does these in the other order.
             if self.ended:
                 self.end()
             _running.add(self)
@@ -336,9 +335,9 @@ class _Threads:
             self._over.set()
 
     def end(self) -> None:
-        """Have the threads end, and wait for none; callable from a finalizer.
+        """Tell the threads to end, without waiting; callable from a finalizer.
 
-        Interrupted at any moment it can be called again.
+        If interrupted at any point, it can be called again.
         """
         self.ended = True
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
@@ -346,9 +345,9 @@ class _Threads:
                 lifeline.shutdown(self._both_ways)
 
     def abandon(self) -> None:
-        """End what start(), which was interrupted or has failed, has begun.
+        """End what an interrupted or failed start() has begun.
 
-        Wait until it has ended, but not for ever, nor in the middle of a verb.
+        Wait until it has ended, but not for ever, and not in the middle of a verb.
         """
         self.end()
         if self._first.acquire(blocking=False):
@@ -357,21 +356,21 @@ class _Threads:
             self._over.wait(_LAST_MOMENT_S)
 
     def close(self) -> None:
-        """End the threads, and wait until what the clients had is taken back.
+        """End the threads, and wait until what the clients had is released.
 
-        Do not wait in one of the threads, nor in the middle of a verb, for whose end
-        the threads may wait.
+        Do not wait in one of the threads, or in the middle of a verb, whose end the threads may be
+        waiting for.
         """
         if self.pid != os.getpid():
-            # These are the parent's, and a child has none.
+            # These are the parent's; a child has none.
             return
         self.end()
         this, acceptor = threading.current_thread(), self._acceptor
         if acceptor is None or this is acceptor or this in self._clients or door.in_verb():
             return
-        # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would wait for.
+        # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
         if self._over.wait(self.reception.timeout + _LAST_MOMENT_S):
-            # It has nothing more to do; a handler waits this long at most.
+            # It has no more to do; a handler waits this long at most.
             acceptor.join(_THREAD_END_S)
 
     # ---- a client ---------------------------------------------------------------
@@ -410,7 +409,7 @@ class _Threads:
         poller.register(self._stop, select.POLLIN)
         poller.register(sock, select.POLLIN)
         channel_fd = -1
-        # The hello is there, and what came with it.
+        # The hello has arrived, and maybe more.
         answer = conversation.feed()
         while True:
             answer += conversation.tick()
@@ -483,7 +482,7 @@ class Serving:
         threads: _Threads | None = getattr(self, "_threads", None)
         if threads is not None and threads.pid == self._getpid():
             unclosed = not threads.ended
-            # Not close(): a finalizer may run in any thread, one of the server's included.
+            # Not close(): a finalizer may run in any thread, including the server's.
             threads.end()
             if unclosed:
                 self._warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
@@ -513,7 +512,7 @@ class Serving:
 
     @property
     def clients(self) -> list[ServedClient]:
-        """Those who are there: their queue pairs, memory and offers."""
+        """The connected clients: their queue pairs, memory and offers."""
         self._refuse_inherited()
         return list(self._reception.clients.values())
 
@@ -533,20 +532,20 @@ class Server(Serving):
 
     Attributes:
         address: where it listens, (host, port, ...).
-        warning: what it exposes to others than this machine, in one line, or None.
+        warning: what it exposes beyond this machine, in one line, or None.
     """
 
     def close(self) -> None:
-        """Tell every client that the server ends, and take back what they have.
+        """Tell every client that the server is closing, and release what they have.
 
-        Return when that is done, or after timeout + 10 s; do nothing if it has been done, or
-        in the child of a fork, whose parent has the server.
+        Return when that is done, or after timeout + 10 s; do nothing if already closed, or in the
+        child of a fork, whose parent has the server.
 
-        In on_event, and in a signal handler or finalizer in the middle of a verb or wait of its
-        thread, begin the end and return at once: what the clients have is taken back
-        after the callback, or the verb, has returned.
+        In on_event, and in a signal handler or finalizer in the middle of its thread's verb or
+        wait, start closing and return at once: what the clients have is released after the
+        callback, or the verb, has returned.
 
-        Interrupted by an exception of a signal handler it can be called again.
+        If a signal handler's exception interrupts it, call it again.
         """
         self._end()
 
@@ -564,7 +563,7 @@ class Server(Serving):
 
 
 def _milliseconds(deadline: float | None) -> float | None:
-    # Rounded up, so that the last moment is not a busy one; and poll(2) takes an int.
+    # Rounded up, so that the last moment is not a busy wait; and poll(2) takes an int.
     if deadline is None:
         return None
     left = deadline - time.monotonic()

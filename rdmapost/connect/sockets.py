@@ -14,14 +14,14 @@ __all__ = ["LINGER_BYTES", "LINGER_S", "drain", "prepare", "refuse_inherited", "
 
 LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
-"""How long, and for how much, to read on after the last word, so that it is not lost."""
+"""How long, and for how many bytes, to read on after the last message, so that it is not lost."""
 
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3),
               ("TCP_USER_TIMEOUT", 30_000))  # fmt: skip
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set what a socket of the exchange needs: short messages, and a peer that may vanish."""
+    """Set a socket's options for short messages and a peer that may vanish."""
     with suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -31,7 +31,7 @@ def prepare(sock: socket.socket) -> None:
 
 
 def refuse_inherited(what: str, pid: int) -> None:
-    """Refuse what a child process has from its parent, which goes on using the same sockets.
+    """Refuse what a child process inherits from its parent, which still uses the same sockets.
 
     Args:
         what: what it is.
@@ -45,10 +45,10 @@ def refuse_inherited(what: str, pid: int) -> None:
 
 
 def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
-    """Send on a socket that does not block, in bounded time.
+    """Send on a non-blocking socket, in bounded time.
 
     Raises:
-        TimeoutError: the other side did not take it.
+        TimeoutError: the other side did not receive it.
         OSError: the connection is gone.
     """
     deadline = time.monotonic() + timeout
@@ -65,10 +65,10 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
 
 
 def drain(sock: socket.socket) -> None:
-    """Say that nothing more comes, and read on for a moment.
+    """Shut down sending, and read on for a moment.
 
-    A socket that is closed with unread bytes throws away what it has not yet
-    delivered, and with it the error that its peer should see.
+    A socket closed with unread bytes discards what it has not yet delivered, and with it the error
+    that its peer should see.
     """
     deadline, left = time.monotonic() + LINGER_S, LINGER_BYTES
     poller = select.poll()

@@ -1,4 +1,4 @@
-"""Completion queues, the channels that announce them, and asynchronous events."""
+"""Completion queues, their channels, and asynchronous events."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ dlid_path_bits); the queue whose slots it frees; how many; whether it was solici
 ``struct ibv_wc_tm_info``."""
 
 tm_info = Struct("@QI0Q").pack
-"""What the entry of a tag-matching message has of its tag and application context."""
+"""The tag and application context in a tag-matching message's entry."""
 NO_TAG = tm_info(0, 0)
-"""What another one has."""
+"""The same in any other entry."""
 
 
 _Event = TypeVar("_Event")
 
 
 class _EventSource(door.Record, Generic[_Event]):
-    """Events behind a file descriptor, which is readable when one is there.
+    """Events behind a file descriptor, which is readable when one is pending.
 
-    The descriptor is a timer.  It fires at once for an event, and at the time
-    when a parked work request is to be tried again: whoever sleeps on it then
-    comes back and makes progress, and no thread is needed for that.
+    The descriptor is a timer. It fires at once for an event, and when a parked work request is due
+    for a retry: a sleeper then comes back and makes progress, so that no thread is needed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -55,7 +54,7 @@ class _EventSource(door.Record, Generic[_Event]):
         door.on_commit(os.close, self.fd)
 
     def signal(self) -> None:
-        """Make the descriptor readable now if events are there, else when work is due."""
+        """Make the descriptor readable now if events are pending, else when work is due."""
         ns = self._device.nanoseconds_until_due()
         door.on_commit(door.set_timer, self.fd, self.events, ns)
 
@@ -68,7 +67,7 @@ class _EventSource(door.Record, Generic[_Event]):
 
 
 class Channel(_EventSource["CompletionQueue"]):
-    """A completion channel; an event is the completion queue that it is about."""
+    """A completion channel; each event is the completion queue concerned."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -85,9 +84,9 @@ class CompletionQueue(door.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        pending: what a poll, in C, takes: the bytes of a completion, the queue whose slots it
-            frees, and how many.
-        armed: what the next event is for: 0 is nothing, 1 what is solicited, 2 anything.
+        pending: what a poll, in C, takes: a completion's bytes, the queue whose slots it frees, and
+            how many.
+        armed: for what to raise an event: 0 nothing, 1 solicited completions, 2 any.
     """
 
     def __init__(self, capacity: int, channel: Channel | None) -> None:
@@ -97,17 +96,17 @@ class CompletionQueue(door.DeviceQueue):
         self.handle: Any = None
         self.users = 0
         self.overrun = False
-        """Whether it has had no room for an entry; that is told once."""
+        """Whether it has had no room for an entry; reported once."""
 
     def add(self, entry: Entry) -> bool:
-        """Add an entry; return False if there is no room: the queue overruns."""
+        """Add an entry; return False if the queue overruns."""
         entries = self.pending
         if len(entries) >= self.capacity:
             return False
         fields, queue, frees, solicited, tag = entry
         door.add(self, (_wc(*fields) + tag, queue, frees))
         if (channel := self.channel) is not None:
-            # Until then the queue may be armed.
+            # The queue may be armed until then.
             door.at_the_end(
                 door.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
             )
@@ -127,7 +126,7 @@ class EventQueue(_EventSource["tuple[EventType, Any]"]):
         self.signal()
 
     def tell_overrun(self, cq: CompletionQueue) -> None:
-        """Add an event about a completion queue that has had no room, the first time."""
+        """Add an event the first time that a completion queue overruns."""
         if not cq.overrun:
             cq.overrun = True
             self.push(EventType.CQ_ERR, cq.handle)

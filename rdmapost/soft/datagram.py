@@ -1,4 +1,4 @@
-"""Unreliable datagrams: addressed one by one, with a GRH in front, dropped in silence."""
+"""Unreliable datagrams: addressed one by one, with a GRH in front, dropped silently."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ETHERTYPE_STARTS = (b"\x08", b"\x86")
 
 
 class AddressHandle(NamedTuple):
-    """The way to a peer."""
+    """The path to a peer."""
 
     sgid: bytes
     dgid: bytes
@@ -49,7 +49,7 @@ class AddressHandle(NamedTuple):
 
 
 def send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
-    """Send one datagram; nobody says whether it arrived.
+    """Send one datagram; nothing reports whether it arrived.
 
     Raises:
         Fault: it is longer than the MTU.
@@ -65,7 +65,7 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
 
     Raises:
-        Fault: a message would be longer than the MTU, or the header is none that can be used.
+        Fault: a message would be longer than the MTU, or the header cannot be used.
     """
     if len(wqe.hdr) + min(size, wqe.mss) > qp.device.port_mtu.bytes:
         raise Fault(WCStatus.LOC_LEN_ERR)
@@ -81,7 +81,7 @@ def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
     if wqe.opcode == Opcode.SEND_WITH_IMM:
         request.imm = wqe.imm
-    # A Q_Key with the top bit set stands for the sender's own.
+    # A Q_Key with the top bit set means the sender's own.
     request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey
     request.sl = address.sl
     request.grh = _ip_header(address, size + _IMM_SIZE * (request.imm is not None))
@@ -92,9 +92,9 @@ def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
 
 
 def _ip_header(address: AddressHandle, size: int) -> bytes:
-    """Return what a receive gets in front: the IP header of the RoCE v2 packet.
+    """Return what precedes the payload in a receive: the IP header of the RoCE v2 packet.
 
-    An IPv4 header stands in the last 20 of the 40 bytes.
+    An IPv4 header takes the last 20 of the 40 bytes.
     """
     sgid, dgid = address.sgid, address.dgid
     length = _BESIDE_PAYLOAD + -(-size // 4) * 4
@@ -119,7 +119,8 @@ def deliver(request: Request, segments: Segments) -> None:
 
 
 def flags_of(request: Request) -> int:
-    """Return IP_CSUM_OK for a received IP-over-InfiniBand message with right checksums, else 0."""
+    """Return IP_CSUM_OK for a received IP-over-InfiniBand message with correct checksums, else
+    0."""
     if not request.data or bytes(request.data[0][:1]) not in _ETHERTYPE_STARTS:
         return 0
     right = offload.checksums_are_right(gather(request.data), offload.ipoib)

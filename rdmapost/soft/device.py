@@ -25,7 +25,7 @@ _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
 
 ready: list[QueuePair | SharedReceiveQueue] = []
-"""What has something to do, when the verb or step is over; C takes it from there."""
+"""What has work to do after the verb or step; C takes it from here."""
 
 
 def _as_it_is(wr_id: int) -> int:
@@ -39,16 +39,16 @@ class OpenDevice(door.Record):
         self.events = EventQueue(device)
         self.wr_id_of: Callable[[int], int | None] = _as_it_is
         self.faults = PlannedFaults(lambda wr_id: self.wr_id_of(wr_id))
-        """What is to go wrong on purpose."""
+        """What will go wrong on purpose."""
         self.plan = FaultPlan(self.faults)
-        """What its users plan that with."""
+        """The users' interface to those."""
 
 
 class Device(door.Record):
     """A software RDMA device.
 
-    One lock covers all that it does; every verb holds it (``_c/soft_verb.c``).
-    It has no threads: progress is made inside the verbs.
+    Every verb holds one lock, which covers everything (``_c/soft_verb.c``). It has no threads:
+    progress is made inside the verbs.
 
     Attributes:
         name: its name.
@@ -56,8 +56,8 @@ class Device(door.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: what exists, by number.
-        channels, event_queues: whose descriptors wake who sleeps when something is due.
-        parked: queue pairs whose next request is to be tried again later.
+        channels, event_queues: their descriptors wake sleepers when something is due.
+        parked: queue pairs whose next request will be retried later.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,14 +125,14 @@ class Device(door.Record):
             source.signal()
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
-        """Let what is posted to it be carried out, when the verb or step is over."""
+        """Have what is posted to it carried out after the verb or step."""
         door.on_commit(door.start, worker)
 
     def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
-        """Carry out one of the work requests of which there are some; return whether to come again.
+        """Carry out one of the pending work requests; return whether to come again.
 
         Args:
-            worker: whose; None stands for what is parked and due.
+            worker: whose; None means what is parked and due.
         """
         if isinstance(worker, QueuePair):
             return requester.step(worker)
@@ -146,7 +146,7 @@ class Device(door.Record):
         return False
 
     def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
-        """End the work request that a step failed to carry out; return whether to come again."""
+        """Fail the work request that a step could not carry out; return whether to come again."""
         if isinstance(worker, QueuePair):
             return requester.give_up(worker)
         return worker is not None and bool(worker.tags.give_up())

@@ -10,7 +10,7 @@ from ..enums import WCStatus
 __all__ = ["FaultPlan"]
 
 _LARGEST_ERRNO = 4095
-"""As the kernel has it."""
+"""As in the kernel."""
 _MOST_BEFORE = (1 << 63) - 1
 
 
@@ -18,7 +18,7 @@ class FaultPlan:
     """The faults planned for an open device: its ``faults``.
 
     Args:
-        planned: where the device looks for it.
+        planned: where the device looks for them.
     """
 
     __slots__ = ("_planned",)
@@ -30,7 +30,7 @@ class FaultPlan:
         raise TypeError("cannot copy or pickle 'FaultPlan' object: it belongs to an open device")
 
     def clear(self) -> None:
-        """Let everything work again."""
+        """Make everything work again."""
         self._planned.clear()
 
     def fail_post(self, errno: int, *, after: int = 0) -> None:
@@ -48,10 +48,10 @@ class FaultPlan:
         self._planned.posts.add(within("after", after, 0, _MOST_BEFORE), errno)
 
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
-        """Let a send work request complete with a status.
+        """Make a send work request complete with a status.
 
         Args:
-            wr_id: its wr_id, as it is posted.
+            wr_id: its wr_id, as posted.
             status: the status.
 
         Raises:
@@ -62,7 +62,7 @@ class FaultPlan:
         self._planned.statuses[wr_id] = member("status", status, WCStatus)
 
     def not_ready(self, qp_num: int, times: int) -> None:
-        """Let a queue pair behave as if no receive were posted.
+        """Make a queue pair behave as if no receive were posted.
 
         Args:
             qp_num: its number.

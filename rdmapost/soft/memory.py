@@ -45,7 +45,7 @@ class RemoteFault(Exception):
 
 
 class ProtectionDomain:
-    """What regions, windows and queue pairs may be used together."""
+    """Which regions, windows and queue pairs may be used together."""
 
     __slots__ = ()
 
@@ -70,16 +70,16 @@ class Region(door.Record):
 
 
 class Window(door.Record):
-    """A memory window: unbound until a region is behind it."""
+    """A memory window, unbound until it has a region."""
 
     __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
 
-    # Of what it is bound to; without a region they are not looked at.
+    # Properties of what it is bound to; unused without a region.
     addr: int
     length: int
     access: int
     qpn: int
-    """The queue pair that bound it; a type 2 window serves no other."""
+    """The queue pair that bound it; a type 2 window works on no other."""
 
     def __init__(self, pd: ProtectionDomain, mw_type: MWType, rkey: int) -> None:
         self.pd = pd
@@ -95,14 +95,14 @@ class Window(door.Record):
         region.windows += 1
 
     def unbind(self) -> None:
-        """Take the region away; the key grants nothing then."""
+        """Remove the region, after which the key grants nothing."""
         if self.region is not None:
             self.region.windows -= 1
             self.region = None
 
 
 _STALE_STEP = 0x3F
-"""Low byte of successive keys differ, so that a stale key is not the next one's."""
+"""The low bytes of successive keys differ, so that a stale key is not the next one."""
 
 
 class Memory(door.Record):
@@ -125,9 +125,7 @@ class Memory(door.Record):
     # ---- registering --------------------------------------------------------
 
     def register(self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int) -> Region:
-        """Register memory, which starts at an address; its keys are new, and the rkey is not the
-        lkey.
-        """
+        """Register memory at an address, with new keys; the rkey and the lkey differ."""
         lkey = self._new_key()
         region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000)
         self.regions_by_lkey[lkey] = region
@@ -135,7 +133,7 @@ class Memory(door.Record):
         return region
 
     def deregister(self, region: Region) -> None:
-        """Forget a region; from now on its keys are unknown."""
+        """Forget a region; its keys become unknown."""
         self.regions_by_lkey.pop(region.lkey, None)
         self._by_rkey.pop(region.rkey, None)
         region.valid = False
@@ -152,7 +150,7 @@ class Memory(door.Record):
         window.unbind()
 
     def rekey(self, window: Window, rkey: int) -> None:
-        """Give a window its new key, of which the caller chooses the low byte."""
+        """Give a window a new key, whose low byte the caller chooses."""
         self._by_rkey.pop(window.rkey, None)
         window.rkey = window.rkey & ~0xFF | rkey & 0xFF
         self._by_rkey[window.rkey] = window
@@ -168,12 +166,12 @@ class Memory(door.Record):
             pd: the queue's protection domain.
             sges: (addr, length, lkey) each; length 0 means 2^31.
             write: the device is to write there.
-            size: how many bytes are wanted, from the first on; SGEs that they do
-                not reach are not looked at.  All unless given.
+            size: how many bytes are wanted, from the first on; SGEs beyond them are not checked.
+                All unless given.
 
         Raises:
-            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong;
-                LOC_LEN_ERR: the SGEs hold less than is wanted.
+            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong; LOC_LEN_ERR: the SGEs
+                hold fewer than that.
         """
         segments: Segments = []
         regions = self.regions_by_lkey
@@ -246,17 +244,17 @@ class Memory(door.Record):
         qpn: int,
         rkey: int,
     ) -> None:
-        """Bind a window, as a work request asks.
+        """Bind a window, as a work request requests.
 
         Raises:
-            Fault: MW_BIND_ERR: the rules of binding are not met.
+            Fault: MW_BIND_ERR: the rules for binding are not met.
         """
         type_2 = window.type is MWType.TYPE_2
         refused = Fault(WCStatus.MW_BIND_ERR)
         if window.pd is not pd or (type_2 and window.region is not None):
             raise refused
         if not length and not type_2:
-            # A type 1 window is unbound by a bind of length 0.
+            # A bind of length 0 unbinds a type 1 window.
             self.rekey(window, rkey)
             window.unbind()
             return
@@ -272,7 +270,7 @@ class Memory(door.Record):
         window.bind(region, addr, length, access, qpn)
 
     def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:
-        """Invalidate a region's or a type 2 window's key; return whether that could be done."""
+        """Invalidate a region's or a type 2 window's key; return whether that was possible."""
         target = self._by_rkey.get(key) or self.regions_by_lkey.get(key)
         if target is None or target.pd is not pd:
             return False
@@ -296,7 +294,7 @@ def gather(source: Segments) -> bytes:
 
 
 def copy(source: Segments, target: Segments) -> None:
-    """Copy all of the source, when it is committed, into the target, which is at least as long."""
+    """On commit, copy all of the source into the target, which is at least as long."""
     if len(source) == len(target) == 1:
         piece, into = source[0], target[0]
         if len(piece) != len(into):

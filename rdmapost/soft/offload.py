@@ -1,8 +1,7 @@
 """Stateless offloads: checksums, and cutting one large payload into many packets.
 
-Everything here is bytes in, bytes out.  A packet is a link header with IPv4 or
-IPv6 behind it, and TCP or UDP behind that; ``ethernet`` and ``ipoib`` are the
-link headers that there are.
+Everything here is bytes in, bytes out. A packet is a link header followed by IPv4 or IPv6, and then
+TCP or UDP; the link headers are ``ethernet`` and ``ipoib``.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _TCP, _UDP = 6, 17
 _TCP_SIZE, _UDP_SIZE = 20, 8
 _IPV4_SIZE, _IPV6_SIZE = 20, 40
 _FRAGMENT = 0x3FFF
-"""More Fragments, and the fragment's offset."""
+"""More Fragments, and the fragment offset."""
 _SKIPPED = frozenset({0, 60})
-"""IPv6 extension headers without a say in the checksum: hop-by-hop and destination options."""
+"""IPv6 extension headers that do not affect the checksum: hop-by-hop and destination options."""
 _FIN_PSH, _CWR = 0x09, 0x80
 
 
 def ethernet(frame: bytes) -> tuple[int, int]:
-    """Find what an Ethernet frame carries, behind its VLAN tags."""
+    """Find what an Ethernet frame carries, after its VLAN tags."""
     at = 12
     while len(frame) >= at + 2:
         kind = int.from_bytes(frame[at : at + 2])
@@ -66,17 +65,17 @@ def ipoib(message: bytes) -> tuple[int, int]:
 
 
 class _Headers(NamedTuple):
-    """Where the headers of a packet stand."""
+    """Where a packet's headers are."""
 
     version: int
     ip: int
     transport: int
     protocol: int
-    """_TCP or _UDP, or 0 where the transport's checksum is not ours to touch."""
+    """_TCP or _UDP, or 0 if the transport checksum is not ours to touch."""
 
 
 def _headers(packet: bytes, link: Link) -> _Headers | None:
-    """Find the headers of a packet; None where it carries no IP."""
+    """Find the headers of a packet; None if it carries no IP."""
     at, kind = link(packet)
     left = len(packet) - at
     if kind == _IPV4 and left >= _IPV4_SIZE and packet[at] >> 4 == 4:
@@ -98,7 +97,7 @@ def _known(protocol: int) -> int:
 
 
 def _packet_end(packet: _Bytes, headers: _Headers) -> int:
-    """Return where the IP packet ends, as it says itself; a frame may be padded behind it."""
+    """Return where the IP packet ends by its own account; the frame may have padding after it."""
     at = headers.ip
     if headers.version == 4:
         return at + int.from_bytes(packet[at + 2 : at + 4])
@@ -122,7 +121,7 @@ def _holds_transport(packet: _Bytes, headers: _Headers, end: int) -> bool:
 def _residue(data: _Bytes) -> int:
     """Return a number that is congruent to the one's complement sum of 16-bit words (RFC 1071).
 
-    2^16 leaves 1 over 2^16 - 1, so the words of one long number add up modulo that.
+    2^16 is 1 modulo 2^16 - 1, so a long number leaves the sum of its words.
     """
     return int.from_bytes(data if len(data) % 2 == 0 else data + b"\0") % 0xFFFF
 
@@ -141,8 +140,8 @@ def _pseudo_header(packet: _Bytes, headers: _Headers, size: int) -> int:
 def fill_checksums(packet: bytes, link: Link) -> bytes:
     """Return a packet with its IPv4 header, TCP and UDP checksums filled in.
 
-    What is none of these stays as it is; so do fragments, whose transport
-    checksum covers more than one packet.
+    Everything else is left unchanged, as are fragments, whose transport checksum covers more than
+    one packet.
     """
     headers = _headers(packet, link)
     if headers is None:
@@ -163,13 +162,13 @@ def _fill(out: bytearray, headers: _Headers, end: int) -> None:
     out[field : field + 2] = b"\0\0"
     value = _checksum(_pseudo_header(out, headers, end - transport) + _residue(out[transport:end]))
     if headers.protocol == _UDP:
-        # 0 says that there is none; its other form stands for it.
+        # 0 means that there is none, so it is sent in its other form.
         value = value or 0xFFFF
     out[field : field + 2] = value.to_bytes(2)
 
 
 def checksums_are_right(packet: bytes, link: Link) -> bool:
-    """Whether a packet is IP with TCP or UDP, and all its checksums are right."""
+    """Whether a packet is IP with TCP or UDP, and all its checksums are correct."""
     headers = _headers(packet, link)
     if headers is None:
         return False
@@ -192,20 +191,18 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
 def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes]:
     """Cut a payload into packets of at most mss bytes, each behind the header.
 
-    Lengths, IPv4 identification, TCP sequence number and checksums are each
-    packet's own; FIN and PSH are left to the last, and CWR to the first.  UDP is
-    cut too: every packet is then a datagram of its own.
+    Each packet has its own lengths, IPv4 identification, TCP sequence number and checksums; only
+    the last has FIN and PSH, and only the first CWR. UDP is cut too, into separate datagrams.
 
     Args:
-        hdr: link header, IPv4 or IPv6, and TCP or UDP; nothing behind it.
-        link: what the link header is.
+        hdr: link header, IPv4 or IPv6, and TCP or UDP; nothing after it.
+        link: the kind of link header.
         payload: what follows the header; none at all makes one packet.
-        mss: payload bytes of a packet.
+        mss: payload bytes in a packet.
 
     Raises:
-        Fault: LOC_QP_OP_ERR: the mss is 0, or the header is none of these;
-            LOC_LEN_ERR: it ends before or behind its TCP or UDP header, or the
-            payload is longer than MAX_TSO.
+        Fault: LOC_QP_OP_ERR: the mss is 0, or the header is none of these; LOC_LEN_ERR: it is
+            shorter or longer than its headers say, or the payload is longer than MAX_TSO.
     """
     headers = _headers(hdr, link)
     if not mss or headers is None or not headers.protocol:
@@ -216,7 +213,7 @@ def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes
 
 
 def _transport_size(hdr: bytes, headers: _Headers) -> int:
-    """Return how long the TCP or UDP header says that it is; -1 where it is cut short."""
+    """Return the length that the TCP or UDP header gives; -1 if it is cut short."""
     if headers.protocol == _UDP:
         return _UDP_SIZE
     if len(hdr) < headers.transport + _TCP_SIZE:

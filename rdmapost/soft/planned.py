@@ -1,4 +1,4 @@
-"""What is to go wrong on purpose, as the device sees it (``faults`` is what its users see)."""
+"""What will go wrong on purpose, as the device sees it (users see ``faults``)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ __all__ = ["PlannedFaults"]
 
 
 class PlannedFaults(door.Record):
-    """The faults of an open device that have not struck yet.
+    """An open device's faults that have not fired yet.
 
     Args:
-        wr_id_of: returns the caller's wr_id of a work request that the device
-            knows by another, or None.
+        wr_id_of: returns the caller's wr_id for the device's, or None.
 
     Attributes:
-        posts: what posts are refused with; C reads it in the middle of a post.
-        statuses: what work requests complete with, by wr_id.
+        posts: the errnos that refuse posts; C reads it in the middle of a post.
+        statuses: the statuses with which work requests complete, by wr_id.
         refusals: how often queue pairs are not ready, by number.
     """
 
@@ -33,13 +32,13 @@ class PlannedFaults(door.Record):
         self.refusals: dict[int, int] = Table()
 
     def clear(self) -> None:
-        """Let everything work again."""
+        """Make everything work again."""
         self.posts.clear()
         self.statuses.clear()
         self.refusals.clear()
 
     def take_status(self, wr_id: int) -> WCStatus | None:
-        """Return the status that a work request is to complete with, or None.
+        """Return the status with which a work request must complete, or None.
 
         Args:
             wr_id: as the device knows it.
@@ -48,7 +47,7 @@ class PlannedFaults(door.Record):
         return None if theirs is None else self.statuses.pop(theirs, None)
 
     def refuse_receive(self, qp_num: int) -> bool:
-        """Whether a queue pair is to behave as if no receive were posted.
+        """Whether a queue pair must behave as if no receive were posted.
 
         Args:
             qp_num: its number.

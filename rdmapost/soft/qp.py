@@ -37,7 +37,7 @@ _COMPLETES_AS: dict[int, WCOpcode] = {
     int(Opcode.BIND_MW): WCOpcode.BIND_MW,
     int(Opcode.TSO): WCOpcode.TSO,
 }
-"""All others as SEND: an unknown opcode can only have failed, and then this means nothing."""
+"""All others as SEND: an unknown opcode can only have failed, and then this is not valid."""
 
 _SIGNALED = int(SendFlags.SIGNALED)
 _PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
@@ -46,8 +46,8 @@ _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
 _RTS, _SQE, _ERR, _WC_SEND = QPState.RTS, QPState.SQE, QPState.ERR, WCOpcode.SEND
 
 ACCESS_FLAGS = 0x3FF003FF
-"""The access flags of the kernel's ABI (enum ib_uverbs_access_flags).  A queue pair may be given
-any of them; those that grant a peer nothing mean nothing there."""
+"""The access flags of the kernel's ABI (enum ib_uverbs_access_flags). A queue pair accepts any of
+them; those that grant a peer nothing have no effect."""
 
 ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
     **RANGES,
@@ -58,7 +58,7 @@ ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
     "qp_access_flags": (0, ACCESS_FLAGS),
     "path_mig_state": (0, 0),
 }
-"""What ibv_modify_qp takes, both ends included."""
+"""What ibv_modify_qp accepts, both ends included."""
 
 
 class QueuePair(door.Record):
@@ -102,14 +102,15 @@ class QueuePair(door.Record):
 
     def _forget(self) -> None:
         self.attr: dict[str, Any] = {}
-        """What has been set; a step asks for all that the next state needs."""
+        """What has been set; each step requires all that the next state needs."""
         self.begin_attempts()
         self.established = False
 
     # ---- the state machine --------------------------------------------------
 
     def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> bool:
-        """Change attributes and the state; return False, and change nothing, if that cannot be."""
+        """Change attributes and the state; return False, changing nothing, if that is not
+        allowed."""
         old = self.state
         new = QPState(attrs.get("qp_state", old))
         if "cur_qp_state" in attrs and attrs["cur_qp_state"] != old:
@@ -129,7 +130,7 @@ class QueuePair(door.Record):
         self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
-            # Requests are carried out at the post, so the queue has drained already.
+            # Requests are carried out when posted, so the queue has drained already.
             self.context.events.push(EventType.SQ_DRAINED, self.handle)
         return True
 
@@ -151,7 +152,7 @@ class QueuePair(door.Record):
         self.rq.prompt = state is _ERR
 
     def drop_queues(self) -> None:
-        """Forget what is posted and what has completed, without a completion."""
+        """Forget what is posted and what has completed, without completions."""
         for wqe in door.posted(self.sq):
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
@@ -167,12 +168,12 @@ class QueuePair(door.Record):
         self.retries = 0
         self.rnr_retries = 0
         self.due = 0.0
-        """When the request at the head is to be tried again, by the monotonic clock."""
+        """When to retry the request at the head, by the monotonic clock."""
 
     # ---- completing ---------------------------------------------------------
 
     def complete_send(self, wqe: WQE, status: WCStatus, byte_len: int = 0) -> None:
-        """Retire a send work request, with a completion where one is due."""
+        """Retire a send work request, with a completion if one is due."""
         if wqe.owner is not None:
             wqe.owner.ended(wqe, status)
             return
@@ -198,7 +199,7 @@ class QueuePair(door.Record):
         queue: WorkQueue | None = None,
         cq: CompletionQueue | None = None,
     ) -> None:
-        """Retire a receive work request of this queue pair's, or of the given queue."""
+        """Retire a receive work request of this queue pair, or of the given queue."""
         fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, flags, 0, 0, 0, 0)
         entry = (fields, self.rq if queue is None else queue, 1, False, NO_TAG)
         self.push(self.recv_cq if cq is None else cq, entry)
@@ -238,7 +239,7 @@ class QueuePair(door.Record):
             self.context.events.push(EventType.QP_LAST_WQE_REACHED, self.handle)
 
     def flush_posted(self) -> None:
-        """Complete with flush errors what has been posted in a state that takes nothing else."""
+        """Complete with flush errors what was posted in a state that flushes."""
         self.flush_sends()
         if self.state is _ERR and self.srq is None:
             self.flush_receives()
@@ -255,5 +256,5 @@ class QueuePair(door.Record):
             self.complete_recv(self.rq.take(), WCStatus.WR_FLUSH_ERR)
 
     def grants(self, access: int) -> bool:
-        """Whether a peer may do this through the queue pair at all."""
+        """Whether the queue pair grants a peer this at all."""
         return bool(self.attr["qp_access_flags"] & access)

@@ -14,28 +14,27 @@ if TYPE_CHECKING:
 __all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
 
 WQE = door.WQE
-"""A work request as the device holds it: what is in ``struct ibv_send_wr``, ``struct ibv_recv_wr``
-or ``struct ibv_ops_wr``, by the names that it has there; what its opcode does not have is garbage.
-``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data that was
-copied at the post, ``ah``, ``window`` and ``region`` are the objects that are meant, and ``owner``
-is who hears how it ended, where it is the device's own (tags)."""
+"""A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
+ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not have
+are garbage. ``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data
+copied when it was posted, ``ah``, ``window`` and ``region`` are the objects named, and ``owner`` is
+told how it ended, if it is the device's own (tags)."""
 
 
 class WorkQueue(door.DeviceQueue):
     """A queue of work requests with a fixed number of slots.
 
-    A slot is taken at the post, which is in C.  It comes free when a completion that
-    shows its work request as done has been polled, and not before: hardware knows no
-    more than the consumer tells it.
+    A slot is taken by the post, which is in C. It comes free only when a completion that shows its
+    work request as done has been polled: hardware knows no more than its consumer says.
 
     Attributes:
-        pending: the work requests that are not done.
-        depth: its slots.
-        max_sge: SGEs of a work request.
-        used: slots that are taken.
-        silent: unsignaled work requests that are done, and whose slots wait for a completion.
+        pending: the work requests not yet done.
+        depth: its number of slots.
+        max_sge: SGEs in a work request.
+        used: slots taken.
+        silent: unsignaled work requests that are done, and whose slots await a completion.
         refuses: the errno of every post, or 0.
-        prompt: whether what is posted is to be carried out, and does not wait for a message.
+        prompt: whether posts are carried out, instead of waiting for a message.
     """
 
     __slots__ = ()
@@ -47,19 +46,19 @@ class WorkQueue(door.DeviceQueue):
         self.refuses = refuses
 
     def take(self) -> WQE:
-        """Remove the first of the work requests."""
+        """Remove and return the first work request."""
         wqe: WQE = door.take(self.pending)
         return wqe
 
     def clear(self) -> None:
         """Forget everything."""
         self.silent = 0
-        # What is posted meanwhile, by a signal handler, is forgotten too.
+        # This includes what a signal handler posts meanwhile.
         door.on_commit(door.clear, self)
 
 
 class XRCDomain(door.Record):
-    """What XRC targets and XRC shared receive queues may be used together."""
+    """Which XRC targets and XRC shared receive queues may be used together."""
 
     __slots__ = ("handle", "inode", "opened", "users")
 
@@ -96,9 +95,9 @@ class SharedReceiveQueue(door.Record):
         self.queue = WorkQueue(depth, max_sge)
         self.number = number
         self.limit = 0
-        """The limit event fires when fewer receives than this are left; 0 is not armed."""
+        """The limit event fires when fewer receives are left; 0 means not armed."""
         self.cq: CompletionQueue | None = None
-        """Where receives of XRC and tag matching complete."""
+        """Where XRC and tag-matching receives complete."""
         self.xrcd: Any = None
         self.tags: Any = None
         """The matching list of a tag-matching queue."""

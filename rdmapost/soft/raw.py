@@ -1,4 +1,4 @@
-"""Raw packets: whole Ethernet frames, seen by every other raw queue pair of the device."""
+"""Raw packets: whole Ethernet frames, received by every other raw queue pair of the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_FRAME = 9000 + ETHERNET_HEADER
 
 
 def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
-    """Send one frame as it is, with checksums where the work request asks for them.
+    """Send one frame unchanged, but with checksums if the work request asks for them.
 
     Raises:
         Fault: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
@@ -36,7 +36,7 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many frames, each with the work request's header.
 
     Raises:
-        Fault: a frame would be too long, or the header is none that can be used.
+        Fault: a frame would be too long, or the header cannot be used.
     """
     _check_length(len(wqe.hdr) + min(size, wqe.mss))
     for frame in offload.segments(wqe.hdr, offload.ethernet, gather(data), wqe.mss):

@@ -1,10 +1,9 @@
 """The requester: carries out the send queue, in order, one request at a time.
 
-A request goes out as a message and its acknowledgement decides how the work
-request completes.  What must be tried again later is parked with the time at
-which it is due; the device comes back to it when anybody posts, polls or is
-woken by a descriptor of events.  FENCE is met by itself: a request starts when
-the one before it is done.
+A request goes out as a message, and its acknowledgement decides how the work request completes.
+What must be retried later is parked until it is due; the device comes back to it on any post, poll
+or wake-up by an event descriptor. FENCE needs no code: a request starts when the one before it is
+done.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _SUCCESS, _ACK = WCStatus.SUCCESS, AckKind.ACK
 
 
 class _Parked(Exception):
-    """The request is to be tried again later."""
+    """The request must be retried later."""
 
 
 def step(qp: QueuePair) -> bool:
@@ -69,7 +68,7 @@ def step(qp: QueuePair) -> bool:
 
 
 def give_up(qp: QueuePair) -> bool:
-    """End the request at the head of the send queue, which the device failed to carry out."""
+    """Fail the request at the head of the send queue, which the device could not carry out."""
     if qp.sq.pending:
         _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
     return bool(qp.sq.pending)
@@ -79,7 +78,7 @@ def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
     if qp.due:
         qp.begin_attempts()
     if not qp.sq.pending:
-        # Its own consequences flushed it: a queue pair that sends to itself.
+        # It was flushed as a consequence of itself, on a queue pair that sends to itself.
         return
     qp.sq.take()
     qp.complete_send(wqe, status, byte_len)
@@ -92,7 +91,7 @@ def _carry_out(qp: QueuePair, wqe: WQE) -> int:
 
     Raises:
         Fault: it ends with an error status.
-        _Parked: it is to be tried again.
+        _Parked: it must be retried.
     """
     faults = qp.context.faults
     if faults.statuses and (forced := faults.take_status(wqe.wr_id)) is not None:
@@ -149,11 +148,11 @@ def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
 def _room(wqe: WQE) -> int:
     """Return the size of the local buffers of a work request that fetches something.
 
-    They are looked at when the answer is there, and not before, as in hardware: what
-    the responder has done by then stays done.
+    As in hardware, they are checked only when the answer arrives: what the responder has done by
+    then stays done.
     """
     if wqe.inline is not None:
-        # A copy that was made at the post is nothing to write into.
+        # An inline copy cannot be written to.
         raise Fault(WCStatus.LOC_QP_OP_ERR)
     size: int = sum(length or 1 << 31 for _, length, _ in wqe.sges)
     if size > MAX_MSG_SIZE:
@@ -185,7 +184,7 @@ def _atomic(qp: QueuePair, wqe: WQE) -> int:
 
 def _needs_rd_atomic(qp: QueuePair) -> None:
     if not qp.attr["max_rd_atomic"]:
-        # Not one read or atomic may be outstanding: it could never start.
+        # No read or atomic may be outstanding, so it could never start.
         raise Fault(WCStatus.LOC_QP_OP_ERR)
 
 
@@ -240,7 +239,7 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
         _Parked: it did not answer, or was not ready; attempts are left.
     """
     if qp.reliable and qp.retries > qp.attr["retry_cnt"]:
-        # The last attempt has had its time too.
+        # The last attempt has timed out too.
         raise Fault(WCStatus.RETRY_EXC_ERR)
     ack = qp.device.transmit(request, qp.attr["dgid"])
     if not qp.reliable:
@@ -248,7 +247,7 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
     if ack is None:
         timeout = qp.attr["timeout"]
         if not timeout:
-            # For ever: look again now and then, for the peer may come up.
+            # For ever: retry now and then, as the peer may come up.
             _try_again(qp, 0.1)
         qp.retries += 1
         _try_again(qp, ack_timeout(timeout))

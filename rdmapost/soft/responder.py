@@ -1,7 +1,6 @@
 """The responder: carries out one request and answers it.
 
-On an unreliable service there is no answer: what cannot be carried out is
-dropped in silence.
+An unreliable service has no answers: what cannot be carried out is dropped silently.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _REMOTE_OPERATIONAL = Ack(AckKind.NAK_REMOTE_OPERATIONAL)
 
 _MASK64 = (1 << 64) - 1
 _UINT64 = Struct("=Q")
-# As numbers: arithmetic on a Flag costs more than all the rest of a small write.
+# As numbers: arithmetic on a Flag costs more than the rest of a small write.
 _REMOTE_WRITE = int(Access.REMOTE_WRITE)
 _REMOTE_READ = int(Access.REMOTE_READ)
 _REMOTE_ATOMIC = int(Access.REMOTE_ATOMIC)
@@ -43,7 +42,7 @@ _UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
 
 
 def receive(qp: QueuePair, request: Request) -> Ack | None:
-    """Carry out a request; return the acknowledgement, or None where there is none."""
+    """Carry out a request; return the acknowledgement, or None if there is none."""
     if qp.state not in _RECEIVES or qp.peer_type is not request.qp_type:
         return None
     if qp.connected:
@@ -75,8 +74,8 @@ def refuse(qp: QueuePair) -> Ack:
 
 
 Receive: TypeAlias = "tuple[Any, WorkQueue, ProtectionDomain, CompletionQueue]"
-"""A receive work request taken off a queue (what has wr_id and sges); the queue, whose memory it
-names, and where it completes."""
+"""A receive work request taken off a queue (an object with wr_id and sges); the queue, the domain
+of its memory, and where it completes."""
 
 
 def not_ready(qp: QueuePair) -> Ack | None:
@@ -85,10 +84,10 @@ def not_ready(qp: QueuePair) -> Ack | None:
 
 
 def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
-    """Return the shared receive queue that a request draws from, or None for the own one.
+    """Return the shared receive queue that a request draws from, or None for the QP's own.
 
     Raises:
-        RemoteFault: an XRC request names none of this domain.
+        RemoteFault: an XRC request names none in this domain.
     """
     if qp.type is not _XRC_RECV:
         return qp.srq
@@ -99,7 +98,7 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
 
 
 def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
-    """Take the next receive; None where there is none."""
+    """Take the next receive; None if there is none."""
     srq = shared_queue(qp, request)
     queue = qp.rq if srq is None else srq.queue
     faults = qp.context.faults
@@ -152,7 +151,7 @@ def fill(
                 flags = raw.flags_of(request)
     except Fault as fault:
         room = sum(length or 1 << 31 for _, length, _ in wqe.sges)
-        # Whether the message fits is found out before it is written anywhere.
+        # Whether the message fits is determined before any of it is written.
         status = fault.status if byte_len <= room else WCStatus.LOC_LEN_ERR
         ack = _INVALID_REQUEST if status is WCStatus.LOC_LEN_ERR else _REMOTE_OPERATIONAL
     if request.imm is not None:
@@ -160,8 +159,8 @@ def fill(
     elif request.invalidate_rkey is not None and not status:
         imm, flags = request.invalidate_rkey, flags | _WITH_INV
         if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey):
-            # The message itself has been carried out: it is acknowledged, and the
-            # responder alone is told and broken.
+            # The message itself succeeded: it is acknowledged, and only the responder learns of the
+            # failure and breaks.
             status = WCStatus.REM_INV_REQ_ERR
     fields = (
         wqe.wr_id, status, opcode, 0, byte_len, imm, qp.number,
@@ -221,7 +220,7 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     if request.remote_addr % 8:
         return refuse(qp)
     [target] = _target(qp, request, 8, _REMOTE_ATOMIC)
-    # The device's lock makes this atomic among everything that it does.
+    # The device's lock makes this atomic with respect to all that it does.
     old: int
     (old,) = _UINT64.unpack(target)
     if request.opcode == Opcode.ATOMIC_FETCH_AND_ADD:

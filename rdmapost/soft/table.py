@@ -1,4 +1,4 @@
-"""Dictionaries whose changes are taken back with the verb that made them."""
+"""Dictionaries whose changes are rolled back with the verb that made them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _ABSENT = object()
 
 
 class Table(dict[Any, Any]):
-    """A dictionary; of its changes item assignment, del and pop are noted.
+    """A dictionary that journals item assignment, del and pop.
 
-    Another thread may clear it in the middle of these.
+    Another thread may clear it in the middle of any of these.
     """
 
     __slots__ = ()

@@ -1,19 +1,16 @@
 """Tag matching: a shared receive queue that finds the buffer for a message by its tag.
 
-A message starts with a header (TMH).  Its tag is looked for in the matching
-list; where an entry matches, the payload goes into the entry's buffers, and
-where none does, the message is unexpected and goes, header and all, into the
-next receive of the queue.
+A message starts with a header (TMH). Its tag is looked up in the matching list. If an entry
+matches, the payload goes into the entry's buffers; if none does, the message is unexpected and
+goes, header and all, into the queue's next receive.
 
-Software may be about to add an entry while a message that it would match is
-already waiting among the unexpected ones; a later message must not overtake
-that one.  So both sides count unexpected messages, and entries that are added
-while the counts differ are held: they match nothing until an operation brings
-a count that agrees (phase synchronisation, ibv_post_srq_ops(3)).
+Software may be about to add an entry while a message that it would match is already waiting among
+the unexpected ones; a later message must not overtake it. So both sides count unexpected messages,
+and entries added while the counts differ are held: they match nothing until an operation brings a
+count that agrees (phase synchronisation, ibv_post_srq_ops(3)).
 
-A rendezvous request carries no payload but says where it lies (RVH).  The
-device fetches it with an RDMA READ of its own, on the queue pair on which the
-request came, and answers with a FIN.
+A rendezvous request carries no payload but says where it is (RVH). The device itself fetches it
+with an RDMA READ, on the queue pair that received the request, and answers with a FIN.
 """
 
 from __future__ import annotations
@@ -42,14 +39,14 @@ __all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList", "TMHOpc
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
 MAX_RNDV_HEADER = 64
-"""Bytes of a rendezvous request, with the sender's own data behind TMH and RVH."""
+"""Bytes in a rendezvous request, including the sender's own data after TMH and RVH."""
 
 _TMH = Struct("!B3xIQ")  # opcode, app_ctx, tag
 _RVH = Struct("!QII")  # va, rkey, len
 _COUNT_MASK = 0xFFFF
-"""What the device keeps of an unexpected_cnt."""
+"""The bits of an unexpected_cnt that the device keeps."""
 _MOST_UNSEEN = 0x3FFF
-"""Unexpected messages that software may be behind before their completions ask for a sync."""
+"""How many unexpected messages software may lag behind before their completions ask for a sync."""
 
 _SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
 _SYNC_REQ = int(WCFlags.TM_SYNC_REQ)
@@ -67,9 +64,9 @@ class TMHOpcode(IntEnum):
     """What a tag-matching message is, by the first byte of its header."""
 
     NO_TAG = 0
-    """Not to be matched."""
+    """Does not take part in matching."""
     RNDV = 1
-    """A rendezvous request: RVH behind the TMH, and data of the sender's."""
+    """A rendezvous request: after the TMH, an RVH and the sender's own data."""
     FIN = 2
     """The answer to one: its data has been fetched."""
     EAGER = 3
@@ -86,7 +83,7 @@ class _Entry(NamedTuple):
 
 
 class MatchingList(door.Record):
-    """The matching list of a shared receive queue, and what is done with it.
+    """The matching list of a shared receive queue, and its operations.
 
     Attributes:
         slots: the places in the list; one comes free when the completion of
@@ -103,7 +100,7 @@ class MatchingList(door.Record):
         self.ops.prompt = True
         self.ops.slots = self.slots
         self._entries: dict[int, _Entry] = {}
-        """By handle, in the order in which they match; replaced, and never changed."""
+        """By handle, in matching order; replaced, never changed in place."""
         self._held: frozenset[int] = frozenset()
         """The handles of the entries that match nothing yet."""
         self._seen = 0
@@ -112,13 +109,13 @@ class MatchingList(door.Record):
     # ---- operations ---------------------------------------------------------
 
     def step(self) -> bool:
-        """Carry out the first of the operations that are posted; return whether to come again."""
+        """Carry out the first posted operation; return whether to come again."""
         if self.ops.pending:
             self._carry_out(self.ops.take())
         return bool(self.ops.pending)
 
     def give_up(self) -> bool:
-        """End the first operation, which the device failed to carry out."""
+        """Fail the first operation, which the device could not carry out."""
         if self.ops.pending:
             self._complete_op(self.ops.take(), WCStatus.FATAL_ERR)
         return bool(self.ops.pending)
@@ -132,7 +129,7 @@ class MatchingList(door.Record):
             self._entries = {**self._entries, op.handle: entry}
             self._held |= {op.handle}
         elif op.opcode == OpsOpcode.TAG_DEL and not self._remove(op.handle):
-            # A message has taken it meanwhile.
+            # A message has matched it meanwhile.
             status = WCStatus.TM_ERR
         if self._in_phase():
             self._held = frozenset()
@@ -175,7 +172,7 @@ class MatchingList(door.Record):
     # ---- messages -----------------------------------------------------------
 
     def receive(self, qp: QueuePair, request: Request) -> Ack | None:
-        """Take a message that came on a queue pair of this shared receive queue."""
+        """Handle a message received on a queue pair of this shared receive queue."""
         head, payload = _split(request.data, _TMH.size)
         kind = head[0] if head else TMHOpcode.NO_TAG
         if kind in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
@@ -235,7 +232,7 @@ class MatchingList(door.Record):
         message.data, message.length = payload, request.length - _TMH.size
         flags = _MATCH | _DATA_VALID
         if request.length > 128 << qp.attr["path_mtu"]:
-            # It matches with its first packet, and is complete with its last.
+            # It matches on its first packet, and is complete on its last.
             self._complete_match(qp, entry, tag_info)
             flags, tag_info = _DATA_VALID, NO_TAG
         return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tag_info)
@@ -250,13 +247,13 @@ class MatchingList(door.Record):
             entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, 0, qp.number, 0, _MATCH,
             0, 0, 0, 0,
         )  # fmt: skip
-        # The entry keeps its place in the list until its data is there too.
+        # The entry keeps its place in the list until its data has arrived.
         self._push((fields, self.slots, 0, False, tag_info))
 
     def complete(
         self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
     ) -> None:
-        """Complete a tagged receive, whatever became of its message."""
+        """Complete a tagged receive, however its message ended."""
         qp.complete_recv(
             entry, status, opcode=WCOpcode.TM_RECV, byte_len=byte_len,
             flags=flags, queue=self.slots, cq=self.srq.cq,
@@ -276,7 +273,7 @@ class MatchingList(door.Record):
             return Ack(AckKind.NAK_REMOTE_OPERATIONAL)
         room = size_of(segments)
         if size > room:
-            # Software fetches the data; it finds in the buffer where that lies.
+            # Software fetches the data; the buffer tells it from where.
             headers = message[: min(_TMH.size + _RVH.size, room)]
             if headers:
                 copy_bytes([headers], segments)
@@ -290,7 +287,7 @@ class MatchingList(door.Record):
 
 
 class _Rendezvous:
-    """The device's own work on a send queue: fetch the data, then say so.
+    """The device's own work on a send queue: fetch the data, then report it.
 
     Attributes:
         pd: the protection domain of the buffers.
@@ -306,14 +303,14 @@ class _Rendezvous:
     def start(self, va: int, rkey: int, headers: bytes) -> None:
         """Put an RDMA READ and the FIN on the queue pair's send queue.
 
-        They are carried out when the acknowledgement of the request is on its way.
+        They are carried out once the request's acknowledgement is on its way.
         """
         read, fin = WQE(), WQE()
         read.wr_id = fin.wr_id = _NOBODYS
         read.opcode, fin.opcode = Opcode.RDMA_READ, Opcode.SEND
         read.sges = _first(self._entry.sges, self._size)
         read.remote_addr, read.rkey = va, rkey
-        # The FIN is the request again, but for the opcode.
+        # The FIN repeats the request, except for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
         door.on_commit(self._qp.sq.pending.append, read)
@@ -321,12 +318,12 @@ class _Rendezvous:
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:
-        """Hear how one of the two ended."""
+        """React to the end of one of the two."""
         if wqe.opcode == Opcode.RDMA_READ:
             outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS
             self._tags.complete(self._qp, self._entry, outcome, self._size, _DATA_VALID)
         if status not in (WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR):
-            # No send work request of the consumer's will tell why the queue pair broke.
+            # No send work request of the consumer will show why the queue pair broke.
             self._qp.fail(EventType.QP_FATAL)
 
 
@@ -334,7 +331,7 @@ class _Rendezvous:
 
 
 def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
-    """Return the first bytes of a message, as far as there are so many, and the rest."""
+    """Return up to `size` first bytes of a message, and the rest."""
     head = b""
     rest: Segments = []
     for piece in data:

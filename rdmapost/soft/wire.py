@@ -1,7 +1,6 @@
 """What queue pairs say to each other: a request, and its acknowledgement.
 
-Requester and responder know each other only through these messages; a wire
-could stand between them.
+Requester and responder share nothing but these messages; a wire could connect them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from ..enums import QPType
 __all__ = ["Ack", "AckKind", "Request", "Segments", "size_of"]
 
 Segments = list[Any]
-"""Bytes in memory: memoryviews of registered memory, or bytes of the device's own."""
+"""Bytes in memory: memoryviews of registered memory, or the device's own bytes."""
 
 
 class Request:
     """A message from a requester, whole: segmentation is not modelled."""
 
-    # Most requests differ from these in two or three.
+    # Most requests change only two or three of these.
     solicited = False
     imm: int | None = None
     """Immediate data as the work request holds it, in network order."""
@@ -53,7 +52,7 @@ class Request:
 
 
 class AckKind(IntEnum):
-    """What a responder answers."""
+    """The kinds of answer."""
 
     ACK = 0
     """Done."""
@@ -64,7 +63,7 @@ class AckKind(IntEnum):
     NAK_REMOTE_ACCESS = 3
     """The key, the range or the permission is wrong."""
     NAK_REMOTE_OPERATIONAL = 4
-    """The responder could not carry it out for a reason of its own."""
+    """The responder could not carry it out, for an internal reason."""
 
 
 class Ack:
