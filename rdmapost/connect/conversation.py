@@ -41,7 +41,7 @@ __all__ = ["HELLO_S", "Conversation", "Reception"]
 _log = logging.getLogger("rdmapost.connect")
 
 HELLO_S = 5.0
-"""What a hello may take at most, however long the other steps may."""
+"""How long a hello may take at most, whatever the timeout for other steps."""
 _MAX_CLIENTS = 1 << 16
 
 

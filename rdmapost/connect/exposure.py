@@ -40,7 +40,7 @@ _BY_QP_TYPE = {
 _KEPT = 1024
 """A client's latest arrivals, which can still be asked for."""
 _ROUND = 64
-"""Completions taken at once, so that a flood of them does not keep everything else waiting."""
+"""Completions taken at once, so that a flood of them does not stall everything else."""
 _FLUSH_S = 1.0
 """What a device may take to flush the receives of a queue pair in ERR."""
 _CHUNK = 1 << 20
