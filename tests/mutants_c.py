@@ -157,7 +157,7 @@ class File:
         return self.tokens[at].text if 0 <= at < len(self.tokens) else ""
 
     def _is_operand(self, at: int) -> bool:
-        """Whether this can be the operand of an operator after it, which is unary otherwise."""
+        """Whether an operator after this one is binary, rather than unary."""
         token = self.tokens[at]
         return token.text in (")", "]") or (
             token.kind in ("number", "name", "string") and token.text not in ("return", "case")

@@ -262,7 +262,7 @@ def test_the_doctor_finds_what_cannot_be_listed_or_opened(on_null):
 
 
 def test_the_list_of_devices_shows_those_that_can_be_opened(on_null):
-    """`rdmapost devices` says why the others are not usable."""
+    """`rdmapost devices` says why the others cannot be opened."""
     code = """
     from rdmapost.cli import main
     import sys

@@ -85,7 +85,7 @@ def test_use_after_close_names_the_resource():
 
 
 def test_closed_window_is_named_by_its_kind(pd):
-    """While it is open, its key belongs to the device."""
+    """Its name includes the device's key only while it is open."""
     needs(pd.context.attr.max_mw, "memory windows", pd.context)
     mw = rp.MW(pd)
     mw.close()

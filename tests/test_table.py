@@ -53,7 +53,7 @@ def test_every_opcode_of_the_table_has_a_class():
 
 
 def test_checksum_offload_that_the_device_lacks_is_refused(rc):
-    """No device here has it on RC."""
+    """Neither soft0 nor Soft-RoCE has it on RC."""
     flags = SendFlags.SIGNALED | SendFlags.IP_CSUM
     with pytest.raises(rp.PostError, match=r"IP_CSUM: the device has no such offload on RC QPs"):
         rc.a.post_send(rp.Send(rc.mine[:8], send_flags=flags))

@@ -319,7 +319,7 @@ class TestOnSoft0:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_windows_have_the_keys_of_their_work_requests_whoever_puts_them_there(tap, stack, count):
-    """Many drivers do not check; one that accepts nothing shows who does."""
+    """Many drivers set none; one that accepts nothing shows who sets them."""
     pd = stack.enter_context(rp.PD(tap.context))
     cq = stack.enter_context(rp.CQ(tap.context))
     region = stack.enter_context(rp.MR(pd, 256, BINDABLE))
