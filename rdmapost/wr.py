@@ -49,8 +49,8 @@ __all__ = [
 class SGE(NamedTuple):
     """A scatter/gather element: a range of local memory (``struct ibv_sge``).
 
-    ``mr[64:128]`` makes one; ``SGE.from_buffer`` makes one for inline data.
-    One made from numbers is passed on as it is.
+    ``mr[64:128]`` makes one; ``SGE.from_buffer`` makes one for inline data. One made from numbers
+    is passed on unchanged.
 
     Attributes:
         addr: address of the first byte, 0..2^64-1.

@@ -1,4 +1,4 @@
-"""Commands that an agent plays (tests/guests/agent.py), on this machine or on another."""
+"""Commands that an agent runs (tests/guests/agent.py), on this machine or on another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Ended", "Remote", "local_agent"]
 
 
 class Ended(NamedTuple):
-    """How a command ended: its exit status, or the negative number of a signal."""
+    """How a command ended: its exit status, or a negative signal number."""
 
     status: int
     out: str
@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 class Remote:
-    """A command that an agent plays; a context manager that kills what is left of it.
+    """A command that an agent runs; a context manager that kills what is left of it.
 
     Args:
         agent: where the agent is.
@@ -52,7 +52,7 @@ class Remote:
         return answer
 
     def until(self, stream: str, pattern: str) -> str:
-        """Wait for a line of "out" or "err" in which the pattern is found; return the line."""
+        """Wait for a line of "out" or "err" that matches the pattern; return the line."""
         line = self._ask("until", stream=stream, pattern=pattern, timeout=LIMIT)["line"]
         if line is None:
             pytest.fail(f"no {pattern!r} came: {self._ask('wait', timeout=0)}")
@@ -74,7 +74,7 @@ class Remote:
         return Ended(answer["status"], answer["out"], answer["err"])
 
     def close(self) -> None:
-        """Let the agent end it."""
+        """Have the agent end it."""
         self._file.close()
         self._socket.close()
 
@@ -92,9 +92,9 @@ class Remote:
 
 @contextlib.contextmanager
 def local_agent() -> Iterator[tuple[str, int]]:
-    """Run an agent on this machine; give its address.
+    """Run an agent on this machine; yield its address.
 
-    What it plays has no start-up to wait for, which takes seconds on an emulated machine.
+    Its commands need no start-up, which takes seconds on an emulated machine.
     """
     program = Path(__file__).parent / "guests" / "agent.py"
     with subprocess.Popen(

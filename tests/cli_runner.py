@@ -1,4 +1,4 @@
-"""Runs the command line, in this process or in another, and keeps what it printed."""
+"""Runs the command line, in this process or in another, and captures what it prints."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def on(context: rp.Context, *args: str) -> Ran:
 
 
 def done(context: rp.Context, *args: str) -> dict[str, Any]:
-    """Run a command on a device that must succeed; return its document."""
+    """Run a command on a device, which must succeed; return its document."""
     ran = on(context, *args, "--json")
     assert ran.err == ""
     assert ran.code == 0
@@ -64,7 +64,7 @@ def done(context: rp.Context, *args: str) -> dict[str, Any]:
 
 
 def process(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a process of its own."""
+    """Run the command line as a separate process."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "rdmapost.cli", *args],
         env={**os.environ, **environment},

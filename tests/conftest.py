@@ -1,8 +1,8 @@
-"""Fixtures of the library's tests: a device, and resources on it that are closed afterwards.
+"""Fixtures for the library's tests: a device, and resources on it that are closed afterwards.
 
-A test that needs a device takes ``context`` and asks nothing about which one it
-is; what it needs beyond the common it says with ``support.needs``.  What only a
-real device can show takes ``verbs_context`` and does not run on soft0 at all.
+A test that needs a device takes ``context``, whichever device that is, and states uncommon
+requirements with ``support.needs``. A test that only makes sense on a real device takes
+``verbs_context`` and does not run on soft0 at all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_DEVICE = "no RDMA device on this machine; tests/guest.py runs these on Soft-R
 with contextlib.suppress(ImportError):
     import hypothesis
 
-    # Where the tests run may be read-only, and far slower than where they were written.
+    # The tests may run on a read-only or a far slower machine.
     hypothesis.settings.register_profile(
         "rdmapost",
         database=None,
@@ -40,8 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
     config.addinivalue_line("markers", "two_hosts: needs a second machine on the same network")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # What a shell script runs in the background ignores Ctrl-C, and so would every program
-        # that a test starts and interrupts.
+        # Background jobs of a shell script ignore Ctrl-C, and so would every program that a test
+        # starts and interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -50,8 +50,8 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why tests were skipped, a line for each reason and not for each place: the same few
-    reasons stand in hundreds of places, and what failed would be lost among them.
+    """Say why tests were skipped, one line for each reason: the same few reasons apply in hundreds
+    of places, and failures would be lost among them.
     """
     reasons = collections.Counter(
         report.longrepr[2].removeprefix("Skipped: ")
@@ -109,7 +109,7 @@ def verbs_context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
 
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
-    """Closes what was entered, the latest first."""
+    """Closes what was entered, latest first."""
     with contextlib.ExitStack() as opened:
         yield opened
 
@@ -142,7 +142,7 @@ def rc(connect: Connect) -> Pair:
 
 @pytest.fixture
 def device(context: rp.Context) -> str:
-    """The name of a device, for a test whose body runs in a Python of its own."""
+    """The name of a device, for a test whose body runs in a separate Python."""
     return context.name
 
 
@@ -154,5 +154,5 @@ def soft() -> str:
 
 @pytest.fixture
 def real(verbs_context: rp.Context) -> str:
-    """The name of a real device, for what soft0 runs in a test of its own."""
+    """The name of a real device, for what soft0 has a separate test of."""
     return verbs_context.name

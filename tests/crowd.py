@@ -1,4 +1,4 @@
-"""A program that crowds a server with connections, as fast as a process of its own can.
+"""A program that crowds a server with connections, as fast as a separate process can.
 
     crowd.py HOST PORT KIND MANY SOURCES [HELLO]
 
@@ -63,7 +63,7 @@ def main() -> None:
     while True:
         for key, _ in selector.select(0 if kind == "churn" else None):
             if key.fileobj == 0:
-                # What has come before the end; it may be the line break of a terminal.
+                # What came before the end; it may be a terminal's line break.
                 if not os.read(0, 4096):
                     print(json.dumps({"told": told, "seconds": time.monotonic() - started}))
                     return

@@ -1,4 +1,4 @@
-"""The blocks of the documents, for the tests that run what they show."""
+"""The documents' code blocks, for the tests that run them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Command:
 
     Attributes:
         text: the command, on one line.
-        output: what is shown below it, or "".
+        output: the output shown below it, or "".
         host: on which of two hosts, or "".
     """
 
@@ -42,7 +42,7 @@ class Block:
     Attributes:
         document: its file.
         line: number of the first line of its text.
-        language: as the fence says, or "".
+        language: the fence's, or "".
         text: what is in it.
         output: of an example, the block without a language right below it, or None.
         is_output: whether it is such a block.
@@ -70,7 +70,7 @@ def blocks(document: str) -> tuple[Block, ...]:
         fence = re.fullmatch(r"```(.*)", lines[number])
         number += 1
         if fence is None:
-            # Only blank lines stand between an example and its output.
+            # Only blank lines separate an example from its output.
             after = after and not lines[number - 1]
             continue
         end = lines.index("```", number)
@@ -108,7 +108,7 @@ def commands_of(block: Block) -> list[Command]:
 
 
 def shown(document: str, command: str) -> str:
-    """Return the output that a document shows of a command, which must be there once."""
+    """Return the output that a document shows for a command, which must occur once."""
     (found,) = (
         one.output
         for block in blocks(document) if block.language == "console"

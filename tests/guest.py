@@ -5,12 +5,12 @@
     python tests/guest.py --kernel 6.1 -- pytest -m rdma
     python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
 
-The machine boots an installed kernel over this machine's own files (virtme-ng and QEMU,
-emulated unless --kvm is given), makes the device ``rxe0`` on a dummy network device with the
-address 10.0.0.1/24, and runs the command there as root, in the current directory, with the
-environment of the Python that runs this script first in PATH. What the command writes stays in
-the machine and goes with it, but for the directories given with ``--writable``. Its standard
-output and standard error come back apart, as they are and as they come.
+The machine boots an installed kernel over this machine's own files (virtme-ng and QEMU, emulated
+unless --kvm is given), makes the device ``rxe0`` on a dummy network device with the address
+10.0.0.1/24, and runs the command there as root, in the current directory, with the environment of
+the Python that runs this script first in PATH. What the command writes is lost with the machine,
+except in directories given with ``--writable``. Its standard output and standard error come back
+separately, unchanged and as they come.
 
 With --peer there is a second machine, which runs the command given there, and a network of the
 two: ``rxe0`` is on it, with the address 10.0.1.1/24 in the first machine and 10.0.1.2/24 in the
@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="COMMAND",
         help="run this in a second machine on the same network; it does not see --writable",
     )
-    # What the second machine is started with.
+    # The second machine's options at start.
     parser.add_argument("--network", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--host", type=int, choices=(1, 2), default=1, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace, kernel: Path, path: str, peer: Peer | None) ->
         reason = guest.failure or "the machine ended early"
         if attempt == 1:
             say(f"{kernel.name} did not boot: {reason}; trying once more")
-            # Emulation works where KVM only seems to.
+            # Emulation works even where KVM only appears to.
             kvm = False
     guest.show_console()
     say(f"{kernel.name} did not boot: {reason}")

@@ -1,9 +1,9 @@
 """Mutants of the C files, for mutate.py: what can be changed in one, and a module built with it.
 
-A C file is changed token by token: another comparison or operator, an operand that decides
-nothing, a check that never applies, a number that is off by one.  What does not compile then
-is no mutant, and what compiles to the same object means the same.  Only what the changed file
-is part of is compiled; the other objects are made once.
+A C file is changed token by token: another comparison or operator, an operand that decides nothing,
+a check that never applies, a number that is off by one. A change that does not compile is not a
+mutant, and one that compiles to the same object means the same. Only the changed file and what
+includes it are compiled; the other objects are made once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEFINE = re.compile(r"[ \t]*#[ \t]*define[ \t]+(\w+)(?:\([^)]*\))?")
 
 @dataclass(frozen=True)
 class Token:
-    """A token: its kind, its text, where it is, and the function or object that it belongs to."""
+    """A token: its kind, text, position, and the function or object that it belongs to."""
 
     kind: str
     text: str
@@ -50,7 +50,7 @@ class Token:
 
 
 def tokens_of(source: str) -> list[Token]:
-    """Return the tokens of a C file; of directives only what macros stand for."""
+    """Return the tokens of a C file; of directives, only macro bodies."""
     found: list[Token] = []
     depth, head, where = 0, len(found), ""
     for token in _tokens(source, 0, len(source)):
@@ -88,11 +88,11 @@ def _tokens(source: str, start: int, end: int) -> Iterator[Token]:
 
 
 def _declared(head: list[Token]) -> str:
-    """Return the name of what a declaration declares, given what is in front of its body."""
+    """Return the name that a declaration declares, given what precedes its body."""
     names = [token.text for token in head if token.kind == "name"]
     for before, token in itertools.pairwise(head):
         if token.text == "(" and before.kind == "name" and before.text != "__attribute__":
-            # FUNCTION(name) and its like.
+            # FUNCTION(name) and the like.
             after = names[names.index(before.text) + 1 :]
             return after[0] if before.text.isupper() and after else before.text
     return names[-1] if names else ""
@@ -121,7 +121,7 @@ _LIMIT = re.compile(r"U?INT\d+_MAX|SIZE_MAX|PY_SSIZE_T_MAX")
 
 @dataclass(frozen=True)
 class Edit:
-    """One change: what stands in a place instead, and how that reads."""
+    """One change: the replacement, and its description."""
 
     start: int
     end: int
@@ -157,7 +157,7 @@ class File:
         return self.tokens[at].text if 0 <= at < len(self.tokens) else ""
 
     def _is_operand(self, at: int) -> bool:
-        """Whether an operator behind this one takes it: otherwise that has one operand."""
+        """Whether an operator after this one is binary, rather than unary."""
         token = self.tokens[at]
         return token.text in (")", "]") or (
             token.kind in ("number", "name", "string") and token.text not in ("return", "case")
@@ -169,7 +169,7 @@ class File:
         return self._is_operand(at - 1) and (spaced or self._text(at) not in ("*", "&"))
 
     def _closing(self, at: int) -> int:
-        """Return where the bracket that opens here closes."""
+        """Return where the bracket opened here closes."""
         depth = 0
         for other in range(at, len(self.tokens)):
             depth += (self._text(other) in _OPEN) - (self._text(other) in _CLOSE)
@@ -336,7 +336,7 @@ def functions_of(source: str) -> list[Function]:
 
 
 def _parameters(head: list[Token]) -> tuple[Token, tuple[str, ...]] | None:
-    """Return the name and the parameters of a function, given what is in front of its body."""
+    """Return the name and the parameters of a function, given what precedes its body."""
     texts = [token.text for token in head]
     if "(" not in texts or texts[-1] != ")" or "__attribute__" in texts:
         return None
@@ -367,7 +367,7 @@ __attribute__((constructor)) static void mutant_select(void)
 }}
 """
 VARIABLE = "RDMAPOST_TEST_MUTANT"
-"""Selects a mutant in a process that starts."""
+"""Selects a mutant in a new process."""
 
 
 class Selectable:
@@ -447,7 +447,7 @@ class Build:
         sys.path.remove(str(ROOT))
         macros = [] if build_ffi.FREE_THREADED else extension.get("define-macros", [])
         self.compiler = shlex.split(os.environ.get("CC", "cc"))
-        # A variable that nobody has set is not by chance what it should be.
+        # So that an uninitialised variable is not right by chance.
         self.options = [
             "-O1", "-fPIC", "-fwrapv", "-ftrivial-auto-var-init=pattern", "-w",
             f"-I{sysconfig.get_path('include')}", "-I.",

@@ -1,6 +1,6 @@
-"""IP packets by the byte, made and taken apart, and queue pairs that carry them.
+"""IP packets by the byte, built and parsed, and queue pairs that carry them.
 
-What the tests of checksums and of segmentation share.
+Shared by the tests of checksums and of segmentation.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def udp(payload: bytes = b"", checksum: int = 0xBBBB) -> bytes:
 
 
 class Parsed:
-    """A packet taken apart, with its checksums verified word by word."""
+    """A parsed packet, with its checksums verified word by word."""
 
     def __init__(self, packet: bytes) -> None:
         self.packet = packet
@@ -108,7 +108,7 @@ class Parsed:
 
 
 class Link:
-    """A queue pair that sends and others of its type that receive, with many receives each."""
+    """A sending queue pair and receiving ones of its type, with many receives each."""
 
     def __init__(
         self, stack: contextlib.ExitStack, pd: rp.PD, cq: rp.CQ, qp_type: QPType, receivers: int = 1

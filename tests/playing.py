@@ -39,7 +39,7 @@ def play(
     server: dict[str, Any] | None = None,
     **both: Any,
 ) -> Ends:
-    """Let two sides play, each in a thread of its own, and return how each ended."""
+    """Run both sides, each in its own thread, and return how each ended."""
     ends = Ends()
     options = IN_ONE_PROCESS | both
     with listen(HOST, 0) as listener:
@@ -74,7 +74,7 @@ def done(ends: Ends) -> tuple[Result, Result]:
 
 
 def start(*args: str) -> subprocess.Popen[str]:
-    """Start the command in a process of its own."""
+    """Start the command in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-P", "-c", COMMAND, "pingpong", *args],
         stdout=subprocess.PIPE,

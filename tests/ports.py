@@ -1,4 +1,4 @@
-"""Ports of this machine: free ones, ones that somebody listens on, and a listener of a test."""
+"""Ports of this machine: free ones, ones in use, and a test's listener."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return the number of a port on which nobody listens."""
+    """Return the number of a port with no listener."""
     with socket.create_server((HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until somebody listens, without connecting: it may take one connection."""
+    """Wait for a listener without connecting: it may accept only one connection."""
     end = time.monotonic() + LIMIT
     state = f":{port:04X} "
     while time.monotonic() < end:
@@ -39,7 +39,7 @@ def wait_for_port(port: int) -> None:
 
 @contextlib.contextmanager
 def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """Something else that listens, and says this to the first who comes; give where."""
+    """Listen as something else, and send this to the first client; yield the address."""
     with socket.create_server((HOST, 0)) as listener:
 
         def run() -> None:
@@ -57,7 +57,7 @@ def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]
 
 
 def heard(sock: socket.socket) -> None:
-    """Read until the other side is gone."""
+    """Read until the other side has gone."""
     with contextlib.suppress(ConnectionError):
         while sock.recv(4096):
             pass

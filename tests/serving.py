@@ -1,4 +1,4 @@
-"""A server in this process and what a test must do to it: helpers of the tests of connect."""
+"""A server in this process, and what tests do to it: helpers for the connect tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class InALoop:
 
 
 class Served:
-    """A server and what it has told."""
+    """A server and the events that it has reported."""
 
     def __init__(self, context: rp.Context, serve: Callable[..., Any], **options: Any) -> None:
         self.context = context
@@ -71,7 +71,7 @@ class Served:
         )
 
     def until(self, kind: type[Any]) -> Any:
-        """Wait for an event of this kind; others are passed over."""
+        """Wait for an event of this kind, skipping others."""
         while True:
             event = self.told.get(timeout=LIMIT)
             if isinstance(event, kind):
@@ -117,14 +117,14 @@ def both_servers(
 
 
 def hello(context: rp.Context, token: str | None = None) -> Hello:
-    """What a client says first whose queue pair is nowhere."""
+    """The hello of a client whose queue pair does not exist."""
     gid = rp.choose_gid(context).gid
     return Hello(token, fabric_of(context), QPType.RC, rp.Endpoint.parse(ENDPOINT.format(gid=gid)))
 
 
 @contextlib.contextmanager
 def stranger(served: Served, *messages: Message | bytes) -> Iterator[socket.socket]:
-    """A plain connection that says something, all of it at once."""
+    """A plain connection that sends something, all at once."""
     said = b"".join(one if isinstance(one, bytes) else encode(one) for one in messages)
     with socket.create_connection(served.server.address[:2], LIMIT) as sock:
         sock.sendall(said)
@@ -132,7 +132,7 @@ def stranger(served: Served, *messages: Message | bytes) -> Iterator[socket.sock
 
 
 def answers(sock: socket.socket) -> list[dict[str, Any]]:
-    """Read all that the server says, to its end."""
+    """Read all that the server sends, to the end."""
     heard = b""
     while data := sock.recv(65536):
         heard += data
@@ -140,7 +140,7 @@ def answers(sock: socket.socket) -> list[dict[str, Any]]:
 
 
 def one_error(sock: socket.socket) -> tuple[str, str]:
-    """Return code and text of the one error that the server says at last."""
+    """Return code and text of the one error that the server sends last."""
     *before, last = answers(sock)
     assert [m["type"] for m in before if m["type"] == "error"] == []
     assert last["type"] == "error"

@@ -73,4 +73,4 @@ def read(text: str) -> list[Statement]:
 
 
 STATEMENTS = read(_LIST.read_text(encoding="utf-8"))
-"""All of them, in the order of the pages."""
+"""All of them, in page order."""

@@ -28,14 +28,14 @@ LOCAL_ERROR = {
     # and on 6.12 it may flush the very work request that failed.
     WCStatus.WR_FLUSH_ERR,
 }
-"""What a wrong lkey, or a work request that the queue pair cannot carry out, may end with."""
+"""How a wrong lkey, or a work request that the queue pair cannot carry out, may end."""
 
 GRH = 40
 """Bytes that a UD receive starts with."""
 
 
 LIMIT = 120.0
-"""Seconds after which something that must come does not come."""
+"""Seconds to wait for something that must come."""
 
 
 def kernel() -> str:
@@ -44,13 +44,13 @@ def kernel() -> str:
 
 
 def resident() -> int:
-    """Return the bytes of this process that are in memory."""
+    """Return this process's resident memory in bytes."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait for what another thread does, and nothing tells of."""
+    """Wait for something that another thread does and nothing reports."""
     end = time.monotonic() + LIMIT
     while not holds():
         assert time.monotonic() < end
@@ -58,14 +58,14 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def needs(condition: object, what: str, context: rp.Context) -> None:
-    """Skip a test by name where the device lacks what it needs."""
+    """Skip a test by name if the device lacks what it needs."""
     if not condition:
         pytest.skip(f"{context.name} has no {what}")
 
 
 @pytest.fixture(scope="module")
 def soft_context() -> Iterator[rp.Context]:
-    """soft0, for a file about what only that does: ``context = soft_context`` there."""
+    """soft0, for files about what only it does: ``context = soft_context``."""
     with rp.open_device("soft0") as opened:
         yield opened
 
@@ -108,7 +108,7 @@ class Pair:
             self.connect()
         if qp_type is QPType.UD:
             self.ah = stack.enter_context(self.a.ah_to(self.b.endpoint()))
-        # The queue pairs go first: what is outstanding names the regions.
+        # Queue pairs first: outstanding work requests name the regions.
         stack.callback(self.b.close)
         stack.callback(self.a.close)
 
@@ -151,7 +151,7 @@ class Pair:
         return [wc.check() for wc in self.cq.wait(count, timeout)]
 
     def finish(self) -> dict[int, WCStatus]:
-        """Let what is outstanding end, in ERR if need be; return the statuses by wr_id."""
+        """Let outstanding work requests end, in ERR if need be; return the statuses by wr_id."""
         found: dict[int, WCStatus] = {}
         for qp in (self.a, self.b):
             qp.to_err()
@@ -168,9 +168,9 @@ interpreter stops, and locks that are replaced in the child of a fork."""
 def run_python(
     code: str, *args: str, timeout: float = 120, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a Python of its own; return what it said."""
+    """Run a program in a separate Python; return its output."""
     return subprocess.run(
-        # -P: what is installed is tested, whatever the current directory holds.
+        # -P: test what is installed, whatever the current directory holds.
         [sys.executable, "-P", "-W", "error", "-c", code, *args],
         capture_output=True,
         text=True,
@@ -181,7 +181,7 @@ def run_python(
 
 
 def prints(code: str, *args: str, **env: str) -> str:
-    """Run a program that must end well and say nothing on standard error; return its output."""
+    """Run a program that must succeed with nothing on standard error; return its output."""
     done = run_python(code, *args, **env)
     assert done.returncode == 0, done.stderr or f"ended with {done.returncode}"
     assert done.stderr == ""
@@ -207,7 +207,7 @@ def interrupt_everywhere(call: Callable[[], object]) -> int:
 
         def look(_: object, event: str, __: object) -> None:
             nonlocal seen
-            # As a function of Python's begins, and as one of C's has returned.
+            # As a Python function begins, and as a C function has returned.
             seen += event in ("call", "c_return")
             if seen > len(kept):
                 sys.setprofile(None)

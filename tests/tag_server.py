@@ -1,4 +1,4 @@
-"""A server that matches tags, and its clients: what the tests of tag matching share."""
+"""A server that matches tags, and its clients: shared by the tests of tag matching."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tmh(kind: int, tag: int = 0, app_ctx: int = 0) -> bytes:
 
 
 class Server:
-    """A tag-matching SRQ with a CQ of its own, and clients that are connected to it."""
+    """A tag-matching SRQ with its own CQ, and clients connected to it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Server:
         return bytes(self.mr.buffer[at : at + size])
 
     def one(self) -> rp.WC:
-        """Return the one completion that is there."""
+        """Return the only completion."""
         [wc] = self.cq.wait(1)
         assert self.cq.poll() == []
         return wc
@@ -83,7 +83,7 @@ def small_server(stack: contextlib.ExitStack, pd: rp.PD) -> Server:
 
 
 class Client:
-    """A queue pair connected to a server, with memory and a CQ of its own."""
+    """A queue pair connected to a server, with its own memory and CQ."""
 
     def __init__(self, stack: contextlib.ExitStack, server: Server) -> None:
         pd = server.pd

@@ -1,4 +1,4 @@
-"""Standing in front of a device's posting calls: what it is handed, and refusals on demand.
+"""Intercepting a device's posting calls: what it is handed, and refusals on demand.
 
 ``tap.c`` is compiled for it.  The chains are looked at through cffi's own view of the structs.
 """
@@ -55,7 +55,7 @@ class Record:
         self.wr = ffi.new(f"{ctype} *")
         ffi.memmove(self.wr, self.data, len(self.data))
         holder = at.tm.add if verb == SRQ_OPS else at
-        # Of the other operations, the union holds none.
+        # For other operations the union holds none.
         count = holder.num_sge if verb != SRQ_OPS or at.opcode == rp.OpsOpcode.TAG_ADD else 0
         sges = [holder.sg_list[i] for i in range(count)]
         self.sges = [(sge.addr, sge.length, sge.lkey) for sge in sges]
@@ -64,7 +64,7 @@ class Record:
 
 
 class Tap:
-    """What stands in front of an open device.
+    """What intercepts the posts of an open device.
 
     Attributes:
         context: the device.
@@ -92,7 +92,7 @@ class Tap:
             answer[0].passed, answer[0].rc, answer[0].bad = self.answer
 
     def refuse(self, passed: int = 0, rc: int = 22, bad: int = NAMED) -> None:
-        """Answer so to the posts that follow."""
+        """Answer the following posts in this way."""
         self.answer = passed, rc, bad
 
     def last(self) -> list[Record]:
@@ -115,17 +115,17 @@ def _compiled() -> Any:
             [*cc, "-O2", "-std=gnu11", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", library,
              str(source)],
             capture_output=True, text=True, check=False,
-            # What the compiler loses is not looked for (.ci/sanitize).
+            # Ignore what the compiler itself leaks (.ci/sanitize).
             env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
         )  # fmt: skip
         if done.returncode:
             return f"tap.c does not compile here: are libibverbs' headers there? {done.stderr}"
-        # It stays mapped when its file is gone.
+        # It stays mapped once its file is deleted.
         return ctypes.CDLL(library)
 
 
 def open_tap(context: rp.Context) -> Tap:
-    """Stand in front of a device; skip the test, by name, where that cannot be compiled."""
+    """Intercept a device's posts; skip the test, by name, if that cannot be compiled."""
     library = _compiled()
     if isinstance(library, str):
         pytest.skip(library)
@@ -133,7 +133,7 @@ def open_tap(context: rp.Context) -> Tap:
 
 
 class PolledCQ:
-    """A completion queue that is not a device's, and answers each poll as it is told.
+    """A completion queue without a device, which answers each poll as told.
 
     Its completions have the ``wr_id`` 0, 1, 2, ...; those that are odd have failed.
 
@@ -158,7 +158,7 @@ class PolledCQ:
 
     @property
     def polls(self) -> int:
-        """How many polls there have been."""
+        """How many polls there were."""
         return int(self._library.tap_polls())
 
     @property
@@ -174,7 +174,7 @@ class PolledCQ:
 
 @pytest.fixture
 def tap() -> Iterator[Tap]:
-    """A tap on a soft0 of its own: ``tap.context``."""
+    """A tap on a separate soft0: ``tap.context``."""
     with rp.open_device("soft0") as context:
         tapped = open_tap(context)
         yield tapped

@@ -1,4 +1,4 @@
-"""Tasks that wait, and queue pairs for them: what the tests of asyncio share."""
+"""Waiting tasks, and queue pairs for them: shared by the asyncio tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write(pair: Pair, wr_id: int = 0) -> rp.RdmaWrite:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine function in an event loop of its own, not longer than LIMIT."""
+    """Run a coroutine function in its own event loop, for at most LIMIT."""
 
     async def limited() -> Any:
         async with asyncio.timeout(LIMIT):
@@ -32,13 +32,13 @@ def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def settle() -> None:
-    """Let every task that can run go on until it waits."""
+    """Let every runnable task continue until it waits."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def abandoned(wait: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
-    """Start a task that waits in an event loop of its own, and close the loop around it."""
+    """Start a waiting task in its own event loop, and close the loop around it."""
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         task = loop.create_task(wait())
         loop.run_until_complete(settle())

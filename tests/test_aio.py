@@ -1,6 +1,6 @@
 """Completions in asyncio tasks: exact counts, several tasks, cancelling, wake-ups.
 
-Channels, events and who may wait are in test_aio_channels.
+Channels, events and conflicts between waits are in test_aio_channels.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_the_event_loop_runs_on_while_a_task_waits(rc):
         start, cpu = time.monotonic(), time.process_time()
         await asyncio.sleep(0.5)
         assert time.monotonic() - start < 5
-        # It sleeps on the descriptor, and does not look at it over and over.
+        # It sleeps on the descriptor instead of polling it.
         assert time.process_time() - cpu < 0.25
         rc.a.post_send(write(rc, 1))
         assert [wc.wr_id for wc in await task] == [1]
@@ -155,7 +155,7 @@ def test_ten_thousand_operations_of_several_tasks_are_all_accounted_for(connect,
 
         takers = [asyncio.create_task(take()) for _ in range(4)]
         await asyncio.gather(*(post(pair) for pair in pairs))
-        # Nothing tells when the last are polled: no task may want as few as there are.
+        # Nothing signals that the last were polled: no task may want so few.
         while any(pair.a.outstanding.send for pair in pairs):
             await asyncio.sleep(0.001)
         for task in takers:
@@ -242,7 +242,7 @@ def test_polling_what_a_task_was_woken_for_lets_it_wait_on(rc):
 
 
 def test_nothing_is_left_behind_by_waits(rc):
-    """Neither descriptors nor anything that keeps the CQ from being closed."""
+    """Neither descriptors nor anything that prevents closing the CQ."""
     before = len(os.listdir("/proc/self/fd"))
 
     async def main():
@@ -291,7 +291,7 @@ def test_no_wake_up_is_lost(rc):
 
 
 def test_what_soft0_tries_again_later_goes_on_while_a_task_waits(connect):
-    """The receiver is not ready; nobody polls, and the attempts are made all the same."""
+    """The receiver is not ready; nothing polls, yet the attempts are made."""
     pair = connect(rnr_retry=3)
 
     async def main():

@@ -1,4 +1,4 @@
-"""Events in asyncio tasks: of channels that CQs share, asynchronous ones; and who may wait."""
+"""Events in asyncio tasks: of shared channels, and asynchronous ones; and conflicting waits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_events_of_the_other_cqs_of_a_channel_are_kept_for_those_who_ask(
         assert [wc.wr_id for wc in await task] == [3]
 
     run(main)
-    # The loop took it, and nobody asked.
+    # The loop took it, but no task asked for it.
     assert channel.get_cq_event(20) is other
 
 
@@ -122,7 +122,7 @@ def test_closing_in_another_thread_ends_the_tasks_that_wait(context):
             cq, channel = rp.CQ(context), rp.CompChannel(context)
             task, event = await waiting(cq, 2), asyncio.create_task(aio.get_cq_event(channel))
             await settle()
-            # The loop goes on, also where the number of the descriptor is used again at once.
+            # The loop continues, even if the descriptor's number is reused at once.
             await asyncio.to_thread(cq.close)
             await asyncio.to_thread(channel.close)
             again = await waiting(second := rp.CQ(context))
@@ -165,7 +165,7 @@ def test_a_thread_that_waits_beside_tasks_waits_on_when_they_have_gone(rc):
 
 
 def test_a_task_does_not_wait_where_a_thread_takes_the_events(rc):
-    """Its wake-ups would go to the thread: it is told, and not left asleep."""
+    """Its wake-ups would go to the thread: it gets an error, and is not left asleep."""
     thread = threading.Thread(target=lambda: rc.cq.wait(1, 30))
     thread.start()
     until(lambda: rc.cq._poller.waiting)
@@ -334,7 +334,7 @@ def test_threads_and_tasks_do_not_share_the_events_of_a_device(context):
 
 
 def test_a_wrong_argument_leaves_nobody_waiting(rc, context, channel):
-    """It is refused by name, and the next task gets what comes."""
+    """It is refused by name, and the next task gets what arrives."""
     calls = {
         "timeout: expected seconds or None, got timedelta": (
             TypeError, {"timeout": datetime.timedelta(seconds=1)},

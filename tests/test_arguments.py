@@ -220,7 +220,7 @@ async def in_a_loop(call: Callable[..., Any], *args: Any, **options: Any) -> Non
 
 
 def started(call: Any, context: rp.Context, options: dict[str, Any]) -> None:
-    """Call serve, dial or one of their asyncio faces."""
+    """Call serve, dial or one of their asyncio versions."""
     options = {"context": context, **options}
     if call in (connect.aserve, connect.adial):
         asyncio.run(in_a_loop(call, **options))
@@ -332,7 +332,7 @@ def test_class_of_a_resource_is_not_a_resource(context) -> None:
 
 
 def test_object_that_claims_to_be_a_resource_is_none(context) -> None:
-    """It says so by __class__, as proxies and mocks do."""
+    """It claims to be, by __class__, as proxies and mocks do."""
 
     class Pretender:
         __class__ = rp.PD  # type: ignore[assignment]

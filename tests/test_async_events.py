@@ -1,4 +1,4 @@
-"""Asynchronous events of libibverbs that are new; they and a CQ's events when an interrupt comes.
+"""Asynchronous events new in libibverbs; and these and a CQ's events under interrupts.
 
 No device here gives events on demand, so a library with the benchmarks' null device does.
 """
@@ -152,7 +152,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def said(library: pathlib.Path) -> Callable[[str], list[str]]:
-    """Run a program on the null device; return the lines that it said."""
+    """Run a program on the null device; return the lines that it printed."""
 
     def run(code: str) -> list[str]:
         env = {"RDMAPOST_LIBIBVERBS": str(library), "ASAN_OPTIONS": "detect_leaks=0"}
@@ -162,7 +162,7 @@ def said(library: pathlib.Path) -> Callable[[str], list[str]]:
 
 
 def test_event_of_a_type_that_is_not_known_comes_as_its_number(said) -> None:
-    """The next libibverbs has more types than this package knows; what they are about, too."""
+    """The next libibverbs has types that this package does not know, and their elements."""
     assert said("""
         library.event_add(77, 12345)
         library.event_add(rp.EventType.PORT_ERR, 1)
@@ -175,7 +175,7 @@ def test_event_of_a_type_that_is_not_known_comes_as_its_number(said) -> None:
 
 @pytest.mark.parametrize("name", ["DEVICE_FATAL", "DEVICE_SPEED_CHANGE"])
 def test_event_of_the_whole_device_names_no_port(said, name: str) -> None:
-    """The kernel fills in a port that means nothing."""
+    """The kernel fills in a meaningless port."""
     assert said(f"""
         library.event_add(rp.EventType.{name}, 1)
         print(*rp.get_async_event(context), library.event_acknowledged())
@@ -227,7 +227,7 @@ def test_interrupt_at_any_moment_loses_no_event_of_soft0() -> None:
 
 
 def test_threads_that_take_events_share_them_out(said) -> None:
-    """None comes twice, and none is left behind."""
+    """No event comes twice, and none is left behind."""
     assert said("""
         import threading
         sys.setswitchinterval(1e-6)
@@ -248,7 +248,7 @@ def test_threads_that_take_events_share_them_out(said) -> None:
 
 
 def test_interrupt_at_any_moment_loses_no_event_of_a_cq_and_acknowledges_it_once(said) -> None:
-    """ibv_destroy_cq(3) waits for ever where one is not acknowledged."""
+    """ibv_destroy_cq(3) waits for ever if one is not acknowledged."""
     lines = said("""
         from rdmapost._binding import address_of
         channel = rp.CompChannel(context)

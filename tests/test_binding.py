@@ -78,7 +78,7 @@ def test_module_exports_the_posting_calls_and_nothing_else():
 
 
 def test_module_links_libc_and_nothing_else():
-    """The parts of libc, that is; under .ci/sanitize also what watches over the module."""
+    """That is, the parts of libc; under .ci/sanitize also the sanitizers' runtime."""
     needed = needed_libraries(_verbs.__file__)
     libc = ("libc.", "libdl.", "libpthread.", "ld-linux", "ld-musl")
     watching = ("libasan.", "libubsan.", "libclang_rt.")
@@ -166,7 +166,7 @@ def test_another_library_is_not_taken_for_libibverbs():
 
 
 def test_loading_can_be_tried_again_after_a_failure():
-    """A failure is not remembered: the next call looks again, and each says its own reason."""
+    """A failure is not remembered: the next call tries again, and each gives its own reason."""
     said = prints(
         "import sys\n"
         "from rdmapost._binding import ffi, lib\n"
@@ -185,7 +185,7 @@ def test_loading_can_be_tried_again_after_a_failure():
 
 
 def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
-    """Every forwarder has an answer of its own while the table of functions is empty."""
+    """Every forwarder has its own answer while the function table is empty."""
     said = prints(
         "import errno\n"
         "from rdmapost._binding import ffi, lib\n"
@@ -263,7 +263,7 @@ INTERNAL = {
     "ibv_xrcd_init_attr_mask",
     "ibv_create_cq_wc_flags",
 }
-"""Enumerations that only the library's own code meets: they have no Python class."""
+"""Enumerations that only the library itself uses: they have no Python class."""
 
 
 def test_every_declared_enumeration_is_compared():

@@ -1,4 +1,4 @@
-"""The loopback checks: which rows there are, what each one saw, and that it sees what is wrong."""
+"""The loopback checks: their rows, what each one saw, and that each detects faults."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_row_runs_alone_and_leaves_nothing(soft: rp.Context, row: Any) -> None
 def test_a_status_that_is_an_error_fails(
     soft: rp.Context, opcode: str, qp_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every check looks at the status of every completion that it waits for."""
+    """Every check examines the status of every completion that it waits for."""
     (row,) = [row for row in ROWS if row.opcode == opcode]
     poll = rp.CQ.wait
 
@@ -132,7 +132,7 @@ def test_data_that_does_not_arrive_fails(
 def test_frames_that_do_not_come_are_no_failure(
     soft: rp.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A NIC needs a flow rule before it gives frames to a queue pair."""
+    """A NIC needs a flow rule before it delivers frames to a queue pair."""
     monkeypatch.setattr("rdmapost.soft.raw._send_frame", lambda qp, frame: None)
     found = list(run_checks(soft, timeout=0.1))
     raw = [result for result in found if result.qp_type == "RAW_PACKET"]

@@ -260,7 +260,7 @@ def test_without_libibverbs() -> None:
 
 
 def test_without_libibverbs_says_what_to_install(tmp_path: pathlib.Path) -> None:
-    # A file that is no library, found first under the library's own name.
+    # A file that is not a library, found first under the library's name.
     (tmp_path / "libibverbs.so.1").write_text("no library\n")
     ended = process(
         "send", "-d", "rxe0", "--json", LD_LIBRARY_PATH=str(tmp_path), RDMAPOST_LIBIBVERBS=""
@@ -338,11 +338,11 @@ def test_interrupted(command_name: str, as_json: bool, tmp_path: pathlib.Path) -
 def test_output_that_cannot_be_written(
     args: list[str], code: int, says: str, as_json: bool
 ) -> None:
-    """One line says why, or what else was wrong; and no traceback."""
+    """One line says why, or what else was wrong, without a traceback."""
     with pathlib.Path("/dev/full").open("w") as full:
         ran = subprocess.run(
             [sys.executable, "-P", "-m", "rdmapost.cli", *args, *(["--json"] if as_json else [])],
-            # As it is where nobody says otherwise: the interpreter writes when the buffer is full.
+            # The default: the interpreter writes when the buffer is full.
             env={**os.environ, "RDMAPOST_DEVICE": "soft0", "PYTHONUNBUFFERED": ""},
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         )  # fmt: skip
@@ -352,7 +352,7 @@ def test_output_that_cannot_be_written(
 
 
 def test_token_that_is_empty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty variable, too: it was to keep others out, and would let in everyone."""
+    """Also an empty variable: it was meant to keep others out, and would let everyone in."""
     calls = [["send", "127.0.0.1:1"], ["read", "127.0.0.1:1"], ["serve", "-d", "soft0"]]
     ran = [run(*call, "--token", "") for call in calls]
     monkeypatch.setenv("RDMAPOST_TOKEN", "")
@@ -363,7 +363,7 @@ def test_token_that_is_empty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
             "a token has 1 to 256 characters, not 0 (--token, or the variable RDMAPOST_TOKEN)"
             in one.err
         )
-    # Without a server to show it to, it does not matter.
+    # Without a server to send it to, it does not matter.
     assert run("send", "-d", "soft0").code == 0
 
 

@@ -1,4 +1,4 @@
-"""Completion in bash, zsh and fish: asked for as these shells ask for it."""
+"""Completion in bash, zsh and fish, requested as these shells do."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_devices() -> None:
 
 
 def test_devices_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be listed is no error that a shell would show in the middle of a line."""
+    """If nothing can be listed, there is no error for a shell to show in the middle of a line."""
     monkeypatch.setenv("RDMAPOST_LIBIBVERBS", "/no/such/library")
     assert values("send", "-d", "") == ["soft0"]
 

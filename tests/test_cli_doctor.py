@@ -23,7 +23,7 @@ NOTHING = {
 
 
 def process(*args: str, prelude: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run doctor as a process of its own.
+    """Run doctor as a separate process.
 
     Args:
         args: its arguments.
@@ -131,7 +131,7 @@ def test_a_required_device_ends_with_3_and_the_findings() -> None:
 
 
 def test_memlock_0_is_found_by_name() -> None:
-    """Nothing may be locked, by a user who is not root."""
+    """No memory may be locked, by a user who is not root."""
     ended = process(
         "--json",
         prelude="import os, resource\n"

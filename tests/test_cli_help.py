@@ -1,4 +1,4 @@
-"""The help of every command: it fits 80 columns, lacks nothing, and has an order."""
+"""The help of every command: it fits 80 columns, is complete and in order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_option_has_a_help_text(path: tuple[str, ...]) -> None:
 
 
 def test_commands_are_grouped() -> None:
-    """What is looked at first comes first, and no command is missing."""
+    """The usual starting points come first, and no command is missing."""
     text = run("--help").out
     heads = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert heads == ["Options:", "Look:", "Post:", "Two hosts:", "Shell:"]

@@ -159,13 +159,13 @@ def test_raw_has_sends_only(raw: rp.Context, command: list[str]) -> None:
 def test_done_or_said_to_be_missing(
     context: rp.Context, command: list[str], options: dict[str, Any]
 ) -> None:
-    """A feature that the device does not have is one line, in the library's words."""
+    """A missing device feature is reported in one line, in the library's words."""
     why = lacks(context, **options)
     ran = on(context, *command)
     if why is None:
         assert (ran.code, ran.err) == (0, "")
         return
-    # No permission is a matter of the device, anything else one of the command.
+    # Lack of permission is the device's matter, anything else the command's.
     assert ran.code == (3 if "CAP_NET_RAW" in why else 1)
     assert ran.err.splitlines() == [f"rdmapost: {why}"]
 

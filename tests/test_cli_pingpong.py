@@ -335,7 +335,7 @@ with rp.open_device("soft0") as context, listen("127.0.0.1", 0) as listener:
 
 
 def test_progress_bar_on_a_terminal():
-    """It is on standard error; the document on standard output stays what it is."""
+    """It is on standard error; the document on standard output is unchanged."""
     ours, theirs = pty.openpty()
     shown = bytearray()
 

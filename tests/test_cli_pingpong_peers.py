@@ -1,6 +1,6 @@
 """``rdmapost pingpong`` with another process, on a real device: itself, or the stock programs.
 
-One side runs in this process, and an agent plays the other: starting Python takes long on an
+One side runs in this process, and an agent runs the other: starting Python takes long on an
 emulated machine.
 """
 
@@ -65,7 +65,7 @@ def test_two_processes(agent, device, qp_type, more):
 
 
 class Doomed(threading.Thread):
-    """Starts a side, unless it is there, and ends it in the middle of the run.
+    """Starts a side, unless it is running, and ends it in the middle of the run.
 
     Args:
         make: what starts it.
@@ -154,7 +154,7 @@ def stock(qp_type: str, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """Return what a stock program printed; it must have ended well."""
+    """Return what a stock program printed; it must have succeeded."""
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, out
     assert "invalid data" not in out

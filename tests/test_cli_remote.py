@@ -1,4 +1,4 @@
-"""The one-shots with HOST: what they print, and what they say when it does not work.
+"""The one-shots with HOST: what they print, and their errors.
 
 The server is in this process, on the same device.
 """
@@ -83,7 +83,7 @@ def test_write(context: rp.Context, serve: Serve, qp_type: str, more: list[str])
     assert doc.get("imm_data") == (7 if more else None)
     (joined,) = [event for event in seen if isinstance(event, connect.Joined)]
     assert doc["remote_addr"] == joined.offer.addr + 16
-    # When the command ends the server has given everything back.
+    # When the command ends, the server has released everything.
     (left,) = [event for event in seen if isinstance(event, connect.Left)]
     assert left.changed == connect.Changed(16, 6, b"abcabc")
 
@@ -197,7 +197,7 @@ def test_nothing_listens(context: rp.Context) -> None:
 
 def test_something_else_listens(context: rp.Context) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        # It takes the connection, and that is all.
+        # It accepts the connection, and does nothing else.
         where = f"127.0.0.1:{listener.getsockname()[1]}"
         ran = on(context, "send", where, "--timeout", "0.3")
     assert ran.code == 1

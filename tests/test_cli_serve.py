@@ -1,4 +1,4 @@
-"""``rdmapost serve``: what it prints, how it ends, and what it outlives.
+"""``rdmapost serve``: what it prints, how it ends, and what it survives.
 
 What only two processes with a real device can show is in test_cli_serve_peers.py.
 """
@@ -198,7 +198,7 @@ def test_serve_dismisses_an_idle_client_if_told_to(
 
 
 class Process:
-    """``rdmapost serve --json`` as a process of its own, and what it says."""
+    """``rdmapost serve --json`` as a separate process, and its output."""
 
     def __init__(self, *args: str, **environment: str) -> None:
         self.process = subprocess.Popen(
@@ -220,7 +220,7 @@ class Process:
         self._lines.put({"event": None})
 
     def next(self, event: str) -> dict[str, Any]:
-        """Wait for an event; others are passed over."""
+        """Wait for an event, skipping others."""
         while True:
             doc = self._lines.get(timeout=LIMIT)
             if doc["event"] == event:

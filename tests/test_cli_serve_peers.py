@@ -25,7 +25,7 @@ def agent(verbs_context: rp.Context) -> Iterator[tuple[str, int]]:
 
 
 class Serving:
-    """``rdmapost serve --json``, and what it says."""
+    """``rdmapost serve --json``, and its output."""
 
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
@@ -33,7 +33,7 @@ class Serving:
         self.where = f"127.0.0.1:{self.port}"
 
     def next(self, event: str) -> dict[str, Any]:
-        """Wait for an event; others are passed over."""
+        """Wait for an event, skipping others."""
         doc: dict[str, Any] = json.loads(self.remote.until("out", f'"event": "{event}"'))
         return doc
 
@@ -148,10 +148,10 @@ def test_serve_outlives_clients_that_are_killed(
             argv = ["python", "-c", CLIENT, verbs_context.name, str(served.port), step]
             with Remote(agent, *argv) as client:
                 assert client.ended() == (-signal.SIGKILL, "", ""), step
-            # What it had is gone, so there is a place for the next one.
+            # Its resources are released, so the next client can join.
             gone = served.next("refused" if step == "half a hello" else "left")
             assert "connection" in gone.get("reason", gone.get("error")), step
-            # It wrote zeros, which is what stood there.
+            # It wrote zeros, which were there already.
             assert gone.get("changed") is None
             witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))
             witness.wait()[0].check()
@@ -172,7 +172,7 @@ def test_a_client_whose_server_dies_is_told(
         peer.wait()[0].check()
         assert served.end(number)[0] == (-9 if number == signal.SIGKILL else 0)
         peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
-        # The queue pair at the far side is gone: nobody acknowledges.
+        # The peer's queue pair is gone: nothing acknowledges.
         assert peer.wait(1, LIMIT)[0].status is WCStatus.RETRY_EXC_ERR
         started = time.monotonic()
         with pytest.raises(connect.ConnectError) as error:

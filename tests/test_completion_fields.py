@@ -1,7 +1,7 @@
-"""What a WC has of each field of ``struct ibv_wc``, on the benchmarks' null device.
+"""What a WC has for each field of ``struct ibv_wc``, on the benchmarks' null device.
 
-No device at hand sets them all, or to numbers of which none is another's; that one
-completes with what it is given.
+No other device at hand sets them all, or to distinct numbers; this one completes with what it is
+given.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def completed(null):
 
 
 def test_each_field_is_what_the_device_said(completed):
-    """Numbers that fill their fields, so that none is cut off or taken for another."""
+    """Numbers that fill their fields, so that truncation or a mix-up shows."""
     wc = completed["receive"]
     assert {name: wc[name] for name in SAME} == {name: GIVEN[name] for name in SAME}
     assert wc["wr_id"] == (1 << 64) - 9
@@ -147,7 +147,7 @@ def test_flags_without_a_name_are_kept(completed, flags):
 
 
 def test_a_completion_has_the_only_references_to_its_numbers(rc):
-    """Whatever else had one would keep it for ever."""
+    """Anything that took it by mistake would keep it for ever."""
 
     def counts(numbers):
         return [sys.getrefcount(number) for number in numbers if number is not wr_id]

@@ -81,7 +81,7 @@ def test_wait_sleeps_until_the_completion_comes(rc):
 
 
 def test_waiters_of_one_cq_all_get_theirs(rc):
-    """Each waits for one; none sleeps on while its completion is there."""
+    """Each waits for one; none stays asleep while its completion is available."""
     count = 6
     got: queue.Queue[int] = queue.Queue()
 
@@ -91,7 +91,7 @@ def test_waiters_of_one_cq_all_get_theirs(rc):
     waiters = [threading.Thread(target=wait) for _ in range(count)]
     for waiter in waiters:
         waiter.start()
-    # Not all at once: each completion after the first needs a wake-up of its own.
+    # Not all at once: each completion after the first needs its own wake-up.
     for i in range(count):
         rc.a.post_send(write(rc, i))
         # Sooner than after the timeout of wait().
@@ -117,7 +117,7 @@ def test_waiter_for_few_is_not_starved_by_one_for_many(rc):
 
 @pytest.mark.parametrize("timeout", [None, 0, 0.001], ids=["poll", "look", "wait"])
 def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
-    """It comes between any two steps of a poll or a wait, as Ctrl-C does."""
+    """It comes between any two steps of a poll or wait, like Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -147,7 +147,7 @@ def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
 
 
 def test_interrupted_wait_loses_nothing(rc):
-    """A signal whose handler raises comes in the middle of a wait."""
+    """A signal whose handler raises arrives in the middle of a wait."""
 
     class Enough(Exception):
         pass
@@ -206,7 +206,7 @@ def armed(cq: rp.CQ) -> None:
 
 @pytest.mark.parametrize("how", ["close", "drop", "reset"])
 def test_completions_are_kept_when_the_queue_pair_goes_before_polling(connect, stack, how):
-    """Devices differ in what they do to them; here they are delivered on all of them."""
+    """Devices differ in what they do with them; here all devices deliver them."""
     pair = connect()
     third = rp.QP(pair.pd, rp.QPType.RC, pair.cq)
     pair.b.to_reset()
@@ -256,7 +256,7 @@ def test_cq_with_open_queue_pairs_cannot_be_closed(rc):
 
 
 def test_queue_pairs_of_several_threads(connect):
-    """Each thread posts to a queue pair of its own; one CQ takes all completions."""
+    """Each thread posts to its own queue pair; one CQ gets all completions."""
     rounds = 40
     pairs = [connect(max_send_wr=rounds) for _ in range(3)]
     errors: list[BaseException] = []

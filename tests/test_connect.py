@@ -51,7 +51,7 @@ def test_one_sided_operations_reach_the_exposed_memory(serve: Callable[..., Serv
 def test_messages_are_reported(serve: Callable[..., Served], qp_type: QPType) -> None:
     served = serve(count=4, receive_size=64)
     with served.dial(qp_type=qp_type) as peer:
-        # More than there are receives: they are posted again.
+        # More than there are receives, so they are reposted.
         for index in range(1, 10):
             text = b"message %d" % index
             peer.mr.buffer[: len(text)] = text
@@ -93,7 +93,7 @@ def test_what_is_there_is_told_without_waiting(
         for index in range(1, 50):
             peer.qp.post_send(rp.Send(peer.mr[:4]))
             peer.wait()[0].check()
-            # In one process what is acknowledged is there; elsewhere it is on its way.
+            # In one process, acknowledged data has arrived; elsewhere it is on its way.
             arrival = peer.report(index, 0 if context.kind == "soft" else None)
             assert arrival is not None
             assert arrival.byte_len == 4
@@ -198,7 +198,7 @@ def test_what_goes_wrong_at_the_far_side_is_told_there(serve: Callable[..., Serv
         assert peer.wait()[0].status is not WCStatus.SUCCESS
         arrival = served.until(connect.Arrived).arrival
         assert arrival.status is not WCStatus.SUCCESS
-        # And so is every later question, at once.
+        # And so is every later question, immediately.
         again = peer.report(5, LIMIT)
         assert again is not None
         assert again.status is arrival.status

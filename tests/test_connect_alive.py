@@ -1,4 +1,4 @@
-"""Whether the other side is still there: clients that say nothing, and sides that go."""
+"""Whether the other side is alive: silent clients, and sides that go."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_asyncio_both_sides(context: rp.Context) -> None:
         return told
 
     told = asyncio.run(main())
-    # The refused one may be told of after the other has left.
+    # The refusal may be reported after the other has left.
     assert sorted(type(event).__name__ for event in told) == [
         "Arrived", "Joined", "Left", "Refused",
     ]  # fmt: skip

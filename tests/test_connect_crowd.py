@@ -1,6 +1,6 @@
-"""Crowds of connections without the token: who has it gets in, whoever else is there.
+"""Crowds of connections without the token: clients with it get in regardless.
 
-The strangers are in a process of their own (crowd.py), so that they are as fast as they can be.
+The strangers are in a separate process (crowd.py), so that they are as fast as possible.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> 
 
 def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> None:
     served = serve(token="secret", timeout=5.0)
-    # This one comes from an address of its own, and says nothing for long.
+    # This one has its own address, and says nothing for long.
     with stranger(served) as patient, crowd(served, "churn", MORE_THAN_ARE_HELD, sources=1):
         for _ in range(10):
             served.dial().close()
@@ -127,7 +127,7 @@ def test_tokens_are_guessed_slowly_and_holders_get_in_meanwhile(
         started = time.monotonic()
         while time.monotonic() < started + 2.0:
             served.dial(timeout=5.0).close()
-    # A second's worth may come at once.
+    # A burst of one second's worth is allowed.
     most = per_second * (guessers.seconds + 1.5)
     assert 16 <= guessers.told["token"] <= most
     served.works()
@@ -173,7 +173,7 @@ def test_long_looks_of_many_keep_one_core_busy_and_no_new_client_waiting(
         assert peer.look(0, 16).data == bytes(16)
         done = [sock for sock in socks if _answered(sock)]
     assert len(done) < len(socks) // 2
-    # Of the threads that look one goes on at a time; a few are between two pieces.
+    # One of the looking threads runs at a time; a few are between two pieces.
     assert statistics.median(_running() for _ in range(200)) <= len(socks) / 2
     for sock in socks:
         heard = b""

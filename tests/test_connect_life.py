@@ -26,7 +26,7 @@ serve = both_servers
 
 @pytest.fixture
 def context() -> Iterator[rp.Context]:
-    """A device of the test's own, which it may close."""
+    """The test's own device, which it may close."""
     with rp.open_device("soft0") as opened:
         yield opened
 
@@ -103,7 +103,7 @@ def test_a_dropped_connection_gives_everything_back_at_once(
 def test_asyncio_a_dropped_connection_gives_everything_back(
     serve: Callable[..., Served],
 ) -> None:
-    """In whatever thread it is dropped."""
+    """In any thread that drops it."""
     served = serve()
 
     async def main() -> None:
@@ -137,7 +137,7 @@ def test_a_dropped_connection_in_a_cycle_gives_everything_back(
 
 
 def test_a_closed_connection_warns_of_nothing(serve: Callable[..., Served]) -> None:
-    """Nor does one that never came about."""
+    """Nor does one that was never established."""
     served = serve(token="secret")
     where = (served.context, *served.server.address[:2])
     served.dial().close()

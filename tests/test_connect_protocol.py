@@ -1,6 +1,6 @@
-"""The exchange without a network: its messages, both state machines, and what is no message.
+"""The exchange without a network: its messages, both state machines, and invalid messages.
 
-Of 100,000 malformed inputs each is refused by name, or is a whole message after all.
+Each of 100,000 malformed inputs is refused by name, or is a valid message after all.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def test_the_server_takes_a_message_only_in_its_step(step: Step, message: Messag
         session.next_message()
     assert error.value.code == "format"
     assert session.step is Step.OVER
-    # It is over: what is right comes too late.
+    # It is over: a valid message comes too late.
     session.receive(encode(HELLO))
     assert session.next_message() is None
 
@@ -275,7 +275,7 @@ def test_a_hello_without_a_version_is_refused(version: object) -> None:
 )
 def test_a_stranger_learns_only_that_the_token_is_wrong(token: object) -> None:
     session = ServerSession("secret")
-    # The rest is wrong too, and is not looked at.
+    # The rest is wrong too, but is not checked.
     session.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
     with pytest.raises(ProtocolError, match="token") as error:
         session.next_message()

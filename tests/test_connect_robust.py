@@ -1,6 +1,6 @@
 """Servers with many clients, clients that die at any point of the exchange, and servers that end.
 
-A client that must misbehave is a plain socket; every test of one ends with a client that works.
+A misbehaving client is a plain socket; each such test ends with a client that works.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_there_is_a_last_place(serve: Callable[..., Served]) -> None:
             served.dial()
         assert error.value.code == "busy"
         first.close()
-        # When close() is back the place is free.
+        # When close() returns, the place is free.
         served.works()
     served.works()
 
@@ -97,14 +97,14 @@ def test_a_client_dies(
                 # With a linger of no time a close is a reset.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             elif step == "after the bye":
-                # To close with something unread is a reset as well.
+                # Closing with unread data is a reset as well.
                 answers(sock)
         event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]
         if step == "after the bye" and how != "reset":
             assert event.reason == "done"
         elif step == "in the hello" and how != "reset":
             assert event.text == "the connection ended in the middle of a message without a bye"
-        # What it had is gone, and the other has noticed nothing.
+        # Its resources are gone, and the other client is unaffected.
         assert len(served.server.clients) == 1
         witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))
         witness.wait()[0].check()

@@ -34,7 +34,7 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
-    """Have a test fail that would wait for ever."""
+    """Fail a test that would wait for ever."""
 
     def end(number: int, frame: object) -> None:
         raise TimeoutError("this test hangs")
@@ -55,9 +55,9 @@ def interrupt() -> None:
 
 
 class At:
-    """Does something before the nth bytecode that this thread runs of some files.
+    """Does something before the nth bytecode from some files that this thread runs.
 
-    That is what a signal handler may do, but the moment is known.
+    That is what a signal handler may do, but at a known moment.
     """
 
     def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ def server_threads() -> list[str]:
 
 
 def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
-    """Call it with 1, 2, 3, ... until it returns that there is no such moment."""
+    """Call it with 1, 2, 3, ... until it reports that there is no such moment."""
     nth = 1
     while once(nth):
         nth += step
@@ -256,7 +256,7 @@ def test_the_finalizer_of_a_server_needs_no_globals(
     warns = contextlib.nullcontext() if closed else pytest.warns(ResourceWarning, match="unclosed")
     with monkeypatch.context() as at_exit, warns:
         at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
-        # The interpreter's exit takes them away, and so do these.
+        # The interpreter's exit removes them, and so does this.
         for name in ("os", "warnings", "show_address"):
             at_exit.setattr(module, name, None)
         del server
@@ -424,7 +424,7 @@ def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
                 except connect.ConnectError as error:
                     answers.append(str(error))
 
-            # A thread of its own: the turn is not this one's.
+            # In another thread: the turn is not this one's.
             asker = threading.Thread(target=ask)
             asker.start()
             asker.join(LIMIT)

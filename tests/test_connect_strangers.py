@@ -1,7 +1,7 @@
-"""Strangers: clients that talk nonsense, dawdle or crowd, and servers that are none.
+"""Strangers: clients that send garbage, stall or crowd, and servers of something else.
 
-A client that must misbehave is a plain socket; every test of one ends with a client that works.
-All of it runs on soft0 alone: what strangers say never comes as far as a device.
+A misbehaving client is a plain socket; each such test ends with a client that works. All of it runs
+only on soft0: what strangers send never reaches a device.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_a_client_of_which_nothing_is_heard_goes(serve: Callable[..., Served]) -
             peer.look()
         assert peer.closed
     with served.dial() as waiting:
-        # Who waits for an answer is not idle.
+        # A client waiting for an answer is not idle.
         assert waiting.report(1, 2.0) is None
         assert waiting.look(0, 1).data == b"\0"
     served.works()
@@ -159,7 +159,7 @@ def test_the_oldest_of_a_crowd_make_room_for_those_who_come_later(
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(stranger(served)) for _ in range(300)]
         codes = [one_error(sock)[0] for sock in crowd]
-    # The last to come wait until their time is over; the others have made room for them.
+    # The latest wait until their time is up; the others have made room for them.
     assert codes == ["busy"] * 44 + ["timeout"] * 256
     served.works()
 

@@ -29,7 +29,7 @@ def refused(pair: Pair, wr: rp.SendWR, words: str) -> None:
 
 
 def test_sg_list_that_points_nowhere(connect, checked):
-    """Only SGEs go into a list, the list is copied, and its length is its own."""
+    """A list takes only SGEs, is copied, and knows its own length."""
     pair = connect(checked=checked)
     for wrong, words in (
         (None, "sg_list: expected SGE or several, got NoneType"),
@@ -56,7 +56,7 @@ def test_sg_list_that_points_nowhere(connect, checked):
 
 
 def test_inline_buffer_at_an_illegal_address(connect, checked):
-    """A driver copies from there at the post, so it must be memory that is there."""
+    """A driver copies from there when posting, so the memory must exist."""
     pair = connect(checked=checked, max_inline_data=64)
     with rp.MR(pair.pd, 64) as mr:
         closed = mr[:8]
@@ -70,9 +70,9 @@ def test_inline_buffer_at_an_illegal_address(connect, checked):
     ):
         refused(pair, rp.Send(sge, send_flags=INLINE), words)
     if checked:
-        # Unchecked it is the caller's word that something is there.
+        # Unchecked, the caller vouches for the memory.
         refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE is only numbers")
-    # A buffer cannot be freed or moved as long as an SGE names it.
+    # A buffer cannot be freed or moved while an SGE names it.
     data = array.array("B", b"held")
     wr = pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=INLINE)
     with pytest.raises(BufferError):
@@ -86,7 +86,7 @@ def test_inline_buffer_at_an_illegal_address(connect, checked):
 
 
 def test_next_that_points_nowhere(connect, checked):
-    """A work request has no next: the list is a Python one, and the chain is made of it."""
+    """A work request has no next: the chain is made from a Python list."""
     pair = connect(checked=checked)
     wr = pair.wr(rp.RdmaWrite, pair.mine[:1])
     with pytest.raises(TypeError, match="unexpected keyword argument 'next'"):
@@ -133,7 +133,7 @@ def test_bad_wr_that_nobody_gave(connect, checked):
 
 
 def test_address_handle_that_is_none(connect, context, checked):
-    """Drivers follow the pointer without a look."""
+    """Drivers follow the pointer unchecked."""
     pair = connect(QPType.UD, checked=checked)
     assert pair.ah is not None
     with pair.a.ah_to(pair.b.endpoint()) as ah:

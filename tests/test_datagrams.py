@@ -1,4 +1,4 @@
-"""What a UD receive holds: the header that came first, and the payload after it."""
+"""What a UD receive holds: the header, and the payload after it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_soft_device_writes_the_header_of_its_roce_v2_packet(
         assert raw[:20] == bytes(20)
         assert raw[20:24] == bytes([0x45, 8]) + (20 + udp).to_bytes(2)
         assert raw[32:] == bytes([127, 0, 0, 1] * 2)
-        # Its checksum is right (RFC 1071): ones all over.
+        # Its checksum is right (RFC 1071): all ones.
         assert int.from_bytes(raw[20:]) % 0xFFFF == 0
     else:
         assert raw[0] >> 4 == 6
@@ -143,7 +143,7 @@ def test_header_says_where_to_answer(connect):
 
 
 def test_address_handle_cannot_be_altered(connect):
-    """Posted or not, it goes where it was made for; another way is another handle."""
+    """Posted or not, it goes where it was made for; another path needs another handle."""
     ah = connect(QPType.UD).ah
     for name, value in (("sl", 1), ("dgid", SRC), ("port_num", 2)):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -210,7 +210,7 @@ def test_what_holds_no_datagram_is_told(connect):
 
 
 def test_message_that_came_without_40_bytes_is_no_datagram(rc):
-    """A connected queue pair has nothing in front of the message."""
+    """On a connected queue pair nothing precedes the message."""
     recv = rp.RecvWR(rc.theirs[:64], wr_id=1)
     rc.b.post_recv(recv)
     rc.a.post_send(rp.Send(rc.mine[:8], wr_id=2))
@@ -241,7 +241,7 @@ def test_datagram_with_another_qkey_is_dropped_in_silence(connect):
 
 
 def test_qkey_with_the_top_bit_stands_for_the_senders_own(connect, context):
-    """That bit is for privileged ones, and a process is none (IBA, controlled Q_Keys)."""
+    """That bit is for privileged users, not for a process (IBA, controlled Q_Keys)."""
     needs(context.kind == "soft", "Q_Keys with the top bit (rxe takes them as they are)", context)
     pair = connect(QPType.UD)
     pair.b.post_recv(rp.RecvWR(pair.theirs[: GRH + 64], wr_id=7))

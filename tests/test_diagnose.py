@@ -1,4 +1,4 @@
-"""Diagnosing a queue pair: faults made on purpose are found by name, and nothing else changes."""
+"""Diagnosing a queue pair: deliberate faults are found by name, and nothing changes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_receiver_in_rtr_is_a_warning(unconnected):
     a.to_rtr(b.endpoint())
     findings = a.diagnose()
     assert named(findings, "qp-state").severity == "warning"
-    # What to_rts sets means nothing yet.
+    # What to_rts sets has no effect yet.
     assert "timeout-0" not in [finding.name for finding in findings]
 
 
@@ -130,7 +130,7 @@ def test_closed_queue_pairs_are_findings(rc):
     rc.b.close()
     assert wrong(rc.b) == ["qp-closed"]
     assert wrong(rc.a, rc.b) == ["peer-closed"]
-    # Nobody in this process has that number any more.
+    # No queue pair of this process has that number any more.
     assert named(rc.a.diagnose(), "peer-unknown").severity == "info"
 
 
@@ -210,7 +210,7 @@ def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
 
 
 def test_opcodes_that_the_device_does_not_tell_are_a_warning(context, unconnected, monkeypatch):
-    """As it is with libibverbs."""
+    """As with libibverbs."""
     monkeypatch.setattr(context._provider, "sends_for_receive", lambda *_: None)
     join(unconnected, {"rnr_retry": 7})
     unconnected.a.post_send(rp.Send(unconnected.mine[:8]))
@@ -264,7 +264,7 @@ def test_more_reads_than_the_peer_takes_are_found(unconnected):
 
 
 def test_a_gid_that_is_not_the_peers_is_found(context, unconnected):
-    """Both are GIDs of the port, and of two kinds."""
+    """Both are the port's GIDs, of two kinds."""
     port = context.query_port(1)
     needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs that addresses are made of", context)
     a, b = unconnected.a, unconnected.b
@@ -274,7 +274,7 @@ def test_a_gid_that_is_not_the_peers_is_found(context, unconnected):
     try:
         a.connect(wanted)
     except rp.VerbsError as error:
-        # A driver may look for the way itself.
+        # A driver may look up the path itself.
         assert error.call == "ibv_modify_qp"  # noqa: PT017
         return
     found = [finding for finding in a.diagnose(b) if finding.name == "gid-wrong"]
@@ -369,7 +369,7 @@ def test_another_pd_is_told(context, stack, pd, cq):
 
 
 def test_a_full_send_queue_is_found(connect):
-    """No send of it is SIGNALED: the classic mistake."""
+    """None of its sends is SIGNALED: the classic mistake."""
     pair = connect(max_send_wr=4)
     depth = pair.a.max_send_wr
     write = pair.wr(rp.RdmaWrite, pair.mine[:8], send_flags=SendFlags(0), wr_id=5)
@@ -446,7 +446,7 @@ def test_a_child_of_the_maker_is_told(context):
 
 
 def test_a_send_that_nothing_answers_is_explained(context, unconnected):
-    """The whole way: the send fails, and the diagnosis says why."""
+    """End to end: the send fails, and the diagnosis says why."""
     far = unconnected.b.endpoint()
     unconnected.a.connect(far, timeout=8, retry_cnt=1)
     unconnected.a.post_send(rp.Send(unconnected.mine[:8]))

@@ -1,7 +1,7 @@
-"""Diagnosing after the network device has changed: down, another MTU, an address less.
+"""Diagnosing after the network device has changed: down, another MTU, an address removed.
 
-These change the network device under Soft-RoCE, in the virtual machine of
-tests/guest.py and nowhere else, and put it back as it was.
+These change the network device under Soft-RoCE, only in the virtual machine of tests/guest.py, and
+restore it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def netdev(context: rp.Context) -> str:
     needs(context.attr.vendor_id == 0xFFFFFF, "Soft-RoCE", context)
     needs(os.geteuid() == 0 and shutil.which("ip"), "network device that may be changed", context)
     name = System().netdev_of(context.name, 1)
-    # The guest's own; nothing else depends on it.
+    # It belongs to the guest; nothing else depends on it.
     needs(name == "d0", "network device of the guest's own", context)
     return name
 
 
 @contextlib.contextmanager
 def undone(*commands: tuple[str, str]) -> Iterator[None]:
-    """Run commands of ip, and afterwards those that take them back."""
+    """Run ip commands, and afterwards those that undo them."""
     with contextlib.ExitStack() as stack:
         for command, back in commands:
             stack.callback(ip, back)
@@ -61,7 +61,7 @@ def ip(command: str) -> None:
 
 
 def gids_settle(context: rp.Context, gid: str, there: bool) -> None:
-    """Wait for the event that says that the GID table has changed."""
+    """Wait for the GID table change event."""
     for _ in range(20):
         if (rp.GID(gid) in [entry.gid for entry in context.query_gid_table()]) is there:
             return
@@ -109,7 +109,7 @@ def test_an_mtu_that_has_shrunk_is_found(context, netdev, rc):
 
 
 def test_an_address_that_was_taken_away_is_found(context, netdev, connect):
-    """The queue pairs keep a GID that is not the port's any more."""
+    """The queue pairs keep a GID that the port no longer has."""
     gid = "::ffff:192.168.77.1"
     add = (f"addr add 192.168.77.1/24 dev {netdev}", f"addr flush dev {netdev} to 192.168.77.1")
     with undone(add):
@@ -143,7 +143,7 @@ def test_a_gid_of_another_network_is_found(context, netdev, connect):
         found = [finding for finding in pair.a.diagnose(pair.b) if finding.name == "gid-wrong"]
         evidence = " ".join(finding.evidence for finding in found)
         assert "is in 192.168.77.0/24, and the peer's 10.0.0.1" in evidence
-        # And it is not the GID of that peer.
+        # And it is not that peer's GID.
         assert "problem" in [finding.severity for finding in found]
         pair.a.close()
         pair.b.close()

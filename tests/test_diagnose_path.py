@@ -1,4 +1,4 @@
-"""Diagnosing a port, its GIDs and the way to a peer, on ports and tables as other machines have."""
+"""Diagnosing a port, its GIDs and the path to a peer, with other machines' ports and tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def entry(
 
 
 def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Finding:
-    """Diagnose the first GID of a table, or what it was when it was chosen."""
+    """Diagnose the first GID of a table, or its value when it was chosen."""
     first = table[0]
     chosen = rp.GIDChoice(first.index, first.gid, first.gid_type, "the only one")
     [finding] = check_gid(dataclasses.replace(chosen, **changed), list(table), system, "a port")

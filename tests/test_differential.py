@@ -1,9 +1,9 @@
 """Random programs of work requests on the soft device and on a real one.
 
-Everything must agree, but for the table in ``differential/deviations.py``; and
-every entry of that table is shown by its own program.  ``RDMAPOST_PROGRAMS``
-says how many programs, ``RDMAPOST_FIRST_SEED`` where their seeds start.  Run it
-with ``tests/guest.py -- pytest tests/test_differential.py``.
+Everything must agree, except as listed in ``differential/deviations.py``; and each entry of that
+table has a program that shows it. ``RDMAPOST_PROGRAMS`` says how many programs,
+``RDMAPOST_FIRST_SEED`` where their seeds start. Run it with ``tests/guest.py -- pytest
+tests/test_differential.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KERNEL = kernel_of(platform.release())
 _TABLE = for_kernel(platform.release())
 _SOFT_ROCE_VENDOR = 0xFFFFFF
 _NEVER_COMES_S = 1.5
-"""How long a completion is waited for that one device has and the other has not."""
+"""How long to wait for a completion that only one of the devices has."""
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def test_deviation_is_still_there(entry: Deviation, real: Bench) -> None:
     with rp.open_device("soft0") as context, Bench(context, real.mtu) as soft:
         if _KERNEL in entry.seen:
             _, lines = compare(entry.program, soft, real, None, patience=_NEVER_COMES_S)
-            # Of memory only the place is known, and not what the program happens to write.
+            # For memory only the place is known, not what the program happens to write.
             assert [line for line in lines if not line.startswith(entry.seen[_KERNEL])] == []
             assert len(lines) == len(entry.seen[_KERNEL]), (lines, entry.why)
     with rp.open_device("soft0") as context, Bench(context, real.mtu) as soft:
-        # With the table it is no difference any more, on the other kernels too.
+        # With the table it is no longer a difference, on the other kernels too.
         program, lines = compare(entry.program, soft, real, _TABLE)
         assert not lines, program

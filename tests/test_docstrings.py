@@ -1,4 +1,4 @@
-"""The docstrings of everything public: what they say has a shape, and agrees with the code.
+"""The docstrings of everything public: they have a fixed form, and agree with the code.
 
 A summary in one sentence, imperative where something is done; Args that are those of the
 signature, what is returned, what is raised, and the man page of the verb behind it.
@@ -97,7 +97,7 @@ def sections(thing: Any) -> dict[str, list[str]]:
 
 
 def named(thing: Any, *names: str) -> list[str]:
-    """Return what sections of a docstring name, in order."""
+    """Return the names in sections of a docstring, in order."""
     found: list[str] = []
     for section in names:
         for line in sections(thing).get(section, []):
@@ -112,7 +112,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def source(function: Any) -> str:
-    """Return the statements of a function; nothing of one that a decorator has made."""
+    """Return a function's statements; nothing for one that a decorator has made."""
     if not inspect.isfunction(function) or not function.__module__.startswith("rdmapost"):
         return ""
     if function.__code__.co_filename == "<string>":
@@ -170,14 +170,14 @@ def test_args_are_those_of_the_signature(one: Documented) -> None:
 
 @every_class
 def test_a_class_says_what_it_is_made_of(one: Documented) -> None:
-    """Each argument is in Args, or, of a record, in Attributes; and nothing else is in Args."""
+    """Each argument is in Args, or for a record in Attributes; and nothing else is in Args."""
     cls = one.thing
     if issubclass(cls, (Enum, BaseException)) or not (
         dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or "__init__" in vars(cls)
     ):
         return
     if re.search(r"makes it\b|the names are the man page's", cls.__doc__):
-        # What makes it says what it takes; the man page says what the fields are.
+        # Its maker documents its arguments; the man page documents the fields.
         return
     takes = parameters(cls)
     said = named(cls, "Args", "Attributes")
@@ -211,7 +211,7 @@ def test_a_class_says_what_making_it_raises(one: Documented) -> None:
 
 @every
 def test_names_the_man_page_of_its_verb(one: Documented) -> None:
-    """What calls a verb says where that is described, or its class does."""
+    """What calls a verb, or its class, says where that is described."""
     thing, owner = one.thing, one.owner
     if inspect.isclass(thing):
         thing, owner = vars(thing).get("__init__"), thing

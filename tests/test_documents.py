@@ -1,9 +1,9 @@
 """The documents: every command and every example in them is run, and every link leads somewhere.
 
-Python examples run on soft0, and what they print is what the document shows.  One that imports
-rdmapost runs as a program; the others go on with the names of the README's first example.
-Commands of rdmapost run on soft0.  What needs root, a network or another machine is listed here,
-with the place where it is run instead; what is not listed fails.
+Python examples run on soft0, and what they print is what the document shows. One that imports
+rdmapost runs as a program; the others go on with the names of the README's first example. Commands
+of rdmapost run on soft0. What needs root, a network or another machine is listed here, with where
+it is run instead; anything not listed fails.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ ELSEWHERE = {
     'eval "$(rdmapost completion': "changes the shell: tests/test_cli_completion.py",
     "rdmapost completion fish >": "writes to the home directory: tests/test_cli_completion.py",
 }
-"""How commands begin that are not run on soft0, and why."""
+"""How commands that are not run on soft0 begin, and why."""
 
 CONFIGURATION = {"yourname  -  memlock  unlimited\n": "a line of /etc/security/limits.conf"}
-"""Blocks that are neither run nor printed by anything."""
+"""Blocks that nothing runs or prints."""
 
 PICTURES = {"docs/architecture.md"}
-"""Documents with a drawing, in a block of text."""
+"""Documents with a drawing in a text block."""
 
 HOST = '"10.0.0.1"'
-"""Stands in examples for a host that serves; here it is this one, at a free port."""
+"""In examples, a host that serves; here it is this one, on a free port."""
 
 VARIES = {
     r"from 10\.0\.0\.\d+:\d+": "from CLIENT",
     r"0x[0-9a-f]+": "0xN",
 }
-"""What is different at each run: the client's address, and addresses and keys of memory."""
+"""What differs in each run: the client's address, and memory addresses and keys."""
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 EXAMPLES = [block for block in ALL if block.language == "python"]
@@ -86,7 +86,7 @@ HERE = [
 
 
 def test_every_block_is_run_or_listed() -> None:
-    """A new block is of a kind that these tests run, or it is listed with a reason."""
+    """A new block is of a kind that these tests run, or is listed with a reason."""
     others = [
         str(block) for block in ALL
         if block.language not in ("python", "sh", "console")
@@ -136,7 +136,7 @@ def test_example(example: Block, names: dict[str, Any]) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         printed = done.stdout
     else:
-        # Its lines have the numbers that they have in the document.
+        # Its lines keep their numbers in the document.
         code = compile("\n" * (example.line - 1) + text, str(ROOT / example.document), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(code, names)
@@ -158,7 +158,7 @@ def test_examples_of_the_readme_run_one_after_another(names: dict[str, Any]) -> 
 
 
 def test_the_names_are_those_of_the_first_example(names: dict[str, Any]) -> None:
-    """What the others go on with is what the first one makes, in the same way."""
+    """The names that the others use are made in the same way as in the first one."""
     first = EXAMPLES[0]
     assert first.document == "README.md"
     for name in names:
@@ -182,7 +182,7 @@ def test_command(block: Block, command: Command) -> None:
 
 
 def test_guest_knows_its_options() -> None:
-    """The commands that boot a machine are ones that tests/guest.py takes."""
+    """The commands that boot a machine are accepted by tests/guest.py."""
     usage = subprocess.run(
         [sys.executable, str(ROOT / "tests/guest.py"), "--help"],
         capture_output=True, text=True, check=True, timeout=120,
@@ -231,14 +231,14 @@ def test_soft_roce_can_what_the_table_says(rxe: rp.Context) -> None:
 
 
 def settled(text: str) -> str:
-    """Return an output without what is different at each run."""
+    """Return an output without what differs in each run."""
     for varying, instead in VARIES.items():
         text = re.sub(varying, instead, text)
     return text
 
 
 def test_two_processes(rxe: rp.Context) -> None:
-    """serve in one process and a one-shot in another, as they are shown side by side."""
+    """serve in one process and a one-shot in another, as shown side by side."""
     (session,) = (
         block for block in blocks("docs/two-hosts.md")
         if block.language == "console" and "server$ " in block.text
@@ -277,7 +277,7 @@ def test_two_processes(rxe: rp.Context) -> None:
 
 
 def spans(document: str) -> list[str]:
-    """Return what stands in the text of a document as code, each on one line."""
+    """Return the inline code of a document, each piece on one line."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(document))]
 
 
@@ -297,7 +297,7 @@ def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_in_the_text_are_there(document: str) -> None:
-    """A command that the text names is there, with each of its options."""
+    """A command that the text names exists, with each of its options."""
     for span in spans(document):
         if span.startswith("rdmapost "):
             command, words = find_command(shlex.split(span)[1:])
@@ -311,7 +311,7 @@ OBJECTS = {"rp": rp, "qp": rp.QP, "cq": rp.CQ, "mr": rp.MR, "context": rp.Contex
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_names_in_the_text_are_there(document: str) -> None:
-    """A dotted name of rdmapost's, or an attribute of what the examples make, is there."""
+    """A dotted name in rdmapost, or an attribute of what the examples make, exists."""
     for span in spans(document):
         match = re.match(r"(rdmapost|connect|rp|qp|cq|mr|context)((?:\.\w+)+)", span)
         if match is None or match[2].endswith((".md", ".py")):
@@ -328,14 +328,14 @@ def test_names_in_the_text_are_there(document: str) -> None:
 
 
 def anchors(document: str) -> set[str]:
-    """Return what GitHub calls the headings of a document in links."""
+    """Return GitHub's link names for a document's headings."""
     heads = re.findall(r"(?m)^#+ (.*)$", prose(document))
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
 def test_links_lead_somewhere(document: str) -> None:
-    """Files and headings that a document links to are there."""
+    """Files and headings that a document links to exist."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
         if target.startswith("https://"):
             continue

@@ -1,4 +1,4 @@
-"""Exceptions come whole out of another process, and out of a copy."""
+"""Exceptions survive the way out of another process, and copying."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ SAMPLES: dict[str, Any] = {
     "Context": SimpleNamespace(name="soft0"),
     "Any": rp.Send(rp.SGE(4096, 8, 5), wr_id=9),
 }
-"""An argument for every annotation that a parameter of theirs has."""
+"""An argument for every annotation of their parameters."""
 
 
 def sample(kind: type[BaseException]) -> BaseException:
-    """Make one, as the package does, and give it what anybody may give an exception."""
+    """Make one, as the package does, and add what anyone may add to an exception."""
     if not inspect.isfunction(kind.__init__):
         made = kind("what happened")
     else:
@@ -91,7 +91,7 @@ OF_OSERROR = ("errno", "strerror", "filename", "filename2")
 
 
 def whole(error: BaseException) -> dict[str, Any]:
-    """Return all that there is to see of an exception."""
+    """Return all that is visible of an exception."""
     return {
         "type": type(error),
         "args": error.args,
@@ -123,7 +123,7 @@ def refuse_a_post() -> None:
 
 def in_another_process(call: Callable[..., None], *arguments: Any) -> BaseException:
     """Return what a call raises in a pool's process."""
-    # A pool whose thread has died on what it could not unpickle never answers.
+    # A pool whose thread has died of an unpickling error never answers.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         try:
             pool.apply_async(call, arguments).get(LIMIT)
@@ -169,7 +169,7 @@ def test_every_exception_comes_back_from_a_pool() -> None:
 
 
 def test_refused_post_in_a_pool_tells_the_parent_which_and_why() -> None:
-    """The work request names a region, which only its own process has: it comes as its repr."""
+    """The work request names a region, which only its own process has: it arrives as its repr."""
     error = in_another_process(refuse_a_post)
     assert isinstance(error, rp.PostError)
     assert (error.index, error.posted, error.count) == (1, 1, 2)
@@ -281,7 +281,7 @@ class Mine(rp.VerbsError):
 
 
 class Reduced(rp.RdmaError):
-    """A user's own exception that says itself how it is pickled."""
+    """A user's own exception that defines its own pickling."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"number {number}")

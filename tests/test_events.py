@@ -1,4 +1,4 @@
-"""Completion channels that CQs share, asynchronous events, and faults on purpose."""
+"""Shared completion channels, asynchronous events, and deliberate faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def channel(context, stack):
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what the tests before have left."""
+    """Take what earlier tests have left."""
     while rp.get_async_event(context) is not None:
         pass
 
@@ -32,7 +32,7 @@ def mr(pd, stack):
 
 
 def connected(stack, pd, near_cq, far_cq):
-    """Make two connected RC queue pairs, each with a CQ of its own."""
+    """Make two connected RC queue pairs, each with its own CQ."""
     near = stack.enter_context(rp.QP(pd, QPType.RC, near_cq))
     far = stack.enter_context(rp.QP(pd, QPType.RC, far_cq))
     far.connect(near.endpoint())
@@ -139,7 +139,7 @@ def test_the_limit_of_an_srq_is_an_event(context, pd, cq, mr, stack):
 
 
 class TestFaults:
-    """What a user plans to go wrong goes wrong, once."""
+    """A planned fault fires, once."""
 
     @pytest.fixture
     def faults(self, context):

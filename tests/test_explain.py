@@ -1,4 +1,4 @@
-"""``rdmapost explain``: every name has a text, the texts are right where that can be tested."""
+"""``rdmapost explain``: every name has a text, correct as far as that can be tested."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MEMBERS: list[enum.Enum] = [
 
 
 def texts(of: Explanation) -> Iterator[str]:
-    """Return all that an explanation says itself."""
+    """Return an explanation's own text."""
     yield of.meaning
     yield from of.causes
     yield from of.look_at
@@ -75,7 +75,7 @@ def test_every_member_has_a_text(member: enum.Enum) -> None:
 @pytest.mark.parametrize("member", [*WCStatus, *Opcode, *OpsOpcode, *QPState])
 def test_what_can_happen_has_causes_and_a_next_step(member: enum.IntEnum) -> None:
     (found,) = explain(member)
-    # These have nothing to fail: they are not posted here, or not states at all.
+    # These cannot fail: they are not posted here, or are not states at all.
     if member.name not in ("DRIVER1", "FLUSH", "ATOMIC_WRITE", "UNKNOWN"):
         assert found.causes
         assert found.look_at
@@ -90,7 +90,7 @@ def test_every_errno_has_causes_and_a_next_step(name: str) -> None:
 
 
 def test_the_usual_failures_are_told_in_order_of_likelihood() -> None:
-    """The two that everyone meets: the first cause is the one to rule out first."""
+    """The two that everyone meets: the first cause listed is the one to rule out first."""
     assert "not in RTR or RTS" in explain("RETRY_EXC_ERR")[0].causes[0]
     assert "no receive" in explain("RNR_RETRY_EXC_ERR")[0].causes[0]
     assert "queue" in explain("ENOMEM")[0].meaning

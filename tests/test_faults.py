@@ -1,4 +1,4 @@
-"""Faults on purpose keep nothing alive, and strike for as long as their device is open."""
+"""Deliberate faults keep nothing alive, and fire as long as their device is open."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_device_whose_faults_were_used_is_collected() -> None:
 
 
 def test_plan_outlives_the_variable_of_its_device() -> None:
-    """A queue pair holds the device open, and the plan strikes on it."""
+    """A queue pair holds the device open, and the plan fires on it."""
     context = rp.open_device("soft0")
     context.faults.complete_with(7, WCStatus.RETRY_EXC_ERR)
     cq, pd = rp.CQ(context), rp.PD(context)
@@ -88,7 +88,7 @@ def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
 
 
 def test_plan_stays_when_a_verb_after_it_fails() -> None:
-    """What such a verb has changed is taken back, and nothing that was there before."""
+    """What such a verb has changed is rolled back, and nothing older."""
     with (
         rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq,
         rp.MR(pd, 64) as mr, rp.QP(pd, QPType.RC, cq) as qp,
@@ -104,7 +104,7 @@ def test_plan_stays_when_a_verb_after_it_fails() -> None:
 
 
 def test_plan_can_be_changed_by_its_methods_alone() -> None:
-    """A post reads it in the middle, and must not come upon anything of the caller's."""
+    """A post reads it in the middle, and must not meet any of the caller's objects."""
     with rp.open_device("soft0") as context:
         plan = context.faults
         names = [name for name in dir(plan) if not name.startswith("_")]
@@ -128,7 +128,7 @@ def writing() -> Iterator[tuple[rp.Context, rp.CQ, rp.QP, rp.RdmaWrite]]:
 
 
 def refused_of(posts: int, plans: list[tuple[int, int]], *, clear: bool = False) -> list[int]:
-    """Post so many writes under a plan of errnos and numbers; return the errno of each, or 0."""
+    """Post that many writes under a plan of errnos and numbers; return the errno of each, or 0."""
     with writing() as (context, cq, qp, write):
         for code, after in plans:
             context.faults.fail_post(code, after=after)

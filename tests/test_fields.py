@@ -1,4 +1,4 @@
-"""The records that a device is handed: every byte of them, for every class of work requests."""
+"""The records that a device is handed: every byte, for every class of work requests."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ MEMBERS: dict[Any, dict[str, str]] = {
     rp.TagDel: COUNT,
     rp.TagSync: COUNT,
 }  # fmt: skip
-"""Of each class the fields, and the member of the header's struct that each is.
+"""For each class, its fields and the struct member that each one sets.
 
-What is not just put there is looked at by name: wr_id, recv_wr_id, sg_list, hdr and handle.
+Fields that are not simply copied are checked by name: wr_id, recv_wr_id, sg_list, hdr and handle.
 """
 OTHERWISE = {"wr_id", "recv_wr_id", "sg_list", "hdr", "handle"}
 BITS = {
@@ -85,7 +85,7 @@ class Given:
         self.qp.connect(self.qp.endpoint())
         self.ah = stack.enter_context(self.qp.ah_to(self.qp.endpoint()))
         self.srq = stack.enter_context(rp.SRQ(pd, srq_type=SRQType.TM, cq=cq, checked=False))
-        # Nothing of what follows is for the device itself.
+        # None of what follows reaches the device itself.
         self.tap.refuse()
 
     def seen(self, wrs: Any, verb: int | None = None) -> list[Record]:
@@ -154,7 +154,7 @@ def expected(wr: Any, record: Record) -> bytes:
 
 
 def agrees(wr: Any, record: Record) -> None:
-    """See that a record is its work request and nothing else."""
+    """Check that a record is its work request and nothing else."""
     assert record.data == expected(wr, record)
     assert record.sges == [sge[:3] for sge in getattr(wr, "sg_list", ())]
     op, add = isinstance(wr, rp.OpsWR), isinstance(wr, rp.TagAdd)
@@ -212,7 +212,7 @@ def distinct(kind: Any, device: Given, sges: int = 2) -> Any:
 @pytest.mark.parametrize("kind", MEMBERS)
 @pytest.mark.parametrize("sges", [0, 1, 2, 5, 40])
 def test_every_byte_of_a_record(device, kind, sges):
-    """Each field has a value of its own, whatever it is not said to be is 0."""
+    """Each field has a distinct value, and whatever is not set is 0."""
     wr = distinct(kind, device, sges)
     for verb in (RECV, SRQ_RECV):
         [record] = device.seen(wr, verb)
@@ -225,7 +225,7 @@ def test_every_byte_of_a_record(device, kind, sges):
 
 @pytest.mark.parametrize("kind", MEMBERS)
 def test_what_a_work_request_does_not_say_goes_out_as_0(device, kind):
-    """A driver may look at any of it, and nothing of an earlier post is to be left."""
+    """A driver may read any of it, and nothing of an earlier post may remain."""
     device.seen([distinct(each, device) for each in (rp.AtomicCmpAndSwp, rp.TSO, rp.BindMW)] * 3)
     wr = kind()
     if kind is rp.BindMW:
@@ -241,7 +241,7 @@ def test_what_a_work_request_does_not_say_goes_out_as_0(device, kind):
 
 @pytest.mark.parametrize("kind", MEMBERS)
 def test_every_number_has_its_range(device, kind):
-    """As wide as its member of the struct; a number beside it names the field."""
+    """As wide as its struct member; a number just outside names the field."""
     for name in MEMBERS[kind].keys() & BITS.keys() | {"wr_id", "recv_wr_id"} & {
         field.name for field in dataclasses.fields(kind)
     }:
@@ -353,7 +353,7 @@ def test_bind_fields_arrive(device, addr, length, rkey, access):
 
 @given(st.binary(max_size=64), u16, u32)
 def test_tso_fields_arrive(device, hdr, mss, qpn):
-    """The header is not copied: the pointer is its buffer's."""
+    """The header is not copied: the pointer is to its buffer."""
     wr = rp.TSO([rp.SGE(1, 2, 3)], hdr=hdr, mss=mss, remote_qpn=qpn)
     [record] = device.seen(wr)
     agrees(wr, record)

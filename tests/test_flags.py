@@ -65,7 +65,7 @@ def test_inline_gathers_registered_and_unregistered_buffers(connect, kind):
 
 
 def test_inline_does_not_look_at_the_lkey(connect, context):
-    """Nor at the domain, nor at whether the device could read the memory."""
+    """Nor the domain, nor whether the device could read the memory."""
     pair = connect(max_inline_data=64)
     with rp.PD(context) as other, rp.MR(other, bytearray(b"foreign!")) as mr:
         for sge in (mr[:], mr[:]._replace(lkey=mr.lkey ^ 0xA5)):
@@ -137,7 +137,7 @@ def test_fence_waits_for_the_atomics_before_it(patient, context):
 
 
 def test_fence_waits_for_a_read_that_is_answered_late(connect, context):
-    """The peer is not there yet: neither the read nor what is fenced behind it goes out."""
+    """The peer is not ready yet: neither the read nor the request fenced after it goes out."""
     needs(context.kind == "soft", "fences over requests that are sent again", context)
     pair = connect(to=rp.QPState.RESET)
     pair.a.connect(pair.b.endpoint(), timeout=12, retry_cnt=7)
@@ -191,7 +191,7 @@ class Waiter:
     if isinstance(x, type) else x.name,
 )  # fmt: skip
 def test_solicited_wakes_who_waits_for_that_only(connect, stack, qp_type, kind):
-    """A message without it does not, whatever else it carries."""
+    """A message without it does not, whatever other flags it carries."""
     pair = connect(qp_type)
     waiter = Waiter(pair, stack, qp_type)
     pair.a.post_send(waiter.message(kind, SendFlags.SIGNALED))
@@ -233,7 +233,7 @@ def test_solicited_has_no_meaning_on_what_takes_no_receive(rc, kind):
 
 
 def test_only_signaled_ones_complete(rc):
-    """The completion of a signaled one tells of the unsignaled ones before it."""
+    """The completion of a signaled send covers the unsignaled ones before it."""
     flags = [0, SendFlags.SIGNALED, 0, 0, SendFlags.SIGNALED, 0]
     rc.a.post_send(
         [rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i, send_flags=f) for i, f in enumerate(flags)]
@@ -256,7 +256,7 @@ def test_sq_sig_all_completes_all_of_them(connect, qp_type):
 
 
 def test_a_failure_completes_though_it_is_not_signaled(rc):
-    """And so do those behind it, flushed."""
+    """And so do those after it, flushed."""
     wrong = rc.theirs.rkey ^ 0xA5
     rc.a.post_send(
         [
@@ -276,7 +276,7 @@ def test_a_failure_completes_though_it_is_not_signaled(rc):
     ("qp_type", "kind"), WITH_IMM, ids=lambda x: x.__name__ if isinstance(x, type) else x.name
 )
 def test_immediate_data_is_a_number_of_the_host_at_both_ends(connect, qp_type, kind):
-    """Bytes that all differ: no order of them but the right one gives the same number."""
+    """All bytes differ: only the right order gives the same number."""
     pair = connect(qp_type)
     pair.b.post_recv(rp.RecvWR(pair.theirs[:100], wr_id=7))
     pair.a.post_send(pair.wr(kind, pair.mine[:4], imm_data=0x01020304, wr_id=9))
@@ -316,7 +316,7 @@ def test_invalidated_rkey_is_in_the_completion(connect, stack, context, qp_type)
 
 @pytest.mark.parametrize("kind", [rp.RdmaWrite, rp.RdmaRead])
 def test_write_and_read_take_no_receive(rc, kind):
-    """The far side sees nothing of them, and needs nothing posted."""
+    """The far side does not see them, and needs nothing posted."""
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=7))
     rc.a.post_send(rc.wr(kind, rc.mine[:8], wr_id=9))
     assert [wc.wr_id for wc in rc.wait()] == [9]
@@ -336,7 +336,7 @@ def test_immediate_data_takes_a_receive(connect, qp_type, kind):
 
 
 def test_write_with_immediate_leaves_the_receives_buffers_alone(rc):
-    """The data is at the remote address; of the receive only the completion is used."""
+    """The data is at the remote address; only the receive's completion is used."""
     rc.mine.buffer[:4] = b"data"
     rc.b.post_recv(rp.RecvWR(rc.theirs[100:108], wr_id=7))
     rc.a.post_send(rc.wr(rp.RdmaWriteWithImm, rc.mine[:4], wr_id=9))

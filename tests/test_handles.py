@@ -1,4 +1,4 @@
-"""One life of a handle: whoever uses a resource, closes it, forks or ends, in whatever order."""
+"""The life of a handle: uses, closes, forks and exits in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rdmapost._binding import ffi
 from rdmapost._resource import Resource
 
 ROUNDS = int(os.environ.get("RDMAPOST_ROUNDS", "100"))
-"""Of a close against a verb, for each kind."""
+"""Rounds of a close against a verb, for each kind."""
 
 
 class Thing(Resource):
@@ -53,7 +53,7 @@ def _switch_often() -> Iterator[None]:
 
 
 def made(context: rp.Context) -> dict[str, Any]:
-    """What the verbs below are called on, besides what is closed against them."""
+    """What the verbs below are called on, besides the resource being closed."""
     pd, cq = rp.PD(context), rp.CQ(context)
     ud = rp.QP(pd, QPType.UD, cq)
     return {"pd": pd, "cq": cq, "ud": ud, "way": ud.path_to(ud.endpoint())}
@@ -64,7 +64,7 @@ Use = Callable[[Any, dict[str, Any]], Any]
 
 
 def group() -> str:
-    """A multicast group of this thread's own."""
+    """This thread's own multicast group."""
     return f"ff02::{threading.get_ident() % 0xFFFF + 1:x}"
 
 
@@ -102,7 +102,7 @@ AGAINST_CLOSE: dict[str, tuple[Make, Use]] = {
 @pytest.mark.usefixtures("_switch_often")
 @pytest.mark.parametrize("verb", AGAINST_CLOSE)
 def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
-    """Two threads use a resource while another closes it; nobody meets anything else."""
+    """Two threads use a resource while another closes it; no other error occurs."""
     make, use = AGAINST_CLOSE[verb]
     if verb == "rkey":
         needs(context.attr.max_mw, "memory windows", context)
@@ -150,7 +150,7 @@ def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
             try:
                 thing.close()
             except rp.InUseError:
-                # They make children on it without end: it is closed once they let it go.
+                # They keep making children on it: it is closed once they stop.
                 refused[0] = thing
                 assert time.monotonic() < end, f"not closed in round {number}"
     with turn:
@@ -184,7 +184,7 @@ def test_close_waits_for_a_verb_of_another_thread():
     assert inside.wait(LIMIT)
     closing = threading.Thread(target=close)
     closing.start()
-    # It has begun as soon as nobody else may begin to use it.
+    # It has begun as soon as no new use may begin.
     while thing._handle is not None:
         assert closing.is_alive()
     with pytest.raises(rp.ClosedError, match="pd is closed"):
@@ -234,7 +234,7 @@ def test_close_that_waits_can_be_interrupted():
 
 
 def test_close_inside_a_verb_of_the_same_thread_is_put_off():
-    """A signal handler or a finalizer has no one to wait for; what it opened goes in its order."""
+    """A signal handler or a finalizer does not wait; what it opened is closed in order."""
     gone: list[str] = []
     context = Thing("context", destroy=lambda _: gone.append("context"))
     pd = Thing("pd", context, destroy=lambda _: gone.append("pd"))
@@ -363,7 +363,8 @@ def test_finalizer_inside_a_verb_is_put_off():
 
 
 def test_region_that_cannot_be_deregistered_keeps_its_memory(connect, context):
-    """Its last reference goes while a window is bound to it, and a peer writes through that."""
+    """Its last reference is dropped while a window is bound to it and a peer writes through
+    that."""
     needs(context.attr.max_mw, "memory windows", context)
     pair = connect()
     mw = rp.MW(pair.pd)
@@ -380,7 +381,7 @@ def test_region_that_cannot_be_deregistered_keeps_its_memory(connect, context):
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         del mr, memory, bind
         gc.collect()
-    # It is there still, whoever holds it, and its memory nobody else's.
+    # It still exists, and its memory has not been reused.
     assert {id(r) for r in pair.pd._open_children()} == before
     others = [bytearray(4096) for _ in range(64)]
     pair.mine.buffer[:5] = b"wrong"
@@ -416,7 +417,7 @@ def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, t
 
 
 def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
-    """A finalizer says it in a warning, and the parent stays open."""
+    """A finalizer reports it in a warning, and the parent stays open."""
     parent = Thing("pd")
     with pytest.warns(ResourceWarning) as told:
         Thing("mr", parent, destroy=lambda _: 22)
@@ -428,7 +429,7 @@ def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
 
 
 def test_finalizer_tries_again_where_the_last_user_left_while_it_was_refused():
-    """The user did not close it, because somebody was closing it."""
+    """The user did not close it, because another thread was closing it."""
     gone, refused = [], []
 
     class Used(Thing):
@@ -534,7 +535,7 @@ def test_child_of_a_fork_is_told_who_opened_what_it_uses(context):
 
 
 def test_child_of_a_fork_ends_at_once_beside_threads(context):
-    """Others were in the middle of verbs and of closing; their threads do not exist in it."""
+    """Other threads were in the middle of verbs and closes; they do not exist in the child."""
     said = prints(
         IN_CHILD + "import signal, threading\n"
         "context = rp.open_device(sys.argv[1])\n"

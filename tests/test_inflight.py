@@ -1,8 +1,8 @@
-"""What is posted and not completed: who is told what, and what stays alive for how long.
+"""What is posted and not completed: which wr_ids come back, and what stays alive for how long.
 
-Three machines post lists that the device takes in part, complete some of it and ask what is
-still there, against models: a send queue, which completes in order; an SRQ, which does not; and
-a matching list, whose receives end by a message, in one or two completions, or by a TAG_DEL.
+Three state machines post lists that the device accepts in part, complete some of it and query the
+rest, against models: a send queue, which completes in order; an SRQ, which does not; and a matching
+list, whose receives end by a message, in one or two completions, or by a TAG_DEL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENOMEM, U64 = 12, (1 << 64) - 1
 
 @dataclass(eq=False)
 class Entry:
-    """A work request that is outstanding: its wr_id, and a region that it alone names."""
+    """An outstanding work request: its wr_id, and a region that it alone names."""
 
     wr_id: int
     region: weakref.ref[rp.MR] | None = None
@@ -48,7 +48,8 @@ class Entry:
 
 
 def refused(close: Callable[[], None]) -> str:
-    """Return why something cannot be closed; of the exception, which leads to it, nothing stays."""
+    """Return why something cannot be closed, keeping nothing of the exception, which refers to
+    it."""
     try:
         close()
     except rp.InUseError as error:
@@ -57,7 +58,7 @@ def refused(close: Callable[[], None]) -> str:
 
 
 class Machine(RuleBasedStateMachine):
-    """A device that is watched, and what all three machines do."""
+    """A watched device, and what all three machines do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,11 +73,11 @@ class Machine(RuleBasedStateMachine):
         self.stack.close()
 
     def region(self) -> rp.MR:
-        """Make a region that the caller forgets when it has been posted."""
+        """Make a region that the caller drops once it has been posted."""
         return rp.MR(self.pd, 64, ALL)
 
     def posted(self, post: Callable[[Any], None], wrs: Any, taken: int | None) -> int | None:
-        """Post, with a device that takes so many; return the index of the one refused, or None."""
+        """Post to a device that accepts so many; return the index of the refused one, or None."""
         if taken is not None:
             self.tap.refuse(passed=taken)
         said: tuple[int | None, int | None] = (None, None)
@@ -94,7 +95,7 @@ class Machine(RuleBasedStateMachine):
         self.gone += [entry.region for entry in entries if entry.region is not None]
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """See that what is outstanding holds its memory, and nothing else is held."""
+        """Check that what is outstanding holds its memory, and that nothing else is held."""
         assert all(entry.region is None or entry.region() is not None for entry in entries)
         assert [ref for ref in self.gone if ref() is not None] == []
         self.gone.clear()
@@ -155,7 +156,7 @@ class InOrder(Machine):
 
     @rule(items=lists, taken=partly, bad=st.none() | st.integers(0, 5))
     def post(self, items: Any, taken: int | None, bad: int | None) -> None:
-        """Post a list of which the device refuses the end, or the library one in the middle."""
+        """Post a list whose end the device refuses, or the library one in the middle."""
         wrs, entries = self.make(items)
         room = self.DEPTH - len(self.model)
         stops = [room] if len(wrs) > room else []
@@ -174,7 +175,7 @@ class InOrder(Machine):
 
     @rule(items=lists)
     def prepare(self, items: Any) -> None:
-        """Take another prepared list in place of the one before, which is closed."""
+        """Replace the prepared list by another, and close it."""
         if self.batch is not None:
             self.batch.close()
             ended, self.prepared, self.given = [*self.prepared, *self.given], [], []
@@ -208,7 +209,7 @@ class InOrder(Machine):
         batch = self.batch
         refused = self.posted(lambda _: batch.post(), None, taken)
         assert refused == taken
-        # Each post is one more of the same, and names the same regions.
+        # Each post is another of the same, and names the same regions.
         beside = list(self.prepared)
         self.model += [
             Entry(e.wr_id, e.region, e.signaled, tag=e.tag, beside=beside)
@@ -248,7 +249,7 @@ class InOrder(Machine):
 
     @rule()
     def reset(self) -> None:
-        """What has completed until then is told; nothing else is outstanding."""
+        """What has completed by then is reported; nothing else is outstanding."""
         self.told += [entry.wr_id for entry in self.model if entry.signaled]
         self.qp.to_reset()
         self.qp.connect(self.qp.endpoint())
@@ -415,7 +416,8 @@ class Tagged(Machine):
     @precondition(lambda self: self.listed)
     @rule(data=st.data(), long=st.booleans())
     def message(self, data: st.DataObject, long: bool) -> None:
-        """A message of several packets completes twice: when it matches, and when it is there."""
+        """A message of several packets completes twice: when it matches, and when it has
+        arrived."""
         entry = data.draw(st.sampled_from(self.listed))
         payload = bytes(6000 if long else 10)
         assert self.client.send(tmh(EAGER, entry.tag) + payload) is WCStatus.SUCCESS
@@ -425,7 +427,7 @@ class Tagged(Machine):
     @rule(most=st.integers(1, 4))
     def poll(self, most: int) -> None:
         told, self.told = self.told[:most], self.told[most:]
-        # One at a time: what each of them lets go of is of interest.
+        # One at a time, to see what each of them releases.
         for entry, what in told:
             [wc] = self.srq.cq.poll(1)  # type: ignore[union-attr]
             assert wc.wr_id == entry.wr_id
@@ -514,7 +516,7 @@ def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
 
 
 def test_a_number_that_closes_its_prepared_list_is_told(pair, pd):
-    """From its __index__, so that the list is gone when the number is known not to fit."""
+    """From its __index__, so that the list is gone by the time the number is found not to fit."""
     batch = pair.a.prepare(write(pair, pair.mine))
     item = batch[0]
 
@@ -558,8 +560,8 @@ def test_device_that_does_not_say_which_one_it_refused(pair, pd, context, bad, s
     [
         (-22, 2, 22, 2),  # siw: a negative errno
         (0, 2, 5, 2),  # a partial post
-        (0, 3, 0, 4),  # nonsense behind a success
-        (95, 0, 95, 0),  # nothing of an unsupported call goes in
+        (0, 3, 0, 4),  # garbage after a success
+        (95, 0, 95, 0),  # an unsupported call posts nothing
         (38, 1, 38, 0),
     ],
 )
@@ -608,7 +610,7 @@ def test_flags_that_mean_inline_to_others_let_go_of_nothing(stack):
     qp.connect(qp.endpoint())
     mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
     mw = rp.MW(pd, rp.MWType.TYPE_2)
-    # It says that it has taken them in, and never completes them.
+    # It reports them as posted, and never completes them.
     tap.refuse(rc=0, bad=0)
     srq.post_srq_ops(rp.TagAdd(sg_list=mr[:8], recv_wr_id=5, flags=int(SendFlags.INLINE)))
     assert "wr_id 5" in refused(mr.close)
@@ -641,7 +643,7 @@ def test_count_wraps_around(pair, context):
         assert [wc.wr_id for wc in pair.wait(4)] == [0, 1, 2, 3]
         counted = counters(qp._send.in_flight)
         assert list(counted) == [4 * turn + 4] * 2
-    # Nobody waits for 2^32 posts here: it takes a minute.
+    # This does not really post 2^32: that takes a minute.
     counted[0] = counted[1] = (1 << 32) - 6
     batch = qp.prepare([write(pair, pair.mine, wr_id) for wr_id in (20, 21, 22)])
     quiet = write(pair, pair.mine, 10)
@@ -711,7 +713,7 @@ def straying(stack) -> Any:
 
 @pytest.mark.parametrize("stray", [1, 2, 3, 4, 100, 1 << 31, (1 << 32) - 3, (1 << 32) - 2])
 def test_completion_of_what_is_not_outstanding_retires_nothing(straying, stack, stray):
-    """Beyond what was posted, and before what is done: a send queue is in order."""
+    """After what was posted, and before what is done: a send queue is in order."""
     pd = stack.enter_context(rp.PD(straying.context))
     cq = stack.enter_context(rp.CQ(straying.context))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
@@ -762,7 +764,7 @@ def test_completion_of_what_no_slot_has_retires_nothing(straying, stack, stray):
 
 
 def test_more_can_be_outstanding_than_have_been_at_first(connect, stack):
-    """The room for them grows: of a queue that has been used before, and in any order."""
+    """Their room grows: in a queue used before, and in any order."""
     pair = connect(max_send_wr=200)
     for count in (1, 10, 30, 100, 7, 150):
         regions = [stack.enter_context(rp.MR(pair.pd, 64)) for _ in range(count)]
@@ -853,13 +855,13 @@ def test_handle_of_a_tagged_receive_is_none_of_the_next_in_its_place(stack):
 
 
 class Memory(bytearray):
-    """Memory that can be asked for whether it is there still."""
+    """Memory that can be checked for still existing."""
 
 
 @pytest.mark.parametrize(
     ("status", "bound"),
     [
-        # The region is the one that was bound, the other, or nobody knows.
+        # The region is the one that was bound, the other, or unknown.
         (WCStatus.SUCCESS, {"new"}),
         (WCStatus.MW_BIND_ERR, {"old"}),
         (WCStatus.LOC_QP_OP_ERR, {"old"}),
@@ -870,7 +872,7 @@ class Memory(bytearray):
 )
 @pytest.mark.parametrize("ahead", [False, True], ids=["alone", "with one before it"])
 def test_status_of_a_bind_says_which_region_the_window_holds(stack, status, bound, ahead):
-    """Of one that was not signaled, in front of another that failed, nobody knows."""
+    """For an unsignaled one before another that failed, it is unknown."""
     context = stack.enter_context(rp.open_device("soft0"))
     pd = stack.enter_context(rp.PD(context))
     cq = stack.enter_context(rp.CQ(context))
@@ -907,7 +909,7 @@ def test_status_of_a_bind_says_which_region_the_window_holds(stack, status, boun
 
 
 def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_same(stack):
-    """Only a window of type 1 is unbound by a length of 0."""
+    """A length of 0 unbinds only a type 1 window."""
     context = stack.enter_context(rp.open_device("soft0"))
     pd = stack.enter_context(rp.PD(context))
     cq = stack.enter_context(rp.CQ(context))
@@ -1019,7 +1021,7 @@ def test_ticket_that_nothing_outstanding_has_is_found_nowhere(pair, pd):
 
 
 def test_entry_of_a_prepared_list_is_that_of_its_work_request(pair, pd):
-    """Of the first that is outstanding still."""
+    """Of the first still outstanding."""
     sends = pair.a._send.in_flight
     regions = [rp.MR(pd, 64) for _ in range(3)]
     wrs = [write(pair, mr, wr_id) for wr_id, mr in enumerate(regions)]

@@ -73,7 +73,7 @@ def test_size_that_does_not_fit(pd, cq, at_most):
 
 
 def test_queue_pair_that_cannot_be_had_at_all(pd, cq, context):
-    """It is not the inline data that is refused then."""
+    """Then it is not the inline data that is refused."""
     most = context.attr.max_qp_wr
     with pytest.raises(rp.VerbsError, match=f"max_send_wr={most + 1}, but the device's"):
         rp.max_inline(pd, QPType.RC, cq, max_send_wr=most + 1)
@@ -82,7 +82,7 @@ def test_queue_pair_that_cannot_be_had_at_all(pd, cq, context):
 
 
 class Driver:
-    """Stands in for QP, with the habits of drivers that are not here.
+    """Stands in for QP, with the habits of drivers that are not available here.
 
     Args:
         limit: the bytes that it takes.

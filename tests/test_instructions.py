@@ -1,10 +1,9 @@
-"""How many instructions the hot paths take, which no busy machine can change.
+"""How many instructions the hot paths take, which does not depend on machine load.
 
-Posting and polling run on the benchmarks' null device under callgrind.  The
-bounds are about one and a half times what CPython 3.11 takes (unoptimized, as
-pyenv builds it; others take less), so that only what is really slower fails.
-Run this file as a script to see today's figures, and lower the bounds when
-the paths have become faster.
+Posting and polling run on the benchmarks' null device under callgrind. The bounds are about one and
+a half times what CPython 3.11 takes (unoptimized, as pyenv builds it; others take less), so that
+only a real slowdown fails. Run this file as a script to see today's figures, and lower the bounds
+when the paths have become faster.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ BOUNDS = {
 }
 """Instructions for each work request or completion, by on_rdmapost.py's names."""
 ELSEWHERE = 1.0 if sys.version_info[:2] == (3, 11) else 1.6
-"""What other versions may take of it: 3.13 takes half as much again where it is not optimized."""
+"""The factor allowed to other versions: 3.13 takes half as much again if not optimized."""
 
 
 def count() -> dict[str, float]:

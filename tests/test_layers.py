@@ -1,7 +1,7 @@
 """The layers of the package: who imports whom, by the contracts in pyproject.toml.
 
-What stands below ``if TYPE_CHECKING`` is never imported, and may point upwards where
-a type is only named; those imports are listed here.
+Imports under ``if TYPE_CHECKING`` never run, and may point upwards if they only name a type; those
+are listed here.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NAMED_ONLY = {
     ("rdmapost.diagnose.looking", "rdmapost.queuepair"),
     ("rdmapost.diagnose.peer", "rdmapost.queuepair"),
     ("rdmapost.diagnose.queuepair", "rdmapost.queuepair"),
-    # The parts of the soft device are handed to one another.
+    # The parts of the soft device are passed to one another.
     ("rdmapost.soft.completion", "rdmapost.soft.device"),
     ("rdmapost.soft.completion", "rdmapost.soft.queue"),
     ("rdmapost.soft.datagram", "rdmapost.soft.qp"),
     ("rdmapost.soft.qp", "rdmapost.soft.device"),
     ("rdmapost.soft.raw", "rdmapost.soft.qp"),
 }
-"""Who names a type of a module above it, without importing it."""
+"""Modules that name a type from a module above, without importing it."""
 
 EDGES = """
 import json, grimp
@@ -68,7 +68,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def graphs(tree: pathlib.Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Who imports whom: with what only types name, and without."""
+    """The import graph: with imports for types only, and without."""
     every, imported = json.loads(prints(EDGES, PYTHONPATH=str(tree), **LOSES_MEMORY))
     assert "rdmapost.cli.app" in imported
     return every, imported
@@ -84,13 +84,13 @@ lint_imports_command()
 
 
 def lint(tree: pathlib.Path) -> str:
-    """Check the contracts; return what import-linter says of it."""
+    """Check the contracts; return import-linter's output."""
     pyproject = str(ROOT / "pyproject.toml")
     return run_python(LINT, str(tree), "--config", pyproject, "--no-cache", "--no-logo").stdout
 
 
 def test_contracts_are_kept(tree):
-    """Each layer knows only those below it, and the rest that pyproject.toml says."""
+    """Each layer imports only those below it, and meets the other contracts in pyproject.toml."""
     said = lint(tree)
     assert "Contracts: 6 kept, 0 broken." in said, said
 
@@ -113,7 +113,7 @@ def test_contracts_are_kept(tree):
     ],
 )
 def test_contracts_are_noticed_when_broken(tree, tmp_path, module, statement, words):
-    """A layer that knows one above it is seen, wherever the import stands."""
+    """A layer that imports one above it is caught, wherever the import is."""
     shutil.copytree(tree / "rdmapost", tmp_path / "rdmapost")
     with (tmp_path / "rdmapost" / module).open("a") as file:
         file.write(f"\n\n{statement}\n")
@@ -121,13 +121,13 @@ def test_contracts_are_noticed_when_broken(tree, tmp_path, module, statement, wo
 
 
 def test_no_imports_in_circles(graphs):
-    """Not even of types alone, but for those that are listed."""
+    """Not even for types only, except for those listed."""
     every, imported = graphs
     for module, names in NAMED_ONLY:
         assert names in every[module]
         assert names not in imported[module]
         every[module].remove(names)
-    # Raises CycleError, which names the circle.
+    # Raises CycleError, which names the cycle.
     tuple(graphlib.TopologicalSorter(every).static_order())
 
 

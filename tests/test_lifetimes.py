@@ -51,7 +51,7 @@ def test_memory_lives_until_the_completion(rc):
     rc.wait(2)
     gc.collect()
     assert ref() is None
-    # The region is closed, and its memory is back with whoever has it.
+    # The region is closed, and its memory back with its owner.
     with pytest.raises(ValueError, match="released"):
         bytes(view)
 
@@ -101,7 +101,7 @@ def test_garbage_in_any_order_gives_everything_back(context):
 
 
 def test_interpreter_ends_quietly_with_everything_open(context):
-    """With an exception that was seen, a cycle, and another order."""
+    """With a caught exception, a cycle, and another order."""
     said = prints(
         SETUP + "class Mine(Exception): pass\n"
         "import atexit; atexit.register(print, 'closed')\n"
@@ -135,7 +135,7 @@ def test_interpreter_ends_quietly_while_a_thread_waits(context):
 
 
 def test_child_of_a_fork_closes_nothing(context):
-    """The child ends in every way there is, and the parent goes on."""
+    """The child ends in every possible way, and the parent continues."""
     said = prints(
         SETUP + "things = make()\n"
         "for way in ('exit', 'close', 'garbage'):\n"
@@ -265,7 +265,7 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
         "        return False\n"
         "    except KeyboardInterrupt: pass\n"
         "    finally: sys.settrace(None)\n"
-        # What was being made is garbage by now.
+        # What was under construction is garbage by now.
         "    for made in reversed(kept): made.close()\n"
         "    return True\n"
         "with rp.open_device(sys.argv[1]) as context:\n"
@@ -273,7 +273,7 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
         "    files = len(os.listdir('/proc/self/fd'))\n"
         "    after = 1\n"
         "    while interrupted(after):\n"
-        # Some of the places are enough where each try takes the kernel's time.
+        # Some of the places are enough if each try involves the kernel.
         "        after += 5 if context.kind == 'soft' else 31\n"
         "        gc.collect()\n"
         "        assert not context._open_children(), after\n"
@@ -285,7 +285,7 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
 
 
 def test_what_one_thread_makes_another_drops(context):
-    """Resources change hands with work outstanding; whichever thread is last gives them back."""
+    """Resources change hands with work outstanding; the last thread releases them."""
     rounds, threads = 12, 4
     before = len(context._open_children())
     handed: queue.Queue[list[object] | None] = queue.Queue(2)

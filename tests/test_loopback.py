@@ -1,4 +1,4 @@
-"""The loopback pair: deadlines, and that everything is given back whatever happened."""
+"""The loopback pair: deadlines, and that everything is released whatever happened."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_bound_window_is_given_back(context: rp.Context) -> None:
 
 
 def make(context: rp.Context, *args: Any, **options: Any) -> Loopback:
-    """Make a loopback, or skip where the device says that it lacks something."""
+    """Make a loopback, or skip if the device reports that it lacks something."""
     try:
         return Loopback(context, *args, **options)
     except rp.UnsupportedError as why:

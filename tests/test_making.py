@@ -24,7 +24,7 @@ ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
 
 
 def _arguments(cls: type, context: Any, pd: Any, cq: Any) -> tuple[Any, ...]:
-    """Return what an instance of a public class is made with."""
+    """Return the constructor arguments for a public class."""
     ud = next((h for h in open_handles() if isinstance(h, rp.QP)), None)
     given: dict[type, Callable[[], tuple[Any, ...]]] = {
         rp.Context: lambda: (context._provider, _info(context)),
@@ -65,7 +65,7 @@ def _slots(cls: type) -> Iterator[str]:
 
 @pytest.fixture(params=CLASSES, ids=lambda cls: cls.__name__)
 def made(request, context, pd, cq):
-    """An instance of each class of resources, and what it was made with."""
+    """An instance of each resource class, and its constructor arguments."""
     try:
         arguments = _arguments(request.param, context, pd, cq)
         thing = request.param(*arguments)
@@ -95,7 +95,7 @@ def test_constructor_that_runs_is_alone(name, context, pd):
     """Of two threads that construct one object, one is refused, and changes nothing."""
 
     class Stops:
-        """A size that says when the constructor has come to it, and goes on when it may."""
+        """A size that signals when the constructor reads it, and continues when allowed."""
 
         def __index__(self):
             began.set()
@@ -185,7 +185,7 @@ def test_public_attributes_of_a_resource_cannot_be_set(made):
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_instance_without_its_struct_is_not_open(cls):
-    """Whatever a subclass calls instead of the constructor."""
+    """Even if a subclass calls something else instead of the constructor."""
 
     class Skips(cls):
         def __init__(self):
@@ -263,7 +263,7 @@ def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monke
 
 
 def test_closed_window_says_so(pd):
-    """Its name is its rkey, which only an open one has."""
+    """Its name includes its rkey, which only an open one has."""
     mw = rp.MW(pd)
     assert f"{mw.rkey:#x}" in str(mw)
     mw.close()

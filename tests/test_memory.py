@@ -187,7 +187,7 @@ def test_many_work_requests_are_not_all_listed(rc):
 
 
 def test_unsignaled_work_request_keeps_its_region(rc):
-    """Nobody knows that it is done until a later one completes."""
+    """It is not known to be done until a later one completes."""
     mr = rp.MR(rc.pd, 64)
     rc.a.post_send(rc.wr(rp.RdmaWrite, mr[:8], wr_id=5, send_flags=0))
     with pytest.raises(rp.InUseError, match="wr_id 5"):
@@ -234,7 +234,7 @@ BINDABLE = ALL | Access.MW_BIND
 
 @pytest.fixture
 def window(context, rc, stack):
-    """A window of type 2 and a region that it can be bound to, at the side of b."""
+    """A type 2 window and a region that it can be bound to, on b's side."""
     needs(
         context.attr.device_cap_flags
         & (DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B),
@@ -242,7 +242,7 @@ def window(context, rc, stack):
         context,
     )
     region = stack.enter_context(rp.MR(rc.pd, 256, BINDABLE))
-    # It goes before the queue pairs: rxe waits for the window that was bound through one.
+    # It is closed before the queue pairs: rxe waits for a window bound through one.
     mw = stack.enter_context(rp.MW(rc.pd))
     return mw, region
 
@@ -278,7 +278,7 @@ def test_window_opens_a_part_of_a_region(rc, window):
 
 
 def test_window_is_bound_again_with_a_new_key(rc, window):
-    """next_rkey() gives another key each time; the old one is of no use any more."""
+    """next_rkey() gives a new key each time; the old one no longer works."""
     mw, region = window
     first = bind(rc, mw, region)
     rc.wait()
@@ -398,7 +398,7 @@ def srq(context, pd, stack):
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD])
 def test_two_queue_pairs_share_one(srq, connect, qp_type):
-    """Each message takes the next receive, whoever it is for."""
+    """Each message takes the next receive, whichever queue pair it is for."""
     pairs = [connect(qp_type, b_options={"srq": srq}) for _ in range(2)]
     grh = GRH if qp_type is QPType.UD else 0
     memory = pairs[0].theirs
@@ -420,7 +420,7 @@ def test_post_recv_on_its_queue_pair_says_which_call_to_use(srq, connect):
 
 
 def test_tag_matching_is_not_supported(verbs_context):
-    """errno 95 is not all that is said."""
+    """The message is more than errno 95."""
     needs(verbs_context.attr.max_srq, "shared receive queues", verbs_context)
     with rp.PD(verbs_context) as pd, rp.SRQ(pd) as srq:
         for wr in (rp.TagAdd(tag=1), rp.TagDel(), rp.TagSync()):

@@ -1,4 +1,4 @@
-"""Memory that Python follows pointers of is no memory region: a peer could write them."""
+"""Memory with pointers that Python follows cannot be a memory region: a peer could write them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Outer(ctypes.Structure):
 
 
 class Numbers(ctypes.Structure):
-    """Its names are those of formats that are refused."""
+    """Its field names look like refused formats."""
 
     _fields_ = [("O", ctypes.c_int), ("z", ctypes.c_int * 3), ("X{}", ctypes.c_double)]
 
 
 class Packed(ctypes.Structure):
-    """Of a packed structure ctypes gives no other format than that of bytes."""
+    """For a packed structure ctypes gives only the format of bytes."""
 
     _pack_ = 1
     _layout_ = "ms"
@@ -51,7 +51,7 @@ class Around(Numbers):
 
 
 class Colon(ctypes.Structure):
-    """Its first name ends like one of a format."""
+    """Its first name ends like a format."""
 
     _fields_ = [("x:", ctypes.c_int), ("o", ctypes.py_object)]
 
@@ -67,7 +67,7 @@ class EitherNumber(ctypes.Union):
 
 
 class Lies(ctypes.py_object):
-    """It says what it is made of, and is made of something else."""
+    """It claims to be made of one thing, and is made of another."""
 
 
 Lies._type_ = "q"
@@ -96,7 +96,7 @@ class LyingClass(ctypes.py_object):
 
 
 class Offers:
-    """What gives away a buffer of another (since Python 3.12)."""
+    """An object that exposes another's buffer (since Python 3.12)."""
 
     def __init__(self, other: Any) -> None:
         if sys.version_info < (3, 12):

@@ -1,4 +1,4 @@
-"""Multicast: attaching UD queue pairs to groups, and who gets what is sent to one."""
+"""Multicast: attaching UD queue pairs to groups, and who receives a group's messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _multicast(context):
 
 @pytest.fixture
 def hears_itself(context):
-    """Soft-RoCE sends to the network, and the network does not send it back."""
+    """Soft-RoCE sends to the network, which does not send it back."""
     needs(context.attr.vendor_id != SOFT_ROCE, "loopback of its multicast messages", context)
 
 
 @pytest.fixture
 def group(context):
-    """A group of the kind that the port's GID is of."""
+    """A group of the same kind as the port's GID."""
     with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, QPType.UD, cq) as qp:
         return rp.GID(GROUPS[qp.gid.gid.is_ipv4])
 
@@ -62,13 +62,13 @@ class Party:
         self.qp.post_send(rp.Send(sge, ah=ah, wr_id=99, **fields))
 
     def heard(self, count):
-        """Wait for so many messages, and return them; no more may have come."""
+        """Wait for that many messages, and return them; no more may have come."""
         found = []
         for wc in [*self.cq.wait(count), *self.cq.poll(16)]:
             assert wc.status is WCStatus.SUCCESS
             start = wc.wr_id * 256
             text = bytes(self.mr.buffer[start + GRH : start + wc.byte_len])
-            # Of an IPv4 header and of a GRH, the last bytes are the destination's.
+            # The last bytes of an IPv4 header or a GRH are the destination.
             last = bytes(self.mr.buffer[start + GRH - 4 : start + GRH])
             found.append((text, last, wc.src_qp))
         return found
@@ -129,7 +129,7 @@ def test_detached_queue_pair_hears_no_more(party, group):
 
 @pytest.mark.usefixtures("hears_itself")
 def test_wrong_qkey_and_no_receive_are_dropped_for_those_only(party, group):
-    """Each receiver of a message stands for itself."""
+    """Each receiver of a message is independent."""
     sender, ready, deaf, other_key = party(), party(), party(), party()
     other_key.qp.modify(qkey=0x2222)
     ready.listen()
@@ -155,7 +155,7 @@ def test_closed_queue_pair_leaves_its_groups(party, group):
 
 
 def test_attached_queue_pair_can_be_closed(pd, cq, group):
-    """A device refuses to destroy one that is attached: it is detached before."""
+    """A device refuses to destroy an attached one, so it is detached first."""
     with rp.QP(pd, QPType.UD, cq) as qp:
         qp.connect()
         qp.attach_mcast(group)
@@ -180,7 +180,7 @@ def test_attached_again_after_it_was_detached(connect, group):
 
 
 def test_group_that_threads_attach_and_detach_at_once_can_be_left(pd, cq, group, monkeypatch):
-    """Between what the device does and the note of it another thread may attach it again."""
+    """Between the device's action and the record of it, another thread may attach it again."""
     qp = rp.QP(pd, QPType.UD, cq)
     qp.connect()
     qp.attach_mcast(group)
@@ -196,7 +196,7 @@ def test_group_that_threads_attach_and_detach_at_once_can_be_left(pd, cq, group,
 
     monkeypatch.setattr(provider, "detach_mcast", detach_then_attach)
     qp.detach_mcast(group)
-    # It is attached, whoever was first to say so: it can be detached, and closing leaves it.
+    # It is attached, whichever record came first: it can be detached, and closing detaches it.
     qp.detach_mcast(group)
     qp.attach_mcast(group)
     qp.close()
@@ -245,7 +245,7 @@ def test_lid_that_is_no_whole_number(pd, cq, call, lid):
 
 
 def test_group_that_it_is_not_attached_to(connect, group):
-    """The error says to which it is."""
+    """The error says which groups it is attached to."""
     pair = connect(QPType.UD)
     with pytest.raises(rp.RdmaError, match=r"is not attached to ff0e::9 .*but to no multicast"):
         pair.a.detach_mcast("ff0e::9")

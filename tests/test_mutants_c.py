@@ -14,7 +14,7 @@ from mutants_c import VARIABLE, File, Selectable, functions_of
 
 
 def changes(source: str) -> dict[str, str]:
-    """Return each change: how it reads, and the source that it makes."""
+    """Return each change: its description, and the resulting source."""
     return {
         f"{edit.where}: {edit.said}": source[: edit.start] + edit.text + source[edit.end :]
         for edit in File(source).edits()
@@ -62,7 +62,7 @@ def test_what_is_changed_in_a_function(body, said):
 
 
 def test_a_dropped_check_is_still_evaluated():
-    """What a condition does is done; only what would follow from it is not."""
+    """A condition's side effects happen; only its consequence does not."""
     source = "int g(void) { if (take(&x)) return -1; return x; }"
     assert changes(source)["g: if (take(&x)) -> never"] == source.replace(
         "(take(&x))", "((take(&x)) && 0)"
@@ -70,7 +70,7 @@ def test_a_dropped_check_is_still_evaluated():
 
 
 def test_tables_and_macros_have_bounds_too():
-    """But not the entry that ends an array, which is no rule."""
+    """But not the entry that ends an array, which is not a rule."""
     table = "static const struct rule rules[] = {\n\t{ A | B, 3 },\n\t{ 0, NULL },\n};\n"
     assert set(changes(table)) == {"rules: A | B -> A & B", "rules: 3 -> 4"}
     macro = "#include <x.h>\n#define MOST(n) \\\n\t((n) < 8)\nint x;\n"
@@ -126,14 +126,14 @@ def _library(source: str, into: pathlib.Path) -> str:
     subprocess.run(
         [*cc, "-w", "-shared", "-fPIC", "-o", into / "x.so", into / "x.c"],
         check=True,
-        # What the compiler loses is not looked for (.ci/sanitize).
+        # Ignore what the compiler itself leaks (.ci/sanitize).
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
     )
     return str(into / "x.so")
 
 
 def test_a_mutant_is_selected_while_the_module_runs(tmp_path):
-    """And only that: each does what it does when it is compiled alone."""
+    """And only that: each behaves as when compiled alone."""
     edits = [*File(SOURCE).edits()]
     file = Selectable(SOURCE, edits)
     library = ctypes.CDLL(_library(file.text(), tmp_path))
@@ -155,7 +155,7 @@ def test_a_mutant_is_selected_while_the_module_runs(tmp_path):
     assert reached.raw == bytes([1, 1])
     selected.value = 0
     assert library.count(1, 5) == 4
-    # What is in no function cannot be selected.
+    # Code outside functions cannot be selected.
     assert {edits[number - 1].where for number in file.function_of} == {"is_less", "count"}
     assert {edit.where for edit in edits} == {"is_less", "count", "LIMIT"}
 

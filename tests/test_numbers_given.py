@@ -1,4 +1,4 @@
-"""Numbers of all types are taken where a number is, and nothing else is."""
+"""Wherever a number is accepted, numbers of all types are, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rdmapost import QPState, QPType
 
 
 class Narrow:
-    """A number that does its arithmetic in few bits, as numpy's do."""
+    """A number with fixed-width arithmetic, like numpy's."""
 
     def __init__(self, value):
         self.value = value
@@ -57,7 +57,7 @@ def test_size_of_a_region_is_a_number_of_any_type(pd):
     numpy = pytest.importorskip("numpy")
     with rp.MR(pd, numpy.int64(4096)) as mr:
         assert mr.length == 4096
-    # An array of one number is memory.
+    # An array of one number counts as memory.
     with rp.MR(pd, numpy.array(4096, "i4")) as mr:
         assert mr.length == 4
 
@@ -140,7 +140,7 @@ def test_connected_queue_pair_is_not_connected_to_another_peer(connect, pd, cq):
         with pytest.raises(ValueError, match="connected to QP"):
             pair.a.connect(there)
         assert pair.a.query().dest_qp_num == pair.b.qp_num
-    # The same peer again is none.
+    # The same peer again is not another one.
     pair.a.connect(pair.b.endpoint())
     pair.a.connect()
     pair.a.to_reset()

@@ -1,6 +1,6 @@
 """Ping-pong: its figures, and runs with both sides in one process.
 
-The exchange is in test_pingpong_exchange, peers that go or differ in test_pingpong_peers.
+The exchange is in test_pingpong_exchange, peers that leave or differ in test_pingpong_peers.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def test_both_sides_play_and_measure(context, qp_type):
     assert (client.role, server.role) == ("client", "server")
     assert (client.local, client.remote) == (server.remote, server.local)
     assert client.size == server.size == (1024 if qp_type is QPType.UD else 4096)
-    # The last message of the server's is not answered.
+    # The server's last message is not answered.
     assert (client.round_trips, server.round_trips) == (200, 199)
     for result in (client, server):
         figures = result.latency
         assert 0 < figures.min <= figures.p50 <= figures.p90 <= figures.p99 <= figures.p99_9
         assert figures.p99_9 <= figures.max
-        # All of them, one after another, make up the whole time.
+        # One after another, they make up the whole time.
         assert figures.min * result.round_trips <= result.seconds * 1e6
         assert figures.max <= result.seconds * 1e6
         assert not result.validated
@@ -117,7 +117,7 @@ def test_options_are_checked(context, options, why):
 
 
 def test_nothing_is_left_open(context, pd):
-    """What a failed run has posted does not keep its resources."""
+    """A failed run's posts do not keep its resources."""
     for _ in range(3):
         with pytest.raises(PingpongError), Pingpong(context, timeout=0.2) as side:
             side.run_client(HOST, free_port())
@@ -127,7 +127,7 @@ def test_nothing_is_left_open(context, pd):
 
 
 def test_progress_is_told_and_does_not_count(context, monkeypatch):
-    """Rounds in which it was told are left out of the figures, with the time they took."""
+    """Rounds with a progress report are left out of the figures, with their time."""
     monkeypatch.setattr("rdmapost.pingpong.side._TELL_EVERY_NS", 1_000_000)
     told: list[int] = []
     options = {**IN_ONE_PROCESS, "iters": 100}

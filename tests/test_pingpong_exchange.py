@@ -1,4 +1,4 @@
-"""Ping-pong's exchange of addresses: what the stock programs send, and garbage of every kind."""
+"""Ping-pong's address exchange: what the stock programs send, and garbage of every kind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_address_comes_through_in_pieces_of_any_size(lid, qpn, psn, gid, p
 
 
 def malformed(rng: random.Random) -> bytes:
-    """Return something that a peer may send: garbage, or the right thing with faults in it."""
+    """Return something that a peer may send: garbage, or a valid message with faults."""
     whole = bytearray(MESSAGE + DONE)
     kind = rng.randrange(7)
     if kind == 0:
@@ -70,7 +70,7 @@ def malformed(rng: random.Random) -> bytes:
 
 
 def test_a_hundred_thousand_malformed_exchanges_are_refused_or_waited_for():
-    """Each is refused, is incomplete, or is an exchange; nothing else comes of it."""
+    """Each is refused, incomplete, or valid; there is no other outcome."""
     rng = random.Random(52)
     refused = incomplete = accepted = 0
     for _ in range(100_000):
@@ -99,7 +99,7 @@ def test_a_hundred_thousand_malformed_exchanges_are_refused_or_waited_for():
 
 
 def test_malformed_exchanges_over_a_connection_end_at_once():
-    """The peer says something wrong, in pieces, and goes; nothing is waited for."""
+    """The peer sends something wrong, in pieces, and goes; nothing waits."""
     rng = random.Random(53)
     for _ in range(3000):
         ours, theirs = socket.socketpair()
@@ -116,7 +116,7 @@ def test_malformed_exchanges_over_a_connection_end_at_once():
                 line.done()
             except PingpongError:
                 continue
-            # What comes after the exchange is not read.
+            # Bytes after the exchange are not read.
             assert data[51:57] == b"\0" + DONE
 
 

@@ -1,4 +1,4 @@
-"""Ping-pong with peers that are not there, go, differ or do not play."""
+"""Ping-pong with peers that are absent, go away, differ or do not play."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def test_servers_that_do_not_play(context, kind):
         (MESSAGE, r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"d", r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"nope!", 'does not speak .* came instead of "done"'),
-        # It goes without a word.
+        # It goes silently.
         (None, r"closed the connection.* instead of sending its address"),
-        # It said all that there is to say, and does nothing.
+        # It completes the exchange, and then does nothing.
         (MESSAGE + DONE, r"no message from .* within 0\.5 s, from the start"),
     ],
 )
 def test_clients_that_do_not_play(context, said, why):
     if said is not None and said[12:18] == b"abcdef" and said[19:51] != 32 * b"0":
-        # The server's queue pair is to be connected to something that it can reach.
+        # The server's queue pair must be connected to something that it can reach.
         gid = rp.choose_gid(context).gid.hex().encode()
         said = said[:19] + gid[: max(0, len(said) - 19)] + said[51:]
     with (
@@ -100,7 +100,7 @@ def test_clients_that_do_not_play(context, said, why):
 
 
 def test_a_queue_pair_that_is_not_there(context):
-    """The exchange goes well; no message is acknowledged."""
+    """The exchange succeeds; no message is acknowledged."""
     address = Address(0, 0xFFFFF0, 1, rp.choose_gid(context).gid)
     why = r"does not answer, from the start \(RETRY_EXC_ERR\): see that the GIDs"
     with (
@@ -155,7 +155,7 @@ def test_a_peer_that_looks_for_data_that_the_client_does_not_send(context):
 
 
 def test_data_that_was_changed_on_the_way_is_found(context):
-    """Every byte is looked at, not only those that the stock programs mark."""
+    """Every byte is checked, not only those that the stock programs mark."""
     size = 3 * mmap.PAGESIZE
     for at in (1, size // 2 + 1, size - 1):
         with Pingpong(context, size=size, validate=True) as side:
@@ -179,7 +179,7 @@ def test_sizes_that_differ_are_told(context, sizes):
 
 @TYPES
 def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
-    """It plays fewer messages, and is gone."""
+    """It plays fewer messages, and goes."""
     ends = play(context, qp_type, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
     assert isinstance(ends.server, Result)
     assert isinstance(ends.client, PingpongError)

@@ -1,6 +1,6 @@
-"""Polling and waiting when something comes in between: interrupts, finalizers, threads, a close.
+"""Polling and waiting under interrupts, finalizers, threads and a concurrent close.
 
-Nothing that was completed is lost, no lock is kept, and nobody waits for ever.
+No completion is lost, no lock stays held, and nothing waits for ever.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_interrupts_at_any_moment_lose_no_completion(rc, interrupts, how):
 
 
 def steps(function) -> int:
-    """Return how many calls and returns of functions a call of this takes."""
+    """Return how many function calls and returns a call of this takes."""
     count = 0
 
     def note(frame: object, event: str, arg: object) -> None:
@@ -189,7 +189,7 @@ def test_completions_that_cannot_be_made_stay(rc):
     testing = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     rc.a.post_send([write(rc, i) for i in range(1000, 1008)])
     failed, got = 0, []
-    # They are polled, and no more than that.
+    # They are polled, but nothing more.
     while rc.a.outstanding.send:
         with pytest.raises(rp.WaitTimeout):
             rc.cq.wait(9, 0.01)
@@ -209,7 +209,7 @@ def test_completions_that_cannot_be_made_stay(rc):
 
 @pytest.mark.parametrize("how", ["poll", "wait"])
 def test_a_signal_handler_may_take_completions_in_the_middle_of_a_poll(rc, how):
-    """What it gets and what the poll gets is everything, once."""
+    """It and the poll together get everything, once."""
     rng, got, posted, calls = random.Random(2), [], 0, 0
 
     def handler(*_: object) -> None:
@@ -264,7 +264,7 @@ def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collect
 
 
 def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_other_poll():
-    """The other thread has the CQ's lock, and waits for the device, which is in our verb."""
+    """The other thread has the CQ's lock, and waits for the device, which our verb holds."""
     code = """
         import threading, time
         import rdmapost as rp
@@ -362,7 +362,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_closing_against_threads_that_use_the_cq(context, stack, call):
-    """Those who come too late are told; nobody crashes, and the close succeeds."""
+    """Latecomers get an error; nothing crashes, and the close succeeds."""
     channel = stack.enter_context(rp.CompChannel(context)) if call == "req_notify" else None
     for _ in range(50):
         cq, others = rp.CQ(context, 8, channel=channel), []
@@ -412,7 +412,7 @@ def test_a_negative_number_of_completions_is_refused(cq, call):
 
 
 def test_threads_that_poll_and_wait_share_what_comes(connect):
-    """Each completion comes to one of them, once."""
+    """Each completion goes to one of them, once."""
     pairs, total = [connect() for _ in range(2)], 3000
     cq, got, done = pairs[0].cq, [], threading.Event()
 

@@ -1,4 +1,4 @@
-"""Polling: devices that fail, and completions that come several at once."""
+"""Polling: failing devices, and several completions at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ print(found)
 
 @pytest.fixture(scope="module")
 def failed(null):
-    """What polling said while it failed, what came when it no longer did, and of a wait."""
+    """What polling raised while it failed, and returned when it no longer did; and likewise a
+    wait."""
     text = prints(
         test_refusals.SETUP + FAILING, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
     )
@@ -62,13 +63,13 @@ def test_a_poll_that_fails_says_why_and_loses_nothing(failed):
 
 
 def test_a_wait_that_spins_keeps_what_came(failed):
-    """It is on a device that is waited for by polling it again and again at first."""
+    """On a device for which a wait first polls again and again."""
     assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
 
 
 @pytest.mark.parametrize("count", [2, 7])
 def test_each_message_of_a_batch_has_its_own_tag(server, count):
-    """The tag and the sender's data of one completion are no other's."""
+    """One completion's tag and sender's data are not another's."""
     for i in range(count):
         server.add(0xFFFF_FFFF_0000_0000 + i, i * 64, 64, recv_wr_id=i)
     for i in reversed(range(count)):
@@ -82,7 +83,7 @@ def test_each_message_of_a_batch_has_its_own_tag(server, count):
 
 
 def test_queues_of_one_batch_each_have_their_own(rc):
-    """Completions of two queue pairs and four queues, as they come, in one poll."""
+    """Completions of two queue pairs and four queues, interleaved, in one poll."""
     for at in (0, 10, 20):
         for wr_id in range(at, at + 4):
             mine, theirs = (rc.a, rc.b) if wr_id % 2 else (rc.b, rc.a)
@@ -104,7 +105,7 @@ BOTH = pytest.mark.parametrize("extended", [False, True], ids=["ibv_cq", "ibv_cq
 
 
 class Polled:
-    """What one call of the shim's returned, and what it wrote."""
+    """What one call of the shim returned, and what it wrote."""
 
     def __init__(
         self, cq: PolledCQ, extended: bool, most: int, least: int = 0, spin_ns: int = 0
@@ -142,7 +143,7 @@ class Polled:
     ],
 )  # fmt: skip
 def test_polls_go_on_until_there_are_enough(extended, answers, most, least, spin_ns, count, polls):
-    """And no longer; what came before a failure is not lost."""
+    """And no longer; completions before a failure are not lost."""
     cq = PolledCQ(extended, answers)
     done = Polled(cq, extended, most, least, spin_ns)
     assert (done.count, done.wr_ids, cq.polls) == (count, [*range(count)], polls)
@@ -183,7 +184,7 @@ def test_no_room_for_what_is_asked_for_is_einval(extended, most, least):
 
 @BOTH
 def test_spinning_ends_when_its_time_is_over(extended):
-    """It is longer than a second, in which nanoseconds begin anew."""
+    """It is longer than a second, so that the nanoseconds wrap."""
     cq = PolledCQ(extended, [])
     begun = time.monotonic_ns()
     assert Polled(cq, extended, 1, 1, 1_050_000_000).count == 0

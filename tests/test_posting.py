@@ -39,7 +39,7 @@ def test_example_send(rc):
 
 
 def test_example_ud_send_with_immediate(connect):
-    """SEND_WITH_IMM on UD: 40 bytes of GRH stand before the data."""
+    """SEND_WITH_IMM on UD: 40 bytes of GRH precede the data."""
     ud = connect(QPType.UD)
     ud.mine.buffer[:5] = b"hello"
     ud.b.post_recv(rp.RecvWR(ud.theirs[:200], wr_id=7))
@@ -54,7 +54,7 @@ def test_example_ud_send_with_immediate(connect):
 
 
 def test_example_rdma_write(rc):
-    """RDMA_WRITE: the bytes are there, and the peer has no completion."""
+    """RDMA_WRITE: the bytes arrive, and the peer has no completion."""
     rc.mine.buffer[:5] = b"hello"
     rc.a.post_send(
         rp.RdmaWrite(rc.mine[:5], remote_addr=rc.theirs.addr + 50, rkey=rc.theirs.rkey, wr_id=9)
@@ -66,7 +66,7 @@ def test_example_rdma_write(rc):
 
 
 def test_example_rdma_write_with_immediate(rc):
-    """RDMA_WRITE_WITH_IMM: it also consumes a receive, whose buffer stays as it was."""
+    """RDMA_WRITE_WITH_IMM: it also consumes a receive, whose buffer is unchanged."""
     rc.mine.buffer[:5] = b"hello"
     rc.b.post_recv(rp.RecvWR(rc.theirs[4096:], wr_id=7))
     rc.a.post_send(rc.wr(rp.RdmaWriteWithImm, rc.mine[:5], wr_id=9, imm_data=0xFFFFFFFE))
@@ -89,7 +89,7 @@ def test_example_rdma_read(rc):
 
 @pytest.mark.parametrize(("compare", "after"), [(1000, 2000), (1001, 1000)])
 def test_example_compare_and_swap(rc, context, compare, after):
-    """ATOMIC_CMP_AND_SWP: the old value comes back, and is replaced only if it is equal."""
+    """ATOMIC_CMP_AND_SWP: the old value comes back, and is replaced only if equal."""
     needs(context.attr.atomic_cap, "atomics", context)
     put(rc.theirs, 1000, 64)
     wr = rc.wr(
@@ -179,7 +179,7 @@ def test_atomics_wrap_at_2_to_the_64(rc, context):
 
 
 def test_sges_are_gathered_and_scattered(rc):
-    """The message is the pieces in their order, from different regions, into other pieces."""
+    """The message is the pieces in order, from different regions, scattered into other pieces."""
     with rp.MR(rc.pd, bytearray(b"three"), ALL) as third:
         rc.mine.buffer[:9] = b"two\0one  "
         rc.b.post_recv(rp.RecvWR([rc.theirs[100:102], rc.theirs[0:7], rc.theirs[50:60]], wr_id=7))
@@ -197,7 +197,7 @@ def test_sges_are_gathered_and_scattered(rc):
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
 def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
-    """The data is what it was at the post, whatever happens to the buffer then."""
+    """The data is as it was when posted, whatever happens to the buffer later."""
     pair = connect(qp_type, max_inline_data=64)
     for kind in (rp.Send, rp.SendWithImm, rp.RdmaWrite):
         data = bytearray(b"inline data")
@@ -208,7 +208,7 @@ def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
         data[:] = b"overwritten"
         data.clear()  # nothing holds it any more
         if kind is rp.RdmaWrite:
-            # A message that follows tells when a write of UC has arrived.
+            # A message after it shows when a UC write has arrived.
             pair.a.post_send(rp.Send())
         pair.wait(3 if kind is rp.RdmaWrite else 2)
         assert bytes(pair.theirs.buffer[:12]) == b"inline data\0"

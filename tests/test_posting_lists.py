@@ -29,7 +29,7 @@ def writes(pair: Pair, count: int, start: int = 0) -> list[rp.RdmaWrite]:
 
 
 def too_many(pair: Pair) -> rp.Send:
-    """Make a work request that every device refuses at the post."""
+    """Make a work request that every device refuses when posted."""
     return rp.Send([pair.mine[:1]] * (pair.a.max_send_sge + 1), wr_id=99)
 
 
@@ -47,7 +47,7 @@ def test_soft_device_has_done_it_when_the_post_returns(rc, context, count):
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("bad", [0, 3, 7])
 def test_list_of_8_with_a_bad_one(connect, checked, bad):
-    """Those before it went in and complete; it and those after it did not.
+    """Those before it are posted and complete; it and those after it are not.
 
     Checked, the library refuses it; unchecked, the device does.
     """
@@ -107,7 +107,7 @@ def test_list_of_different_kinds(rc, context):
 
 
 def _posts(context, pd, rc):
-    """Give each verb that posts lists, and a good and a bad work request for it."""
+    """Yield each verb that posts lists, with a good and a bad work request."""
     srq = rp.SRQ(pd, 8)
     recv = rp.RecvWR(rc.theirs[:8])
     bad_recv = rp.RecvWR([rc.theirs[:1]] * (rc.b.max_recv_sge + 1))
@@ -203,7 +203,7 @@ def test_work_request_of_the_other_queue_is_refused(rc):
     ],
 )
 def test_field_of_a_wrong_kind_is_named(connect, checked, fields, words):
-    """Whatever stands in a field, the post ends in a PostError and the list before it is posted."""
+    """Whatever a field holds, the post raises a PostError and the list before it is posted."""
     pair = connect(checked=checked)
     good = writes(pair, 1)[0]
     bad = pair.wr(rp.RdmaWriteWithImm, pair.mine[:1])
@@ -289,7 +289,7 @@ def test_full_send_queue_is_refused_by_name_and_usable_after_polling(connect):
 
 @pytest.mark.parametrize("sq_sig_all", [False, True])
 def test_full_send_queue_says_that_unsignaled_sends_never_leave_it(connect, sq_sig_all):
-    """But not where every send is signaled."""
+    """But not if every send is signaled."""
     pair = connect(max_send_wr=8, sq_sig_all=sq_sig_all)
     depth = pair.a.max_send_wr
     quiet = [pair.wr(rp.RdmaWrite, pair.mine[:1], send_flags=0) for _ in range(depth + 1)]
@@ -315,7 +315,7 @@ def test_list_that_fills_the_queue_stops_where_it_is_full(connect):
 @pytest.mark.parametrize("prepared", [False, True], ids=["posted", "prepared"])
 @pytest.mark.parametrize("kind", [list, iter])
 def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepared, kind):
-    """However many are polled, it never fits; a checked queue pair does not even prepare it."""
+    """It never fits, however many are polled; a checked queue pair does not even prepare it."""
     pair = connect(max_send_wr=16, checked=checked)
     depth = pair.a.max_send_wr
     # More than a device has beyond what it grants.
@@ -337,7 +337,7 @@ def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepar
         f"a list of {4 * depth} cannot fit a queue of max_send_wr={depth}; "
         "post it in parts, or create the queue deeper"
     )
-    # Those that fit are posted, but for a prepared list: that goes in whole or not at all.
+    # Those that fit are posted, except for a prepared list, which is posted whole or not at all.
     if checked:
         assert error.posted == (0 if prepared else depth)
         assert (error.index, error.count) == (depth, 4 * depth)
@@ -360,7 +360,7 @@ def test_full_receive_queue_is_refused_by_name(connect):
 
 
 def test_full_queue_of_the_device_unchecked(connect):
-    """The device's own ENOMEM: at its own time, and with the index."""
+    """The device's own ENOMEM: when it decides, and with the index."""
     pair = connect(max_recv_wr=4, checked=False)
     with pytest.raises(rp.PostError) as caught:
         pair.b.post_recv([rp.RecvWR(pair.theirs[:8], wr_id=i) for i in range(5000)])

@@ -1,4 +1,4 @@
-"""What is refused at the post, here or by the device, and what the peer refuses."""
+"""What is refused when posted, here or by the device, and what the peer refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_opcode_of_another_qp_type_is_refused(connect, qp_type, opcode):
 
 @pytest.mark.parametrize("opcode", [Opcode.RDMA_READ, Opcode.ATOMIC_FETCH_AND_ADD])
 def test_opcode_of_another_qp_type_unchecked_is_the_devices_to_refuse(connect, opcode):
-    """At the post, or with an error completion; never with success."""
+    """By the post, or by an error completion; it never succeeds."""
     pair = connect(QPType.UC, checked=False)
     kind = rp.RdmaRead if opcode is Opcode.RDMA_READ else rp.AtomicFetchAndAdd
     refused: list[rp.PostError] = []
@@ -60,7 +60,7 @@ def test_flag_of_another_qp_type_is_refused(connect, qp_type, flag):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 def test_ud_without_an_address_handle_is_refused(connect, checked):
-    """Unchecked too: a driver would follow the NULL."""
+    """Also unchecked: a driver would follow the NULL."""
     pair = connect(QPType.UD, checked=checked)
     with pytest.raises(rp.PostError, match="needs an address handle"):
         pair.a.post_send(rp.Send(pair.mine[:4]))
@@ -122,7 +122,7 @@ def test_sge_of_length_0_is_refused(rc):
 
 
 def test_sge_of_numbers_goes_as_it_is(rc):
-    """The right numbers work, and nothing else vouches for them."""
+    """The right numbers work, with nothing else behind them."""
     rc.mine.buffer[:4] = b"raw!"
     rc.b.post_recv(rp.RecvWR(rp.SGE(rc.theirs.addr, 4, rc.theirs.lkey)))
     rc.a.post_send(rp.Send(rp.SGE(rc.mine.addr, 4, rc.mine.lkey)))
@@ -179,7 +179,7 @@ def test_access_that_the_peer_did_not_grant(connect, what, kind):
 
 
 def test_access_that_the_queue_pair_did_not_grant(connect):
-    """The region allows the write and the peer's queue pair does not."""
+    """The region allows the write, but the peer's queue pair does not."""
     pair = connect(access=rp.Access.REMOTE_READ)
     pair.a.post_send(pair.wr(rp.RdmaRead, pair.mine[:8]))
     pair.wait()
@@ -191,7 +191,7 @@ def test_access_that_the_queue_pair_did_not_grant(connect):
 
 @pytest.mark.parametrize("kind", [rp.Send, rp.RdmaWrite, rp.RdmaRead])
 def test_wrong_lkey_is_a_local_error(connect, kind):
-    """Numbers are passed on, and the device finds out."""
+    """Numbers are passed on, and the device detects it."""
     pair = connect()
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
     pair.a.post_send(pair.wr(kind, rp.SGE(pair.mine.addr, 8, pair.mine.lkey ^ 0xA5), wr_id=1))

@@ -1,4 +1,4 @@
-"""Prepared lists: posted again and again, changed in place, and never with memory that has gone."""
+"""Prepared lists: posted repeatedly, changed in place, and never with memory that is gone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
 
 
 def test_list_is_posted_many_times(rc):
-    """Each post sends what the memory holds then, and completes with the caller's wr_ids."""
+    """Each post sends the memory's current contents, and completes with the caller's wr_ids."""
     batch = rc.a.prepare([write(rc, 8 * i, wr_id=100 + i) for i in range(4)])
     for turn in range(10):
         rc.mine.buffer[:32] = bytes([turn]) * 32
@@ -64,7 +64,7 @@ def test_unsignaled_ones_are_done_with_the_next_completion(rc):
 
 
 def test_fields_are_changed_in_place(rc):
-    """A change counts for the posts after it, and not for those that are outstanding."""
+    """A change affects later posts, not outstanding ones."""
     batch = rc.a.prepare([write(rc, wr_id=1)])
     batch.post()
     batch[0].wr_id = 2
@@ -182,7 +182,7 @@ def test_region_of_another_domain_is_refused(rc, context, stack):
 
 
 def test_what_cannot_be_posted_cannot_be_prepared(rc):
-    """The error names the work request, as that of a post does."""
+    """The error names the work request, as a post's does."""
     with pytest.raises(rp.PostError, match="9 SGEs") as caught:
         rc.a.prepare([write(rc), rp.Send([rc.mine[:8]] * 9)])
     assert (caught.value.index, caught.value.posted) == (1, 0)
@@ -227,7 +227,7 @@ def test_state_is_looked_at_when_it_is_posted(connect: Connect):
 
 
 def test_closing(rc):
-    """What a list names stays open until it is closed; so does not the queue pair."""
+    """What a list names stays open until the list is closed, but not the queue pair."""
     with rc.a.prepare(write(rc)) as batch:
         post = batch.post
         post()
@@ -279,7 +279,7 @@ def test_largest_wr_id_can_be_put_into_a_list(rc):
 
 
 def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
-    """Whatever else is given to its descriptor: nothing else is read or written."""
+    """Whatever object its descriptor is given, nothing else is read or written."""
     [swap, send] = rc.a.prepare([rp.AtomicCmpAndSwp(rc.mine[:8], swap=7), rp.Send()])
     field = type(swap).__dict__["swap"]
     assert field.__get__(swap) == 7
@@ -307,7 +307,7 @@ def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
 
 
 def test_inline_memory_of_a_closed_list_is_free_while_it_is_outstanding(connect: Connect, pd):
-    """It has been copied; that of the receives has not, whatever their flags."""
+    """It has been copied, unlike that of receives, whatever their flags."""
     pair = connect(max_inline_data=64)
     inline, other = rp.MR(pd, 64, ALL), rp.MR(pd, 64, ALL)
     wr = pair.wr(rp.RdmaWrite, inline[:8], send_flags=SendFlags.INLINE)
@@ -379,7 +379,7 @@ def test_list_is_made_of_a_queue_and_its_owner(rc):
 
 
 def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
-    """Not as misaligned, where it is no number at all."""
+    """Not as misaligned, if it is not a number at all."""
     [item] = rc.a.prepare(rp.AtomicFetchAndAdd(rc.mine[:8], rkey=rc.theirs.rkey))
 
     class Odd:
@@ -413,7 +413,7 @@ def test_sges_that_close_their_list_while_they_are_read_are_told(rc):
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between calls only")
 def test_sges_that_the_collector_shows_while_they_are_made_are_whole(connect: Connect):
-    """A tuple with a place that is empty yet crashes whoever looks at it."""
+    """Reading a tuple with an empty slot crashes."""
     pair, seen = connect(max_send_sge=13), []
     wr = rp.Send([pair.mine[i : i + 1] for i in range(13)])
     first = []
@@ -427,7 +427,7 @@ def test_sges_that_the_collector_shows_while_they_are_made_are_whole(connect: Co
     before = gc.get_threshold()
     gc.callbacks.append(look)
     try:
-        # It runs at other moments each time.
+        # It runs at different moments each time.
         for threshold in (1, 2, 3, 4, 5, 6, 7) * 3:
             gc.set_threshold(threshold)
             batch = pair.a.prepare(wr)
@@ -470,7 +470,7 @@ def test_the_collector_takes_a_list_whose_memory_leads_back_to_it(connect: Conne
 
 
 def test_method_alone_keeps_the_list(rc):
-    """``post = qp.prepare(...).post`` is all that is needed, and when it goes, so does the list."""
+    """``post = qp.prepare(...).post`` is all that is needed; dropping it drops the list."""
     post = rc.a.prepare(write(rc, wr_id=9)).post
     gc.collect()
     post()
@@ -482,7 +482,7 @@ def test_method_alone_keeps_the_list(rc):
 
 
 def test_a_list_that_nobody_holds_lets_go_at_once(rc):
-    """No collector is needed for it, even when its work requests have been looked at."""
+    """This needs no collector, even if its work requests have been accessed."""
     batch = rc.a.prepare(write(rc))
     batch[0].wr_id = 5
     del batch
@@ -503,7 +503,7 @@ def test_the_collector_may_take_a_list_together_with_its_region(rc, pd, monkeypa
 
 
 def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
-    """A list in a cycle goes while its own queue is being posted to; nothing waits for itself."""
+    """A list in a cycle is collected while its own queue is being posted to; nothing deadlocks."""
     needs(context.kind == "soft", "verb that is written in Python", context)
     from rdmapost.soft import responder
 
@@ -523,12 +523,12 @@ def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monk
     rc.a.post_send(write(rc, wr_id=3))
     assert [wc.wr_id for wc in rc.wait()] == [3]
     with rp.PD(context):
-        # What had to wait goes with the next resource.
+        # What had to wait is closed with the next resource.
         rc.mine.close()
 
 
 def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
-    """What runs in the middle of a post, as a finalizer may, can post to the same queue."""
+    """Code that runs in the middle of a post, such as a finalizer, can post to the same queue."""
     needs(context.kind == "soft", "verb that is written in Python", context)
     from rdmapost.soft import responder
 
@@ -553,7 +553,7 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
 def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
-    """What was posted is carried out all the same."""
+    """What was posted is still carried out."""
     needs(context.kind == "soft", "verb that is written in Python", context)
     from rdmapost.soft import responder
 
@@ -577,7 +577,7 @@ def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch
 
 @pytest.mark.parametrize("what", ["batch.post", "batch.close", "post_send", "post_recv", "close"])
 def test_nothing_waits_for_itself(context, rc, monkeypatch, what):
-    """What a finalizer does in the middle of a post to the same queue is done."""
+    """What a finalizer does in the middle of a post to the same queue takes effect."""
     needs(context.kind == "soft", "verb that is written in Python", context)
     from rdmapost.soft import responder
 
@@ -609,7 +609,8 @@ def test_nothing_waits_for_itself(context, rc, monkeypatch, what):
 
 
 def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
-    """A region can be closed when the work request that names it is done, if others are not."""
+    """A region can be closed once the work request that names it is done, even if others are
+    not."""
     regions = [stack.enter_context(rp.MR(pd, 64)) for _ in range(2)]
     wrs = [
         rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey)
@@ -626,7 +627,7 @@ def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
 
 
 def test_device_refuses(context, rc):
-    """What the device did not take is taken back, and named."""
+    """What the device did not accept is undone, and named."""
     needs(context.kind == "soft", "way to make a post fail", context)
     batch = rc.a.prepare([write(rc, wr_id=i) for i in range(4)])
     context.faults.fail_post(12, after=2)
@@ -641,7 +642,7 @@ def test_device_refuses(context, rc):
 
 
 def test_threads_share_a_queue(connect: Connect):
-    """Prepared lists, plain posts and lists from several threads: nothing is lost or mixed up."""
+    """Single posts, lists and prepared lists from several threads: nothing is lost or mixed up."""
     pair = connect(max_send_wr=512)
     turns, failed = 200, []
 
@@ -726,7 +727,7 @@ def test_list_says_what_it_is(rc):
 
 
 def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, stack):
-    """Posts have the wr_ids and hold the regions that both changes say, whichever came first."""
+    """Posts have the wr_ids and hold the regions of both changes, in either order."""
     changed = 0
     acts = False
     regions = [stack.enter_context(rp.MR(pd, 64, ALL)) for _ in range(40)]
@@ -776,7 +777,7 @@ def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, st
 
 
 class Finder:
-    """A number that finds the list it is read for, and does something with it."""
+    """A number that finds the list that reads it, and does something with it."""
 
     def __init__(self, act: Callable[[rp.Batch], object]) -> None:
         self.act = act
@@ -812,7 +813,7 @@ PARTS: dict[str, Callable[[rp.Batch], object]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_list_that_is_being_made_says_so(rc, part):
-    """The collector shows it to whoever looks; it is made whole all the same."""
+    """The collector exposes it to anyone; it is completed all the same."""
     finder = Finder(PARTS[part])
     wrs = [write(rc, 0, 1), write(rc, 8, 2), write(rc, 16, 3)]
     wrs[1].remote_addr = finder  # type: ignore[assignment]
@@ -828,7 +829,7 @@ def test_list_that_is_being_made_says_so(rc, part):
 
 
 def test_refused_list_stays_closed(rc):
-    """Whoever has found it while it was made can do nothing with it, and it holds nothing."""
+    """Code that finds it under construction can do nothing with it, and it holds nothing."""
     finder = Finder(lambda batch: None)
     wrs = [write(rc, 0, 1), object()]
     wrs[0].remote_addr = finder  # type: ignore[union-attr,assignment]
@@ -867,7 +868,7 @@ def test_fields_of_an_item_cannot_be_deleted(rc):
 
 
 def test_threads_change_close_and_post_a_list(connect: Connect):
-    """One posts lists, others change and close them: each post is of regions that are held."""
+    """One thread posts lists, others change and close them: each post's regions are held."""
     pair = connect(max_send_wr=512)
     lists = [pair.a.prepare([write(pair, 0, 1), write(pair, 8, 2)])]
     rounds, posted = 300, 0

@@ -1,4 +1,4 @@
-"""The fields of a prepared work request: what they take, and that nothing else has them."""
+"""The fields of a prepared work request: what they accept, and that nothing else has them."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_order_that_is_certain_stays(bench: Bench, first: W, second: W):
 def test_datagram_over_the_header_of_another_is_a_step_of_its_own(
     bench: Bench, second_at: int, posts: int
 ):
-    """The header is blanked with its completion: it is the device's own."""
+    """The header is blanked when it completes: it is the device's own."""
     receives = Recv(1, (R((Sge("inbox", 0, 48),)), R((Sge("inbox", second_at, 48),))))
     sends = (W("SEND", (Sge("a", 0, 8),)), W("SEND", (Sge("a", 8, 8),)))
     steps = as_run(bench, receives, Post(0, sends), pairs=(Pair("UD"),))

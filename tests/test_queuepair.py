@@ -1,4 +1,4 @@
-"""Queue pairs: creating them, the state machine, connecting, and what they say of themselves."""
+"""Queue pairs: creation, the state machine, connecting, and their self-descriptions."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def climb(qp: rp.QP, to: QPState, remote: rp.Endpoint) -> None:
 
 @pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
 def test_sends_are_refused_before_rts(connect, state):
-    """Refused here: rxe takes them, says EINVAL, and runs them later."""
+    """Refused here: rxe keeps them, returns EINVAL, and runs them later."""
     pair = connect(to=QPState.RESET)
     climb(pair.a, state, pair.b.endpoint())
     with pytest.raises(rp.PostError, match=f"the QP is in {state.name}") as caught:
@@ -156,7 +156,7 @@ def test_receive_posted_in_err_is_flushed(rc):
 
 
 def test_reset_drops_what_is_posted(rc):
-    """Nothing of it completes, nothing of it is outstanding, and the memory is free."""
+    """Nothing completes, nothing is outstanding, and the memory is free."""
     rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=i) for i in range(5)])
     rc.b.to_reset()
     assert rc.b.state is QPState.RESET
@@ -166,7 +166,7 @@ def test_reset_drops_what_is_posted(rc):
 
 
 def test_queue_pair_works_again_after_a_reset(rc):
-    """From ERR over RESET to RTS, as often as one likes."""
+    """From ERR via RESET to RTS, any number of times."""
     for _ in range(3):
         rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], rkey=rc.theirs.rkey ^ 0xA5))
         assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
@@ -227,7 +227,7 @@ def test_connect_in_err_names_the_way_back(connect, known):
     if known:
         pair.a.to_err()
     else:
-        # The device puts it there, and nobody has asked for its state.
+        # The device puts it there, without a query of its state.
         pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], rkey=pair.theirs.rkey ^ 0xFF00))
         assert pair.cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
     for peer in (pair.b.endpoint(), None):
@@ -302,7 +302,7 @@ def test_sqd_holds_what_is_posted(rc):
         rc.cq.wait(timeout=0.2)
     assert rc.a.outstanding == (1, 0)
     rc.a.to_rts()
-    # rxe goes on only when it is rung up again.
+    # rxe continues only after another doorbell.
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=6))
     assert [wc.wr_id for wc in rc.wait(2)] == [5, 6]
 
@@ -396,7 +396,7 @@ def test_field_of_an_address_that_cannot_be_is_named(pd, context, field, error, 
 
 
 def test_gid_of_an_address_is_16_bytes_or_text_too(connect, context):
-    """The address handle leads where the one of a GID does."""
+    """The address handle leads where a GID's does."""
     pair = connect(QPType.UD)
     gid = pair.b.endpoint().gid
     for given in (bytes(gid), bytearray(gid), memoryview(gid), str(gid), gid):

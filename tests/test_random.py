@@ -40,7 +40,7 @@ class Digits:
 
 
 class Maker:
-    """Makes work requests for one pair out of numbers."""
+    """Makes work requests for one pair from numbers."""
 
     def __init__(self, pair: Pair, stack: contextlib.ExitStack) -> None:
         self.pair = pair
@@ -70,7 +70,7 @@ class Maker:
             return self.inline
         if kind == 9:
             return self.foreign[: digits.below(65)]
-        # An INLINE by number is read at the post: only addresses that are ours may be typed.
+        # An INLINE by number is read when posted: only our own addresses may be used.
         if kind == 10 and not inline:
             return rp.SGE(digits.below(1 << 40), length, digits.below(1 << 32))
         if kind == 11 and not inline:
@@ -124,7 +124,7 @@ class Maker:
 
 
 def post_all(pair: Pair, wrs: list[rp.SendWR]) -> int:
-    """Post a list, going on after each that is refused; return how many went in."""
+    """Post a list, continuing after each refusal; return how many were posted."""
     posted = 0
     while wrs:
         refused: rp.PostError | None = None
@@ -134,7 +134,7 @@ def post_all(pair: Pair, wrs: list[rp.SendWR]) -> int:
             refused = error
         if refused is None:
             return posted + len(wrs)
-        # The library knows the index, and every device here says it.
+        # The library knows the index, and every device here reports it.
         assert refused.index is not None
         assert refused.posted == refused.index
         assert refused.wr is wrs[refused.index]
@@ -200,7 +200,7 @@ def test_random_work_requests_end_in_an_error_or_a_completion(connect, pd, cq, q
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
 def test_random_work_requests_unchecked(connect, pd, cq, qp_type):
-    """What the library does not look at goes to the device as it is, and harms nobody."""
+    """What the library does not check goes to the device unchanged, and does no harm."""
     examples = {QPType.RC: 100, QPType.UC: 25, QPType.UD: 25}[qp_type]
 
     @settings(max_examples=examples)

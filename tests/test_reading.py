@@ -1,4 +1,4 @@
-"""Work requests of unusual and hostile values: each is read once, and what was read is posted."""
+"""Work requests with unusual and hostile values: each is read once, and what was read is posted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ U64, U32 = (1 << 64) - 1, (1 << 32) - 1
 
 
 class Watched:
-    """Connected queue pairs on a device that is watched, and a matching list."""
+    """Connected queue pairs on a watched device, and a matching list."""
 
     def __init__(self, stack: contextlib.ExitStack, *, checked: bool) -> None:
         context = stack.enter_context(rp.open_device("soft0"))
@@ -45,7 +45,7 @@ class Watched:
         return rp.RdmaWrite(fields.pop("sg_list", self.mr[:8]), **fields)
 
     def refused(self, wr: Any) -> str:
-        """Post what is refused by itself; return why, with nothing posted."""
+        """Post what is refused on its own; return why, with nothing posted."""
         with pytest.raises(rp.PostError) as caught:
             self.qp.post_send(wr)
         self.nothing_posted()
@@ -63,7 +63,7 @@ def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
 
 
 class Counted:
-    """A number that says how often it was asked, and does something then."""
+    """A number that counts how often it is read, and then does something."""
 
     def __init__(self, value: Any, then: Callable[[], Any] = lambda: None) -> None:
         self.value, self.then, self.asked = value, then, 0
@@ -75,7 +75,7 @@ class Counted:
 
 
 class Int(int):
-    """A subclass of int that lies about itself wherever it is asked."""
+    """A subclass of int that lies about itself in every method."""
 
     def __index__(self) -> int:
         return 99
@@ -99,7 +99,7 @@ class Enumerated(enum.IntEnum):
     ],
 )  # fmt: skip
 def test_numbers_of_any_class(watched, given, read):
-    """An object with __index__ is asked once, whatever becomes of the list."""
+    """An object with __index__ is read once, whatever becomes of the list."""
     wr = watched.write(rkey=given, wr_id=given)
     if isinstance(given, Counted):
         given.asked = 0
@@ -127,7 +127,7 @@ def test_wr_id_of_any_class_comes_back_as_an_int(watched):
     "name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 )
 def test_numbers_of_numpy(watched, name):
-    """Of every width and sign: exact to the last bit, and refused where they do not fit."""
+    """Of every width and sign: exact to the last bit, and refused if they do not fit."""
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     kind = getattr(numpy, name)
     most, least = numpy.iinfo(kind).max, numpy.iinfo(kind).min
@@ -201,7 +201,7 @@ def raises(error: BaseException) -> Callable[[], Any]:
 @pytest.mark.parametrize("error", [Mine("x"), KeyError("x"), MemoryError(), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", ["number", "sge", "property", "iterator", "sg_list"])
 def test_exception_of_the_callers_code_comes_out_unchanged(watched, error, at):
-    """And nothing was posted, whatever stands before it in the list."""
+    """And nothing was posted, whatever precedes it in the list."""
 
     class Odd(rp.RdmaWrite):
         rkey = property(lambda self: raises(error)(), lambda self, value: None)
@@ -222,7 +222,7 @@ def test_exception_of_the_callers_code_comes_out_unchanged(watched, error, at):
         watched.qp.post_send(wrs)
     assert caught.value is error
     watched.nothing_posted()
-    if at not in ("iterator", "sg_list"):  # which have yielded what they had
+    if at not in ("iterator", "sg_list"):  # exhausted by now
         with pytest.raises(type(error)) as caught:
             watched.qp.prepare(wrs)
         assert caught.value is error
@@ -248,7 +248,7 @@ class OddKey(rp.RdmaWrite):
     [ValueError, AttributeError, OverflowError, ZeroDivisionError, TypeError, BufferError],
 )
 def test_exception_that_a_wrong_value_raises_is_the_reason(watched, error):
-    """It is what reading a field may end in: a PostError says which work request it was."""
+    """Reading a field may raise it: a PostError says which work request it was."""
     odd = OddKey(watched.mr[:8])
     odd.error = error("no key")
     assert watched.refused(odd) == "no key"
@@ -274,7 +274,7 @@ def test_exception_without_a_text_comes_out_as_what_asking_for_it_raises(watched
 
 
 def test_each_property_is_read_once(watched):
-    """Of a subclass, whose answers could differ."""
+    """A subclass, whose results could differ."""
     read: list[str] = []
 
     def answering(name: str, *values: Any) -> Any:
@@ -360,7 +360,7 @@ def test_sges_of_one_region_need_not_stand_together(watched, order):
 
 
 def test_lists_are_read_once_and_may_be_of_any_kind(watched):
-    """Generators, and sequences that make what they are asked for."""
+    """Generators, and sequences that make their items on demand."""
     asked: list[int] = []
 
     class Lazy:
@@ -392,7 +392,7 @@ def test_lists_are_read_once_and_may_be_of_any_kind(watched):
 
 
 class Failing:
-    """A sequence without __iter__, whose first item cannot be had."""
+    """A sequence without __iter__, whose first item fails."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -408,7 +408,7 @@ class FailingAtOnce(Failing):
 
 @pytest.mark.parametrize("kind", [Failing, FailingAtOnce])
 def test_list_that_cannot_be_read_says_why_in_its_own_words(watched, kind):
-    """Only what is no sequence at all is told what it should be."""
+    """Only for what is not a sequence does the error say what it should be."""
     for error in (Mine("mine"), ValueError("no item")):
         with pytest.raises(type(error)) as caught:
             watched.qp.post_send(kind(error))
@@ -442,7 +442,7 @@ def test_list_that_is_changed_while_it_is_read_is_posted_as_it_was(watched, size
     assert len(watched.tap.last()) == size
     assert watched.qp.outstanding.send == size
     watched.tap.chains.clear()
-    # The SGEs are read after the numbers: they were gone by then.
+    # The SGEs are read after the numbers, and were gone by then.
     sges[:] = [mr[:8], rp.SGE(mr.addr, Counted(8, change), mr.lkey, mr), mr[8:16]]  # type: ignore[arg-type]
     watched.qp.post_send(watched.write(sg_list=sges))
     [record] = watched.tap.last()
@@ -463,7 +463,7 @@ def test_fields_that_are_changed_after_they_were_read_have_no_effect(watched):
 
 
 def test_region_that_is_closed_while_the_list_is_read_is_refused(watched):
-    """It was open when its SGE was read; all of them are looked at when nothing can run."""
+    """It was open when its SGE was read; all are checked once nothing can run."""
     mr = rp.MR(watched.pd, 64, ALL)
     wrs = [
         rp.RdmaWrite(mr[:8], remote_addr=watched.mr.addr, rkey=watched.mr.rkey),
@@ -487,7 +487,7 @@ def test_queue_pair_that_is_closed_while_the_list_is_read_is_told(watched):
 
 
 def test_queue_pair_that_is_reset_while_the_list_is_read(watched):
-    """The state counts when nothing can run any more."""
+    """The state counts once no code can run any more."""
     wr = watched.write(rkey=Counted(1, watched.qp.to_reset))
     with pytest.raises(rp.PostError) as caught:
         watched.qp.post_send(wr)
@@ -506,7 +506,7 @@ def test_post_from_within_a_post_goes_first(watched):
 
 
 def in_another_thread(call: Callable[[], Any]) -> None:
-    """Call, and fail if that does not end: whoever called before has kept a lock."""
+    """Call, and fail if that does not end: an earlier call has kept a lock."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(20)
@@ -567,7 +567,7 @@ def test_post_waits_for_that_of_another_thread(watched):
 
 
 def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
-    """It is refused, and does not wait for the lock of its own thread."""
+    """It is refused, instead of waiting for its own thread's lock."""
     refused = []
 
     class Posting(list[Any]):
@@ -586,7 +586,7 @@ def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
 
 
 def test_post_of_another_thread_waits_for_its_turn(watched):
-    """The device has one post to a queue at a time, in the order in which they came."""
+    """The device gets one post to a queue at a time, in order."""
     inside, other, found = threading.Event(), threading.Event(), []
 
     class Waiting(list[Any]):
@@ -616,7 +616,7 @@ def test_post_of_another_thread_waits_for_its_turn(watched):
 
 
 class Posing:
-    """Says that it is of another class, as isinstance() believes."""
+    """Claims to be of another class, which isinstance() believes."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -754,7 +754,7 @@ def test_receives_and_operations_are_read_once_too(watched):
 
 
 def test_tag_handle_that_cannot_be_set_is_the_callers_error(watched):
-    """The receive is on the list by then, and counted."""
+    """By then the receive is on the list, and counted."""
 
     def refuse(self: Any, value: Any) -> None:
         if value is not None:
@@ -787,7 +787,7 @@ def test_prepared_list_reads_once_and_keeps_what_it_read(watched):
 
 
 def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched):
-    """The address handle and the header, of every work request of the list."""
+    """The address handle and the header of every work request in the list."""
     mr, hdr = watched.mr, bytearray(b"header")
     with contextlib.ExitStack() as stack:
         ud = stack.enter_context(
@@ -844,7 +844,7 @@ def test_every_bit_of_the_flags_goes_to_the_device_unchecked(watched):
 
 
 def test_many_sges_take_as_long_for_each_as_few(watched):
-    """Each has memory of its own, which is held: eight times as many take no 64 times as long."""
+    """Each has its own memory, which is held: eight times as many do not take 64 times as long."""
 
     def seconds(count: int) -> float:
         wr = watched.write(
@@ -864,7 +864,7 @@ def test_many_sges_take_as_long_for_each_as_few(watched):
 
 
 def test_each_region_is_held_whatever_reading_a_number_does(watched):
-    """What is held so far is a tuple, which the collector shows to anybody; it is kept here."""
+    """What is held so far is a tuple, which the collector exposes to anyone; it is kept here."""
     kept: list[Any] = []
 
     class Address:
@@ -905,7 +905,7 @@ NO_FIELD = ("nonsense", 0, 4, "N")
         ((("imm_data", 4, -1, "N"),), ValueError), ((("imm_data", -4, 4, "N"),), ValueError),
         ((("imm_data", OF_SEND - 3, 4, "N"),), ValueError),
         ((("imm_data", OF_SEND, 1, "N"),), ValueError),
-        # What is read before the wrong one is right.
+        # What was read before the wrong one is correct.
         ((("imm_data", OF_SEND - 4, 4, "N"), NO_FIELD), AttributeError),
         ((("imm_data", 0, 0, "N"), NO_FIELD), AttributeError),
         ((*[("imm_data", 0, 4, "N")] * 7, NO_FIELD), AttributeError),

@@ -1,7 +1,7 @@
-"""What is said when a device refuses, or lies: on the benchmarks' null device.
+"""The errors when a device refuses, or lies: on the benchmarks' null device.
 
-No library at hand refuses on demand, so the null device stands in for libibverbs here;
-it is told which call is to fail and how.
+No library at hand refuses on demand, so the null device stands in for libibverbs here; it is told
+which call must fail and how.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def null(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("there is no C compiler")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            # What the compiler loses is not looked for (.ci/sanitize).
+            # Ignore what the compiler itself leaks (.ci/sanitize).
             patch.setenv("ASAN_OPTIONS", "detect_leaks=0")
             library, _ = compile_c(tmp_path_factory.mktemp("null"))
     except subprocess.CalledProcessError:
@@ -47,10 +47,10 @@ def null(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def on_null(null):
-    """Run a program on the null device; return what it said."""
+    """Run a program on the null device; return its output."""
 
     def run(code: str, **env: str) -> str:
-        # Without suppressions: what the null device allocates is nobody's leak to look for.
+        # Without suppressions: the null device's allocations do not count as leaks.
         env = {"RDMAPOST_LIBIBVERBS": null, "ASAN_OPTIONS": "detect_leaks=0", **env}
         return prints(SETUP + textwrap.dedent(code), **env)
 
@@ -58,7 +58,7 @@ def on_null(null):
 
 
 def test_a_device_of_the_library_goes_through_its_life(on_null):
-    """Everything that posting needs is made, used and given back."""
+    """Everything that posting needs is made, used and released."""
     said = on_null("""
     print([info.name for info in rp.list_devices()])
     with rp.open_device() as context, rp.PD(context) as pd, rp.CompChannel(context) as channel:
@@ -190,7 +190,7 @@ def test_state_that_the_device_refuses(on_null):
 
 
 def test_peer_that_cannot_be_reached(on_null):
-    """The kernel looks for the way when the path is set."""
+    """The kernel resolves the path when it is set."""
     text = on_null(
         """
         import os
@@ -235,7 +235,7 @@ def test_without_a_name_a_device_with_an_active_port_is_wanted(on_null):
 @pytest.mark.parametrize(
     ("refuses", "words"),
     [
-        # The node of a device that is not there is not there.
+        # A missing device has no node.
         ("ibv_open_device=13", "null0: /dev/infiniband/uverbs-null is missing"),
         ("ibv_query_device=5", "ibv_query_device: EIO"),
         ("ibv_get_device_list=5", "ibv_get_device_list: EIO"),
@@ -262,7 +262,7 @@ def test_the_doctor_finds_what_cannot_be_listed_or_opened(on_null):
 
 
 def test_the_list_of_devices_shows_those_that_can_be_opened(on_null):
-    """`rdmapost devices` says of the others why not."""
+    """`rdmapost devices` says why the others cannot be opened."""
     code = """
     from rdmapost.cli import main
     import sys
@@ -294,7 +294,7 @@ def test_what_the_library_does_not_have_is_not_supported(on_null):
 
 
 def test_a_queue_pair_of_infiniband_is_diagnosed(on_null):
-    """There the LID is the address: no GID is looked at."""
+    """There the LID is the address: no GID is used."""
     text = on_null(
         """
         import os
@@ -330,7 +330,7 @@ except SystemExit as end: print("exit", end.code)
 
 
 def test_the_checks_see_that_nothing_has_been_done(on_null):
-    """Not one passes, and none stops the others."""
+    """None passes, and none stops the others."""
     said = on_null(
         LIES
         + """

@@ -1,4 +1,4 @@
-"""The order in which resources may be closed, whoever closes them."""
+"""The order in which resources may be closed, by any thread, finalizer or exit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ closed: list[str] = []
 
 
 class Device:
-    """What the device of a thing does when it is destroyed."""
+    """What the device does when a thing is destroyed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -85,7 +85,7 @@ def test_use_after_close_names_the_resource():
 
 
 def test_closed_window_is_named_by_its_kind(pd):
-    """The key that it has while it is open is the device's."""
+    """Its name includes the device's key only while it is open."""
     needs(pd.context.attr.max_mw, "memory windows", pd.context)
     mw = rp.MW(pd)
     mw.close()
@@ -127,7 +127,7 @@ def test_resource_that_the_device_keeps_stays_open():
 
 
 def test_error_inside_with_is_the_one_that_is_seen():
-    """What closing runs into then, an open child, does not hide it."""
+    """The error of the close, an open child, does not hide it."""
     pd = Thing("pd")
     opened: list[Thing] = []
 
@@ -165,7 +165,7 @@ REFUSED = "qp could not be closed: ibv_destroy_thing: EBUSY (16, Device or resou
     ],
 )  # fmt: skip
 def test_error_inside_with_notes_what_could_not_be_closed(kind, error, notes):
-    """Whatever the note meets, the error is the one of the body."""
+    """Whatever the note runs into, the body's error is raised."""
     thing = kind("qp")
     thing.device.broken = True
 
@@ -195,7 +195,7 @@ def test_with_closes_and_open_children_are_an_error():
 
 @pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
 def test_dropped_in_any_order_everything_is_closed(order):
-    """A parent that is dropped first is closed by its last child."""
+    """A parent dropped first is closed by its last child."""
     things = tree()
     for name in order:
         del things[name]
@@ -207,7 +207,7 @@ def test_dropped_in_any_order_everything_is_closed(order):
 
 
 def test_garbage_in_a_cycle_is_closed_children_first():
-    """The collector finalises what it finds in an order of its own."""
+    """The collector finalises what it finds in any order."""
     for rotation in range(5):
         closed.clear()
         things = list(tree().values())
@@ -246,7 +246,7 @@ def test_half_made_resource_is_garbage_without_a_word():
 
 
 def test_closing_from_two_threads_destroys_once():
-    """The second one finds it closed, or being closed; it never frees twice."""
+    """The second thread finds it closed or being closed; nothing is freed twice."""
     inside, go = threading.Event(), threading.Event()
 
     def slow() -> None:

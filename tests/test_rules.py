@@ -1,7 +1,7 @@
 """What may be posted where: the tables of the man pages, and every rule that refuses.
 
-Each rule is provoked on soft0, with what is said and with the values beside it that fit: alone,
-in a list, and prepared, with the library's checks and without them.
+Each rule is provoked on soft0, with its text and with the nearest values that fit: alone, in a
+list, and prepared, with the library's checks and without them.
 """
 
 from __future__ import annotations
@@ -81,20 +81,20 @@ ATOMICS = (rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd)
 
 
 class Soft:
-    """soft0, with memory, and with queues that are made when they are first asked for.
+    """soft0, with memory, and with queues that are made on first use.
 
     Queue pairs have 4 SGEs for sends and 2 for receives, 64 bytes of inline data and, where there
     is TSO, 32 of its header; SRQs have 2 SGEs, and a matching list holds 4 entries.
 
     Attributes:
-        mr: a region of 4096 bytes that everything may be done with.
+        mr: a region of 4096 bytes with all access rights.
         closed: an SGE of a region that has been closed.
         other: another protection domain of the device, ``foreign`` a region of its.
         away: another open device.
     """
 
     def __init__(self, stack: contextlib.ExitStack, *, checked: bool = True) -> None:
-        # The queues go before what their work requests name, whenever that was made.
+        # Queues are closed before what their work requests name, whenever that was made.
         self.stack = stack.enter_context(contextlib.ExitStack())
         self.queues = stack.enter_context(contextlib.ExitStack())
         self.checked = checked
@@ -165,7 +165,7 @@ class Soft:
         return {"ah": self._ah, "remote_qpn": self.qp(QPType.UD).qp_num, "remote_qkey": 1}
 
     def valid(self, opcode: Opcode, qp_type: QPType = QPType.RC, **fields: Any) -> Any:
-        """Make a work request that nothing is wrong with on queue pairs of its type."""
+        """Make a work request that is valid on queue pairs of its type."""
         kind, needs = WRS[opcode], {}
         names = {field.name for field in dataclasses.fields(kind)}
         if "ah" in names and qp_type is QPType.UD:
@@ -209,7 +209,7 @@ def unchecked() -> Iterator[Soft]:
 
 
 def reason(post: Callable[[Any], None], wr: Any) -> str:
-    """Post what cannot be posted; return why."""
+    """Post something invalid; return why."""
     with pytest.raises(rp.PostError) as caught:
         post(wr)
     return caught.value.reason
@@ -241,7 +241,7 @@ def test_table_has_no_other_rows_or_columns():
 
 @pytest.mark.parametrize("opcode", [Opcode.FLUSH, Opcode.ATOMIC_WRITE, Opcode.DRIVER1])
 def test_opcodes_that_ibv_post_send_cannot_carry_have_no_class(soft, opcode):
-    """And a work request cannot be given one: what is posted is what its class is."""
+    """And a work request cannot be given one: its class determines what is posted."""
     assert opcode not in WRS
     assert opcode not in {getattr(getattr(rp, name), "opcode", None) for name in rp.wr.__all__}
     odd = type("Odd", (rp.LocalInv,), {"opcode": opcode, "__slots__": ()})
@@ -258,7 +258,7 @@ WRITES = {Opcode.RDMA_WRITE, Opcode.RDMA_WRITE_WITH_IMM}
 
 def flag_is_valid(flag: SendFlags, opcode: Opcode, qp_type: QPType, offloads: DeviceCap) -> bool:
     """The flags of ibv_post_send(3)."""
-    # XRC has no checksum offload in device_cap_flags, and UC neither.
+    # Neither XRC nor UC has a checksum offload in device_cap_flags.
     cap = {
         QPType.RC: DeviceCap.RC_IP_CSUM, QPType.UD: DeviceCap.UD_IP_CSUM,
         QPType.RAW_PACKET: DeviceCap.RAW_IP_CSUM,
@@ -387,7 +387,7 @@ BIG = 1 << 31
 MISMADE: Any = object()
 
 CASES = [
-    # What cannot be read is refused everywhere.
+    # Unreadable values are refused everywhere.
     Case("not_a_work_request", RC, lambda s: rp.RecvWR(),
          "ibv_post_send: expected SendWR, got RecvWR", where="both", alone=False),
     Case("not_a_work_request", RC, lambda s: None,
@@ -641,7 +641,7 @@ def name_of(case: Case) -> str:
 
 
 def poster(soft: Soft, to: QPType | str) -> tuple[Callable[[Any], None], Callable[[], int], Any]:
-    """Return what posts to a queue, what counts there, and a work request that goes there."""
+    """Return a queue's post function, its outstanding count, and a work request for it."""
     if to == "recv":
         qp = soft.qp()
         return qp.post_recv, lambda: qp.outstanding.recv, rp.RecvWR(soft.mr[:8])
@@ -661,7 +661,7 @@ def each(condition: Callable[[Case], Any]) -> Any:
 
 
 def refuses(soft: Soft, case: Case) -> None:
-    """See that a work request is refused alone and in a list, with its text and nothing else."""
+    """Check that a work request is refused alone and in a list, with its text and nothing else."""
     post, outstanding, good = poster(soft, case.to)
     bad = case.make(soft)
     text, before = case.text(soft, bad), outstanding()
@@ -673,7 +673,7 @@ def refuses(soft: Soft, case: Case) -> None:
         assert (error.errno, error.index, error.posted) == (errno.EINVAL, 0, 0)
         assert error.wr is bad
         assert outstanding() == before
-    # Those before it go in, and those behind it do not.
+    # Those before it are posted, and those after it are not.
     with pytest.raises(rp.PostError) as caught:
         post([good, good, bad, good])
     assert (caught.value.reason, caught.value.index, caught.value.posted) == (text, 2, 2)
@@ -700,7 +700,7 @@ def test_base_class_alone_is_told_from_what_is_no_work_request(soft):
 
 @each(lambda case: case.where == "checked")
 def test_any_other_rule_is_the_devices_affair_unchecked(unchecked, case):
-    """It takes the work request, or refuses it by itself, or the completion says why not."""
+    """The device accepts the work request, or refuses it itself, or the completion says why not."""
     post, _, _ = poster(unchecked, case.to)
     wr = case.make(unchecked)
     text = case.text(unchecked, wr)
@@ -738,7 +738,7 @@ def refuses_to_prepare(soft: Soft, case: Case) -> None:
     bad = case.make(soft)
     text = case.text(soft, bad)
     if isinstance(bad, rp.BindMW) and case.rule != "not_a_resource":
-        # It is not prepared at all, if it can be read.
+        # If it can be read, it is not prepared at all.
         text = "a BIND_MW changes the window's key, so it cannot be posted again"
     with pytest.raises(rp.PostError) as caught:
         preparer(soft, case.to)([good, bad, good])
@@ -790,7 +790,7 @@ PROVOKED: dict[str, Any] = {}
 
 
 def provokes(rule: str) -> Any:
-    """Say which rule a test of its own provokes."""
+    """Say which rule a separate test provokes."""
 
     def note(test: Any) -> Any:
         PROVOKED[rule] = test
@@ -856,7 +856,7 @@ def test_prepared_list_goes_in_whole_or_not_at_all(soft):
 
 
 def test_full_queue_is_the_devices_affair_unchecked(unchecked):
-    """By its own words, at its own time, and ENOMEM too."""
+    """In its own words, when it decides, and also ENOMEM."""
     qp = unchecked.qp()
     qp.post_recv([rp.RecvWR()] * qp.max_recv_wr)
     with pytest.raises(rp.PostError) as caught:
@@ -877,7 +877,7 @@ def test_matching_list_takes_no_more_than_it_has_entries(soft):
         "poll the CQ, remove some, or create the SRQ with more"
     )
     assert (srq.outstanding_tags, srq.outstanding_ops) == (4, 4)
-    # What is no receive still goes in.
+    # Anything but a receive is still posted.
     srq.post_srq_ops(rp.TagSync())
 
 
@@ -896,7 +896,7 @@ def test_receive_that_is_done_is_not_on_the_list(soft):
 
 
 def test_handle_of_a_receive_that_is_done_is_the_devices_affair_unchecked(unchecked):
-    """Its completion says so."""
+    """Its completion reports it."""
     srq = unchecked.srq(SRQType.TM)
     handle = unchecked.added().handle
     assert srq.cq is not None
@@ -993,7 +993,7 @@ def test_prepared_tso_keeps_a_maximum_segment_size(soft):
 
 
 def refused_bind(soft: Soft, mw: Any, mr: Any, *more: Any, **fields: Any) -> str:
-    """Bind a window of type 1 that cannot be; return why."""
+    """Try to bind a type 1 window; return why it cannot be."""
     qp = soft.qp(fields.pop("to", RC))
     key = mw.rkey if isinstance(mw, rp.MW) else None
     with pytest.raises(rp.PostError) as caught:
@@ -1031,7 +1031,7 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
     assert said == f"{soft.foreign} belongs to another PD than the queue pair"
     no = "BIND_MW is not an opcode of UD QPs; RC, UC, XRC_SEND have it"
     assert refused_bind(soft, mw, mr, mr.addr, 8, to=UD) == no
-    # Unchecked, what would crash: the call looks at neither.
+    # Unchecked, this would crash: the call checks neither.
     mw, mr = unchecked.window(MWType.TYPE_1), unchecked.mr
     assert refused_bind(unchecked, mw, mr, mr.addr, 8, to=UD) == no
     for wrong in ({"mw": None}, {"mr": None}):
@@ -1043,7 +1043,7 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
 
 
 def test_length_of_0_unbinds_a_window_of_type_1(soft):
-    """The region only has to be there: it need not permit the binding."""
+    """The region need only be given: it need not permit the binding."""
     mw, plain = soft.window(MWType.TYPE_1), soft.region(64)
     said = f"{plain} was registered without MW_BIND"
     assert refused_bind(soft, mw, plain, plain.addr, 1) == said
@@ -1095,7 +1095,7 @@ def test_inline_data_of_as_many_bytes_as_32_bits_count_is_the_devices_affair_unc
 
 
 def test_inline_by_number_is_refused(soft):
-    """It would read memory of this process that nobody vouches for."""
+    """It would read arbitrary memory of this process."""
     said = reason(soft.qp().post_send, inline(rp.SGE(5, 5, 5)))
     assert "SGE.from_buffer" in said
 
@@ -1128,11 +1128,11 @@ def test_groups_have_the_number_of_the_specification():
 # ---- the rules themselves ------------------------------------------------------------
 
 SPECIAL = {"not_ready"}
-"""Of which the queue pair says why, by its state."""
+"""The queue pair gives the reason, from its state."""
 
 
 def test_every_rule_is_provoked():
-    """Here, by a program that ends in its text."""
+    """Shown here, by a program that ends with its text."""
     provoked = {case.rule for case in CASES} | PROVOKED.keys()
     assert provoked == rules_module._RULES.keys()
     for test in PROVOKED.values():
@@ -1140,7 +1140,7 @@ def test_every_rule_is_provoked():
 
 
 def test_every_rule_of_c_has_a_text_and_every_text_its_rule():
-    """The names in the C sources, however they are written down there."""
+    """The names in the C sources, however they are written there."""
     sources = pathlib.Path(__file__).resolve().parent.parent / "rdmapost" / "_c"
     if not (sources / "rules.c").exists():
         pytest.skip("the C sources are not here")
@@ -1330,7 +1330,7 @@ def test_optional_attributes_belong_to_steps_that_exist():
 
 
 def test_fields_are_those_of_the_struct():
-    """Every name that modify() takes is a field of struct ibv_qp_attr."""
+    """Every name that modify() accepts is a field of struct ibv_qp_attr."""
     from rdmapost._binding import ffi
 
     struct = {name for name, _ in ffi.typeof("struct ibv_qp_attr").fields}

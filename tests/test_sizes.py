@@ -1,4 +1,4 @@
-"""How long a message may be: nothing, a packet, many, 2^31 bytes, and what is one too many."""
+"""How long a message may be: empty, one packet, many, 2^31 bytes, and one too many."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_message_of_any_number_of_packets(connect, context, qp_type, packets, mo
     pair.a.post_send(pair.wr(rp.RdmaWrite, sge_or_none(pair.mine, size), wr_id=9))
     pair.wait()
     if qp_type is QPType.UC:
-        # The completion says that it has left, and the message behind it that it is there.
+        # The completion shows that it has left, and the message after it that it has arrived.
         pair.b.post_recv(rp.RecvWR(wr_id=7))
         pair.a.post_send(pair.send(wr_id=9))
         pair.wait(2)
@@ -149,7 +149,7 @@ def test_more_than_2_to_the_31_bytes_unchecked_is_the_devices_to_refuse(connect,
 
 
 def test_one_sge_of_2_to_the_31_bytes_must_lie_in_its_region(rc):
-    """A length that is allowed is no range that is."""
+    """An allowed length is not yet an allowed range."""
     with pytest.raises(IndexError, match="is not within MR of 8192 bytes"):
         rc.mine[:MAX_MSG_SIZE]
     sge = rc.mine[:]._replace(length=MAX_MSG_SIZE)
@@ -191,7 +191,7 @@ def test_as_many_sges_as_were_asked_for(connect):
 
 
 def test_sge_of_length_0_is_refused_wherever_it_stands(connect):
-    """It is 2^31 bytes to some devices, and the error says so, and what to do instead."""
+    """Some devices take it as 2^31 bytes; the error says so, and what to do instead."""
     pair = connect()
     words = r"an SGE of length 0 means 2\^31 bytes to some devices; give an empty sg_list"
     empty = pair.mine[8:8]
@@ -240,5 +240,5 @@ def test_message_of_no_bytes_has_no_sges(connect, qp_type, kind):
 
 
 def test_remote_memory_of_a_message_of_no_bytes_is_not_looked_at(rc):
-    """So a write of nothing is a way to see whether the peer is there."""
+    """So an empty write is a way to see whether the peer is alive."""
     assert zero_bytes(rc, rp.RdmaWrite, remote_addr=0, rkey=0)[9].status is WCStatus.SUCCESS

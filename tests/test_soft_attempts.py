@@ -22,14 +22,14 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what the tests before have left."""
+    """Take what earlier tests have left."""
     while rp.get_async_event(context) is not None:
         pass
 
 
 @pytest.fixture
 def deaf(connect) -> Pair:
-    """A pair whose b has a receive and does not answer, for it is not in RTR yet."""
+    """A pair whose b has a receive but does not answer, because it is not in RTR yet."""
     pair = connect(to=QPState.RESET)
     pair.b.to_init()
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64], wr_id=2))
@@ -56,7 +56,7 @@ def test_each_attempt_has_its_time(deaf):
 
 
 def test_request_is_not_tried_once_more_to_find_that_time_is_up(deaf):
-    """retry_cnt 0 is one attempt: a peer that comes up after it hears nothing."""
+    """retry_cnt 0 is one attempt: a peer that comes up later receives nothing."""
     post(deaf, timeout=16, retry_cnt=0)
     deaf.b.to_rtr(deaf.a.endpoint())
     assert [wc.status for wc in deaf.cq.wait()] == [WCStatus.RETRY_EXC_ERR]
@@ -147,13 +147,13 @@ def by_select(context: rp.Context) -> rp.AsyncEvent | None:
 def test_event_that_retries_lead_to_comes_in_time(
     context, connect, pd, stack, take: Callable[[rp.Context], rp.AsyncEvent | None]
 ):
-    """The last attempt fails; nobody does anything but to wait for the event."""
+    """The last attempt fails while the program only waits for the event."""
     srq = stack.enter_context(rp.SRQ(pd))
     pair = connect(to=QPState.RESET, srq=srq, b_options={"srq": None})
     begun = time.monotonic()
     post(pair, timeout=14, retry_cnt=7)
     assert take(context) == (EventType.QP_LAST_WQE_REACHED, pair.a)
-    # An attempt a second is what a thread that looks without being woken would make.
+    # A thread that looks without being woken would make one attempt a second.
     assert time.monotonic() - begun < 5
     assert [wc.status for wc in pair.cq.poll()] == [WCStatus.RETRY_EXC_ERR]
     assert not readable(context)

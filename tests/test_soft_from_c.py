@@ -17,11 +17,11 @@ from rdmapost._binding import ffi, lib
 context = soft_context
 server = small_server
 NOWHERE = 0xFFFF_FFF0
-"""A handle that is nobody's."""
+"""An unused handle."""
 
 
 class Raw:
-    """A queue pair that is posted to from C, on a CQ of its own, with memory."""
+    """A queue pair to be posted to from C, with its own CQ and memory."""
 
     def __init__(self, pd: rp.PD, qp_type: QPType, stack: Any) -> None:
         self.cq = stack.enter_context(rp.CQ(pd.context, 64))
@@ -53,7 +53,7 @@ class Raw:
         return wr
 
     def post(self, wr: Any) -> int:
-        """Post a send; return the errno, and see that it is told of this work request."""
+        """Post a send; return the errno, and check that it is reported for this work request."""
         bad = ffi.new("struct ibv_send_wr **")
         code: int = lib.ibv_post_send(self.qp._handle, wr, bad)
         assert bad[0] == (wr if code else ffi.NULL)
@@ -132,7 +132,7 @@ def test_bind_of_a_window_of_type_1_that_is_not_there_is_einval(rc_raw, pd):
             request.bind_info.addr, request.bind_info.length = rc_raw.mr.addr, 64
             request.send_flags = int(SendFlags.SIGNALED)
             window = mw._handle
-            # The real one in all but its handle.
+            # The real one except for its handle.
             other = ffi.new(
                 f"struct ibv_{member} *", (window if member == "mw" else rc_raw.mr._handle)[0]
             )
@@ -219,7 +219,7 @@ def test_full_list_takes_no_entry_and_any_other_operation(server):
 
 
 def test_operation_without_sges_takes_no_handle(server):
-    """The entry that is refused has none of the list's, so that the next has the next."""
+    """A refused entry gets no handle, so that the next one gets the next."""
     handles = []
     for count in (-1, 0):
         op, bad = ffi.new("struct ibv_ops_wr *"), ffi.new("struct ibv_ops_wr **")

@@ -1,4 +1,4 @@
-"""Signal handlers in the middle of soft0's verbs: all of a verb happens, or nothing of it.
+"""Signal handlers in the middle of soft0's verbs: each verb happens completely or not at all.
 
 A signal is raised before each bytecode of the soft device that a verb runs, one in a run.
 What is there afterwards, down to slots and readable descriptors, must be what an undisturbed
@@ -60,7 +60,7 @@ TOOL = 4
 
 
 class Bench:
-    """Objects of the soft device, by its verbs alone."""
+    """Soft device objects, made only by its verbs."""
 
     def __init__(self) -> None:
         self.stack = contextlib.ExitStack()
@@ -86,7 +86,7 @@ class Bench:
         self.to_init(self.side)
 
     def keep(self, thing: Any, close: Callable[[Any], None]) -> Any:
-        """Have a thing closed at the end, unless it is by then."""
+        """Have a thing closed at the end, unless it is closed by then."""
 
         def end() -> None:
             try:
@@ -200,7 +200,7 @@ class Bench:
         assert count == 0
 
     def digest(self) -> list[Any]:
-        """Return all that the device has and tells, but for numbers that are always new."""
+        """Return all of the device's state and reports, except for numbers that are always new."""
         device = soft_state.device
         for qp in device.qps.values():
             slots_add_up(qp.sq, qp.send_cq)
@@ -279,7 +279,7 @@ def verb(setup: Callable[[Bench], Verb]) -> Callable[[Bench], Verb]:
 def control(
     name: str, make: Callable[[Bench], tuple[Any, ...]], undo: Callable[[Any], None] | None = None
 ) -> None:
-    """Have a control verb tried, with what it is given, and by what its result is closed."""
+    """Register a control verb, its arguments, and what closes its result."""
 
     def setup(b: Bench) -> Verb:
         args = make(b)
@@ -654,7 +654,7 @@ class Struck:
 
 
 class Alarm(Exception):
-    """Something of the caller's."""
+    """An object of the caller."""
 
 
 @contextlib.contextmanager
@@ -707,7 +707,7 @@ def run(
             try:
                 call()
                 for _ in range(2):
-                    """What a verb has kept back is raised here."""
+                    """What a verb has deferred is raised here."""
             except (KeyboardInterrupt, Alarm) as error:
                 out = error
         after = b.digest()
@@ -745,7 +745,7 @@ def alarm(_: Bench) -> None:
 @pytest.mark.parametrize("act", [ctrl_c, alarm], ids=["KeyboardInterrupt", "another exception"])
 @pytest.mark.parametrize("name", VERBS)
 def test_verb_happens_whole_or_not_at_all(name, act):
-    """The exception comes out of it once, whatever happened; what is posted always happens."""
+    """The exception is raised once, whatever happened; what is posted is always carried out."""
     setup = VERBS[name]
     whole = run(setup, NEVER, act)
     assert (whole.out, whole.signals) == (None, 0)
@@ -757,7 +757,7 @@ def test_verb_happens_whole_or_not_at_all(name, act):
         if is_control and result.after == whole.before:
             continue
         if name.startswith("poll"):
-            # Who is interrupted takes nothing; what was due has been carried out.
+            # An interrupted caller gets nothing; what was due has been carried out.
             assert settled(result.after) == settled(whole.after), at
         else:
             assert result.after == whole.after, at
@@ -766,7 +766,7 @@ def test_verb_happens_whole_or_not_at_all(name, act):
 
 @pytest.mark.parametrize("name", ["fetch_and_add", "rendezvous", "poll_when_a_request_is_due"])
 def test_handler_that_raises_every_time_does_not_stop_a_work_request(name):
-    """It is carried out once, and the first of the exceptions comes out."""
+    """It is carried out once, and the first exception is raised."""
     setup = VERBS[name]
     whole = run(setup, NEVER, alarm)
     numbers = itertools.count()
@@ -783,7 +783,7 @@ def test_handler_that_raises_every_time_does_not_stop_a_work_request(name):
 
 @pytest.mark.parametrize("name", VERBS)
 def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
-    """Posts are taken, polls return what is there, and control verbs are refused by name."""
+    """Posts are accepted, polls return what is available, and control verbs are refused by name."""
     setup = VERBS[name]
 
     def act(b: Bench) -> None:
@@ -815,7 +815,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
 @pytest.mark.parametrize("raises", [True, False], ids=["raises", "returns"])
 @pytest.mark.parametrize("name", VERBS)
 def test_handler_may_post_to_the_queues_that_the_verb_is_about(name, raises):
-    """Slots add up whatever becomes of the verb (digest looks), and all of it closes."""
+    """Slots add up whatever becomes of the verb (digest checks), and everything closes."""
     setup = VERBS[name]
 
     def act(b: Bench) -> None:
@@ -879,7 +879,7 @@ def fork():
 
 
 def test_child_of_a_fork_has_a_soft0_of_its_own_that_is_empty():
-    """What it has inherited is unknown there, and the parent's goes on."""
+    """What the child inherits is unknown there, and the parent's continues."""
     after = (
         "fork(); provider.destroy_cq(cq); provider.dealloc_pd(pd); print(len(soft_state.objects))"
     )
@@ -908,7 +908,7 @@ print(provider.alloc_pd(context) != ffi.NULL)
 
 
 def test_signal_handler_may_fork_in_the_middle_of_a_verb():
-    """The child's verb fails, and the parent's goes on."""
+    """The child's verb fails, and the parent's continues."""
     code = """
 def alloc(self, context):
     soft_state.device.port_mtu = 1
@@ -1011,7 +1011,7 @@ print(door.verb(verb))
 thread.join(20)
 print(thread.is_alive())
 """
-"""What a handler does in the middle of a verb, and another thread at the same time."""
+"""What a handler does in the middle of a verb, and another thread concurrently."""
 
 
 @pytest.mark.parametrize(("count", "said"), [("-1", "ValueError"), ("None", "TypeError")])
@@ -1029,7 +1029,7 @@ def test_wrong_poll_in_the_middle_of_a_verb_does_not_wait_for_another_threads_po
     "other", ["qp.post_send([rp.Send(mr[:8])])", "qp.bind_mw(mw, mr, mr.addr, 8, 0)"]
 )
 def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(other, handler):
-    """Nobody holds the queue while the device is busy: it is taken in, until the queue is full."""
+    """Nothing holds the queue while the device is busy: posts are accepted until it is full."""
     code = HANDLER.format(other=other, handler=handler)
     said, waits = prints(code).split("\n")
     assert said == (f"PostError {errno.ENOMEM}" if "post_send" in handler else "nothing")
@@ -1143,7 +1143,7 @@ print(*((wc.wr_id, wc.status.name) for wc in cq.wait(2)))
 
 
 def test_handler_of_another_signal_runs_whole_while_an_exception_waits():
-    """It comes while the step, which the first handler's exception ended, is made again."""
+    """It comes while the step that the first handler's exception ended is retried."""
     code = """
 stopped = attempts = 0
 
@@ -1204,7 +1204,7 @@ except KeyboardInterrupt:
 
 
 def test_fork_while_a_step_is_made_again_leaves_the_childs_garbage_collector_on():
-    """It is off meanwhile, on a thread that the child does not have."""
+    """It is off meanwhile, by a thread that the child does not have."""
     code = """
 import gc, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads

@@ -69,7 +69,7 @@ def refused(words: str, call: Any, *args: Any, **fields: Any) -> None:
 
 
 def test_keys_are_new_and_differ_in_their_low_byte_too(place):
-    """A key of before must not be the next one's: its index and its tag are others."""
+    """A stale key must not be the next one: its index and its tag differ."""
     regions = [place.register() for _ in range(300)]
     keys = [region.lkey for region in regions]
     assert len(set(keys)) == 300
@@ -141,11 +141,11 @@ def test_local_write_is_granted_by_its_flag():
 
 
 def test_length_of_0_is_2_to_the_31(place):
-    """As some hardware has it: here it lies outside of every region."""
+    """As on some hardware: here it lies outside every region."""
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 0, place.region.lkey))
     # As much as is wanted of it.
     assert place.local((BASE, 0, place.region.lkey), size=8) == bytes(range(8))
-    # Address space without memory behind it.
+    # Address space not backed by memory.
     with mmap.mmap(-1, (1 << 31) + 1, prot=mmap.PROT_READ) as large, memoryview(large) as whole:
         region = place.memory.register(place.pd, BASE, whole, ALL)
         (found,) = place.memory.local(place.pd, [(BASE, 0, region.lkey)], False)
@@ -255,7 +255,7 @@ def test_what_cannot_be_bound(place, window):
     gone = place.register()
     place.memory.deregister(gone)
     fails(WCStatus.MW_BIND_ERR, place.bind, window, region=gone)
-    # The edges of it, and reading where the process itself may not write.
+    # Its edges, and reading where the process itself may not write.
     place.bind(window, BASE, SIZE)
     window.unbind()
     place.bind(window, region=place.register(ALL & ~int(Access.LOCAL_WRITE)), access=READ)

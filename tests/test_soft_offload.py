@@ -136,7 +136,7 @@ def test_padding_behind_the_packet_does_not_count(raw):
 
 
 def test_udp_without_checksum_is_right_on_ipv4_only(raw):
-    """A sender need not compute it on IPv4, and must on IPv6."""
+    """A sender need not compute it on IPv4, but must on IPv6."""
     packet = bytearray(ipv4(17, udp(b"hello", checksum=0)))
     packet[10:12] = b"\0\0"
     packet[10:12] = (0xFFFF - word_sum(packet[:20])).to_bytes(2)
@@ -146,7 +146,7 @@ def test_udp_without_checksum_is_right_on_ipv4_only(raw):
 
 
 def test_checksum_that_comes_out_as_zero_is_sent_as_ffff(raw):
-    """0 in its place says that there is none (RFC 768)."""
+    """0 means that there is none (RFC 768)."""
     datagram = udp(b"\0\0", checksum=0)
     pseudo = SRC4 + DST4 + struct.pack("!HH", 17, len(datagram))
     payload = (0xFFFF - word_sum(pseudo + datagram)).to_bytes(2)

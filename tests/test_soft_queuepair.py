@@ -1,4 +1,4 @@
-"""Queue pairs of the software device: what their completions say, and what a reset leaves."""
+"""Queue pairs of the software device: their completions, and what a reset leaves."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what the tests before have left."""
+    """Take what earlier tests have left."""
     events(context)
 
 
 def events(context: rp.Context) -> list[tuple[EventType, Any]]:
-    """Take the events that are there: what happened, and to what."""
+    """Take the pending events: what happened, and to what."""
     found = []
     while event := rp.get_async_event(context):
         found.append((event.event_type, event.element))
@@ -46,7 +46,7 @@ def events(context: rp.Context) -> list[tuple[EventType, Any]]:
 
 
 def to_state(qp: rp.QP, state: QPState, mask: QPAttrMask = QPAttrMask.STATE) -> None:
-    """Ask the device for a state, as a program does that knows nothing of the library."""
+    """Query a state from the device, as a program without the library does."""
     attr = ffi.new("struct ibv_qp_attr *", {"qp_state": state, "port_num": 1})
     qp.pd.context._provider.modify_qp(qp._handle, attr, QPAttrMask.STATE | mask)
 
@@ -78,7 +78,7 @@ def test_an_initiator_of_xrc_answers_nobody(pd, stack, rc):
 
 
 def success(wr_id: int, opcode: WCOpcode, qp: rp.QP, **fields: Any) -> rp.WC:
-    """Make a completion that says nothing but what is given."""
+    """Make a completion with only the given values."""
     nothing = dict.fromkeys(rp.WC._fields, 0) | {
         "imm_data": None, "invalidated_rkey": None, "wc_flags": WCFlags(0), "tm_tag": None,
         "tm_priv": None,
@@ -160,7 +160,7 @@ def test_flushed_work_request_has_no_error_of_the_device(rc):
 
 
 def test_completion_of_a_send_is_not_solicited(context, pd, cq, stack):
-    """Whatever it asks of the receiver's; one with an error wakes all the same."""
+    """Whatever it requests at the receiver; an error wakes all the same."""
     channel = stack.enter_context(rp.CompChannel(context))
     own = stack.enter_context(rp.CQ(context, 8, channel=channel))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
@@ -181,7 +181,7 @@ def test_completion_of_a_send_is_not_solicited(context, pd, cq, stack):
 
 
 def full(post: Callable[[list[Any]], None], wr: Any, depth: int) -> None:
-    """See that a queue takes as many as it has slots, and not one more."""
+    """Check that a queue accepts as many as it has slots, and not one more."""
     with pytest.raises(rp.PostError) as caught:
         post([wr] * (depth + 1))
     error = caught.value
@@ -266,7 +266,7 @@ def test_reset_drops_receives_and_completions(rc):
 
 
 def test_reset_forgets_the_attempts_that_were_made(rc, context):
-    """A request that waits for its next attempt is gone, and the first one after it goes out."""
+    """A request that waits for its next attempt is dropped, and the next one goes out."""
     for qp in (rc.a, rc.b):
         qp.to_reset()
     rc.a.connect(rc.b.endpoint(), rnr_retry=1)
@@ -351,7 +351,7 @@ def test_error_says_that_no_more_comes_from_a_shared_queue(connect, stack, pd, c
 
 
 def test_queue_pair_that_breaks_itself(pd, cq, context, stack):
-    """It is its own peer: what it asks for flushes its queue, and the request with it."""
+    """It is its own peer: its request flushes its queue, and the request with it."""
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     with rp.QP(pd, QPType.RC, cq) as qp:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the software device refuses when its resources are made and changed, and how it says so."""
+"""What the software device refuses when its resources are made and changed, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ context = soft_context
 
 
 def refused(caught: pytest.ExceptionInfo[rp.VerbsError], call: str, words: str = "") -> None:
-    """See that a call was refused with EINVAL, and which words say why."""
+    """Check that a call was refused with EINVAL, and the reason in the text."""
     assert (caught.value.call, caught.value.errno) == (call, errno.EINVAL)
     assert words in str(caught.value)
 
@@ -96,7 +96,7 @@ def test_limit_beyond_the_shared_queue(pd):
     ],
 )  # fmt: skip
 def test_attribute_has_its_range(pd, cq, name, low, high):
-    """Both ends are taken; what lies beyond leaves the queue pair as it was."""
+    """Both ends are accepted; values beyond leave the queue pair unchanged."""
     with rp.QP(pd, QPType.RC, cq) as qp:
         steps = {
             QPState.INIT: {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0},
@@ -202,7 +202,7 @@ def test_cq_that_overruns_breaks_its_queue_pair():
         kinds = [event(context).event_type for _ in range(2)]
         assert kinds == [EventType.CQ_ERR, EventType.QP_FATAL]
         assert qp.state is QPState.ERR
-        # It is broken once, whatever else is lost.
+        # It breaks once, whatever else is lost.
         qp.post_send(send)
         assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
         assert rp.get_async_event(context, 0) is None
@@ -240,7 +240,7 @@ def test_wait_for_what_an_overrun_has_lost_says_so():
 
 @pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
 def test_overrun_that_only_an_event_tells_is_known_once_that_is_taken(monkeypatch, returned):
-    """As it is with libibverbs."""
+    """As with libibverbs."""
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
         qp.to_init()

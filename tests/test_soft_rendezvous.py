@@ -17,7 +17,8 @@ server = small_server
 
 
 def test_rendezvous_fetches_the_data_and_says_so(server):
-    """The match, the data by RDMA READ, and a FIN that is the request again but for its opcode."""
+    """The match, the data by RDMA READ, and a FIN that repeats the request except for its
+    opcode."""
     client = server.client
     client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
     server.add(1, size=8192, recv_wr_id=6)
@@ -41,7 +42,7 @@ def test_rendezvous_fetches_the_data_and_says_so(server):
 
 
 def test_waiting_is_enough_for_a_rendezvous_to_go_on(server):
-    """Nobody but the one who waits for the data does anything."""
+    """Only the thread that waits for the data does anything."""
     client = server.client
     client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
     server.add(1, size=8192, recv_wr_id=6)
@@ -56,7 +57,7 @@ def test_waiting_is_enough_for_a_rendezvous_to_go_on(server):
 
 
 def test_data_of_a_rendezvous_is_not_solicited(context, stack, pd):
-    """Who asks to be woken for solicited messages alone is not woken by the device's own work."""
+    """The device's own work does not wake a waiter for solicited messages only."""
     channel = stack.enter_context(rp.CompChannel(context))
     server = Server(stack, pd, channel=channel)
     client = server.client
@@ -123,7 +124,7 @@ def test_unexpected_rendezvous_is_left_to_software(server):
 
 @pytest.mark.parametrize("wrong", [{"rkey": 1}, {"len": 60000}])
 def test_rendezvous_data_that_cannot_be_read(server, wrong):
-    """The match stands; what comes after is incomplete, and the connection is broken."""
+    """The match stands; what follows is incomplete, and the connection is broken."""
     client = server.client
     server.add(1, size=60000, recv_wr_id=3)
     assert client.send(client.rndv(1, b"data", **wrong)) is WCStatus.SUCCESS
@@ -174,7 +175,7 @@ def test_rendezvous_on_a_queue_pair_that_ends(server, how):
 
 
 def test_sends_of_the_servers_own_keep_their_order(server):
-    """The device's READ and FIN stand in the same queue."""
+    """The device's READ and FIN are in the same queue."""
     client = server.client
     client.qp.post_recv(
         [rp.RecvWR(client.mr[i * 64 : i * 64 + 64], wr_id=i) for i in range(100, 104)]

@@ -1,4 +1,4 @@
-"""What the software device asks of a send work request's own memory, and of its queue pair."""
+"""What the software device requires of a send work request's own memory, and of its queue pair."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_atomic_needs_8_bytes_of_its_own(connect, size):
     [([0], WCStatus.REM_ACCESS_ERR), ([0, 1], WCStatus.LOC_LEN_ERR)],
 )
 def test_read_of_length_0_is_of_2_to_the_31_bytes(connect, lengths, status):
-    """As much as a message may have: it goes out, and the peer has not so much there."""
+    """The longest allowed message: it goes out, but the peer does not have that much room."""
     pair = connect(checked=False)
     sges = [rp.SGE(pair.mine.addr, length, pair.mine.lkey) for length in lengths]
     pair.a.post_send(pair.wr(rp.RdmaRead, sges))

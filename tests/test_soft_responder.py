@@ -1,4 +1,4 @@
-"""Requests that the software device does not carry out: what both sides hear, and what is left."""
+"""Requests that the software device does not carry out: what both sides see, and what is left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what the tests before have left."""
+    """Take what earlier tests have left."""
     while rp.get_async_event(context) is not None:
         pass
 
@@ -83,7 +83,7 @@ def test_atomic_at_an_address_that_is_not_aligned(connect, context, offset):
 
 @pytest.mark.parametrize("wrong", [{"rkey": 1}, {"access": READ}], ids=["key", "access"])
 def test_unreliable_service_drops_it_in_silence(connect, context, wrong):
-    """The sender hears nothing, and the receiver goes on."""
+    """The sender sees nothing, and the receiver continues."""
     pair = connect(QPType.UC, access=wrong.get("access", WRITE))
     fields = {name: value for name, value in wrong.items() if name == "rkey"}
     pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=1, **fields))
@@ -95,7 +95,7 @@ def test_unreliable_service_drops_it_in_silence(connect, context, wrong):
 
 
 def test_message_of_no_bytes_needs_no_key(rc):
-    """It touches no memory, so its key and address are not looked at (IBA, C9-88)."""
+    """It touches no memory, so its key and address are not checked (IBA, C9-88)."""
     nowhere = {"remote_addr": 5, "rkey": 7}
     rc.b.post_recv(rp.RecvWR(wr_id=4))
     rc.a.post_send(
@@ -131,7 +131,7 @@ def test_write_with_immediate_without_a_receive_writes_nothing(connect, qp_type)
     ],
 )
 def test_receive_that_is_too_short_or_has_a_wrong_key(connect, length, wrong_key, status):
-    """Whether the message fits is found out first; a length of 0 is 2^31 bytes."""
+    """Whether the message fits is determined first; a length of 0 is 2^31 bytes."""
     pair = connect(checked=False)
     key = pair.theirs.lkey ^ (0xA5 if wrong_key else 0)
     pair.b.post_recv(rp.RecvWR(rp.SGE(pair.theirs.addr, length, key), wr_id=2))

@@ -1,4 +1,4 @@
-"""soft0 under load: threads, endless creating and closing, and faults of its own."""
+"""soft0 under load: threads, endless creating and closing, and internal faults."""
 
 from __future__ import annotations
 
@@ -198,13 +198,13 @@ with (
     ],
 )
 def test_ctrl_c_inside_a_verb_is_not_lost(target, call):
-    """It is raised where the verb was called, wherever in the device it struck."""
+    """It is raised by the verb, wherever in the device it occurred."""
     code = INTERRUPTED.replace("TARGET", target).replace("CALL", call)
     assert prints(code).splitlines() == ["interrupted", "True 0"]
 
 
 def test_memory_that_is_not_registered_is_never_touched(context):
-    """A wrong address by number ends in a status, on both sides."""
+    """A wrong numeric address ends in a status, on both sides."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,
@@ -222,7 +222,7 @@ def test_memory_that_is_not_registered_is_never_touched(context):
             assert cq.wait(1)[0].status is WCStatus.LOC_PROT_ERR
             near.to_reset()
             near.connect(far.endpoint())
-            # UC drops in silence what it may not write.
+            # UC silently drops what it may not write.
             near.post_send(
                 rp.RdmaWrite(mr[0:8], remote_addr=addr - (length == 0) * 4, rkey=mr.rkey)
             )
@@ -276,10 +276,10 @@ def test_chain_of_a_c_program_is_not_believed(context, kind, length, claim):
 
 @pytest.fixture
 def shortage(monkeypatch):
-    """Let a function of the device's fail for lack of memory: shortage(cls, name, times)."""
+    """Make a device function fail for lack of memory: shortage(cls, name, times)."""
 
     def plant(cls: type, name: str, times: int) -> list[int]:
-        """Return a list with one item, how often it is still to fail."""
+        """Return a list with one item: how often it must still fail."""
         left, original = [times], getattr(cls, name)
 
         def starved(*args: object) -> object:

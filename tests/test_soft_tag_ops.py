@@ -1,4 +1,4 @@
-"""Operations on the matching list of the software device, and the memory that they name."""
+"""Operations on the software device's matching list, and the memory that they name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_entry_is_removed_once(server):
 
 
 def test_handle_whose_completion_has_been_polled_is_refused(server):
-    """A driver may have given its number to another entry by then."""
+    """By then a driver may have given its number to another entry."""
     add = server.add(1)
     server.client.eager(1)
     server.one()
@@ -58,7 +58,7 @@ def test_handle_whose_completion_has_been_polled_is_refused(server):
 
 
 def test_old_handle_never_names_a_new_entry(server):
-    """However often its place has been taken again."""
+    """However often its slot has been reused."""
     old = server.add(1).handle
     server.srq.post_srq_ops(rp.TagDel(handle=old))
     server.one()
@@ -74,7 +74,7 @@ def test_old_handle_never_names_a_new_entry(server):
 
 
 def test_removal_that_fails_removes_nothing(stack, pd):
-    """Unchecked: the device alone knows that its handle is an old one."""
+    """Unchecked: only the device knows that the handle is stale."""
     server = Server(stack, pd, checked=False)
     handles = []
     for _ in range(256):
@@ -139,7 +139,7 @@ def test_unsignaled_removal_is_known_with_the_next_completion(server):
 
 
 def test_full_list_is_refused_by_name(server):
-    """A place comes free when the completion of its message has been polled."""
+    """A slot comes free once the completion of its message has been polled."""
     for tag in range(8):
         server.add(tag, recv_wr_id=tag)
     with pytest.raises(rp.PostError, match="the matching list is full: max_num_tags=8"):
@@ -168,7 +168,7 @@ class Unwilling(rp.TagAdd):
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_post_error_is_raised_also_where_a_tag_add_takes_no_handle(stack, pd, checked):
-    """What went in has to be known; why the handle was not taken is its context."""
+    """What was posted must be reported; why the handle could not be set is its context."""
     server = Server(stack, pd, max_num_tags=2, checked=checked)
     adds = [Unwilling(tag=i, wr_id=i) for i in range(4)]
     for i, add in enumerate(adds):
@@ -339,7 +339,7 @@ def test_closing_the_queue_frees_its_buffers(stack, pd):
 
 
 def test_removal_that_came_too_late_removes_no_other_entry(stack, pd):
-    """However often the entry's place has been used meanwhile."""
+    """However often the entry's slot has been reused meanwhile."""
     server = Server(stack, pd, max_num_tags=8, max_ops=1024)
     late = server.add(5, size=64, recv_wr_id=6, flags=0)
     assert server.client.eager(5) is WCStatus.SUCCESS

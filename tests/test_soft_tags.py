@@ -1,4 +1,4 @@
-"""Tag matching on the software device: the queue, and what becomes of messages."""
+"""Tag matching on the software device: the queue, and what happens to messages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_message_goes_to_the_buffer_of_its_tag(server):
 
 
 def test_first_entry_that_matches_is_taken(server):
-    """In the order of the list, whatever else would match; the mask says which bits count."""
+    """In list order, whatever else would match; the mask says which bits count."""
     server.add(0x10, 0, mask=0xF0, recv_wr_id=1)
     server.add(0x12, SLOT, recv_wr_id=2)
     server.add(0, 2 * SLOT, mask=0, recv_wr_id=3)
@@ -155,7 +155,7 @@ def test_immediate_data_comes_too(server):
 
 
 def test_message_of_many_packets_completes_twice(server):
-    """It matches with the first packet, and is complete with the last (tag_matching.md)."""
+    """It matches on the first packet, and is complete on the last (tag_matching.md)."""
     server.add(1, size=16384, recv_wr_id=6)
     data = bytes(i % 251 for i in range(10000))
     server.client.eager(1, data, 8)
@@ -220,14 +220,14 @@ def test_unexpected_message_is_delivered_whole(server):
     assert server.client.eager(2, b"what", 31) is WCStatus.SUCCESS
     wc = server.one()
     assert (wc.opcode, wc.wc_flags, wc.wr_id) == (WCOpcode.TM_RECV, NO_FLAGS, 500)
-    # The header tells the tag: a NIC reports that of a match alone.
+    # The header has the tag: a NIC reports it only for a match.
     assert (wc.byte_len, wc.tm_tag, wc.tm_priv) == (20, None, None)
     assert server.bytes(20, RECEIVES) == tmh(EAGER, 2, 31) + b"what"
     assert (server.srq.outstanding, server.srq.outstanding_tags) == (0, 1)
 
 
 def test_unexpected_message_without_a_receive_waits(server):
-    """The sender is told to come again, and gives up in the end; it is not counted."""
+    """The sender is told to retry, and finally gives up; it is not counted."""
     assert server.client.eager(2) is WCStatus.RNR_RETRY_EXC_ERR
     server.add(3)
     assert server.cq.poll() == []
@@ -290,7 +290,7 @@ def test_write_with_immediate_takes_a_receive_of_the_queue(server):
 
 
 def unexpected(server: Server, count: int = 1) -> None:
-    """Let so many unexpected messages arrive."""
+    """Let that many unexpected messages arrive."""
     server.post_receives(count)
     for _ in range(count):
         server.client.eager(0xDEAD)
@@ -389,7 +389,7 @@ def test_more_completions_than_are_polled_at_once(server):
 
 
 def test_ordinary_completions_are_the_same_on_such_a_cq(pd, context, stack):
-    """It serves queue pairs too, with every field that the plain one has."""
+    """It also serves queue pairs, with every field of a plain CQ."""
     seen = []
     for tm_info in (False, True):
         cq = stack.enter_context(rp.CQ(context, 256, tm_info=tm_info))

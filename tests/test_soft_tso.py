@@ -50,7 +50,7 @@ HEADERS = {
 def expect_segments(
     packets: list[bytes], payload: bytes, mss: int, flags: int, seq: int
 ) -> list[Parsed]:
-    """Check that packets are the segments of a payload; return them taken apart."""
+    """Check that packets are the segments of a payload; return them parsed."""
     found = [Parsed(packet) for packet in packets]
     pieces = [payload[i : i + mss] for i in range(0, len(payload) or 1, mss)]
     assert [one.payload for one in found] == pieces
@@ -85,7 +85,7 @@ def test_tso_on_a_raw_queue_pair(raw, name, size, mss, vlan):
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_tso_on_ud_sends_messages(ud, name):
-    """Each is a datagram of its own, with a GRH in front, and with the IPoIB header."""
+    """Each is a separate datagram, with a GRH in front, and with the IPoIB header."""
     kind, make = HEADERS[name]
     payload = bytes(i * 3 % 253 for i in range(5000))
     flags = PSH | ACK | SYN
@@ -150,7 +150,7 @@ def test_header_that_cannot_be_used(raw, name):
     payload = b"x" if name == "ethernet-cut-short" else bytes(3000)
     assert raw.tso(hdr, payload, 1000).status is status
     assert raw.received() == []
-    # An unreliable queue pair stops sending, and no more.
+    # An unreliable queue pair only stops sending.
     assert raw.a.state is rp.QPState.SQE
 
 
@@ -187,7 +187,7 @@ def test_header_that_is_longer_than_the_queue_pair_takes(raw, stack, pd, cq):
 
 
 def test_mss_of_zero(pd, cq, raw):
-    """Refused by name; and by the device, where nobody has looked."""
+    """Refused by name; and by the device, if unchecked."""
     with pytest.raises(rp.PostError, match=r"mss=0 is not in 1\.\.65535"):
         raw.a.post_send(rp.TSO(raw.mr[:100], hdr=TCP4, mss=0))
     with rp.QP(pd, QPType.RAW_PACKET, cq, max_tso_header=64, checked=False) as qp:

@@ -1,4 +1,4 @@
-"""Lists of shared receives: where they stop, who takes what, and what UD puts in front."""
+"""Lists of shared receives: where they stop, which is used when, and what UD puts in front."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def queues(context):
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_list_stops_at_the_first_that_cannot_be_posted(connect, stack, pd, checked, bad):
-    """Those before it stand, and messages take them in their order."""
+    """Those before it stay posted, and messages use them in order."""
     srq = stack.enter_context(rp.SRQ(pd, max_wr=16, max_sge=2, checked=checked))
     pair = connect(b_options={"srq": srq})
     wrs = [rp.RecvWR(pair.theirs[8 * i : 8 * i + 8], wr_id=i) for i in range(4)]

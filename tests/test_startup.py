@@ -1,4 +1,4 @@
-"""What importing the package and asking for help does, and what it leaves for later."""
+"""What importing the package and asking for help load, and what they leave for later."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def modules_after(statements: str) -> set[str]:
 
 
 def test_import_loads_nothing_else() -> None:
-    """The package's own import brings in none of its modules and none of Python's."""
+    """Importing the package loads none of its modules and none of Python's."""
     before = modules_after("pass")
     assert modules_after("import rdmapost") - before == {"rdmapost"}
 
 
 def test_every_public_name_is_there_at_its_first_use() -> None:
-    """Whichever name is used first, in whichever way, it is found."""
+    """Any name can be used first, in any way."""
     for use in (
         "import rdmapost as rp; rp.RdmaWrite",
         "import rdmapost as rp; rp.errors.PostError",
@@ -66,7 +66,7 @@ def test_a_compiled_module_of_older_sources_is_named() -> None:
 
 
 def test_public_names() -> None:
-    """All of them can be had from the package, and a name that is not there is named."""
+    """All of them are available from the package, and a missing name is named."""
     for name in rp.__all__:
         assert getattr(rp, name) is not None
     assert set(rp.__all__) <= set(dir(rp))
@@ -75,7 +75,7 @@ def test_public_names() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    """What the package imports for type checkers alone is what it has when it runs."""
+    """What the package imports for type checkers is what it has at run time."""
     (source,) = (pathlib.Path(place) / "__init__.py" for place in rp.__path__)
     (block,) = (
         node

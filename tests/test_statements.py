@@ -1,4 +1,4 @@
-"""The list of statements itself: nothing is missing, and every entry has tests that hold it."""
+"""The list of statements itself: nothing is missing, and every entry has tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TOPICS = {
     "outstanding": ["qp.outstanding"],
     "why it crashes": ["SGE list", "INLINE", "next", "bad_wr", "address handle"],
 }  # fmt: skip
-"""What must be among the statements of a section, by words of theirs."""
+"""Words that the statements of a section must contain."""
 
 STRUCTS = ("ibv_send_wr", "ibv_recv_wr", "ibv_ops_wr", "ibv_sge", "ibv_mw_bind_info")
 
@@ -116,7 +116,7 @@ def collected() -> dict[str, Test]:
 
 
 def devices_of(item: dict) -> frozenset[str]:
-    """Say on which devices a test runs: by its fixture, and by what it says that it needs."""
+    """Say on which devices a test runs, by its fixtures and stated requirements."""
     if item["real"]:
         return frozenset({"verbs"})
     if not item["context"]:
@@ -189,7 +189,7 @@ def test_every_topic_of_the_tutorial_is_there(section: str, words: str) -> None:
 
 
 def test_every_member_opcode_and_flag_is_the_subject_of_one_statement() -> None:
-    """And of one only, so that nobody wonders which one holds."""
+    """And of only one, so that it is clear which one applies."""
     structs = {name: ffi.typeof(f"struct {name}") for name in STRUCTS}
     wanted = [
         *itertools.chain.from_iterable(members(ctype, name) for name, ctype in structs.items()),

@@ -46,7 +46,7 @@ def receive(pair: Pair, wr_id: int) -> rp.RecvWR:
     ],
 )  # fmt: skip
 def test_an_attribute_out_of_range_is_named(connect, context, name, value):
-    """Where the device says EINVAL and no more; then it can be given again."""
+    """If the device just returns EINVAL; then it can be posted again."""
     looks = context.kind == "soft" or name in ("timeout", "max_rd_atomic")
     needs(looks, f"a look at {name}: it takes any", context)
     pair = connect(QPType.RC, to=QPState.RESET)
@@ -82,7 +82,7 @@ def test_an_attribute_that_a_step_cannot_change_is_named(rc, context, attrs, wor
 @pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
 @pytest.mark.parametrize("qp_type", TYPES)
 def test_reset_init_and_rtr_refuse_a_send_at_once(connect, qp_type, state):
-    """And for good: it is not carried out when the queue pair comes to RTS after all."""
+    """And for good: it is not carried out when the queue pair reaches RTS later."""
     pair = connect(qp_type, to=QPState.RESET)
     climb(pair.a, state, pair.b.endpoint())
     with pytest.raises(rp.PostError, match=f"the QP is in {state.name}.* to RTS first") as caught:
@@ -97,7 +97,7 @@ def test_reset_init_and_rtr_refuse_a_send_at_once(connect, qp_type, state):
 
 @pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
 def test_the_device_refuses_it_too(connect, context, state):
-    """Unchecked, so that nobody looks at the state before."""
+    """Unchecked, so that the state is not checked first."""
     needs(context.kind == "soft", "refusal of a send before RTS that holds for good", context)
     pair = connect(to=QPState.RESET, checked=False)
     climb(pair.a, state, pair.b.endpoint())
@@ -149,7 +149,7 @@ def test_err_takes_a_send_and_completes_it_with_a_flush_error(connect, qp_type):
 
 
 def test_a_failure_flushes_what_was_posted_behind_it(rc):
-    """The first one that fails says why, and the library does not need to be told of ERR."""
+    """The first failure says why, and the library need not be told about ERR."""
     rc.a.post_recv(rp.RecvWR(rc.mine[:8], wr_id=7))
     rc.a.post_send(
         [
@@ -170,7 +170,7 @@ def test_a_failure_flushes_what_was_posted_behind_it(rc):
 
 
 def break_the_sender(pair: Pair) -> None:
-    """Make a send of a's fail on its own side."""
+    """Make one of a's sends fail on its own side."""
     wrong = rp.SGE(pair.mine.addr, 8, pair.mine.lkey ^ 0xA5)
     pair.a.post_send(pair.send(wrong, wr_id=1))
     (done,) = pair.cq.wait()
@@ -222,7 +222,7 @@ def test_sqd_takes_a_send_and_holds_it(connect, qp_type):
         pair.cq.wait(timeout=0.1)
     assert pair.a.outstanding == (2, 0)
     pair.a.to_rts()
-    # rxe goes on only when it is rung up again.
+    # rxe continues only after another doorbell.
     pair.a.post_send(pair.send(pair.mine[:8], wr_id=2))
     done = [wc.wr_id for wc in pair.wait(6)]
     assert [wr_id for wr_id in done if wr_id < 10] == [0, 1, 2]
@@ -263,7 +263,7 @@ def test_receive_is_taken_from_init_on(connect, qp_type, state):
 
 
 def test_receive_of_init_waits_for_rtr(connect):
-    """A peer that sends too early finds nobody."""
+    """A peer that sends too early gets no answer."""
     pair = connect(to=QPState.RESET)
     pair.a.connect(pair.b.endpoint(), timeout=8, retry_cnt=1)
     pair.b.to_init()

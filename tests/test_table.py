@@ -29,7 +29,7 @@ def refused(qp: rp.QP, opcode: Opcode) -> None:
 
 
 def without(*qp_types: QPType) -> list[tuple[QPType, Opcode]]:
-    """Return the empty places in columns of the table."""
+    """Return the empty cells in columns of the table."""
     return [(t, op) for t in qp_types for op in KINDS if t not in QP_TYPES_BY_OPCODE[op]]
 
 
@@ -53,7 +53,7 @@ def test_every_opcode_of_the_table_has_a_class():
 
 
 def test_checksum_offload_that_the_device_lacks_is_refused(rc):
-    """On RC nobody has it, here and on Soft-RoCE."""
+    """Neither soft0 nor Soft-RoCE has it on RC."""
     flags = SendFlags.SIGNALED | SendFlags.IP_CSUM
     with pytest.raises(rp.PostError, match=r"IP_CSUM: the device has no such offload on RC QPs"):
         rc.a.post_send(rp.Send(rc.mine[:8], send_flags=flags))

@@ -1,4 +1,4 @@
-"""Who says what to whom when tags are matched: counts, requests for a sync, and races.
+"""Phase synchronisation in tag matching: counts, sync requests, and races.
 
 What the matching list does with single messages is in test_soft_tags.
 """
@@ -37,7 +37,7 @@ def surprise(server: Server, count: int) -> list[rp.WC]:
 
 
 def test_unexpected_messages_ask_for_a_sync_when_software_is_far_behind(server):
-    """Until then their completions carry no flags; a sync makes them quiet again."""
+    """Until then their completions carry no flags; a sync clears the flag again."""
     quiet = surprise(server, MOST_BEHIND)
     assert {(wc.opcode, wc.wc_flags) for wc in quiet} == {(WCOpcode.TM_RECV, NO_FLAGS)}
     (first,) = surprise(server, 1)
@@ -82,7 +82,7 @@ def test_sync_changes_nothing_on_the_list(server):
 
 @pytest.mark.parametrize("first", ["message", "removal"])
 def test_removal_against_a_message_ends_in_one_of_two_ways(server, first):
-    """Either the message has the entry, or the removal; never both, never neither."""
+    """Either the message or the removal gets the entry; never both, never neither."""
     add = server.add(5, size=64, recv_wr_id=6)
     remove = rp.TagDel(handle=add.handle, wr_id=7)
     server.post_receives(1)
@@ -110,7 +110,7 @@ def test_unsignaled_operation_has_no_completion_but_its_receive_has(server):
 
 
 def test_unsignaled_removal_that_came_too_late_leaves_no_trace(server):
-    """The message has the entry, and the removal is done when the next operation is."""
+    """The message gets the entry, and the removal is done when the next operation is."""
     add = server.add(5, recv_wr_id=6)
     server.client.eager(5)
     server.srq.post_srq_ops(rp.TagDel(handle=add.handle, flags=0, wr_id=7))

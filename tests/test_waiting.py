@@ -19,7 +19,7 @@ def nothing_comes(cq: rp.CQ) -> None:
 
 @pytest.fixture
 def apart(connect) -> Pair:
-    """A pair of which neither is connected."""
+    """A pair, neither of which is connected."""
     return connect(to=QPState.RESET)
 
 
@@ -77,7 +77,7 @@ def test_receive_waits_for_a_message_that_takes_one(rc):
 
 
 def test_outstanding_counts_each_queue_down_as_it_is_polled(rc):
-    """A completion that is there and has not been polled is nobody's knowledge yet."""
+    """An unpolled completion is not known yet."""
     rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=10 + i) for i in range(5)])
     assert (rc.a.outstanding, rc.b.outstanding) == ((0, 0), (0, 5))
     rc.a.post_send([rp.Send(rc.mine[:8], wr_id=i) for i in range(3)])
@@ -99,14 +99,14 @@ def test_outstanding_counts_what_was_posted_and_nothing_that_was_refused(rc):
 
 @pytest.mark.parametrize("inline", [False, True], ids=["by reference", "inline"])
 def test_buffer_belongs_to_the_device_until_the_completion(connect, inline):
-    """What is written there before that may be sent; inline data has been taken at the post."""
+    """What is written there before that may be sent; inline data was copied when posted."""
     pair = connect(to=QPState.RESET, max_inline_data=16)
     pair.a.connect(pair.b.endpoint(), rnr_retry=7)
     pair.b.connect(pair.a.endpoint())
     flags = rp.SendFlags.SIGNALED | (rp.SendFlags.INLINE if inline else 0)
     pair.mine.buffer[:6] = b"before"
     pair.a.post_send(rp.Send(pair.mine[:6], send_flags=flags))
-    # Nobody takes it yet, so that it is sent again.
+    # Nothing receives it yet, so it is retried.
     nothing_comes(pair.cq)
     pair.mine.buffer[:6] = b"after!"
     pair.b.post_recv(rp.RecvWR(pair.theirs[:6]))

@@ -1,4 +1,4 @@
-"""Memory windows of type 1: ibv_bind_mw, what it refuses, and what a failed one leaves."""
+"""Type 1 memory windows: ibv_bind_mw, what it refuses, and what a failed bind leaves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_window_serves_every_queue_pair_of_its_domain(region, mw, connect):
 
 
 def test_bound_window_is_bound_anew(region, mw, rc):
-    """Without an invalidation between; the key before is of no use any more."""
+    """Without an invalidation in between; the previous key no longer works."""
     keys = {mw.rkey}
     for _ in range(3):
         rc.b.bind_mw(mw, region, region.addr, 64, READ_WRITE, wr_id=5)
@@ -89,7 +89,7 @@ def test_bound_window_is_bound_anew(region, mw, rc):
 
 
 def test_bind_of_length_0_unbinds(pd, mw, rc):
-    """The key opens nothing then, and the region can be closed."""
+    """The key then grants nothing, and the region can be closed."""
     region = rp.MR(pd, 256, BINDABLE)
     rc.b.bind_mw(mw, region, region.addr, 64, READ_WRITE)
     rc.wait()
@@ -193,7 +193,7 @@ def test_what_a_checked_queue_pair_does_not_take(context, rc, region, mw, stack,
 
 
 def refused(pair, mw, region, given, stand_for, words):
-    """See that a bind is refused, that nothing has changed, and that the next one works."""
+    """Check that a bind is refused, that nothing has changed, and that the next one works."""
     before = mw.rkey
     given = {name: stand_for.get(value, value) for name, value in given.items()}
     arguments = {"mw": mw, "mr": region, "addr": region.addr, "length": 64, **given}
@@ -211,7 +211,7 @@ def refused(pair, mw, region, given, stand_for, words):
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_datagrams_have_no_windows(connect, region, mw, checked):
-    """A driver would read an address handle that is not there."""
+    """A driver would read a missing address handle."""
     pair = connect(QPType.UD, checked=checked)
     with pytest.raises(rp.PostError, match="BIND_MW is not an opcode of UD QPs"):
         pair.b.bind_mw(mw, region, region.addr, 64)
@@ -319,7 +319,7 @@ class TestOnSoft0:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_windows_have_the_keys_of_their_work_requests_whoever_puts_them_there(tap, stack, count):
-    """Many drivers do not; one that takes nothing in shows who does."""
+    """Many drivers set none; one that accepts nothing shows who sets them."""
     pd = stack.enter_context(rp.PD(tap.context))
     cq = stack.enter_context(rp.CQ(tap.context))
     region = stack.enter_context(rp.MR(pd, 256, BINDABLE))
@@ -337,7 +337,7 @@ def test_windows_have_the_keys_of_their_work_requests_whoever_puts_them_there(ta
     tap.refuse(passed=0, rc=0, bad=0)
     qp.post_send([rp.LocalInv(), *wrs])
     assert [mw.rkey for mw in windows] == [wr.rkey for wr in wrs]
-    # What it refuses has the key that it had; where nobody knows, it may be the new one.
+    # A refused bind leaves the old key; if the outcome is unknown, it may be the new one.
     before = [mw.rkey for mw in windows]
     tap.refuse(passed=0, rc=22, bad=2)
     with pytest.raises(rp.PostError):

@@ -107,7 +107,7 @@ def test_only_classes_for_an_opcode_can_be_made():
 
 
 def test_cycles_are_collected():
-    """A work request that refers to itself goes, with what it refers to."""
+    """A work request that refers to itself is collected, with what it refers to."""
 
     class Seen(list[Any]):
         pass
@@ -123,7 +123,7 @@ def test_cycles_are_collected():
 
 
 def test_finalizer_of_an_old_value_may_empty_the_arguments():
-    """What a field held goes when it is initialised again, and clears the dict of the new ones."""
+    """Reinitialising drops a field's old value, which clears the dict of the new ones."""
 
     class Seen(list[Any]):
         pass

@@ -1,4 +1,4 @@
-"""Extended reliable connections: each message names the queue that it is for."""
+"""Extended reliable connections: each message names its destination queue."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_immediate_data_and_invalidation(xrc, pd):
 
 
 def test_remote_memory_is_of_the_named_queues_domain(xrc, context, stack):
-    """The keys belong to the PD of the SRQ, for the target has none."""
+    """The keys belong to the SRQ's PD, as the target has none."""
     number = xrc.srqs[0].srq_num
     xrc.mine.buffer[:8] = b"12345678"
     remote = {"remote_addr": xrc.theirs.addr, "rkey": xrc.theirs.rkey, "remote_srqn": number}
@@ -122,7 +122,7 @@ def test_inline_message(xrc):
 
 
 def test_queue_without_a_receive(xrc):
-    """Another queue's receives do not help."""
+    """Another queue's receives are not used."""
     xrc.srqs[1].post_srq_recv(rp.RecvWR(xrc.theirs[:64]))
     wr = rp.Send(xrc.mine[:4], remote_srqn=xrc.srqs[0].srq_num)
     assert xrc.post(wr) is WCStatus.RNR_RETRY_EXC_ERR
@@ -219,7 +219,7 @@ def test_closing_the_queue_delivers_its_completions(xrc):
 
 
 def test_file_names_a_domain(context, pd, stack, tmp_path):
-    """Whoever opens one by the same file gets the same; the queues of both go together."""
+    """Opening one with the same file gives the same domain; the queues of both work together."""
     needs(context.attr.device_cap_flags & DeviceCap.XRC, "XRC", context)
     with open(tmp_path / "domain", "w") as file, open(tmp_path / "domain") as again:
         with pytest.raises(rp.VerbsError):
@@ -241,7 +241,7 @@ def test_file_names_a_domain(context, pd, stack, tmp_path):
             target.close()
         first.close()
         second.close()
-        # The last one has closed it, and the file names none any more.
+        # The last user has closed it, and the file no longer names one.
         with pytest.raises(rp.VerbsError):
             rp.XRCD(context, file.fileno(), 0)
 

@@ -55,7 +55,7 @@ def test_bounds_are_checked_from_the_start(rc, region):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 def test_inline_cannot_find_its_buffer(connect, region, checked):
-    """The address is none of this process: a driver that copies from there would crash it."""
+    """The address is not in this process: a driver that copied from there would crash it."""
     pair = connect(max_inline_data=64, checked=checked)
     flags = SendFlags.INLINE | SendFlags.SIGNALED
     with pytest.raises(rp.PostError, match=r"ZERO_BASED .*SGE\.from_buffer\(mr\.buffer\[a:b\]\)"):

@@ -30,7 +30,7 @@ struct waiter {
 	int woken;
 };
 
-/* Every CQ has one, and every completion channel, to wait for its events. */
+/* Every CQ has one; so does every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
 	struct rp_lock lock; /* for all that follows */

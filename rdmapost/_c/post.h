@@ -98,7 +98,7 @@ struct post {
 	size_t owned, owner_room;
 	PyObject **holds; /* what the request being read will hold */
 	size_t holding, hold_room;
-	int type_1, sure; /* ibv_bind_mw() posts it; surely nothing if that fails */
+	int type_1, sure; /* posted by ibv_bind_mw(); sure: not posted if that fails */
 	int binds; /* windows */
 	struct refusal refusal; /* of the last request */
 	/* Enough for most; uninitialised. */

@@ -68,7 +68,7 @@ static int no_outside(struct post *post, PyObject *owner, const struct ibv_sge *
 	return 0;
 }
 
-/* The address at which INLINE data is read in this process. */
+/* INLINE data is read in this process: check its address. */
 static int check_place(struct post *post, PyObject *owner, const struct ibv_sge *sge)
 {
 	if (is_region(owner) && has_access(owner, IBV_ACCESS_ZERO_BASED))
@@ -113,7 +113,7 @@ static int64_t check_sges(const struct queue *q, struct post *post, const struct
 	return total;
 }
 
-/* For what the device writes to. */
+/* The device writes to these SGEs. */
 static int check_writable(struct post *post, const struct request *r)
 {
 	for (int i = 0; i < r->num_sge; i++) {

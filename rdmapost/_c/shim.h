@@ -2,10 +2,9 @@
  * The shim: what the compiled module adds to <infiniband/verbs.h>.
  *
  * The header defines the posting calls as static inline, so no library exports
- * them.  Here the header's versions are renamed while it is read, and the
- * names themselves are declared as ordinary functions: symbols.c defines
- * them, and they are the only symbols (beside PyInit__verbs) that the module
- * exports.
+ * them. Here they are renamed while the header is read, and their names are
+ * declared as ordinary functions: symbols.c defines them, and they are the only
+ * symbols (besides PyInit__verbs) that the module exports.
  */
 #ifndef RDMAPOST_SHIM_H
 #define RDMAPOST_SHIM_H

@@ -46,7 +46,7 @@ extern PyObject *rp_names[NAMES];
 PyObject *rp_call(PyObject *call);
 /* Put an item at the end of a list or a deque; 0, or -1 without an exception. */
 int rp_append(PyObject *queue, PyObject *item);
-/* Take the first of a list; NULL where there is none. */
+/* Take the first of a list; NULL if it is empty. */
 PyObject *rp_shift(PyObject *list);
 
 /* Begin to note changes; commit them; roll them back, keeping an exception that is set. */
@@ -72,7 +72,7 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 void rp_show(PyObject *cq);
 /* ---- soft_faults.c ------------------------------------------------------- */
 
-/* Count a send; the errno with which it is to fail on purpose, or 0. `faults` may be NULL. */
+/* Count a send; the errno with which it must fail on purpose, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */

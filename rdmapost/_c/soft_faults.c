@@ -16,7 +16,7 @@ struct post_faults {
 	struct rp_lock lock; /* for all that follows; no Python code runs under it */
 	struct fault *faults; /* by descending number: the next is the last */
 	size_t count, room;
-	uint64_t posted; /* sends posted while any is to fail */
+	uint64_t posted; /* sends posted while any fault is planned */
 };
 
 enum { LARGEST_ERRNO = 4095 }; /* as in the kernel */

@@ -17,7 +17,7 @@ static struct rp_lock lock; /* held while Python runs, too: ask rp_soft_busy() f
 static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
 static int broken; /* there is a fault to report */
-static int forked; /* what is there belongs to the parent process */
+static int forked; /* the state is the parent process's */
 static int doomed; /* the running verb began in another process */
 static int under_way; /* 1 while one of READY is being done, for which no other thread need wait */
 static int gc_paused; /* by run_elsewhere(); it was on before */
@@ -379,7 +379,7 @@ void rp_soft_opened(void)
 	rp_progress = progress;
 }
 
-/* The forking thread goes on with what it was doing; no others exist. */
+/* The forking thread continues what it was doing; no others exist. */
 static void after_fork(void)
 {
 	forked = 1;

@@ -2,8 +2,8 @@
  * What rdmapost uses of <infiniband/verbs.h>, for cffi.
  *
  * Structs are declared in full, so that their layout is verified against the
- * header at build time; "...;" stands only where a struct is private beyond
- * the named fields or grows from release to release.  Enumerators are listed
+ * header at build time; "...;" is used only where a struct is private beyond
+ * the named fields or grows from release to release. Enumerators are listed
  * where the oldest supported header (rdma-core 44) has them, and verified too.
  *
  * It is one file because it is a list, read beside the one header it describes;

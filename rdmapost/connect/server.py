@@ -137,7 +137,7 @@ def make_exposure(
     port_num: int,
     gid_index: int | None,
 ) -> Exposure:
-    """Check what is to be exposed; the arguments are serve()'s."""
+    """Check what will be exposed; the arguments are serve()'s."""
     expect("context", context, Context)
     size = within("size", size, 1, 1 << 40)
     count = within("count", count, 0, _MAX_COUNT)

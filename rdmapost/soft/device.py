@@ -47,8 +47,8 @@ class OpenDevice(door.Record):
 class Device(door.Record):
     """A software RDMA device.
 
-    Every verb holds one lock, which covers everything (``_c/soft_verb.c``). It has no threads:
-    progress is made inside the verbs.
+    Every verb holds one lock, which covers everything (``_c/soft_verb.c``). The device has no
+    threads: progress is made inside the verbs.
 
     Attributes:
         name: its name.

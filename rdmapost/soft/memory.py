@@ -165,7 +165,7 @@ class Memory(door.Record):
         Args:
             pd: the queue's protection domain.
             sges: (addr, length, lkey) each; length 0 means 2^31.
-            write: the device is to write there.
+            write: whether the device will write there.
             size: how many bytes are wanted, from the first on; SGEs beyond them are not checked.
                 All unless given.
 

@@ -189,7 +189,7 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
 
 
 def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes]:
-    """Cut a payload into packets of at most mss bytes, each behind the header.
+    """Cut a payload into packets of at most mss bytes, each after the header.
 
     Each packet has its own lengths, IPv4 identification, TCP sequence number and checksums; only
     the last has FIN and PSH, and only the first CWR. UDP is cut too, into separate datagrams.

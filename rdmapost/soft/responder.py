@@ -178,7 +178,7 @@ def fill(
 def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
     """Return the memory that a request names, for an access that its key must grant."""
     if not size:
-        # A message of no bytes touches nothing, so its key is not looked at.
+        # An empty message touches nothing, so its key is not checked.
         return []
     srq = shared_queue(qp, request) if qp.type is _XRC_RECV else None
     pd = qp.pd if srq is None else srq.pd
