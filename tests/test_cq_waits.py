@@ -168,6 +168,8 @@ def attempt():
     while not os.path.exists("/proc/self/fd/0"): time.sleep(0.001)
     time.sleep(0.02)
     is_event = "eventfd" in os.readlink("/proc/self/fd/0")
+    cq._poller.release()  # It looks, and sleeps again.
+    time.sleep(0.02)
     began = time.monotonic()
     cq.close()
     thread.join()
@@ -209,6 +211,110 @@ def test_signal_that_another_thread_gets_ends_the_wait_of_the_main_thread(source
         ends.set()
         other.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_close_between_a_look_and_the_sleep_that_follows_ends_the_wait_at_once(context):
+    class Channel(rp.CompChannel):
+        def _take_event(self) -> None:
+            if not looked.is_set():
+                looked.set()
+                assert shut.wait(LIMIT)
+
+    def attempt() -> float:
+        looked.clear()
+        shut.clear()
+        channel = Channel(context)
+        waiter = Waiter(lambda: channel.get_cq_event(LIMIT))
+        assert looked.wait(LIMIT)
+        closer = Waiter(channel.close)
+        until(lambda: not is_open(channel))
+        time.sleep(0.02)
+        began = time.monotonic()
+        shut.set()
+        assert isinstance(waiter.end(), rp.ClosedError)
+        closer.end()
+        return waiter.ended - began
+
+    def is_open(channel: rp.CompChannel) -> bool:
+        with contextlib.suppress(rp.ClosedError):
+            return bool(channel._live())
+        return False
+
+    looked, shut = threading.Event(), threading.Event()
+    assert at_once(attempt)
+
+
+def test_descriptor_of_a_wait_is_not_inherited(source):
+    make, wait = source
+    it = make()
+    before = eventfds()
+    waiter = Waiter(lambda: wait(it, LIMIT))
+    until(lambda: eventfds() - before)
+    made = eventfds() - before
+    assert not any(map(os.get_inheritable, made))
+    it.close()
+    waiter.end()
+
+
+def eventfds() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if "eventfd" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+    return found
+
+
+def test_wait_that_gets_no_descriptor_says_so():
+    code = """
+import os, resource
+import rdmapost as rp
+with rp.open_device("soft0") as context, rp.CQ(context) as cq, rp.CompChannel(context) as channel:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    for wait in (lambda: cq.wait(1, 0.2), lambda: channel.get_cq_event(0.2)):
+        try: wait()
+        except rp.VerbsError as error: print(str(error).partition(" (")[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try: cq.wait(1, 0.01)
+    except rp.WaitTimeout as error: print(error)
+"""
+    assert prints(code).splitlines() == [
+        "eventfd: EMFILE", "eventfd: EMFILE", "0 of 1 completions came within 0.01 s",
+    ]  # fmt: skip
+
+
+def test_exception_of_a_handler_ends_a_wait_in_the_middle_of_a_wait(rc):
+    """A handler of one signal waits, and that of another raises."""
+
+    class Struck(Exception):
+        pass
+
+    def wait(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        rc.cq.wait(1, 30)
+
+    def strike(*_: object) -> None:
+        raise Struck
+
+    kept = [
+        (number, signal.signal(number, how))
+        for number, how in ((signal.SIGUSR1, wait), (signal.SIGALRM, strike))
+    ]
+    try:
+        timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(Struck):
+            rc.cq.wait(1, 30)
+        assert time.monotonic() - began < 20
+        timer.join()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, how in kept:
+            signal.signal(number, how)
+    write(rc)
+    assert len(rc.cq.wait(1)) == 1
 
 
 # ---- several threads --------------------------------------------------------------

@@ -269,6 +269,27 @@ def test_closing_from_two_threads_destroys_once():
     assert closed == ["pd"]
 
 
+def test_close_waits_for_what_another_close_does_after_the_destruction():
+    class Slow(Thing):
+        def _forget(self) -> None:
+            inside.set()
+            assert go.wait(10)
+
+    inside, go = threading.Event(), threading.Event()
+    thing = Slow("pd")
+    threads = [threading.Thread(target=thing.close) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert closed == ["pd"]
+
+
 def test_child_of_a_fork_closes_nothing():
     """The objects are the parent's: the child only forgets them."""
     things = tree()
