@@ -53,3 +53,23 @@ def test_wait_of_no_time_looks_once(rc, timeout):
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=3))
     until(lambda: rc.cq._poller.fill(rc.cq, 1))
     assert [wc.wr_id for wc in rc.cq.wait(1, timeout)] == [3]
+
+
+@pytest.mark.parametrize(
+    "call", [rp.CQ.poll, rp.CQ.wait, lambda cq: cq.wait(0), lambda cq: cq._look(1)]
+)
+def test_call_on_a_closed_cq_names_it(context, call):
+    cq = rp.CQ(context, 16)
+    name = str(cq)
+    cq.close()
+    with pytest.raises(rp.ClosedError, match=f"^{name} is closed$"):
+        call(cq)
+
+
+def test_what_tasks_are_promised_is_left_to_them(rc):
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(3)])
+    until(lambda: rc.cq._poller.fill(rc.cq, 3) == 3)
+    assert rc.cq._take(2, promised=2) is None
+    assert [wc.wr_id for wc in rc.cq._take(1, promised=2)] == [0]
+    assert rc.cq._take(1, promised=2) is None
+    assert [wc.wr_id for wc in rc.cq._take(2)] == [1, 2]
