@@ -399,6 +399,20 @@ def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
     assert closed == ["pd"]
 
 
+@pytest.mark.parametrize("hook", ["_wake", "_release", "_forget"])
+def test_close_in_the_middle_of_the_same_close_returns(hook):
+    class Nested(Thing):
+        pass
+
+    setattr(Nested, hook, lambda self: self.close())
+    thing = Nested("pd")
+    thread = threading.Thread(target=thing.close, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert closed == ["pd"]
+
+
 def test_child_of_a_fork_closes_nothing():
     """The objects are the parent's: the child only forgets them."""
     things = tree()
