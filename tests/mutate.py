@@ -35,6 +35,7 @@ import os
 import pathlib
 import resource
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -161,6 +162,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_completion_fields.py", "test_waiting.py", "test_aio.py", "test_aio_channels.py",
         "test_async_events.py", "test_soft_tags.py", "test_events.py",
         "test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
+        "test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
         "soundness/test_fork.py::"
         "test_forked_child_that_polls_takes_no_completion_of_its_parent",
         "soundness/test_fork.py::"
@@ -174,7 +176,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/handle.c": (
         "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
-        "test_windows.py", "soundness/test_exit.py", "soundness/test_fork.py",
+        "test_windows.py", "test_soft_handlers.py", "soundness/test_exit.py",
+        "soundness/test_fork.py",
         "soundness/test_windows_hold.py",
         "soundness/test_finalizers.py::"
         "test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same",
@@ -470,7 +473,7 @@ MEMORY = 8 << 30
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
 """Events of sys.audit(): another process, which may call anything."""
 
-_OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM)
+_OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM, signal.SIGKILL)
 
 
 def be_mutant() -> None:
@@ -490,7 +493,7 @@ def limit(seconds: tuple[float, float]) -> None:
     # By a signal, which ends also what hangs in C.  What runs in circles uses the processor and
     # is found soon, also on a machine that is busy with other things.
     timers = (signal.ITIMER_PROF, signal.ITIMER_REAL)
-    for timer, signum, most in zip(timers, _OUT_OF_TIME, seconds, strict=True):
+    for timer, signum, most in zip(timers, _OUT_OF_TIME, seconds, strict=False):
         signal.signal(signum, signal.SIG_DFL)
         signal.setitimer(timer, most)
 
@@ -606,6 +609,8 @@ class Selecting:
         self._measure()
         # Where a child says which test noticed.
         self.noticed = mmap.mmap(-1, 4 * (max(self.numbers) + 1))
+        # And when it is to be ended: a test may have set the timers of limit() itself.
+        self.ends = mmap.mmap(-1, 8 * (max(self.numbers) + 1))
         killers: list[int] = []
         waiting, running = [*self.numbers][::-1], dict[int, int]()
         try:
@@ -619,7 +624,7 @@ class Selecting:
                     running[self._fork(functools.partial(self._try, number, order))] = number
                 if not running:
                     break
-                pid, status = os.wait()
+                pid, status = self._wait(running)
                 ended(pid)
                 number = running.pop(pid)
                 code = os.waitstatus_to_exitcode(status)
@@ -633,6 +638,18 @@ class Selecting:
             for pid in running:
                 ended(pid)
         return True
+
+    def _wait(self, running: dict[int, int]) -> tuple[int, int]:
+        """Wait for a child; return its process ID and its status."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                return pid, status
+            for child, number in running.items():
+                (end,) = struct.unpack_from("d", self.ends, 8 * number)
+                if 0 < end < time.monotonic():
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.005)
 
     def _order(self, function: int, killers: list[int]) -> list[int]:
         """Return the tests that may call a function, those first that are likely to notice."""
@@ -701,7 +718,9 @@ class Selecting:
         os.environ[mutants_c.VARIABLE] = str(number)
         for place, test in enumerate(order):
             self.noticed[4 * number : 4 * number + 4] = (test + 1).to_bytes(4, "little")
-            limit((5 * self.takes[test] + 3, 20 * self.takes[test] + 15))
+            limits = 5 * self.takes[test] + 3, 20 * self.takes[test] + 15
+            limit(limits)
+            struct.pack_into("d", self.ends, 8 * number, time.monotonic() + limits[1] + 1)
             following = order[place + 1] if place + 1 < len(order) else None
             if not self._run(test, following):
                 os._exit(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from support import Pair, until
+from support import Pair, needs, prints, until
 
 import rdmapost as rp
 
@@ -35,6 +35,30 @@ def test_poll_returns_as_many_as_are_asked_for_of_any_number(many, asked):
     assert many.a.outstanding.send == 0
 
 
+@pytest.mark.parametrize("asked", [64, 65, 128, MANY])
+def test_one_poll_takes_more_than_the_device_is_asked_for_at_a_time(many, context, asked):
+    needs(context.kind == "soft", "completions that are there when a post returns", context)
+    post(many, MANY)
+    assert [wc.wr_id for wc in many.cq.poll(asked)] == [*range(asked)]
+    assert [wc.wr_id for wc in many.cq.poll(MANY)] == [*range(asked, MANY)]
+
+
+def test_device_that_refuses_to_announce_is_told():
+    """Its CQ is destroyed behind the library's back."""
+    code = """
+import os
+import rdmapost as rp
+context = rp.open_device("soft0")
+cq = rp.CQ(context, channel=rp.CompChannel(context))
+context._provider.destroy_cq(cq._handle)
+for call in (cq.req_notify, cq.poll):
+    try: call()
+    except rp.VerbsError as error: print(str(error).partition(" (")[0], flush=True)
+os._exit(0)
+"""
+    assert prints(code).splitlines() == ["ibv_req_notify_cq: EINVAL", "ibv_poll_cq: EIO"]
+
+
 @pytest.mark.parametrize("count", [64, 65, 128, 129, MANY])
 def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
     post(many, MANY)
@@ -53,3 +77,23 @@ def test_wait_of_no_time_looks_once(rc, timeout):
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=3))
     until(lambda: rc.cq._poller.fill(rc.cq, 1))
     assert [wc.wr_id for wc in rc.cq.wait(1, timeout)] == [3]
+
+
+@pytest.mark.parametrize(
+    "call", [rp.CQ.poll, rp.CQ.wait, lambda cq: cq.wait(0), lambda cq: cq._look(1)]
+)
+def test_call_on_a_closed_cq_names_it(context, call):
+    cq = rp.CQ(context, 16)
+    name = str(cq)
+    cq.close()
+    with pytest.raises(rp.ClosedError, match=f"^{name} is closed$"):
+        call(cq)
+
+
+def test_what_tasks_are_promised_is_left_to_them(rc):
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(3)])
+    until(lambda: rc.cq._poller.fill(rc.cq, 3) == 3)
+    assert rc.cq._take(2, promised=2) is None
+    assert [wc.wr_id for wc in rc.cq._take(1, promised=2)] == [0]
+    assert rc.cq._take(1, promised=2) is None
+    assert [wc.wr_id for wc in rc.cq._take(2)] == [1, 2]

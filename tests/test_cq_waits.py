@@ -6,11 +6,15 @@ that: these tests tell a moment from a second.  Each has several tries, for the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import os
+import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,18 +127,17 @@ def test_thread_that_waits_sleeps(source):
     assert idle(attempt)
 
 
-def test_thread_that_waits_sleeps_again_after_what_it_waited_for_has_come(rc):
-    """The event that woke it is taken off the channel."""
+def test_event_that_wakes_a_wait_is_taken_off_the_channel(rc):
+    """Else no other wait would sleep."""
 
-    def attempt() -> None:
+    def attempt() -> bool:
         waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
         asleep(rc.cq, 1)
         write(rc)
         assert len(waiter.end()) == 1
-        with pytest.raises(rp.WaitTimeout):
-            rc.cq.wait(1, 0.5)
+        return not select.select([rc.cq._event_fd], [], [], 0)[0]
 
-    assert idle(attempt)
+    assert any(attempt() for _ in range(TRIES))
 
 
 def test_waits_leave_the_descriptors_as_they_were(source):
@@ -168,6 +171,8 @@ def attempt():
     while not os.path.exists("/proc/self/fd/0"): time.sleep(0.001)
     time.sleep(0.02)
     is_event = "eventfd" in os.readlink("/proc/self/fd/0")
+    cq._poller.release()  # It looks, and sleeps again.
+    time.sleep(0.02)
     began = time.monotonic()
     cq.close()
     thread.join()
@@ -202,13 +207,119 @@ def test_signal_that_another_thread_gets_ends_the_wait_of_the_main_thread(source
 
     other = threading.Thread(target=get_struck)
     other.start()
+    began = time.monotonic()
     try:
         with pytest.raises(Struck):
             wait(it, 30)
+        assert time.monotonic() - began < 15
     finally:
         ends.set()
         other.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_close_between_a_look_and_the_sleep_that_follows_ends_the_wait_at_once(context):
+    class Channel(rp.CompChannel):
+        def _take_event(self) -> None:
+            if not looked.is_set():
+                looked.set()
+                assert shut.wait(LIMIT)
+
+    def attempt() -> float:
+        looked.clear()
+        shut.clear()
+        channel = Channel(context)
+        waiter = Waiter(lambda: channel.get_cq_event(LIMIT))
+        assert looked.wait(LIMIT)
+        closer = Waiter(channel.close)
+        until(lambda: not is_open(channel))
+        time.sleep(0.02)
+        began = time.monotonic()
+        shut.set()
+        assert isinstance(waiter.end(), rp.ClosedError)
+        closer.end()
+        return waiter.ended - began
+
+    def is_open(channel: rp.CompChannel) -> bool:
+        with contextlib.suppress(rp.ClosedError):
+            return bool(channel._live())
+        return False
+
+    looked, shut = threading.Event(), threading.Event()
+    assert at_once(attempt)
+
+
+def test_descriptor_of_a_wait_is_not_inherited(source):
+    make, wait = source
+    it = make()
+    before = eventfds()
+    waiter = Waiter(lambda: wait(it, LIMIT))
+    until(lambda: eventfds() - before)
+    made = eventfds() - before
+    assert not any(map(os.get_inheritable, made))
+    it.close()
+    waiter.end()
+
+
+def eventfds() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if "eventfd" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+    return found
+
+
+def test_wait_that_gets_no_descriptor_says_so():
+    code = """
+import os, resource
+import rdmapost as rp
+with rp.open_device("soft0") as context, rp.CQ(context) as cq, rp.CompChannel(context) as channel:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    for wait in (lambda: cq.wait(1, 0.2), lambda: channel.get_cq_event(0.2)):
+        try: wait()
+        except rp.VerbsError as error: print(str(error).partition(" (")[0])
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    try: cq.wait(1, 0.01)
+    except rp.WaitTimeout as error: print(error)
+"""
+    assert prints(code).splitlines() == [
+        "eventfd: EMFILE", "eventfd: EMFILE", "0 of 1 completions came within 0.01 s",
+    ]  # fmt: skip
+
+
+def test_exception_of_a_handler_ends_a_wait_in_the_middle_of_a_wait(rc):
+    """A handler of one signal waits, and that of another raises."""
+
+    class Struck(Exception):
+        pass
+
+    def wait(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        rc.cq.wait(1, 30)
+
+    def strike(*_: object) -> None:
+        raise Struck
+
+    kept = [
+        (number, signal.signal(number, how))
+        for number, how in ((signal.SIGUSR1, wait), (signal.SIGALRM, strike))
+    ]
+    try:
+        timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(Struck):
+            rc.cq.wait(1, 30)
+        assert time.monotonic() - began < 20
+        timer.join()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, how in kept:
+            signal.signal(number, how)
+    write(rc)
+    assert len(rc.cq.wait(1)) == 1
 
 
 # ---- several threads --------------------------------------------------------------
@@ -304,5 +415,44 @@ def test_poll_of_another_thread_wakes_who_waits_for_what_it_leaves(rc):
         took = waiter.ended - began
         assert len(taken + rc.cq.poll()) == 1
         return took
+
+    assert at_once(attempt)
+
+
+def test_what_an_event_loop_waited_with_is_garbage_when_it_is_over(rc):
+    async def main() -> Any:
+        task = asyncio.create_task(rc.cq.completions(1, LIMIT))
+        while rc.cq._poller.tasks is None:
+            await asyncio.sleep(0)
+        place = weakref.ref(rc.cq._poller.tasks)
+        write(rc)
+        assert len(await task) == 1
+        return place
+
+    place = asyncio.run(main())
+    gc.collect()
+    assert rc.cq._poller.tasks is None
+    assert place() is None
+
+
+def test_thread_waits_on_when_the_tasks_that_slept_on_the_channel_are_gone(rc):
+    def attempt() -> float:
+        async def main() -> Waiter:
+            task = asyncio.create_task(rc.cq.completions(1, LIMIT))
+            while rc.cq._poller.tasks is None:
+                await asyncio.sleep(0)
+            waiter = Waiter(lambda: rc.cq.wait(2, LIMIT))
+            until(lambda: rc.cq._poller.waiting == 1)
+            await asyncio.sleep(0.02)
+            write(rc)
+            assert len(await task) == 1
+            return waiter
+
+        waiter = asyncio.run(main())
+        time.sleep(0.05)
+        began = time.monotonic()
+        write(rc, 2)
+        assert len(waiter.end()) == 2
+        return waiter.ended - began
 
     assert at_once(attempt)

@@ -67,6 +67,38 @@ def test_a_wait_that_spins_keeps_what_came(failed):
     assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
 
 
+GONE = """
+import ctypes, os, sys
+context, pd, cq = resources()
+mr = rp.MR(pd, 64)
+qp, other = (rp.QP(pd, rp.QPType.RC, cq) for _ in "ab")
+for each in (qp, other): each.connect(each.endpoint())
+null = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
+null.null_remember(1)
+qp.post_recv([rp.RecvWR(mr[0:8], wr_id=i) for i in range(3)])
+other.post_recv(rp.RecvWR(mr[0:8], wr_id=7))
+# So that they are not taken when the queue pair goes.
+null.null_fail_poll(5)
+getattr(qp, sys.argv[1])()
+null.null_fail_poll(-1)
+print([wc.wr_id for wc in cq.poll()], sum(other.outstanding))
+other.post_recv(rp.RecvWR(mr[0:8], wr_id=8))
+found = cq.poll()
+cq._put_back(found)
+null.null_fail_poll(5)
+print(cq._look(2), [wc.wr_id for wc in cq.poll(1)])
+"""
+
+
+@pytest.mark.parametrize("way", ["close", "to_reset"])
+def test_completions_of_what_is_no_longer_outstanding_are_nobodys(null, way):
+    """Those of other queue pairs in the same batch are delivered, and what is there stays."""
+    said = prints(
+        test_refusals.SETUP + GONE, way, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
+    )
+    assert said.splitlines() == ["[7] 0", "1 [8]"]
+
+
 @pytest.mark.parametrize("count", [2, 7])
 def test_each_message_of_a_batch_has_its_own_tag(server, count):
     """One completion's tag and sender's data are not another's."""

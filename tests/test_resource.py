@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from support import needs, prints
 
 import rdmapost as rp
 from rdmapost._binding import ffi
-from rdmapost._resource import Resource
+from rdmapost._resource import Resource, _open
 
 closed: list[str] = []
 
@@ -269,6 +270,149 @@ def test_closing_from_two_threads_destroys_once():
     assert closed == ["pd"]
 
 
+def test_close_waits_for_what_another_close_does_after_the_destruction():
+    class Slow(Thing):
+        def _forget(self) -> None:
+            inside.set()
+            assert go.wait(10)
+
+    inside, go = threading.Event(), threading.Event()
+    thing = Slow("pd")
+    threads = [threading.Thread(target=thing.close) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert closed == ["pd"]
+
+
+def test_what_is_closed_is_not_used_by_what_closing_it_calls_afterwards():
+    class Curious(Thing):
+        def _forget(self) -> None:
+            with pytest.raises(rp.ClosedError, match="pd is closed"):
+                self._live()
+            with pytest.raises(rp.ClosedError, match="pd is closed"):
+                Thing("mr", self)
+            told.append(self.closed)
+
+    told: list[bool] = []
+    Curious("pd").close()
+    assert told == [True]
+    assert closed == ["pd"]
+
+
+def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once():
+    one, two, three = Thing("one"), Thing("two"), Thing("three")
+
+    def verb(_: object) -> None:
+        for thing in (one, two, one, three, three, two):
+            thing.close()
+        assert closed == []
+
+    one._verb(verb)
+    assert closed == ["one", "two", "three"]
+    one.close()
+    Thing("four").close()
+    assert closed == ["one", "two", "three", "four"]
+
+
+def test_closing_lets_go_of_all_that_the_resource_held():
+    class Kept:
+        def __call__(self, *_: object) -> None:
+            pass
+
+    class Holder(Resource):
+        def __init__(self) -> None:
+            parent, struct, destroy, memory = Thing("pd"), ffi.new("char *"), Kept(), Kept()
+            held.extend(map(weakref.ref, (parent, struct, destroy, memory)))
+            self._make(lambda: struct, (), destroy, (parent,), memory)
+
+    held: list[Any] = []
+    holder = Holder()
+    gc.collect()
+    assert all(one() is not None for one in held)
+    holder.close()
+    gc.collect()
+    assert [one() for one in held] == [None] * 4
+    assert closed == ["pd"]
+
+
+def test_what_could_not_be_made_is_not_listed_as_open():
+    class Failing(Resource):
+        def __init__(self) -> None:
+            self._make(lambda: 1 // 0, (), lambda _: None, ())
+
+    before = dict(_open)
+    failing = Failing.__new__(Failing)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            failing.__init__()  # type: ignore[misc]
+    assert failing._parents == ()
+    assert _open == before
+
+
+def test_resource_is_made_once():
+    class Again(Thing):
+        def __init__(self) -> None:
+            self.name = "again"
+            self._make(self.create, (), lambda _: closed.append("again"), ())
+
+        def create(self) -> Any:
+            with pytest.raises(RuntimeError, match=r"^again is being made"):
+                self._make(ffi.new, ("char *",), lambda _: None, ())
+            return ffi.new("char *")
+
+    thing = Again()
+    with pytest.raises(RuntimeError, match=r"^again has been made"):
+        thing._make(ffi.new, ("char *",), lambda _: None, ())
+    thing.close()
+    assert closed == ["again"]
+    with pytest.raises(RuntimeError, match=r"^again has been made"):
+        thing._make(ffi.new, ("char *",), lambda _: None, ())
+
+
+def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
+    inside, go = threading.Event(), threading.Event()
+
+    def verb(_: object) -> None:
+        inside.set()
+        assert go.wait(20)
+
+    thing = Thing("pd")
+    threads = [threading.Thread(target=thing._verb, args=(verb,))]
+    threads[0].start()
+    assert inside.wait(10)
+    threads.append(threading.Thread(target=thing.close))
+    threads[1].start()
+    # Longer than at exit.
+    threads[1].join(1.3)
+    assert threads[1].is_alive()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert closed == ["pd"]
+
+
+@pytest.mark.parametrize("hook", ["_wake", "_release", "_forget"])
+def test_close_in_the_middle_of_the_same_close_returns(hook):
+    class Nested(Thing):
+        pass
+
+    setattr(Nested, hook, lambda self: self.close())
+    thing = Nested("pd")
+    thread = threading.Thread(target=thing.close, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert closed == ["pd"]
+
+
 def test_child_of_a_fork_closes_nothing():
     """The objects are the parent's: the child only forgets them."""
     things = tree()
@@ -354,3 +498,21 @@ def test_what_another_keeps_busy_is_closed_at_exit_too():
         "mr = Thing('mr', pd); qp = Thing('qp', pd)\n"
     )
     assert said.split() == ["qp", "mr", "pd", "context", "end"]
+
+
+def test_verb_of_a_daemon_thread_that_ends_in_a_moment_is_waited_for_at_exit():
+    said = prints(
+        "import threading, time\n"
+        "from rdmapost._resource import Resource\n"
+        "from rdmapost._binding import ffi\n"
+        "class Thing(Resource):\n"
+        "    def __init__(self):\n"
+        "        self._make(ffi.new, ('char *',), lambda _: print('gone', flush=True), ())\n"
+        "thing, inside = Thing(), threading.Event()\n"
+        "def verb(_):\n"
+        "    inside.set()\n"
+        "    time.sleep(0.2)\n"
+        "threading.Thread(target=thing._verb, args=(verb,), daemon=True).start()\n"
+        "inside.wait(10)\n"
+    )
+    assert said == "gone"
