@@ -18,11 +18,26 @@ if TYPE_CHECKING:
     from .errors import *  # noqa: F403
     from .wr import *  # noqa: F403
 else:
+    import atexit
+    import sys
+
+    _exited = False
+
+    @atexit.register
+    def _close_all():
+        """Close what is open, after the atexit handlers that were registered after the import."""
+        global _exited
+        resource = sys.modules.get(f"{__name__}._resource")
+        _exited = resource is None
+        if resource:
+            resource.close_all()
 
     def __getattr__(name):
         """Load everything on the first use of anything, so that importing this costs nothing."""
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if _exited:
+            raise ImportError(f"{__name__} cannot be loaded: the interpreter is exiting")
         try:
             # "from . import _public" would look it up here.
             from ._public import __dict__ as public

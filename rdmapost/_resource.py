@@ -10,7 +10,6 @@ answer and the record of it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import functools
@@ -251,9 +250,8 @@ def resource_at(struct: Any) -> Resource | None:
     return None
 
 
-@atexit.register
-def _close_all() -> None:
-    """Close what is open before the interpreter tears the modules down.
+def close_all() -> None:
+    """Close what is open: the interpreter is about to tear the modules down.
 
     Windows go before queue pairs and regions, and children before their
     parents, which are older.
@@ -268,8 +266,10 @@ def _close_all() -> None:
                 pass
             except BaseException as error:
                 interrupt = interrupt or error
+                # A subclass's own close() may have raised before it reached this one.
+                with contextlib.suppress(RdmaError):
+                    Resource.close(handle)
     finally:
-        # What is still open stays so: threads that are gone may hold the locks that a close needs.
         door.exiting(True)
     if interrupt is not None:
         raise interrupt

@@ -273,10 +273,23 @@ void rp_unname(struct rp_handle *h)
 
 static int64_t bound_windows; /* in total */
 
+/*
+ * A region that a window may be bound to. `serial` and `done` are from one counter: when the bind was
+ * posted, and when its completion was seen.
+ */
 struct rp_bound {
 	struct rp_handle *mr;
 	struct rp_bound *next;
+	uint64_t queue, serial, done;
+	int sure;
 };
+
+uint64_t rp_count_bind(void)
+{
+	static uint64_t count;
+
+	return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
+}
 
 /* Release the regions that a window was bound to; may run any Python code. */
 static void unbind(struct rp_bound *bound)
@@ -293,9 +306,16 @@ static void unbind(struct rp_bound *bound)
 	}
 }
 
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t serial)
+/* Whether a bind of `queue` is certainly carried out before another. */
+static int precedes(const struct rp_bound *bound, uint64_t queue, uint64_t serial)
+{
+	return bound->done < serial || (bound->queue == queue && bound->serial < serial);
+}
+
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queue, uint64_t serial)
 {
 	struct rp_bound *new = NULL, *old = NULL;
+	int late = 0;
 
 	if (state_of(mw) != OPEN || mw->process != process)
 		return;
@@ -307,15 +327,21 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t seri
 		Py_INCREF((PyObject *)mr);
 	}
 	RP_BEGIN(mw);
-	/* If a later bind, through another queue pair, is known to be done, hold both. */
-	if (sure && serial > mw->last_bind) {
-		mw->last_bind = serial;
-		old = mw->bound;
-		mw->bound = NULL;
+	for (struct rp_bound *b, **at = &mw->bound; (b = *at);) {
+		late |= b->sure && b->queue == queue && b->serial > serial;
+		if (sure && precedes(b, queue, serial)) {
+			*at = b->next;
+			b->next = old;
+			old = b;
+		} else {
+			at = &b->next;
+		}
 	}
 	if (new) {
-		*new = (struct rp_bound){ mr, mw->bound };
-		mw->bound = new;
+		struct rp_bound **list = late ? &old : &mw->bound;
+
+		*new = (struct rp_bound){ mr, *list, queue, serial, rp_count_bind(), sure };
+		*list = new;
 	}
 	RP_END();
 	unbind(old);
@@ -326,6 +352,8 @@ void rp_raise_closed(struct rp_handle *h)
 	if (h->process && h->process != process)
 		PyErr_Format(python.closed, "%S was opened by process %d; open the device again",
 			     h, h->pid);
+	else if (rp_exiting == RP_CLOSED_ALL)
+		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
 }
@@ -459,6 +487,12 @@ static int check_struct(const struct rp_handle *h, PyObject *made)
 	return wrong ? -1 : 0;
 }
 
+/* The interpreter is exiting: leave it open, and let nothing touch it. */
+static void give_up(struct rp_handle *h)
+{
+	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
+}
+
 /* Take over what was made; 0, or -1 with an exception and nothing made. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
@@ -483,6 +517,8 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	/* From now on it can be closed. */
 	set_state(h, OPEN);
+	if (rp_exiting == RP_CLOSED_ALL)
+		give_up(h);
 	return 0;
 }
 
@@ -590,6 +626,10 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 					 &PyTuple_Type, &values, &destroy, &PyTuple_Type,
 					 &parents, &keeps, &access))
 		return NULL;
+	if (rp_exiting == RP_CLOSED_ALL) {
+		PyErr_SetString(python.closed, "nothing can be opened: the interpreter is exiting");
+		return NULL;
+	}
 	before = (char)state_of(h);
 	if (before > BEGUN || !change_state(h, before, MAKING)) {
 		raise_made(self);
@@ -1052,7 +1092,7 @@ static PyObject *handle_close(PyObject *self, PyObject *unused)
 
 	(void)unused;
 	Py_INCREF(self);
-	if (is_done(h))
+	if (is_done(h) || rp_exiting == RP_CLOSED_ALL)
 		;
 	else if (rp_in_verb())
 		put_off(h, BY_CALLER);
@@ -1214,12 +1254,29 @@ static PyObject *describe_handles(PyObject *self, PyObject *args)
 	return Py_NewRef(Py_NewRef(args));
 }
 
-/* exiting(closed_all): the interpreter is about to close all handles, or has done so. */
+/*
+ * exiting(closed_all): the interpreter is about to close all handles, or has tried to. It gives up
+ * those that are still open: threads that will be gone may hold the locks that a close needs.
+ */
 static PyObject *exiting(PyObject *self, PyObject *closed_all)
 {
+	PyObject *listed;
+
 	(void)self;
 	rp_exiting = closed_all == Py_True ? RP_CLOSED_ALL : RP_CLOSING_ALL;
-	Py_RETURN_NONE;
+	if (rp_exiting != RP_CLOSED_ALL)
+		Py_RETURN_NONE;
+	listed = PyDict_Values(python.open);
+	for (Py_ssize_t i = 0; listed && i < PyList_Size(listed); i++) {
+		PyObject *one = PyList_GetItem(listed, i);
+		PyObject *handle = rp_is_handle(one) ? Py_NewRef(one) : PyObject_CallNoArgs(one);
+
+		if (handle && rp_is_handle(handle))
+			give_up((struct rp_handle *)handle);
+		Py_XDECREF(handle);
+	}
+	Py_XDECREF(listed);
+	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* in_verb(): whether this thread is in the middle of a verb, where a close is put off. */

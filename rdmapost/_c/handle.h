@@ -26,7 +26,6 @@ struct rp_handle {
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* what must outlive it: memory */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
-	uint64_t last_bind; /* a window's latest bind known to be done */
 	struct rp_handle *next; /* in the list of those to close after a verb */
 	struct rp_handle *outer; /* the one that its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun and not succeeded, or 0 */
@@ -200,13 +199,16 @@ static inline void rp_name(struct rp_handle *handle)
  */
 void rp_unname(struct rp_handle *handle);
 
+/* Number the events of binds: one is posted, or its completion is seen. */
+uint64_t rp_count_bind(void);
+
 /*
- * A window's bind is done. If it succeeded, the window now holds `mr`, or nothing (NULL), and
- * releases what it held before; if the outcome is unknown (`sure` is 0), it holds both. `serial`
- * is the bind's place among all binds, in posting order. Window and region are named. May run
- * any Python code.
+ * A window's bind, which `queue` posted as number `serial`, is done. If it succeeded (`sure`), the
+ * window releases what was bound before it; queues are not in order with each other, so a bind of
+ * another queue was before it only if it was done when this one was posted. The window now also
+ * holds `mr`, unless NULL. Window and region are named. May run any Python code.
  */
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t serial);
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queue, uint64_t serial);
 
 /* ---- lock.c, the fast path ------------------------------------------------ */
 

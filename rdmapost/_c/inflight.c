@@ -272,7 +272,7 @@ static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 }
 
 /* May run any Python code. */
-static void let_go(struct rp_entry *entry)
+static void let_go(const struct rp_in_flight *q, struct rp_entry *entry)
 {
 	if (entry->state >= RP_BIND) {
 		PyObject *mr = PyTuple_GetItem(entry->held, 1);
@@ -281,7 +281,7 @@ static void let_go(struct rp_entry *entry)
 		if (entry->state != RP_UNBIND)
 			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->held, 0),
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
-				entry->state != RP_BIND, entry->serial);
+				entry->state != RP_BIND, q->base, entry->serial);
 	}
 	rp_unname_all(entry->held);
 	Py_XDECREF(entry->held);
@@ -294,7 +294,7 @@ void rp_drop_all_done(struct rp_in_flight *q)
 
 	while (take_done(q, &entry))
 		/* It may recurse, so keep no state across it. */
-		let_go(&entry);
+		let_go(q, &entry);
 	if (q->tagged)
 		rp_drop_done(q->tagged);
 }

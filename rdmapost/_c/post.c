@@ -149,9 +149,7 @@ static void record(struct queue *q, struct post *post, struct request *r)
 		r->named = 0;
 	}
 	if (r->mw) {
-		static uint64_t binds;
-
-		serial = __atomic_add_fetch(&binds, 1, __ATOMIC_RELAXED);
+		serial = rp_count_bind();
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}

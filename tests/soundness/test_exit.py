@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 
 import pytest
 from isolated import TIMES, isolated, run_python
+
+HERE = pathlib.Path(__file__).resolve().parent
 
 OPEN = """
 import faulthandler, os, sys
@@ -92,14 +95,11 @@ raise SystemExit(7)
 @pytest.mark.parametrize("how", ENDS)
 def test_program_ends_at_once_and_quietly_with(how, device):
     """A device may take minutes over a queue pair whose window is bound; nobody waits for that."""
-    import pathlib
-
-    here = pathlib.Path(__file__).resolve().parent
     limit = min(10.0 * TIMES, 30.0)
     program = OPEN + ENDS[how] + "print('the end', flush=True)\n"
     start = time.monotonic()
     status, out, err = run_python(
-        ["-W", "error", "-c", program, device, limit, here, here.parent], limit + 10, {}
+        ["-W", "error", "-c", program, device, limit, HERE, HERE.parent], limit + 10, {}
     )
     assert (status, err) == (7 if how == "uncaught exception" else 0, "")
     assert out == ("" if status else "the end\n")
@@ -159,3 +159,103 @@ def test_finalizer_that_runs_at_the_end_may_close(soft):
                     exit(3)  # type: ignore[operator]
 
     threading.current_thread().keeps = Owner()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("others", ["wait", "post"])
+def test_finalizer_that_runs_at_the_end_closes_nothing_that_the_device_refused_to(others):
+    """Threads are gone by then, in the middle of waits and posts, and with their locks."""
+    program = OPEN + KEPT_BUSY + OTHERS[others] + "time.sleep(0.3)"
+    status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, HERE, HERE.parent], 60, {})
+    assert (status, out) == (0, "nothing happened\n")
+    assert "close it, or what uses it" not in err
+
+
+KEPT_BUSY = """
+import types
+from rdmapost._binding import ffi, lib
+init = ffi.new("struct ibv_qp_init_attr_ex *")
+init.send_cq = init.recv_cq = rig.cq._handle
+init.qp_type, init.pd, init.comp_mask = rp.QPType.RC, rig.pd._handle, lib.IBV_QP_INIT_ATTR_PD
+init.cap.max_send_wr = init.cap.max_recv_wr = 1
+# Something else in the process, which rdmapost does not know, uses the CQ.
+other = rig.context._provider.create_qp_ex(rig.context._handle, init)
+
+class Owner:
+    def __init__(self, *owned):
+        self.owned = owned
+
+    def __del__(self, write=os.write):
+        for one in self.owned:
+            one.close()
+        try:
+            self.owned[0].poll()
+        except Exception as error:
+            if "the interpreter is exiting" in str(error):
+                write(1, b"nothing happened\\n")
+
+sys.modules["owner"] = types.ModuleType("owner")
+sys.modules["owner"].owner = Owner(rig.cq, rig.pd, rig.context)
+"""
+OTHERS = {
+    "wait": """
+for _ in range(4):
+    threading.Thread(target=rig.cq.wait, args=(1, None), daemon=True).start()
+""",
+    "post": """
+def post():
+    with contextlib.suppress(rp.ClosedError):
+        while True:
+            with contextlib.suppress(rp.PostError):
+                rig.a.post_send(rig.write(1))
+            rig.cq.poll()
+
+for _ in range(4):
+    threading.Thread(target=post, daemon=True).start()
+""",
+}
+
+
+def test_exit_handler_that_was_registered_after_the_import_finds_everything_open():
+    """Even if the library is first used afterwards. An earlier one finds everything closed."""
+    status, out, err = run_python(
+        [
+            "-c",
+            "import atexit\n"
+            "def say(when):\n"
+            "    print(when, context.closed)\n"
+            "    try: rp.PD(context)\n"
+            "    except rp.ClosedError as error: print(error)\n"
+            "    try: rp.open_device('soft0')\n"
+            "    except rp.ClosedError as error: print(error)\n"
+            "atexit.register(say, 'before')\n"
+            "import rdmapost as rp\n"
+            "atexit.register(say, 'after')\n"
+            "context = rp.open_device('soft0')\n",
+        ],
+        30,
+        {},
+    )
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [
+        "after False",
+        "before True",
+        "nothing can be opened: the interpreter is exiting",
+        "nothing can be opened: the interpreter is exiting",
+    ]
+
+
+def test_library_is_not_loaded_while_the_interpreter_exits():
+    status, out, err = run_python(
+        [
+            "-c",
+            "import atexit\n"
+            "def late():\n"
+            "    try: rp.open_device('soft0')\n"
+            "    except ImportError as error: print(error)\n"
+            "atexit.register(late)\n"
+            "import rdmapost as rp\n",
+        ],
+        30,
+        {},
+    )
+    assert (status, out, err) == (0, "rdmapost cannot be loaded: the interpreter is exiting\n", "")
