@@ -16,7 +16,7 @@ import threading
 import time
 
 import pytest
-from support import LIMIT, Pair, needs, run_python, until
+from support import LIMIT, LOSES_MEMORY, Pair, needs, prints, run_python, until
 
 import rdmapost as rp
 
@@ -205,6 +205,36 @@ def test_completions_that_cannot_be_made_stay(rc):
             break
     assert failed
     assert [wc.wr_id for wc in got] == list(range(1000, 1008))
+
+
+WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context)
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+# Python keeps an int for each small number: the queues here have larger ones.
+for _ in range(140):
+    rp.QP(pd, rp.QPType.RC, cq).close()
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+a.connect(b.endpoint()), b.connect(a.endpoint())
+wrs = [rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=mr.addr, rkey=mr.rkey) for i in (1000, 1001)]
+failed = 0
+for at in (1000, *range(12)):
+    found = []
+    a.post_send(wrs)
+    _testcapi.set_nomemory(at, at + 1)
+    try: found = cq.poll()
+    except MemoryError: failed += 1
+    finally: _testcapi.remove_mem_hooks()
+    found += cq.poll()
+    if [wc.wr_id for wc in found] != [1000, 1001]: print("lost", at, found)
+print(failed > 0, a.outstanding.send)
+"""
+
+
+def test_poll_without_memory_loses_no_completion():
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(WITHOUT_MEMORY, **LOSES_MEMORY) == "True 0"
 
 
 @pytest.mark.parametrize("how", ["poll", "wait"])

@@ -493,20 +493,34 @@ static void give_up(struct rp_handle *h)
 	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
 }
 
+/* Destroy what no handle has taken over; an exception stays set. */
+static void unmake(struct rp_handle *h, PyObject *made)
+{
+	struct error error = save_error();
+	PyObject *done = NULL;
+
+	/* Memory has just run out, perhaps, and may be there again. */
+	for (int i = 0; !done && i < MOST_INTERRUPTS; i++) {
+		PyErr_Clear();
+		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
+	}
+	if (!done)
+		PyErr_WriteUnraisable((PyObject *)h);
+	Py_XDECREF(done);
+	restore_error(error);
+}
+
 /* Take over what was made; 0, or -1 with an exception and nothing made. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
 	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
 	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
-	struct error error;
 
 	h->address = number ? PyLong_AsVoidPtr(number) : NULL;
 	Py_XDECREF(number);
 	Py_XDECREF(cast);
 	if (!number || (h->address && check_struct(h, made))) {
-		error = save_error();
-		Py_XDECREF(PyObject_CallFunctionObjArgs(h->destroy, made, NULL));
-		restore_error(error);
+		unmake(h, made);
 		return -1;
 	}
 	if (!h->address) {

@@ -345,14 +345,21 @@ static void clear(struct rp_in_flight *q)
 
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket)
 {
-	PyObject *number = PyLong_FromUnsignedLong(ticket >> 32), *found;
+	PyObject *number = PyLong_FromUnsignedLong(ticket >> 32), *found = NULL, *queue;
+	Py_ssize_t at = 0;
 
-	if (!number) {
-		PyErr_Clear();
-		return NULL;
+	if (number) {
+		found = rp_dict_get(queues, number);
+		Py_DECREF(number);
+		return (struct rp_in_flight *)found;
 	}
-	found = rp_dict_get(queues, number);
-	Py_DECREF(number);
+	/* No memory for an int is no reason to lose a completion. */
+	PyErr_Clear();
+	RP_BEGIN(queues);
+	while (!found && PyDict_Next(queues, &at, NULL, &queue))
+		if (((struct rp_in_flight *)queue)->base >> 32 == ticket >> 32)
+			found = Py_NewRef(queue);
+	RP_END();
 	return (struct rp_in_flight *)found;
 }
 
