@@ -23,6 +23,9 @@ enum { BATCH = 64 };
 /* In ms; a signal just before the sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
+/* How long a wait leaves completions to the waits that began before it. */
+enum { YIELD_NS = 10000000 };
+
 struct waiter {
 	struct waiter *next;
 	uint64_t count; /* completions that it wants */
@@ -442,10 +445,23 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 /* `count`, if they and `promised` more are available, else none; with `fewer`, up to `count`. */
 struct order {
 	uint64_t count, promised;
+	const struct waiter *after; /* leave what earlier waits than this want, too; NULL for none */
 	int fewer;
 	int64_t spin_ns;
 	int error; /* of polling */
+	int deferred; /* whether earlier waits are all that keeps it from its completions */
 };
+
+/* How many completions the waits that began before `me` are about to take. */
+static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
+{
+	uint64_t left = p->there;
+
+	for (const struct waiter *w = me ? p->first : NULL; w && w != me; w = w->next)
+		if (w->count <= left)
+			left -= w->count;
+	return p->there - left;
+}
 
 /*
  * Poll until the backlog has enough or the CQ is empty; then take what is wanted, if `taken` is
@@ -457,6 +473,7 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 	PyObject *raised;
 	uint64_t wanted = order->count + order->promised;
 	struct touched touched;
+	uint64_t ahead;
 	int polled;
 
 	do {
@@ -468,14 +485,17 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 		}
 		if (take_here(p, handle))
 			return -1;
-		if (p->there < wanted) {
-			uint64_t lacking = wanted - p->there;
+		ahead = ahead_of(p, order->after);
+		if (p->there < wanted + ahead) {
+			uint64_t lacking = wanted + ahead - p->there;
 
 			polled = poll_batch(p, handle, lacking < BATCH ? (int)lacking : BATCH,
 					    order->spin_ns, &touched);
 			order->error = polled < 0 ? -polled : 0;
 		}
-		if (polled < BATCH && taken && (order->fewer || p->there >= wanted))
+		ahead = ahead_of(p, order->after);
+		order->deferred = p->there >= wanted && p->there - ahead < wanted;
+		if (polled < BATCH && taken && (order->fewer || p->there - ahead >= wanted))
 			*taken = take_first(p, order->count < p->there ? order->count : p->there);
 		if (polled > 0 && p->there)
 			wake_waiters(p);
@@ -657,6 +677,18 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	return ready > 0 ? tell(p->drop_event) : ready;
 }
 
+/* Let earlier waits take theirs, if some are left time for that; 1, 0 if none are, or -1. */
+static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t deadline)
+{
+	int64_t now = rp_now_ns();
+
+	if (!*until)
+		*until = now + YIELD_NS < deadline ? now + YIELD_NS : deadline;
+	if (now >= *until)
+		return 0;
+	return sleep_on(p, me, -1, *until) < 0 ? -1 : 1;
+}
+
 /* Wait briefly, outside the list, in the middle of another verb; 0, or -1. */
 static int nap(void)
 {
@@ -679,7 +711,7 @@ METHOD(wait_for)
 	int nested = rp_in_verb(), joined = 0;
 	struct order order = { .count = 0 };
 	PyObject *result = NULL;
-	int64_t deadline;
+	int64_t deadline, until = 0;
 	struct rp_use use;
 
 	if (begin(args, nargs, 5, &use))
@@ -689,6 +721,7 @@ METHOD(wait_for)
 	    read_deadline(args[3], &deadline))
 		goto out;
 	me.count = order.count + order.promised;
+	order.after = nested ? NULL : &me;
 	while (is_open(use.handle)) {
 		Py_ssize_t n = get(p, use.handle, &order, args[4]);
 
@@ -696,7 +729,7 @@ METHOD(wait_for)
 			result = n < 0 ? NULL : Py_NewRef(Py_None);
 			break;
 		}
-		if (rp_now_ns() >= deadline) {
+		if (rp_now_ns() >= deadline && !order.deferred) {
 			result = PyLong_FromSize_t(p->there);
 			break;
 		}
@@ -710,8 +743,18 @@ METHOD(wait_for)
 			give(p);
 			joined = 1;
 			order.spin_ns = p->spin_ns;
-		} else if (sleep_for_events(p, use.handle, &me, deadline)) {
-			break;
+		} else if (order.deferred) {
+			int defers = defer(p, &me, &until, deadline);
+
+			if (defers < 0)
+				break;
+			if (!defers)
+				order.after = NULL;
+		} else {
+			order.after = &me;
+			until = 0;
+			if (sleep_for_events(p, use.handle, &me, deadline))
+				break;
 		}
 	}
 	if (joined)
