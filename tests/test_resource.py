@@ -413,6 +413,51 @@ def test_close_in_the_middle_of_the_same_close_returns(hook):
     assert closed == ["pd"]
 
 
+def test_close_waits_for_a_close_that_waits_for_another():
+    """Also in the middle of a close, once what that one waited for is done."""
+
+    class Hooked(Thing):
+        hook: Callable[[], object] = staticmethod(lambda: None)
+
+        def _release(self) -> None:
+            self.hook()
+
+    def start(thing: Thing) -> threading.Thread:
+        thread = threading.Thread(target=thing.close, daemon=True)
+        thread.start()
+        return thread
+
+    def first_hook() -> None:
+        second.close()
+        waited.set()
+        assert go[1].wait(10)
+
+    go, inside, waited = (
+        [threading.Event(), threading.Event()],
+        threading.Event(),
+        threading.Event(),
+    )
+    first, second, third = Hooked("first"), Hooked("second"), Hooked("third")
+    first.hook = first_hook
+    second.hook = lambda: (inside.set(), go[0].wait(10))
+    third.hook = first.close
+    threads = [start(second)]
+    assert inside.wait(10)
+    threads += [start(first), start(first)]
+    threads[2].join(0.2)
+    assert threads[2].is_alive()
+    go[0].set()
+    assert waited.wait(10)
+    threads.append(start(third))
+    threads[3].join(0.2)
+    assert threads[3].is_alive()
+    go[1].set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert closed == ["second", "first", "third"]
+
+
 def test_child_of_a_fork_closes_nothing():
     """The objects are the parent's: the child only forgets them."""
     things = tree()
