@@ -100,6 +100,10 @@ def test_parent_with_open_children_names_them():
     with pytest.raises(rp.InUseError, match=r"pd cannot be closed: mr, qp still open on it"):
         things["pd"].close()
     assert not things["pd"].closed
+    # It is as usable as before.
+    assert things["pd"]._live()
+    Thing("other", things["pd"]).close()
+    closed.clear()
     things["qp"].close()
     with pytest.raises(rp.InUseError, match=r"mr still open on it; close it first"):
         things["pd"].close()
@@ -229,6 +233,108 @@ def test_garbage_that_the_device_keeps_is_nobodys_error():
         del thing
     gc.collect()
     assert closed == []
+
+
+class Fails:
+    """Fails so often, each time with the next number, and not again."""
+
+    def __init__(self, error: Callable[[int], BaseException], times: int) -> None:
+        self.error, self.times, self.calls = error, times, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error(self.calls)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 100])
+def test_what_is_gone_is_closed_whatever_is_raised_while_it_is_forgotten(times):
+    """The first exception comes out, and it is tried again until it is over, within reason."""
+
+    class Rude(Thing):
+        def _forget(self) -> None:
+            forget()
+
+    parent = Thing("context")
+    thing, forget = Rude("pd", parent), Fails(LookupError, times)
+    with pytest.raises(LookupError) as caught:
+        thing.close()
+    assert caught.value.args == (1,)
+    assert thing.closed
+    assert forget.calls == times + 1 if times < 100 else 10 < forget.calls < 30
+    thing.close()
+    parent.close()
+    assert closed == ["pd", "context"]
+
+
+def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
+    thing, refuses = Thing("pd"), Fails(lambda _: rp.VerbsError("ibv_destroy_thing", 16), 2)
+    thing.device.inside = refuses
+    alive = weakref.ref(thing)
+    with pytest.warns(ResourceWarning, match="pd could not be closed: ibv_destroy_thing: EBUSY"):
+        del thing
+    gc.collect()
+    assert refuses.calls == 2
+    assert alive() is not None
+    alive().close()
+    gc.collect()
+    assert closed == ["pd"]
+    assert alive() is None
+
+
+def refuse(_: int) -> rp.VerbsError:
+    return rp.VerbsError("ibv_destroy_thing", 16)
+
+
+@pytest.mark.parametrize(("error", "times"), [(LookupError, 1), (LookupError, 3), (refuse, 1)])
+def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, times):
+    """The first of them: what is garbage is closed all the same."""
+    thing = Thing("pd")
+    thing.device.inside = Fails(error, times)
+    came: list[BaseException] = []
+    try:
+        del thing
+        for _ in range(99):
+            gc.isenabled()
+    except Exception as caught:
+        came.append(caught)
+    for _ in range(99):
+        gc.isenabled()
+    assert closed == ["pd"]
+    assert [(type(one), one.args) for one in came] == [(type(error(1)), error(1).args)]
+
+
+def test_garbage_that_was_in_use_a_moment_ago_is_closed_without_a_word():
+    class Busy(Thing):
+        def _release(self) -> None:
+            was_busy()
+
+    was_busy = Fails(lambda _: rp.InUseError("in use"), 1)
+    busy = Busy("pd")
+    del busy
+    for _ in range(99):
+        gc.isenabled()
+    assert closed == ["pd"]
+    assert was_busy.calls == 2
+
+
+def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeypatch):
+    """It is told, and the resource is kept."""
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    thing, fails = Thing("pd"), Fails(LookupError, 1000)
+    thing.device.inside = fails
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        del thing
+    for _ in range(99):
+        gc.isenabled()
+    assert [type(error) for error in told] == [LookupError]
+    assert 10 < fails.calls < 30
+    fails.times = 0
+    for one in [*_open.values()]:
+        if isinstance(one, Thing) and not one.device.broken:
+            one.close()
+    assert closed == ["pd"]
 
 
 def test_half_made_resource_is_garbage_without_a_word():
@@ -397,6 +503,23 @@ def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
         thread.join(10)
         assert not thread.is_alive()
     assert closed == ["pd"]
+
+
+@pytest.mark.parametrize("hook", ["_wake", "_release"])
+def test_close_that_an_exception_ends_before_the_destruction_can_be_called_again(hook):
+    class Struck(Thing):
+        pass
+
+    strikes = Fails(LookupError, 1)
+    setattr(Struck, hook, lambda self: strikes())
+    thing = Struck("pd")
+    with pytest.raises(LookupError):
+        thing.close()
+    assert closed == []
+    assert thing._live()
+    thing.close()
+    assert closed == ["pd"]
+    assert thing.closed
 
 
 @pytest.mark.parametrize("hook", ["_wake", "_release", "_forget"])
