@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -276,6 +277,13 @@ def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
     gc.collect()
     assert refuses.calls == 2
     assert alive() is not None
+    # Its next user closes it in vain again, which is not told again.
+    refuses.times = 4
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        alive()._verb(lambda _: None)
+    assert refuses.calls == 4
+    assert warned == []
     alive().close()
     gc.collect()
     assert closed == ["pd"]
@@ -302,6 +310,41 @@ def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, ti
         gc.isenabled()
     assert closed == ["pd"]
     assert [(type(one), one.args) for one in came] == [(type(error(1)), error(1).args)]
+
+
+def test_warning_that_is_an_error_does_not_get_lost(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    thing = Thing("pd")
+    thing.device.broken = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del thing
+        gc.collect()
+    assert [type(error) for error in told] == [ResourceWarning]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
+def test_closes_in_the_middle_of_a_verb_may_come_in_any_order(order):
+    things, other = tree(), Thing("other")
+    other._verb(lambda _: [things[name].close() for name in order])
+    assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"]
+    assert all(thing.closed for thing in things.values())
+    other.close()
+
+
+def test_close_in_the_middle_of_a_verb_that_fails_afterwards_is_told(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    things, other = tree(), Thing("other")
+    other._verb(lambda _: [things[name].close() for name in ("pd", "cq", "mr")])
+    assert sorted(str(error).split(":")[0] for error in told) == [
+        "cq cannot be closed", "pd cannot be closed",
+    ]  # fmt: skip
+    assert closed == ["mr"]
+    for name in ("qp", "pd", "cq", "context"):
+        things[name].close()
+    other.close()
 
 
 def test_garbage_that_was_in_use_a_moment_ago_is_closed_without_a_word():
