@@ -347,6 +347,27 @@ def test_close_in_the_middle_of_a_verb_that_fails_afterwards_is_told(monkeypatch
     other.close()
 
 
+def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
+    def error(call: int) -> BaseException:
+        return LookupError() if call == 1 else refuse(call)
+
+    thing = Thing("pd")
+    thing.device.inside = Fails(error, 3)
+    came = []
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        try:
+            del thing
+            for _ in range(99):
+                gc.isenabled()
+        except LookupError as caught:
+            came.append(caught)
+    assert len(came) == 1
+    for one in [*_open.values()]:
+        if isinstance(one, Thing) and not one.device.broken:
+            one.close()
+    assert closed == ["pd"]
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_garbage_that_was_in_use_a_moment_ago_is_closed_without_a_word(times):
     class Busy(Thing):
