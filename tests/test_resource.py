@@ -354,13 +354,18 @@ def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
     thing = Thing("pd")
     thing.device.inside = Fails(error, 3)
     came = []
-    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+
+    def drop() -> None:
+        nonlocal thing
         try:
             del thing
             for _ in range(99):
                 gc.isenabled()
         except LookupError as caught:
             came.append(caught)
+
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        drop()
     assert len(came) == 1
     for one in [*_open.values()]:
         if isinstance(one, Thing) and not one.device.broken:
