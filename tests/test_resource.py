@@ -754,3 +754,22 @@ def test_verb_of_a_daemon_thread_that_ends_in_a_moment_is_waited_for_at_exit():
         "inside.wait(10)\n"
     )
     assert said == "gone"
+
+
+def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, pd):
+    needs(context.attr.max_mw, "memory windows", context)
+    remote = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.MW_BIND
+    with rp.CQ(context) as cq, rp.MR(pd, 64, remote) as mr, rp.MW(pd) as mw:
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        qp.connect(qp.endpoint())
+        qp.post_send(
+            rp.BindMW(
+                mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64,
+                mw_access_flags=rp.Access.REMOTE_WRITE,
+            )
+        )  # fmt: skip
+        cq.wait()[0].check()
+        del qp
+        for _ in range(99):
+            gc.isenabled()
+        assert not any(isinstance(child, rp.QP) for child in pd._open_children())
