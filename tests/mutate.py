@@ -176,7 +176,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/handle.c": (
         "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
-        "test_windows.py", "test_soft_handlers.py", "soundness/test_exit.py",
+        "test_windows.py", "test_soft_handlers.py", "test_binding.py", "soundness/test_exit.py",
         "soundness/test_fork.py",
         "soundness/test_windows_hold.py",
         "soundness/test_finalizers.py::"

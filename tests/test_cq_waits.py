@@ -33,11 +33,15 @@ def at_once(attempt: Callable[[], float]) -> bool:
 
 
 def idle(attempt: Callable[[], object]) -> bool:
-    """Return whether something takes less than a fifth of a processor in one of some tries."""
+    """Return whether something takes next to nothing of what it could have of a processor."""
     for _ in range(TRIES):
         began, used = time.monotonic(), time.process_time()
         attempt()
-        if time.process_time() - used < (time.monotonic() - began) / 5:
+        took, used = time.monotonic() - began, time.process_time() - used
+        began, most = time.monotonic(), time.process_time()
+        while time.monotonic() < began + 0.1:
+            pass
+        if used < (time.process_time() - most) * took / 0.1 / 4:
             return True
     return False
 
@@ -456,3 +460,31 @@ def test_thread_waits_on_when_the_tasks_that_slept_on_the_channel_are_gone(rc):
         return waiter.ended - began
 
     assert at_once(attempt)
+
+
+def test_thread_that_does_not_sleep_on_the_channel_sleeps(rc):
+    """Whatever comes on standard input: it has no other descriptor than its own."""
+
+    def attempt() -> None:
+        waiters = [Waiter(lambda: rc.cq.wait(1, LIMIT)) for _ in range(2)]
+        asleep(rc.cq, 2)
+        time.sleep(0.5)
+        write(rc, 2)
+        assert [len(waiter.end()) for waiter in waiters] == [1, 1]
+
+    assert idle(attempt)
+
+
+def test_exception_out_of_the_event_loop_that_is_told_to_look_ends_the_wait(cq):
+    def told() -> None:
+        raise LookupError
+
+    assert cq._poller.claim(told)
+    try:
+        for call in (lambda: cq.wait(1, 5), lambda: cq._poller.claim(print)):
+            with pytest.raises(LookupError):
+                call()
+    finally:
+        cq._poller.unclaim(told)
+    with pytest.raises(rp.WaitTimeout):
+        cq.wait(1, 0.01)

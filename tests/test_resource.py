@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,10 @@ def test_parent_with_open_children_names_them():
     with pytest.raises(rp.InUseError, match=r"pd cannot be closed: mr, qp still open on it"):
         things["pd"].close()
     assert not things["pd"].closed
+    # It is as usable as before.
+    assert things["pd"]._live()
+    Thing("other", things["pd"]).close()
+    closed.clear()
     things["qp"].close()
     with pytest.raises(rp.InUseError, match=r"mr still open on it; close it first"):
         things["pd"].close()
@@ -229,6 +234,177 @@ def test_garbage_that_the_device_keeps_is_nobodys_error():
         del thing
     gc.collect()
     assert closed == []
+
+
+class Fails:
+    """Fails so often, each time with the next number, and not again."""
+
+    def __init__(self, error: Callable[[int], BaseException], times: int) -> None:
+        self.error, self.times, self.calls = error, times, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error(self.calls)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 100])
+def test_what_is_gone_is_closed_whatever_is_raised_while_it_is_forgotten(times):
+    """The first exception comes out, and it is tried again until it is over, within reason."""
+
+    class Rude(Thing):
+        def _forget(self) -> None:
+            forget()
+
+    parent = Thing("context")
+    thing, forget = Rude("pd", parent), Fails(LookupError, times)
+    with pytest.raises(LookupError) as caught:
+        thing.close()
+    assert caught.value.args == (1,)
+    assert thing.closed
+    assert forget.calls == times + 1 if times < 100 else 10 < forget.calls < 30
+    thing.close()
+    parent.close()
+    assert closed == ["pd", "context"]
+
+
+def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
+    thing, refuses = Thing("pd"), Fails(lambda _: rp.VerbsError("ibv_destroy_thing", 16), 2)
+    thing.device.inside = refuses
+    alive = weakref.ref(thing)
+    with pytest.warns(ResourceWarning, match="pd could not be closed: ibv_destroy_thing: EBUSY"):
+        del thing
+    gc.collect()
+    assert refuses.calls == 2
+    assert alive() is not None
+    # Its next user closes it in vain again, which is not told again.
+    refuses.times = 4
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        alive()._verb(lambda _: None)
+    assert refuses.calls == 4
+    assert warned == []
+    alive().close()
+    gc.collect()
+    assert closed == ["pd"]
+    assert alive() is None
+
+
+def refuse(_: int) -> rp.VerbsError:
+    return rp.VerbsError("ibv_destroy_thing", 16)
+
+
+@pytest.mark.parametrize(("error", "times"), [(LookupError, 1), (LookupError, 3), (refuse, 1)])
+def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, times):
+    """The first of them: what is garbage is closed all the same."""
+    thing = Thing("pd")
+    thing.device.inside = Fails(error, times)
+    came: list[BaseException] = []
+    try:
+        del thing
+        for _ in range(99):
+            gc.isenabled()
+    except Exception as caught:
+        came.append(caught)
+    for _ in range(99):
+        gc.isenabled()
+    assert closed == ["pd"]
+    assert [(type(one), one.args) for one in came] == [(type(error(1)), error(1).args)]
+
+
+def test_warning_that_is_an_error_does_not_get_lost(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    thing = Thing("pd")
+    thing.device.broken = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del thing
+        gc.collect()
+    assert [type(error) for error in told] == [ResourceWarning]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
+def test_closes_in_the_middle_of_a_verb_may_come_in_any_order(order):
+    things, other = tree(), Thing("other")
+    other._verb(lambda _: [things[name].close() for name in order])
+    assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"]
+    assert all(thing.closed for thing in things.values())
+    other.close()
+
+
+def test_close_in_the_middle_of_a_verb_that_fails_afterwards_is_told(monkeypatch):
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    things, other = tree(), Thing("other")
+    other._verb(lambda _: [things[name].close() for name in ("pd", "cq", "mr")])
+    assert sorted(str(error).split(":")[0] for error in told) == [
+        "cq cannot be closed", "pd cannot be closed",
+    ]  # fmt: skip
+    assert closed == ["mr"]
+    for name in ("qp", "pd", "cq", "context"):
+        things[name].close()
+    other.close()
+
+
+def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
+    def error(call: int) -> BaseException:
+        return LookupError() if call == 1 else refuse(call)
+
+    thing = Thing("pd")
+    thing.device.inside = Fails(error, 3)
+    came = []
+
+    def drop() -> None:
+        nonlocal thing
+        try:
+            del thing
+            for _ in range(99):
+                gc.isenabled()
+        except LookupError as caught:
+            came.append(caught)
+
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        drop()
+    assert len(came) == 1
+    for one in [*_open.values()]:
+        if isinstance(one, Thing) and not one.device.broken:
+            one.close()
+    assert closed == ["pd"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_garbage_that_was_in_use_a_moment_ago_is_closed_without_a_word(times):
+    class Busy(Thing):
+        def _release(self) -> None:
+            was_busy()
+
+    was_busy = Fails(lambda _: rp.InUseError("in use"), times)
+    busy = Busy("pd")
+    del busy
+    for _ in range(99):
+        gc.isenabled()
+    assert closed == ["pd"]
+    assert was_busy.calls == times + 1
+
+
+def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeypatch):
+    """It is told, and the resource is kept."""
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    thing, fails = Thing("pd"), Fails(LookupError, 1000)
+    thing.device.inside = fails
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        del thing
+    for _ in range(99):
+        gc.isenabled()
+    assert [type(error) for error in told] == [LookupError]
+    assert 10 < fails.calls < 30
+    fails.times = 0
+    for one in [*_open.values()]:
+        if isinstance(one, Thing) and not one.device.broken:
+            one.close()
+    assert closed == ["pd"]
 
 
 def test_half_made_resource_is_garbage_without_a_word():
@@ -399,6 +575,23 @@ def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
     assert closed == ["pd"]
 
 
+@pytest.mark.parametrize("hook", ["_wake", "_release"])
+def test_close_that_an_exception_ends_before_the_destruction_can_be_called_again(hook):
+    class Struck(Thing):
+        pass
+
+    strikes = Fails(LookupError, 1)
+    setattr(Struck, hook, lambda self: strikes())
+    thing = Struck("pd")
+    with pytest.raises(LookupError):
+        thing.close()
+    assert closed == []
+    assert thing._live()
+    thing.close()
+    assert closed == ["pd"]
+    assert thing.closed
+
+
 @pytest.mark.parametrize("hook", ["_wake", "_release", "_forget"])
 def test_close_in_the_middle_of_the_same_close_returns(hook):
     class Nested(Thing):
@@ -411,6 +604,51 @@ def test_close_in_the_middle_of_the_same_close_returns(hook):
     thread.join(10)
     assert not thread.is_alive()
     assert closed == ["pd"]
+
+
+def test_close_waits_for_a_close_that_waits_for_another():
+    """Also in the middle of a close, once what that one waited for is done."""
+
+    class Hooked(Thing):
+        hook: Callable[[], object] = staticmethod(lambda: None)
+
+        def _release(self) -> None:
+            self.hook()
+
+    def start(thing: Thing) -> threading.Thread:
+        thread = threading.Thread(target=thing.close, daemon=True)
+        thread.start()
+        return thread
+
+    def first_hook() -> None:
+        second.close()
+        waited.set()
+        assert go[1].wait(10)
+
+    go, inside, waited = (
+        [threading.Event(), threading.Event()],
+        threading.Event(),
+        threading.Event(),
+    )
+    first, second, third = Hooked("first"), Hooked("second"), Hooked("third")
+    first.hook = first_hook
+    second.hook = lambda: (inside.set(), go[0].wait(10))
+    third.hook = first.close
+    threads = [start(second)]
+    assert inside.wait(10)
+    threads += [start(first), start(first)]
+    threads[2].join(0.2)
+    assert threads[2].is_alive()
+    go[0].set()
+    assert waited.wait(10)
+    threads.append(start(third))
+    threads[3].join(0.2)
+    assert threads[3].is_alive()
+    go[1].set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert closed == ["second", "first", "third"]
 
 
 def test_child_of_a_fork_closes_nothing():
@@ -516,3 +754,22 @@ def test_verb_of_a_daemon_thread_that_ends_in_a_moment_is_waited_for_at_exit():
         "inside.wait(10)\n"
     )
     assert said == "gone"
+
+
+def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, pd):
+    needs(context.attr.max_mw, "memory windows", context)
+    remote = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.MW_BIND
+    with rp.CQ(context) as cq, rp.MR(pd, 64, remote) as mr, rp.MW(pd) as mw:
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        qp.connect(qp.endpoint())
+        qp.post_send(
+            rp.BindMW(
+                mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64,
+                mw_access_flags=rp.Access.REMOTE_WRITE,
+            )
+        )  # fmt: skip
+        cq.wait()[0].check()
+        del qp
+        for _ in range(99):
+            gc.isenabled()
+        assert not any(isinstance(child, rp.QP) for child in pd._open_children())
