@@ -367,6 +367,44 @@ def test_thread_takes_the_place_of_another_that_slept_on_the_channel(rc):
     assert at_once(attempt)
 
 
+def test_wait_leaves_a_completion_to_a_wait_that_began_before_it(rc):
+    """Or a thread that posts and waits in a loop would starve all others."""
+    first = Waiter(lambda: rc.cq.wait(1, LIMIT))
+    asleep(rc.cq, 1)
+    write(rc)
+    with pytest.raises(rp.WaitTimeout):
+        rc.cq.wait(1, 0.2)
+    assert len(first.end()) == 1
+
+
+def test_wait_takes_what_a_wait_that_began_before_it_cannot_use(rc):
+    first = Waiter(lambda: rc.cq.wait(3, LIMIT))
+    asleep(rc.cq, 1)
+    write(rc, 2)
+    assert len(rc.cq.wait(2, LIMIT)) == 2
+    write(rc, 3)
+    assert len(first.end()) == 3
+
+
+def test_wait_does_not_wait_for_a_thread_that_waits_for_it(rc):
+    """The main thread waits, and a signal handler of its own joins a thread that waits, too."""
+    found = []
+
+    def handle(*_: object) -> None:
+        write(rc)
+        other = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        found.append(other.end())
+        write(rc)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        assert len(rc.cq.wait(1, LIMIT)) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(found[0]) == 1
+
+
 @pytest.mark.parametrize("vain", [0, 1, 3])
 def test_completions_that_are_put_back_wake_who_waits_for_them(rc, vain):
     """As after an interrupt; also who was woken in vain before, because they were taken again."""
