@@ -258,7 +258,9 @@ class CQ(Resource, struct="ibv_cq"):
         It spins briefly, then sleeps on the completion channel.  If another thread
         keeps the GIL busy, spinning and sleeping each cost one switch interval
         (sys.getswitchinterval); completions that are already there cost none.
-        Closing the CQ ends the wait; a CQ that has overrun does not.
+        Closing the CQ ends the wait; a CQ that has overrun does not.  If several threads wait,
+        those that began first are served first; one that wants more than there is does not
+        hold up the others.
 
         Args:
             count: how many.

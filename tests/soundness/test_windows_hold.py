@@ -159,6 +159,38 @@ def test_window_that_two_queue_pairs_bind_holds_the_region_that_it_is_bound_to(f
 
 
 @isolated(silent=True)
+def test_window_holds_the_region_of_a_bind_that_was_posted_first_and_carried_out_last(soft):
+    """It waits behind a message for which the peer has no receive."""
+    rig = Rig(soft)
+    cqs = [rp.CQ(rig.context) for _ in range(3)]
+    pairs = [(rp.QP(rig.pd, rp.QPType.RC, cq), rp.QP(rig.pd, rp.QPType.RC, cqs[2])) for cq in cqs]
+    for qp, peer in pairs:
+        qp.connect(peer.endpoint(), rnr_retry=7)
+        peer.connect(qp.endpoint(), min_rnr_timer=1)
+    mw = rp.MW(rig.pd, MWType.TYPE_1)
+    memories = []
+    pairs[0][0].post_send(rp.Send(rig.mr[:8]))
+    for qp, _ in pairs[:2]:
+        memory = Memory(SIZE)
+        memories.append(weakref.ref(memory))
+        mr = rp.MR(rig.pd, memory, BINDABLE)
+        qp.bind_mw(mw, mr, mr.addr, mr.length, READ_WRITE)
+    del memory, mr
+    pairs[0][1].post_recv(rp.RecvWR(rig.mr[:8]))
+    for cq, count in zip(cqs, (2, 1, 1), strict=True):
+        for wc in cq.wait(count):
+            wc.check()
+    gc.collect()
+    assert memories[0]() is not None, "the memory has been let go, and the window is bound to it"
+    mw.close()
+    gc.collect()
+    assert [memory() for memory in memories] == [None, None]
+    for thing in (*[qp for pair in pairs for qp in pair], *cqs):
+        thing.close()
+    rig.close()
+
+
+@isolated(silent=True)
 def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
     """A window of type 1 is bound anew without an invalidation."""
     rig, mw, _, ref = bound(device, "TYPE_1")
