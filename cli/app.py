@@ -39,7 +39,7 @@ _COMMANDS = {
         ("tag", "tag", "Match messages to buffers by their tags."),
     ),
     "Two hosts": (
-        ("serve", "serve", "Let the one-shots of other processes post to this device."),
+        ("serve", "serve", "Let commands of other processes post to this device."),
         ("pingpong", "pingpong", "Send a message to and fro between two hosts, and time it."),
     ),
     "Shell": (("completion", "completion", "Print what lets a shell complete rdmapost."),),

@@ -66,7 +66,7 @@ def compare_and_swap(
     """Compare and swap: replace a value that is the expected one.
 
     The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, which says what stands there then.
+    listens, and reports what its memory then holds.
     """
     from rdmapost import AtomicCmpAndSwp, Opcode
 
@@ -95,7 +95,7 @@ def fetch_and_add(
     """Fetch and add: add to a value, and fetch what it was.
 
     The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, which says what stands there then.
+    listens, and reports what its memory then holds.
     """
     from rdmapost import AtomicFetchAndAdd, Opcode
 
@@ -139,7 +139,7 @@ def _run(
 
         if given("initial"):
             raise click.UsageError(
-                "--initial says what stands there without HOST", click.get_current_context()
+                "--initial gives the old value without HOST", click.get_current_context()
             )
         there = {name: value for name, value in asked.items() if name != "initial"}
         atomic_at(out, target, shot, peer, opcode, make, there)

@@ -422,7 +422,7 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
             "--size",
             type=size_in_bytes,
             metavar="N[K|M|G]",
-            help=f"Make up this many bytes of data.{size_default}",
+            help=f"Generate this many bytes of data.{size_default}",
         )
         @functools.wraps(function)
         def command(

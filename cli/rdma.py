@@ -36,7 +36,7 @@ def write(
     """Write to the memory of a second queue pair, or of HOST.
 
     The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, which says what stands there then.
+    listens, and reports what its memory then holds.
     """
     if peer is not None:
         from .remote import write_to

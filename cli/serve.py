@@ -117,7 +117,7 @@ def serve(
     timeout: float,
     idle_timeout: float | None,
 ) -> None:
-    """Let the one-shots of other processes post to this device.
+    """Let commands of other processes post to this device.
 
     These are send, write, read and atomic with HOST[:PORT].  It shows the
     address, the key and the size of what each client is given, and reports what

@@ -161,7 +161,7 @@ def content(name: str, given: Any) -> bytes:
         given: the argument.
 
     Raises:
-        TypeError: it is no buffer; the text names the argument.
+        TypeError: it is not a buffer; the text names the argument.
     """
     try:
         return bytes(memoryview(given))

@@ -45,7 +45,7 @@ class Multicast(Steps):
 
         Raises:
             TypeError: gid is of another type, or lid is not an integer.
-            ValueError: it is no multicast GID, or lid is not in 0..65535.
+            ValueError: it is not a multicast GID, or lid is not in 0..65535.
             RdmaError: the queue pair is not of type UD.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -79,7 +79,7 @@ class Multicast(Steps):
         Raises:
             RdmaError: the queue pair is not attached to the group.
             TypeError: gid is of another type, or lid is not an integer.
-            ValueError: it is no multicast GID, or lid is not in 0..65535.
+            ValueError: it is not a multicast GID, or lid is not in 0..65535.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
         """
@@ -123,7 +123,7 @@ class Multicast(Steps):
         group = GID._named("gid", gid)
         if not group.is_multicast:
             raise ValueError(
-                f"gid: {group} is no multicast GID such as ff0e::1 (ff00::/8) or "
+                f"gid: {group} is not a multicast GID such as ff0e::1 (ff00::/8) or "
                 "::ffff:239.1.2.3 (::ffff:224.0.0.0/100)"
             )
         return group, within("lid", lid, 0, 0xFFFF)

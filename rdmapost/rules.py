@@ -321,7 +321,7 @@ def wrong_flags(r: Refusal) -> str:
     opcode: Opcode = r.wr.opcode
     wrong, qp_type = r.a, r.queue.limits.qp_type
     if wrong & ~_ALL_FLAGS:
-        return f"send_flags={r.b:#x} has bits that are no send flag"
+        return f"send_flags={r.b:#x} has bits that are not send flags"
     names = "|".join(flag.name or "" for flag in SendFlags if flag & wrong)
     if wrong & FLAGS_BY_OPCODE[opcode]:
         if wrong & SendFlags.IP_CSUM:
@@ -504,7 +504,7 @@ def tag_not_listed(r: Refusal) -> str:
 
 @_rule
 def wrong_ops_flags(r: Refusal) -> str:
-    return f"flags={r.a:#x} has bits that are no flag of a tag-matching operation"
+    return f"flags={r.a:#x} has bits that are not flags of a tag-matching operation"
 
 
 @_rule

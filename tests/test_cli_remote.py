@@ -212,7 +212,7 @@ def test_something_else_listens(context: rp.Context) -> None:
         (["send", "host:port"], "'port' is not a port"),
         (["write", ":5"], "has no host"),
         (["read", "127.0.0.1", "--data", "x"], "say what is read without HOST"),
-        (["atomic", "cas", "127.0.0.1", "--initial", "5"], "what stands there without HOST"),
+        (["atomic", "cas", "127.0.0.1", "--initial", "5"], "gives the old value without HOST"),
         (["send", "127.0.0.1", "--invalidate"], "without HOST"),
         (["write", "--offset", "5"], "--offset needs a HOST"),
         (["send", "--token", "x"], "--token needs a HOST"),

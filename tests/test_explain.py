@@ -321,7 +321,7 @@ def test_several_names_are_explained_one_after_the_other() -> None:
     assert [one["name"] for one in doc["explanations"]] == ["ETIMEDOUT", "EINVAL"]
     ran = run("explain", "-22", "nonsense")
     assert ran.code == 2
-    assert "'-22 nonsense' is no status" in ran.err
+    assert "'-22 nonsense' is not a status" in ran.err
 
 
 def test_help_fits_80_columns() -> None:

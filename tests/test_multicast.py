@@ -220,11 +220,14 @@ def test_only_datagrams_have_it(pd, cq, qp_type, call):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("fe80::1",), "fe80::1 is no multicast GID"),
-        (("::ffff:10.0.0.1",), r"^gid: ::ffff:10.0.0.1 is no multicast GID .*::ffff:239\.1\.2\.3"),
+        (("fe80::1",), "fe80::1 is not a multicast GID"),
+        (
+            ("::ffff:10.0.0.1",),
+            r"^gid: ::ffff:10.0.0.1 is not a multicast GID .*::ffff:239\.1\.2\.3",
+        ),
         (("239.1.2.3",), "^gid: '239.1.2.3' is an IPv4 address; its GID is '::ffff:239.1.2.3'"),
-        (("::ffff:240.0.0.1",), "is no multicast GID"),
-        ((bytes(16),), ":: is no multicast GID"),
+        (("::ffff:240.0.0.1",), "is not a multicast GID"),
+        ((bytes(16),), ":: is not a multicast GID"),
         ((b"\xff" * 15,), "a GID has 16 bytes, not 15"),
         (("group",), "^gid: .*'group'"),
         (("ff0e::1", -1), "lid=-1 is not in"),

@@ -317,7 +317,7 @@ def test_checksum_offload_needs_the_capability_of_its_qp_type(soft, qp_type, cap
 
 @pytest.mark.parametrize("flags", [1 << 5, 1 << 31, 33])
 def test_bits_that_are_no_flag_are_refused(soft, flags):
-    said = f"send_flags={flags:#x} has bits that are no send flag"
+    said = f"send_flags={flags:#x} has bits that are not send flags"
     assert reason(soft.qp().post_send, rp.Send(send_flags=flags)) == said
 
 
@@ -472,7 +472,7 @@ CASES = [
          "SOLICITED|INLINE has no meaning on RDMA_READ",
          lambda s: [s.valid(Opcode.RDMA_READ, send_flags=F.SIGNALED | F.FENCE)]),
     Case("wrong_flags", RC, lambda s: rp.Send(send_flags=32),
-         "send_flags=0x20 has bits that are no send flag"),
+         "send_flags=0x20 has bits that are not send flags"),
     # Memory.
     Case("too_many_sges", RC, lambda s: rp.Send([s.mr[:8]] * 5),
          "5 SGEs, but this queue was created with max_send_sge=4",
@@ -616,10 +616,10 @@ CASES = [
     Case("not_a_tag_handle", "ops", lambda s: rp.TagDel(handle=MISMADE),
          "TAG_DEL needs the handle that a TagAdd of this SRQ was given", where="both"),
     Case("wrong_ops_flags", "ops", lambda s: rp.TagAdd(flags=4),
-         "flags=0x4 has bits that are no flag of a tag-matching operation",
+         "flags=0x4 has bits that are not flags of a tag-matching operation",
          lambda s: [rp.TagAdd(flags=3)]),
     Case("wrong_ops_flags", "ops", lambda s: rp.TagSync(flags=7),
-         "flags=0x7 has bits that are no flag of a tag-matching operation"),
+         "flags=0x7 has bits that are not flags of a tag-matching operation"),
     *(Case("count_without_sync", "ops", lambda s, kind=kind: kind(s, unexpected_cnt=1),
            "unexpected_cnt=1 is not looked at without OpsFlags.TM_SYNC",
            lambda s, kind=kind: [kind(s, unexpected_cnt=1, flags=SYNC), kind(s)])

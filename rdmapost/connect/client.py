@@ -120,7 +120,7 @@ class Teller:
 
     def wrong(self, error: ProtocolError) -> ProtocolError:
         """Make the error for a server that speaks something else."""
-        return ProtocolError(f"{self.where} is no 'rdmapost serve': {error}", error.code)
+        return ProtocolError(f"{self.where} is not an 'rdmapost serve': {error}", error.code)
 
     def ended(self, half: bool, why: str = "") -> ConnectError:
         """Make the error for a connection that is gone."""

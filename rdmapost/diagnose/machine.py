@@ -51,7 +51,7 @@ def diagnose_machine(
 
     Args:
         device: the device that will be used; for "soft0", which needs none of
-            this, what is missing is no problem.  Without a name it is what
+            this, what is missing is not a problem.  Without a name it is what
             RDMAPOST_DEVICE says, else the first that is active.
         port_num: the port that will be used; the first active one unless given.
         gid_index: the GID that will be used; chosen by choose_gid unless given.

@@ -32,9 +32,9 @@ def check_port(context: Context, port: PortAttr, system: System) -> list[Finding
     if port.state in _CARRIES_TRAFFIC:
         findings.append(Finding("port-active", "ok", seen, about=about))
     else:
-        remedy = "start a subnet manager ('opensm') and see that the cable is in"
+        remedy = "start a subnet manager ('opensm') and check the cable"
         if ethernet:
-            remedy = f"ip link set {netdev or 'NETDEV'} up, and see that its cable is in"
+            remedy = f"ip link set {netdev or 'NETDEV'} up, and check its cable"
         findings.append(
             Finding("port-down", "problem", f"{seen}: it carries no traffic", remedy, about)
         )

@@ -195,7 +195,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "Not now, or not for you any more: a resource is used up for the moment, or nothing is "
         "there yet.",
         causes=(
-            "A channel that does not block has no event yet: that is no failure; wait for its "
+            "A channel that does not block has no event yet: that is not a failure; wait for its "
             "file descriptor and call again.",
             "The rdma cgroup is at its limit for HCA objects (ibv_open_device, ibv_create_*).",
             "The firmware is out of that resource (mlx5: 'no resources').",

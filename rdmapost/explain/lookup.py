@@ -147,7 +147,7 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     near = _nearest(text)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UnknownNameError(
-        f"{text[:40]!r} is no status, errno, opcode, state, flag or event{hint}", near
+        f"{text[:40]!r} is not a status, errno, opcode, state, flag or event{hint}", near
     )
 
 
@@ -161,7 +161,7 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
     if abs(number) in errno.errorcode:
         text = describe_errno(abs(number))
         raise UnknownNameError(f"{text} is not an error that verbs are known to give", ())
-    raise UnknownNameError(f"{number} is the number of no status and no errno", ())
+    raise UnknownNameError(f"{number} is not the number of a status or an errno", ())
 
 
 def _nearest(text: str) -> tuple[str, ...]:

@@ -153,7 +153,7 @@ OPCODES: tuple[Explanation, ...] = (
         "The value changed or not, no completion. It is atomic against other atomics of that "
         "device (atomic_cap HCA), and against its CPUs only with GLOB.",
         causes=(
-            "Refused with EINVAL: remote_addr is no multiple of 8, or not one SGE of 8 bytes.",
+            "Refused with EINVAL: remote_addr is not a multiple of 8, or not one SGE of 8 bytes.",
             "Fails with REM_ACCESS_ERR or REM_INV_REQ_ERR: REMOTE_ATOMIC is missing in the "
             "region's flags or in the QP's.",
             "It 'does not swap' though it ends with SUCCESS: compare the old value.",

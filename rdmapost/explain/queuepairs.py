@@ -159,7 +159,7 @@ QP_STATES: tuple[Explanation, ...] = (
         "Broken. Everything outstanding, and everything that is posted, completes with "
         "WR_FLUSH_ERR; messages from the peer are dropped. The only ways out are RESET and "
         "destruction.",
-        "The first completion of this QP that is no flush, on both CQs.",
+        "The first completion of this QP that is not a flush, on both CQs.",
         "get_async_event(context), if there is none: the peer's request broke it.",
         "To use it again: poll what is there, qp.to_reset(), connect both sides anew.",
         causes=(

@@ -86,7 +86,7 @@ STATUSES: tuple[Explanation, ...] = (
         ),
         soft_roce="A receive that is too small ends with LOC_QP_OP_ERR on RC, and the sender gets "
         "REM_OP_ERR. On UD it is LOC_QP_OP_ERR with Linux 6.1; with 6.12 the datagram is dropped "
-        "and the receive stays. A datagram over the MTU is no error.",
+        "and the receive stays. A datagram over the MTU is not an error.",
         see=("ibv_post_recv(3), NOTES", "ibv_query_port(3)", _IBA),
     ),
     _status(
@@ -245,7 +245,7 @@ STATUSES: tuple[Explanation, ...] = (
             "REMOTE_READ, REMOTE_WRITE or REMOTE_ATOMIC, whatever the rkey grants.",
             "More reads and atomics at once than the peer's max_dest_rd_atomic (your "
             "max_rd_atomic is larger), or that is 0 there.",
-            "An atomic at an address that is no multiple of 8, or a peer without atomics.",
+            "An atomic at an address that is not a multiple of 8, or a peer without atomics.",
             "A length that the peer does not take: over 2^31, or over its port's maximum.",
             "Seen on the receive of a SEND_WITH_INV: its key could not be invalidated.",
         ),
@@ -412,7 +412,7 @@ STATUSES: tuple[Explanation, ...] = (
         WCStatus.INV_EECN_ERR,
         "An end-to-end context number was not valid. Only RD queue pairs have such numbers, and "
         "there are none of them in practice.",
-        causes=("Memory that is no completion was read as one; a misdirected CQ buffer.",),
+        causes=("Memory that is not a completion was read as one; a misdirected CQ buffer.",),
         look_at=("Whether wr_id and qp_num of the completion are yours at all.",),
     ),
     _status(
@@ -469,7 +469,7 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.TM_ERR,
-        "A tag-matching operation was not carried out. The most usual case is no failure: a "
+        "A tag-matching operation was not carried out. The most usual case is not a failure: a "
         "TAG_DEL came too late, because a message had taken the entry meanwhile.",
         causes=(
             "TAG_DEL of an entry that a message has consumed: its TM_RECV completion comes, or "

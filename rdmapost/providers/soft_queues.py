@@ -250,7 +250,7 @@ class Queues:
         if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
             raise VerbsError(
                 "ibv_modify_qp", errno.EINVAL,
-                f"qp_access_flags has bits that are no access flags: 0x{unknown:x}",
+                f"qp_access_flags has bits that are not access flags: 0x{unknown:x}",
             )  # fmt: skip
         if not made.modify(QPAttrMask(mask), attrs):
             raise VerbsError("ibv_modify_qp", errno.EINVAL)
