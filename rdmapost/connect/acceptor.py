@@ -28,7 +28,7 @@ from typing import Any
 from .address import show_address
 from .conversation import HELLO_S, Conversation, Reception
 from .messages import MAX_LINE, Error, encode
-from .sockets import LINGER_BYTES, LINGER_S
+from .sockets import LINGER_BYTES, LINGER_S, stop_listening
 
 __all__ = ["BACKLOG", "GUESSES", "GUESSES_IN_ALL", "Acceptor"]
 
@@ -126,6 +126,10 @@ class Acceptor:
         self._selector = selectors.DefaultSelector()
         self._warned = 0.0
 
+    def close(self) -> None:
+        """Release what run() would have, if it is never called."""
+        self._selector.close()
+
     def run(self) -> None:
         """Accept until the server ends."""
         self._selector.register(self._stop_fd, selectors.EVENT_READ)
@@ -141,7 +145,7 @@ class Acceptor:
             while self._lingering:
                 self._poll()
         finally:
-            self._listener.close()
+            stop_listening(self._listener)
             self._selector.close()
             for peer in (*self._pending, *self._lingering):
                 peer.conversation.close()
@@ -213,26 +217,31 @@ class Acceptor:
         if self._lingering:
             self._hang_up(next(iter(self._lingering)))
         elif self._pending:
-            self._evict()
+            why = error.strerror or str(error)
+            self._evict(f"the server cannot accept connections: {why}; try again later")
         else:
             # Wait until some may be closed, or for the end.
             poller = select.poll()
             poller.register(self._stop_fd, select.POLLIN)
             poller.poll(100)
 
-    def _evict(self) -> None:
-        """Refuse one connection from the address with the most."""
+    def _evict(self, why: str = "") -> None:
+        """Refuse one connection from the address with the most.
+
+        Args:
+            why: what it is told; that there are too many unless given.
+        """
         source = max(self._per_source, key=self._per_source.__getitem__)
         for peer in (one for one in self._pending if one.source == source):
             if not peer.complete:
                 # Its hello may have arrived since the last poll.
                 self._read(peer)
                 if not peer.complete and peer in self._pending:
-                    self._refuse(peer, "busy", _TOO_MANY)
+                    self._refuse(peer, "busy", why or _TOO_MANY)
                 if peer not in self._pending:
                     return
         # All hellos are queued; refuse the one that has waited least.
-        self._refuse(peer, "busy", _TOO_FAST)
+        self._refuse(peer, "busy", why or _TOO_FAST)
 
     # ---- hellos --------------------------------------------------------
 

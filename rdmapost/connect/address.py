@@ -93,7 +93,8 @@ def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
         What getaddrinfo returns for it.
 
     Raises:
-        ConnectError: there is no such host.
+        ConnectError: there is no such host, or it cannot be looked up, for lack of file
+            descriptors for instance.
         ConnectTimeout: the name service did not answer.
     """
     found: list[Any] = []
@@ -117,5 +118,17 @@ def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
     if isinstance(found[0], list):
         return found[0]
     error = found[0]
+    if isinstance(error, socket.gaierror):
+        # The resolver does not say if it had no file descriptors.
+        try:
+            socket.socket().close()
+        except OSError as cause:
+            error = cause
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
+        raise ConnectError(
+            f"host {host} cannot be looked up: {error.strerror or error}",
+            "unreachable",
+            error.errno,
+        )
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     raise ConnectError(f"host {host} cannot be found: {why}", "unreachable")

@@ -26,7 +26,7 @@ from .events import OnEvent
 from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
 from .server import Serving, make_exposure, open_listener
-from .sockets import prepare
+from .sockets import prepare, stop_listening
 
 __all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
 
@@ -97,8 +97,10 @@ async def aserve(
         ValueError: an argument is out of range.
         RdmaError: the port has no such GID, or the device has no atomics and they are
             asked for.
-        ConnectError: there is no such host.
-        OSError: the address is in use, or is not this machine's.
+        ConnectError: there is no such host; or the address cannot be listened on: it is in
+            use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
+            (EACCES), or the process has no file descriptors left (EMFILE).
+        ConnectTimeout, VerbsError, RuntimeError: as in serve.
     """
     if on_event is not None and not callable(on_event):
         raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
@@ -143,13 +145,13 @@ class _Opening:
         with self._lock:
             self.listener = listener
             if self._given_up:
-                listener.close()
+                stop_listening(listener)
 
     def give_up(self) -> None:
         with self._lock:
             self._given_up = True
             if hasattr(self, "listener"):
-                self.listener.close()
+                stop_listening(self.listener)
 
 
 class AsyncServer(Serving, _ClosedAtTheEnd):

@@ -26,7 +26,7 @@ from .conversation import check_token
 from .errors import ConnectError, ConnectTimeout, ProtocolError
 from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
 from .protocol import ClientSession
-from .sockets import prepare, send_all
+from .sockets import errno_of, prepare, send_all
 
 __all__ = ["MARGIN_S", "Connection", "Teller", "dial", "why_not_reached"]
 
@@ -94,8 +94,11 @@ def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
         return ConnectError(
             f"{where} refused the connection: start 'rdmapost serve' there, or name its port",
             "refused",
+            error.errno,
         )
-    return ConnectError(f"{where} cannot be reached: {error.strerror or error}", "unreachable")
+    return ConnectError(
+        f"{where} cannot be reached: {error.strerror or error}", "unreachable", errno_of(error)
+    )
 
 
 class Teller:
@@ -183,7 +186,12 @@ class Connection(Dialled, ClosedAtTheEnd):
         # Wakes threads waiting for an answer, so that close() need not wait for them. No signal
         # handler can run before the descriptor has its owner: map calls both in C.
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
+        try:
+            (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
+        except OSError as error:
+            with suppress(RdmaError):
+                self._give_back()
+            raise why_not_reached(show_address((host, port)), error, self.timeout) from error
         try:
             self._session = ClientSession()
             self._socket = self._reach(host, port)
@@ -205,7 +213,11 @@ class Connection(Dialled, ClosedAtTheEnd):
         self._teller = Teller(where)
         last: OSError = OSError(f"{host} has no address")
         for family, kind, proto, _, address in resolve(host, port, self.timeout):
-            sock = socket.socket(family, kind, proto)
+            try:
+                sock = socket.socket(family, kind, proto)
+            except OSError as error:
+                last = error
+                continue
             try:
                 # Try every address of a host within the one timeout.
                 sock.settimeout(max(0.001, deadline - time.monotonic()))

@@ -23,12 +23,12 @@ from ..queuepair import QP
 from .errors import ProtocolError
 from .fabric import fabric_of
 from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
-from .sockets import refuse_inherited
+from .sockets import NotCopied, refuse_inherited
 
 __all__ = ["Dialled"]
 
 
-class Dialled:
+class Dialled(NotCopied):
     """A queue pair of this device, connected to a server's.
 
     ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request

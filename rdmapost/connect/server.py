@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import errno
 import logging
 import mmap
 import os
@@ -31,7 +32,15 @@ from .errors import ConnectError
 from .events import OnEvent
 from .exposure import EXPOSABLE, Exposure, ServedClient
 from .messages import MAX_LINE
-from .sockets import drain, prepare, refuse_inherited, send_all
+from .sockets import (
+    NotCopied,
+    drain,
+    errno_of,
+    prepare,
+    refuse_inherited,
+    send_all,
+    stop_listening,
+)
 
 __all__ = ["Server", "Serving", "make_exposure", "open_listener", "serve"]
 
@@ -110,8 +119,12 @@ def serve(
         ValueError: an argument is out of range.
         RdmaError: the port has no such GID, or the device has no atomics and they are
             asked for.
-        ConnectError: there is no such host.
-        OSError: the address is in use, or is not this machine's.
+        ConnectError: there is no such host; or the address cannot be listened on: it is in
+            use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
+            (EACCES), or the process has no file descriptors left (EMFILE).
+        ConnectTimeout: the name service did not answer within 5 s.
+        VerbsError: the device refused.
+        RuntimeError: no thread can be started.
     """
     port = check_where(host, port, 0)
     exposure = make_exposure(
@@ -168,24 +181,35 @@ def open_listener(host: str, port: int) -> socket.socket:
     """Open a listening socket.
 
     Raises:
-        ConnectError: there is no such host.
-        OSError: the address cannot be listened on; the text names it.
+        ConnectError: there is no such host, or the address cannot be listened on; the text names
+            it, and errno is the operating system's.
     """
     family, kind, proto, _, address = resolve(host, port, 5.0)[0]
-    listener = socket.socket(family, kind, proto)
+    listener = None
     try:
+        listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setblocking(False)
         listener.bind(address)
         listener.listen(BACKLOG)
     except BaseException as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         if not isinstance(error, OSError):
             raise
-        raise ConnectError(
-            f"cannot listen on {show_address(address)}: {error.strerror or error}", "unreachable"
-        ) from error
+        raise _not_listening(show_address(address), error) from error
     return listener
+
+
+def _not_listening(where: str, error: OSError) -> ConnectError:
+    remedy = ""
+    if error.errno == errno.EADDRINUSE:
+        remedy = "; give another port, or 0 for a free one"
+    return ConnectError(
+        f"cannot listen on {where}: {error.strerror or error}{remedy}",
+        "unreachable",
+        errno_of(error),
+    )
 
 
 class _AtWork(PD):
@@ -257,7 +281,7 @@ class _Threads:
         self._started = False
         # Its holder starts the server, or prevents the start.
         self._first = _thread.allocate_lock()
-        self._why = ""
+        self._why: Exception | None = None
         self._over = _Event()
         self._at_work = _AtWork(reception.context, self._name)
 
@@ -279,14 +303,19 @@ class _Threads:
         try:
             _thread.start_new_thread(self._begin, (begun, lifeline))
         except (RuntimeError, MemoryError) as error:
-            self._why = str(error) or type(error).__name__
+            self._why = error
             self._give_back()
         else:
             begun.acquire()
         if not self._started:
-            raise RuntimeError(f"cannot start a thread for the server: {self._why}")
+            why = self._why
+            if isinstance(why, OSError):
+                raise _not_listening(self._name, why) from why
+            text = str(why) or type(why).__name__
+            raise RuntimeError(f"cannot start a thread for the server: {text}")
 
     def _begin(self, begun: _thread.LockType, lifeline: list[socket.socket]) -> None:
+        acceptor: Acceptor | None = None
         try:
             if not self._first.acquire(blocking=False):
                 return
@@ -298,24 +327,30 @@ class _Threads:
             if self.ended:
                 self.end()
             _running.add(self)
-            self._acceptor = threading.Thread(target=self.run, name=f"serve {self}", daemon=True)
+            # Here, not in the thread: for lack of descriptors it cannot be made.
+            acceptor = Acceptor(
+                self.reception, self._listener, self._stop.fileno(), self._start_client
+            )
+            self._acceptor = threading.Thread(
+                target=self.run, args=(acceptor,), name=f"serve {self}", daemon=True
+            )
             self._acceptor.start()
             self._started = True
         except Exception as error:
-            self._why = str(error) or type(error).__name__
+            self._why = error
+            if acceptor is not None:
+                acceptor.close()
             self._give_back()
         finally:
             begun.release()
 
-    def run(self) -> None:
+    def run(self, acceptor: Acceptor) -> None:
         try:
             try:
-                Acceptor(
-                    self.reception, self._listener, self._stop.fileno(), self._start_client
-                ).run()
+                acceptor.run()
             finally:
                 # No new clients from here on.
-                self._listener.close()
+                stop_listening(self._listener)
                 with suppress(OSError):
                     self._stop.shutdown(socket.SHUT_RDWR)
                 for thread in self._clients.copy():
@@ -326,7 +361,7 @@ class _Threads:
     def _give_back(self) -> None:
         try:
             _running.discard(self)
-            self._listener.close()
+            stop_listening(self._listener)
             if hasattr(self, "_stop"):
                 self._stop.close()
             with suppress(RdmaError):
@@ -453,7 +488,7 @@ def _end_all() -> None:
         threads.close()
 
 
-class Serving:
+class Serving(NotCopied):
     """What Server and AsyncServer have in common."""
 
     # At the interpreter's exit a finalizer may find no globals.
@@ -470,7 +505,7 @@ class Serving:
                 _log.warning("%s", self.warning)
             self._threads = _Threads(reception, listener)
         except BaseException:
-            listener.close()
+            stop_listening(listener)
             raise
         try:
             self._threads.start(self._lifeline)
@@ -481,11 +516,12 @@ class Serving:
     def __del__(self) -> None:
         threads: _Threads | None = getattr(self, "_threads", None)
         if threads is not None and threads.pid == self._getpid():
-            unclosed = not threads.ended
+            # Before end(), after which it calls itself closed.
+            unclosed = "" if threads.ended else f"unclosed {self!r}"
             # Not close(): a finalizer may run in any thread, including the server's.
             threads.end()
             if unclosed:
-                self._warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+                self._warn(unclosed, ResourceWarning, source=self, stacklevel=2)
         for end in getattr(self, "_lifeline", ()):
             end.close()
 

@@ -7,10 +7,21 @@ import select
 import socket
 import time
 from contextlib import suppress
+from typing import NoReturn
 
 from ..errors import ClosedError
 
-__all__ = ["LINGER_BYTES", "LINGER_S", "drain", "prepare", "refuse_inherited", "send_all"]
+__all__ = [
+    "LINGER_BYTES",
+    "LINGER_S",
+    "NotCopied",
+    "drain",
+    "errno_of",
+    "prepare",
+    "refuse_inherited",
+    "send_all",
+    "stop_listening",
+]
 
 LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
@@ -42,6 +53,31 @@ def refuse_inherited(what: str, pid: int) -> None:
     """
     if pid != os.getpid():
         raise ClosedError(f"{what} was opened by process {pid}")
+
+
+class NotCopied:
+    """What can be neither copied nor pickled: dropping the copy would close the original."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"cannot copy or pickle {type(self).__name__!r} object: "
+            "a second one would close the first"
+        )
+
+
+def errno_of(error: OSError) -> int | None:
+    """Return an error's errno; None if it has none, as getaddrinfo's EAI_ codes are not."""
+    return None if isinstance(error, socket.gaierror) else error.errno
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """Close a listening socket, and let others have its port.
+
+    close() alone leaves it listening as long as the child of a fork has a copy of it.
+    """
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:

@@ -213,14 +213,17 @@ def accept(listener: socket.socket, timeout: float, wait: float | None = None) -
     """
     with listener:
         listener.settimeout(wait)
+        name = name_of(listener.getsockname())
         try:
             sock, address = listener.accept()
         except TimeoutError:
-            raise PingpongError(
-                f"no client came to {name_of(listener.getsockname())} within {wait:g} s"
-            ) from None
+            raise PingpongError(f"no client came to {name} within {wait:g} s") from None
         except OSError as error:
             raise PingpongError(f"no client came: {_why(error)}") from None
+        finally:
+            # close() alone would leave it listening while a forked child has a copy of it.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
     return Line(sock, name_of(address), timeout, is_client=False)
 
 
