@@ -134,7 +134,7 @@ def test_asyncio_dialling_can_be_cancelled(context: rp.Context) -> None:
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        (b"SSH-2.0-x\r\n", "is no 'rdmapost serve'"),
+        (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve'"),
         (b'{"type":"off', "closed the connection in the middle of a message"),
         (None, r"did not answer within 0\.3 s"),
     ],

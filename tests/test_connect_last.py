@@ -164,6 +164,7 @@ def test_a_task_that_is_cancelled_with_its_server_leaves_no_message_acknowledged
             await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
+        await server.close()  # what the second cancellation cut short
         return peer, load
 
     peer, load = asyncio.run(main())

@@ -272,7 +272,7 @@ def test_a_server_that_says_nothing(context: rp.Context) -> None:
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        (b"SSH-2.0-x\r\n", "is no 'rdmapost serve': this is not the exchange"),
+        (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not the exchange"),
         (b'{"type":"ready"}\n', "'ready' came, and not offer or error"),
         (b"{" + b" " * 5000, "longer than 4096 bytes"),
         (b'{"type":"off', "closed the connection in the middle of a message"),

@@ -139,33 +139,6 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
     assert prints(STRUCK + code) == "['1'] ['SUCCESS', 'SUCCESS']"
 
 
-def test_work_request_that_the_device_fails_to_carry_out_while_the_interpreter_ends_has_ended():
-    """No other thread gets the GIL by then."""
-    code = """
-import logging, types
-logging.getLogger("rdmapost.soft").disabled = True
-
-class Last:
-    def __init__(self):
-        self.names = rp, sys, print, len
-
-    def __del__(self):
-        rp, sys, print, len = self.names
-        context = rp.open_device("soft0")
-        pd, cq = rp.PD(context), rp.CQ(context)
-        own = rp.QP(pd, rp.QPType.RC, cq)
-        own.connect(own.endpoint())
-        own.post_send(rp.Send())
-        print(sys.is_finalizing(), [wc.status.name for wc in cq.poll()], flush=True)
-
-requester._carry_out = lambda *_: 1 // 0
-# Its module is the first whose variables are deleted.
-sys.modules["last"] = types.ModuleType("last")
-sys.modules["last"].it = Last()
-"""
-    assert prints(STRUCK + code) == "True ['FATAL_ERR']"
-
-
 @pytest.mark.parametrize("ends", ["raise LookupError", "return"])
 def test_child_of_a_handler_that_forks_in_the_middle_of_a_step_carries_out_nothing_more(ends):
     """Neither that step again, nor the next, nor what is posted to other queue pairs."""

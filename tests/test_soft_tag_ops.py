@@ -248,7 +248,7 @@ def test_operations_are_checked_before_they_are_posted(server, pd, context, stac
         (rp.TagAdd(tag=0x30, mask=0x0F), "no message can match"),
         (rp.TagAdd(unexpected_cnt=2), "unexpected_cnt=2 is not looked at without"),
         (rp.TagSync(flags=OpsFlags.SIGNALED), "tells the device nothing"),
-        (rp.TagSync(flags=8), "bits that are no flag"),
+        (rp.TagSync(flags=8), "bits that are not flags"),
         (rp.TagAdd(recv_wr_id=1 << 64), "recv_wr_id=18446744073709551616 is not in"),
         (rp.TagAdd(tag=-1), "tag=-1"),
         (rp.TagAdd(tag="x"), "tag: expected int, got str"),

@@ -170,7 +170,7 @@ def test_what_no_queue_pair_takes(context, pd, connect, region, mw, stack, check
         ({"length": 257}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
         ({"send_flags": rp.SendFlags.INLINE}, "INLINE has no meaning on BIND_MW"),
-        ({"send_flags": 1 << 20}, "no send flag"),
+        ({"send_flags": 1 << 20}, "not send flags"),
     ],
 )
 def test_what_a_checked_queue_pair_does_not_take(context, rc, region, mw, stack, given, words):
