@@ -12,7 +12,7 @@ import pytest
 from support import ALL, LOSES_MEMORY, prints, resident
 
 import rdmapost as rp
-from rdmapost import QPType
+from rdmapost import QPType, SendFlags
 
 SETUP = """
 import gc, os, sys, rdmapost as rp
@@ -56,13 +56,24 @@ def test_memory_lives_until_the_completion(rc):
         bytes(view)
 
 
-def test_address_handle_lives_until_the_completion(connect):
-    pair = connect(QPType.UD)
+@pytest.mark.parametrize("how", ["post_send", "prepare"])
+@pytest.mark.parametrize("inline", [False, True], ids=["", "INLINE"])
+def test_address_handle_lives_until_the_completion(connect, inline, how):
+    """INLINE data is copied when it is posted; the address handle is not."""
+    pair = connect(QPType.UD, max_inline_data=64)
     ah = pair.a.ah_to(pair.b.endpoint())
     ref = weakref.ref(ah)
     pair.b.post_recv(rp.RecvWR(pair.theirs[:100]))
-    pair.a.post_send(pair.send(pair.mine[:4], ah=ah))
+    flags = SendFlags.SIGNALED | (SendFlags.INLINE if inline else SendFlags(0))
+    wr = pair.send(pair.mine[:4], ah=ah, send_flags=flags)
     del ah
+    if how == "prepare":
+        batch = pair.a.prepare(wr)
+        batch.post()
+        batch.close()
+    else:
+        pair.a.post_send(wr)
+    del wr
     gc.collect()
     assert ref() is not None
     pair.wait(2)

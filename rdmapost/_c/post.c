@@ -135,18 +135,20 @@ void rp_link(const struct post *post, size_t index, size_t count)
 static void record(struct queue *q, struct post *post, struct request *r)
 {
 	struct ibv_send_wr *wr = (void *)(post->records + r->record);
-	PyObject *wr_id = r->wr_id, *held = NULL;
+	PyObject *wr_id = r->wr_id, *held;
 	unsigned char state = RP_POSTED;
 	uint32_t removes = 0;
 	uint64_t serial = 0;
 
 	r->wr_id = NULL;
-	/* Inline data has been copied when the call returns: the request holds it till then. */
-	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE)) {
-		held = r->held;
+	held = rp_held_until_done(q, r);
+	if (held == r->held) {
 		/* A window is used again once the device has returned. */
-		r->held = r->mw ? Py_NewRef(r->held) : NULL;
+		r->held = r->mw ? Py_NewRef(held) : NULL;
 		r->named = 0;
+	} else if (held) {
+		Py_INCREF(held);
+		rp_name((struct rp_handle *)held);
 	}
 	if (r->mw) {
 		serial = rp_count_bind();
@@ -273,8 +275,8 @@ static PyObject *wrs_of(const struct post *post)
 }
 
 /*
- * Add how many were posted, or -1 if nobody knows, to an exception that was raised in place of the
- * PostError: a RecursionError, or a signal handler's.  Calls no function: there may be no stack left.
+ * Add how many were posted, or -1 if nobody knows, to an exception that is not a PostError: a
+ * RecursionError, or a signal handler's.  Calls no function: there may be no stack left.
  */
 static void tell_posted(long long posted, Py_ssize_t count)
 {
@@ -423,12 +425,19 @@ static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struc
 	return 0;
 }
 
-/* None, or NULL with an exception: `raised`, unless NULL, with any that is set as its context. */
-static PyObject *answer(PyObject *raised)
+/*
+ * None, or NULL with an exception that says how many were posted: `raised`, unless NULL, with any that
+ * is set as its context.
+ */
+static PyObject *answer(PyObject *raised, const struct post *post, int64_t posted)
 {
 	if (raised)
 		rp_raise(raised);
-	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+	if (!PyErr_Occurred())
+		Py_RETURN_NONE;
+	if (posted)
+		tell_posted(posted, post->wrs ? PyTuple_Size(post->wrs) : (Py_ssize_t)post->count);
+	return NULL;
 }
 
 PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
@@ -466,7 +475,7 @@ PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *po
 		rp_raise_refusal(q, owner, wrs, &(struct refusal){ .rule = rule }, index, 0);
 	else if (!open)
 		rp_raise_list_closed(q, post);
-	return answer(raised);
+	return answer(raised, post, outcome.posted);
 }
 
 /*
@@ -508,7 +517,7 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	raised = end_and_run(q, &turn, taken);
 	if (taken < 0)
-		return answer(raised);
+		return answer(raised, post, 0);
 	if (q->in_flight->tagged)
 		not_taken = give_handles(q, post, outcome.posted);
 	if (rule)
@@ -522,7 +531,7 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 				 (Py_ssize_t)outcome.posted);
 	if (not_taken)
 		raise_not_taken(not_taken);
-	return answer(raised);
+	return answer(raised, post, outcome.posted);
 }
 
 /* Whether it is a handle; nearly always of the same class. */

@@ -244,6 +244,14 @@ static inline PyObject *rp_name_held(PyObject *held, const struct rp_handle *in_
 	return handle->process != in_use->process || RP_LOAD(&handle->word) & RP_SHUT ? held : NULL;
 }
 
+/* What a request names until it is done, borrowed: INLINE data is copied before a post returns. */
+static inline PyObject *rp_held_until_done(const struct queue *q, const struct request *r)
+{
+	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE))
+		return r->held;
+	return (PyObject *)r->ah;
+}
+
 /* ---- rules.c ------------------------------------------------------------ */
 
 /*

@@ -94,10 +94,11 @@ static Py_ssize_t check_all(struct prepared *p)
 	return post->refusal.rule ? (Py_ssize_t)readable : -1;
 }
 
-/* What a request holds until done, borrowed; inline data is copied before a post returns. */
 static PyObject *held_until_done(const struct prepared *p, const struct request *r)
 {
-	return !r->held || (p->queue->verb == SEND && r->flags & IBV_SEND_INLINE) ? Py_None : r->held;
+	PyObject *held = rp_held_until_done(p->queue, r);
+
+	return held ? held : Py_None;
 }
 
 /* Takes over the references, any of which may be NULL. */

@@ -127,3 +127,26 @@ def test_interrupt_of_the_error_for_a_list_that_was_posted_in_part_says_how_many
     interrupt_at_each_moment(lambda: Rig(soft), act, check)
     assert set(told) == {PARTLY}
     assert set(whole) == {2}
+
+
+@isolated(silent=True, timeout=30)
+def test_interrupt_of_a_post_says_how_many_were_posted(soft):
+    """While the device carries them out."""
+    told: list[object] = []
+    wrong: list[object] = []
+
+    def act(rig: Rig) -> None:
+        try:
+            rig.a.post_send([rig.write(1), rig.write(2)])
+        except KeyboardInterrupt as error:
+            if getattr(error, "posted", 0) != rig.a.outstanding.send:
+                wrong.append(rig.a.outstanding)
+            told.extend(getattr(error, "__notes__", []))
+
+    def check(rig: Rig, _: Moment) -> None:
+        rig.drain()
+        rig.close()
+
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/soft/")
+    assert not wrong
+    assert set(told) == {"2 of 2 work requests were posted"}
