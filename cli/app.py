@@ -32,7 +32,11 @@ _COMMANDS = {
         ("send", "send", "Send a message to a second queue pair, or to HOST."),
         ("rdma", "write", "Write to the memory of a second queue pair, or of HOST."),
         ("rdma", "read", "Read the memory of a second queue pair, or of HOST."),
-        ("atomic", "atomic", "Change 64 bits of a second queue pair, or of HOST, at once."),
+        (
+            "atomic",
+            "atomic",
+            "Change 64 bits of another queue pair, or of HOST, atomically.",
+        ),
         ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
         ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
         ("offload", "tso", "Let the device cut data into segments (TSO)."),
@@ -40,7 +44,7 @@ _COMMANDS = {
     ),
     "Two hosts": (
         ("serve", "serve", "Let commands of other processes post to this device."),
-        ("pingpong", "pingpong", "Send a message to and fro between two hosts, and time it."),
+        ("pingpong", "pingpong", "Send a message back and forth between two hosts, and time it."),
     ),
     "Shell": (("completion", "completion", "Print what lets a shell complete rdmapost."),),
 }

@@ -30,7 +30,7 @@ __all__ = ["atomic"]
 @click.group(invoke_without_command=True)
 @click.pass_context
 def atomic(ctx: click.Context) -> None:
-    """Change 64 bits of a second queue pair, or of HOST, at once."""
+    """Change 64 bits of another queue pair, or of HOST, atomically."""
     need_command(ctx)
 
 

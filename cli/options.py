@@ -376,7 +376,7 @@ def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
                 metavar="N",
                 default=1,
                 show_default=True,
-                help="Post a list of N work requests at once.",
+                help="Post N work requests in one list.",
             )(command)
         if len(qp_types) > 1:
             command = click.option(

@@ -90,7 +90,7 @@ def pingpong(
     wait: float | None,
     timeout: float,
 ) -> None:
-    """Send a message to and fro between two hosts, and time it.
+    """Send a message back and forth between two hosts, and time it.
 
     Without HOST this is the server and waits for one client; with HOST it is the
     client of the server there.  The other side is rdmapost too, or a program of
@@ -98,7 +98,7 @@ def pingpong(
     RoCE has to be given its GID (-g INDEX).  Both sides need the same --size,
     --iters and --mtu.
 
-    A server listens on every address, as the stock ones do, because its client
+    A server listens on every address, as ibv_rc_pingpong does, because its client
     is another machine; it takes one connection and exposes no memory.  The
     timeout is for each step of the exchange and for each message.
     """

@@ -132,9 +132,7 @@ class Resource(door.Handle):
         shown = ", ".join(names[:4]) or "another resource"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         them = "them" if len(names) > 1 else "it"
-        raise InUseError(
-            f"{self} cannot be closed: {shown}{more} still open on it; close {them} first"
-        )
+        raise InUseError(f"{self} cannot be closed: {shown}{more} still open; close {them} first")
 
     def _refuse_posted(self) -> None:
         raise InUseError(

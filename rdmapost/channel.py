@@ -73,6 +73,9 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
     def fileno(self) -> int:
         """Return the file descriptor; it is readable when there is an event.
 
+        soft0's is also readable when a retry is due: get_cq_event(0) carries it out, and
+        returns None.
+
         Raises:
             ClosedError: the channel is closed.
         """

@@ -259,8 +259,9 @@ class CQ(Resource, struct="ibv_cq"):
         keeps the GIL busy, spinning and sleeping each cost one switch interval
         (sys.getswitchinterval); completions that are already there cost none.
         Closing the CQ ends the wait; a CQ that has overrun does not.  If several threads wait,
-        those that began first are served first; one that wants more than there is does not
-        hold up the others.
+        the first to have begun is served first; one that wants many completions does not hold
+        up those that want few.  While tasks of a stopped or blocked event loop wait for the
+        same CQ, a thread may notice a completion 20 ms late.
 
         Args:
             count: how many.
@@ -305,7 +306,9 @@ class CQ(Resource, struct="ibv_cq"):
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
 
-        No thread blocks, and cancelling the task loses no completion.  Several tasks of
+        No thread blocks, and cancelling the task loses no completion.  If that many are already
+        there it returns without suspending: a loop that must let other tasks run awaits
+        asyncio.sleep(0), too.  Several tasks of
         one event loop may wait; one that wants few is not held up by one that wants many.
         CQs that share a channel work too.  ``async for wc in cq`` yields completions one
         at a time.

@@ -32,8 +32,8 @@ _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
-    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; without any, the "
-    "software device soft0 can be named"
+    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; or use the "
+    "software device, soft0"
 )
 
 

@@ -398,7 +398,7 @@ def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
     ]
     if batches:
         raise InUseError(
-            f"{resource_} cannot be closed: {', '.join(batches)} still open on it; "
+            f"{resource_} cannot be closed: {', '.join(batches)} still open; "
             f"close {'it' if len(batches) == 1 else 'them'} first"
         )
     named = [

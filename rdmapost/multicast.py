@@ -92,8 +92,8 @@ class Multicast(Steps):
                 raise
             named = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in attached))
             raise RdmaError(
-                f"{self} is not attached to {group[0]} (lid {lid}), but to "
-                f"{named or 'no multicast group'}"
+                f"{self} is not attached to {group[0]} (lid {lid})"
+                + (f", but to {named}" if named else "")
             ) from None
 
     def _detach(self, gid: GID, lid: int) -> None:

@@ -59,7 +59,7 @@ def test_the_end_of_a_server_is_seen_without_asking(serve: Callable[..., Served]
         assert not peer.closed
         served.server.close()
         assert peer.closed
-        with pytest.raises(connect.ConnectError, match="the server ends"):
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
             peer.report()
 
 
@@ -85,7 +85,7 @@ def test_asyncio_the_end_of_a_server_is_seen_without_asking(context: rp.Context)
         async with asyncio.timeout(LIMIT):
             while not peer.closed:
                 await asyncio.sleep(0)
-        with pytest.raises(connect.ConnectError, match="the server ends"):
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
             await peer.look()
         assert peer.closed
         await peer.close()
@@ -101,7 +101,7 @@ def test_asyncio_a_server_ends_with_its_event_loop(context: rp.Context) -> None:
     server, peer = asyncio.run(main())
     with peer:
         assert peer.closed
-        with pytest.raises(connect.ConnectError, match="the server ends"):
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
             peer.look()
     assert [t.name for t in threading.enumerate() if t.name.startswith("serve ")] == []
     del server

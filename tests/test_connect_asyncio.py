@@ -113,7 +113,7 @@ def test_asyncio_server_ends_with_clients_there(context: rp.Context) -> None:
         (client,) = server.clients
         await server.close()
         assert client.mr.closed
-        with pytest.raises(connect.ConnectError, match="the server ends"):
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
             await peer.look()
         await peer.close()
         assert peer.qp.closed

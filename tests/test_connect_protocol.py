@@ -328,8 +328,8 @@ def test_the_client_hears_an_error_at_any_time(asked: Message | None) -> None:
     session = ClientSession()
     if asked is not None:
         session.ask(asked)
-    session.receive(encode(Error("closing", "the server ends")))
-    assert session.next_message() == Error("closing", "the server ends")
+    session.receive(encode(Error("closing", "the server is shutting down")))
+    assert session.next_message() == Error("closing", "the server is shutting down")
 
 
 # ---- nonsense ---------------------------------------------------------------------

@@ -160,9 +160,9 @@ def test_the_server_ends_with_clients_there(serve: Callable[..., Served]) -> Non
         served.server.close()
         assert client.mr.closed
         assert client.qp.closed
-        assert served.until(connect.Left).reason == "the server ends"
+        assert served.until(connect.Left).reason == "the server is shutting down"
         assert one_error(waiting)[0] == "closing"
-        with pytest.raises(connect.ConnectError, match="refused: the server ends"):
+        with pytest.raises(connect.ConnectError, match="refused: the server is shutting down"):
             peer.look()
     served.server.close()
     with pytest.raises(

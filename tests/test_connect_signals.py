@@ -213,7 +213,7 @@ def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(
     assert time.monotonic() - began < SOON
     until(lambda: not server_threads())
     assert not server.clients
-    with pytest.raises(connect.ConnectError, match="the server ends"):
+    with pytest.raises(connect.ConnectError, match="the server is shutting down"):
         peer.look()
     peer.close()
     pd.close()

@@ -526,3 +526,26 @@ def test_exception_out_of_the_event_loop_that_is_told_to_look_ends_the_wait(cq):
         cq._poller.unclaim(told)
     with pytest.raises(rp.WaitTimeout):
         cq.wait(1, 0.01)
+
+
+def test_wait_beside_tasks_of_a_stopped_event_loop_ends_soon(rc):
+    """Nobody sleeps on the channel then."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(rc.cq.completions(8))
+    loop.run_until_complete(asyncio.sleep(0.01))
+
+    def attempt() -> float:
+        waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        began = time.monotonic()
+        write(rc)
+        assert len(waiter.end()) == 1
+        return waiter.ended - began
+
+    try:
+        assert at_once(attempt)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()

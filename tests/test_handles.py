@@ -260,7 +260,7 @@ def test_refusal_that_was_put_off_is_told(monkeypatch):
     mr = Thing("mr", pd)
     mr._verb(lambda _: pd.close())
     assert [str(one.exc_value) for one in told] == [
-        "pd cannot be closed: mr still open on it; close it first"
+        "pd cannot be closed: mr still open; close it first"
     ]
     assert not pd.closed
     mr.close()
@@ -424,7 +424,7 @@ def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
     assert len(told) == 1
     assert str(told[0].message).startswith("mr could not be closed: <lambda>: EINVAL")
     assert str(told[0].message).endswith("; the device keeps it until the process ends")
-    with pytest.raises(rp.InUseError, match="mr still open on it"):
+    with pytest.raises(rp.InUseError, match="mr still open"):
         parent.close()
 
 

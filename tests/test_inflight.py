@@ -266,7 +266,7 @@ class InOrder(Machine):
             assert mr is not None
             region = mr()
             assert region is not None
-            assert f"{self.batch} still open on it" in refused(region.close)
+            assert f"{self.batch} still open" in refused(region.close)
         named = [entry.wr_id for entry in self.model if entry.tag]
         if named and not (self.batch and any(entry.tag for entry in self.prepared)):
             self.refuses_to_close(self.shared, named)

@@ -250,7 +250,7 @@ def test_lid_that_is_no_whole_number(pd, cq, call, lid):
 def test_group_that_it_is_not_attached_to(connect, group):
     """The error says which groups it is attached to."""
     pair = connect(QPType.UD)
-    with pytest.raises(rp.RdmaError, match=r"is not attached to ff0e::9 .*but to no multicast"):
+    with pytest.raises(rp.RdmaError, match=r"is not attached to ff0e::9 \(lid \d+\)$"):
         pair.a.detach_mcast("ff0e::9")
     pair.a.attach_mcast(group)
     with pytest.raises(rp.RdmaError, match=rf"ff0e::9 \(lid 0\), but to {group} \(lid 0\)"):

@@ -98,7 +98,7 @@ def test_closed_window_is_named_by_its_kind(pd):
 
 def test_parent_with_open_children_names_them():
     things = tree()
-    with pytest.raises(rp.InUseError, match=r"pd cannot be closed: mr, qp still open on it"):
+    with pytest.raises(rp.InUseError, match=r"pd cannot be closed: mr, qp still open"):
         things["pd"].close()
     assert not things["pd"].closed
     # It is as usable as before.
@@ -106,7 +106,7 @@ def test_parent_with_open_children_names_them():
     Thing("other", things["pd"]).close()
     closed.clear()
     things["qp"].close()
-    with pytest.raises(rp.InUseError, match=r"mr still open on it; close it first"):
+    with pytest.raises(rp.InUseError, match=r"mr still open; close it first"):
         things["pd"].close()
     things["mr"].close()
     things["pd"].close()
@@ -144,7 +144,7 @@ def test_error_inside_with_is_the_one_that_is_seen():
 
     with pytest.raises(ZeroDivisionError) as caught:
         use()
-    assert caught.value.__notes__ == ["pd cannot be closed: mr still open on it; close it first"]
+    assert caught.value.__notes__ == ["pd cannot be closed: mr still open; close it first"]
     assert not pd.closed
     opened[0].close()
     pd.close()

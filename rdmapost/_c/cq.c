@@ -23,6 +23,9 @@ enum { BATCH = 64 };
 /* In ms; a signal just before the sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
+/* Between looks of a thread while tasks wait, whose event loop may be stopped or blocked. */
+enum { LOOK_NS = 20000000 };
+
 /* How long a wait leaves completions to the waits that began before it. */
 enum { YIELD_NS = 10000000 };
 
@@ -673,6 +676,8 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	} else if (tell_tasks(p)) {
 		return -1;
 	}
+	if (!leads && RP_LOAD(&p->tasks) && deadline - rp_now_ns() > LOOK_NS)
+		deadline = rp_now_ns() + LOOK_NS;
 	ready = sleep_on(p, me, leads ? p->channel : -1, deadline);
 	return ready > 0 ? tell(p->drop_event) : ready;
 }

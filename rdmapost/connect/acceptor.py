@@ -140,7 +140,7 @@ class Acceptor:
             self._selector.unregister(self._stop_fd)
             self._selector.unregister(self._listener)
             for peer in list(self._pending):
-                self._refuse(peer, "closing", "the server ends")
+                self._refuse(peer, "closing", "the server is shutting down")
             self._empty_backlog()
             while self._lingering:
                 self._poll()
@@ -157,7 +157,7 @@ class Acceptor:
             for _ in range(BACKLOG):
                 sock, _ = self._listener.accept()
                 with sock, suppress(OSError):
-                    sock.send(encode(Error("closing", "the server ends")))
+                    sock.send(encode(Error("closing", "the server is shutting down")))
 
     def _poll(self) -> bool:
         """Wait for events and deadlines, and handle them; return False when the server ends."""

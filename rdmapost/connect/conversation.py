@@ -262,7 +262,7 @@ class Conversation:
             half = " in the middle of a message" if self._session.partial else ""
             self._reason = why or f"the connection ended{half} without a bye"
 
-    def end(self, code: str = "closing", text: str = "the server ends") -> bytes:
+    def end(self, code: str = "closing", text: str = "the server is shutting down") -> bytes:
         """End the conversation from the server's side, and return what to send."""
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 

@@ -160,7 +160,7 @@ class ServerSession:
                 raise ProtocolError(
                     "this server asks for a token, and the client gave none"
                     if fields.get("token") is None
-                    else "the token is not the one that this server asks for",
+                    else "wrong token",
                     "token",
                 )
             message = decode(fields, Hello)

@@ -236,7 +236,7 @@ def _no_device(system: System) -> Finding:
         remedy = f"{rxe}; or "
     else:
         release = os.uname().release
-        remedy = f"load the NIC's driver (of Linux {release} there is no rdma_rxe here); or "
+        remedy = f"load the NIC's driver (kernel {release} has no rdma_rxe module here); or "
     return Finding(
         "no-rdma-device", "problem", "there is no RDMA device on this machine",
         f"{remedy}run in a virtual machine that has one (README, 'A real device in a virtual "

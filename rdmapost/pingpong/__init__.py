@@ -1,6 +1,6 @@
 """Ping-pong with ibv_rc_pingpong, ibv_uc_pingpong, ibv_ud_pingpong or another rdmapost.
 
-One message goes to and fro, and each way back is timed.  Either side can be the
+One message goes back and forth, and each round trip is timed.  Either side can be the
 stock program of rdma-core: the exchange of addresses, the Q_Key, the sizes and
 the data are those that it uses::
 

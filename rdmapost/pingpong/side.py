@@ -292,7 +292,7 @@ class Pingpong(Together):
     def _exchange_messages(
         self, send: bool, progress: Callable[[int], None] | None
     ) -> tuple[array[int], float]:
-        """Send the message to and fro.
+        """Send the message back and forth.
 
         Args:
             send: begin; else wait for the first one.

@@ -213,7 +213,7 @@ def test_client_killed_in_the_exchange(peer, device, says, hears, why):
 
 
 class Murder:
-    """Kills the other side when some messages have gone to and fro."""
+    """Kills the other side when some messages have gone back and forth."""
 
     def __init__(self) -> None:
         self.other: Remote | None = None
