@@ -73,8 +73,11 @@ class ResourceStack:
                 resource.close()
             except Exception as error:
                 failed = failed or error
-        if failed is not None:
-            raise failed
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # or the exception and this frame refer to each other
 
     @contextmanager
     def closed_on_error(self) -> Iterator[Self]:

@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ._arguments import counted, expect, flags, index, member, within
 from ._binding import door, ffi, start_of
@@ -383,12 +383,19 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
         yield "&"
 
 
-def refuse_posted(resource_: Resource, context: Context) -> NoReturn:
+def refuse_posted(resource_: Resource, context: Context) -> None:
     """Refuse to close what outstanding or prepared work requests name.
 
     Raises:
-        InUseError: always.
+        InUseError: always, unless it has closed queue pairs that nobody refers to.
     """
+    dropped = [
+        handle for handle in open_handles() if handle._abandoned and handle._kind in ("QP", "SRQ")
+    ]
+    for handle in dropped:
+        handle._close_quietly()
+    if any(handle.closed for handle in dropped):
+        return
     batches = [
         str(batch)
         for handle in open_handles()

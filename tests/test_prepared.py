@@ -922,3 +922,28 @@ def test_threads_change_close_and_post_a_list(connect: Connect):
     assert posted
     assert pair.a.outstanding.send == 0
     pair.mine.close()
+
+
+def test_finalizer_of_a_list_that_is_being_prepared_does_nothing(connect):
+    """Any code can find it through the collector."""
+    pair = connect(max_inline_data=64)
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
+    found = []
+
+    class Finder:
+        def __index__(self) -> int:
+            batches = [each for each in gc.get_objects() if type(each) is rp.Batch]
+            found.extend(each.__del__() for each in batches if each.closed)
+            first.sg_list = ()
+            return 1
+
+    inline = rp.SendFlags.INLINE | rp.SendFlags.SIGNALED
+    first = rp.Send(rp.SGE.from_buffer(bytearray(b"x" * 40)), send_flags=inline)
+    second = pair.wr(
+        rp.RdmaWrite, pair.mine[:1], wr_id=Finder(), remote_addr=pair.theirs.addr + 100
+    )
+    with pair.a.prepare([first, second]) as batch:
+        assert found
+        batch.post()
+        pair.wait(3)
+    assert bytes(pair.theirs.buffer[:40]) == b"x" * 40

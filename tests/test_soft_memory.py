@@ -7,6 +7,7 @@ import mmap
 from typing import Any
 
 import pytest
+from support import prints
 
 from rdmapost import Access, MWType, WCStatus
 from rdmapost.soft.memory import Fault, Memory, ProtectionDomain, Region, RemoteFault, copy, gather
@@ -361,3 +362,23 @@ def test_copy_fills_one_buffer_after_the_other(source, target):
     copy([memoryview(piece) for piece in data], [memoryview(piece) for piece in into])
     whole = b"".join(data)
     assert b"".join(into) == whole + bytes(sum(target) - len(whole))
+
+
+def test_bind_that_fails_leaves_no_reference_cycle_with_its_caller():
+    said = prints(
+        "import gc, weakref, rdmapost as rp\n"
+        "class Local: pass\n"
+        "def job():\n"
+        "    local = Local()\n"
+        "    qp = rp.QP(pd, rp.QPType.RC, cq, checked=False)\n"
+        "    qp.connect(qp.endpoint())\n"
+        "    mw = rp.MW(pd)\n"
+        "    qp.post_send(rp.BindMW(mw=mw, mr=mr, addr=mr.addr, length=8, rkey=mw.next_rkey()))\n"
+        "    print(cq.wait(1)[0].status.name)\n"
+        "    return weakref.ref(local)\n"
+        "with rp.open_device('soft0') as c, rp.PD(c) as pd, rp.CQ(c) as cq, rp.MR(pd, 64) as mr:\n"
+        "    gc.disable()\n"
+        "    print(job()())\n"
+        "    gc.enable()\n"
+    )
+    assert said.split() == ["MW_BIND_ERR", "None"]

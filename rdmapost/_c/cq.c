@@ -571,6 +571,12 @@ static void put_back(struct poller *p, struct rp_settled *list)
 	give(p);
 }
 
+/* Raise what polling has failed with, which may be ours: always NULL. */
+static PyObject *raise_polling(int error)
+{
+	return error == ENOMEM ? PyErr_NoMemory() : rp_raise_verbs("ibv_poll_cq", error);
+}
+
 /*
  * Gather what is wanted, make WCs and append them to a list. Returns how many,
  * or -1 with an exception: what is not in the list is back in the backlog. A
@@ -585,10 +591,7 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 	if (gather(p, handle, order, &list))
 		return -1;
 	if (!list && order->error) {
-		if (order->error == ENOMEM)
-			PyErr_NoMemory();
-		else
-			rp_raise_verbs("ibv_poll_cq", order->error);
+		raise_polling(order->error);
 		return -1;
 	}
 	while (list) {
@@ -780,7 +783,7 @@ METHOD(fill)
 	if (begin(args, nargs, 2, &use))
 		return NULL;
 	if (!read_count(args[1], "count", &order.count) && !gather(p, use.handle, &order, NULL))
-		found = order.error && !p->there ? rp_raise_verbs("ibv_poll_cq", order.error) :
+		found = order.error == ENOMEM || (order.error && !p->there) ? raise_polling(order.error) :
 						   PyLong_FromSize_t(p->there);
 	rp_end_use(&use);
 	return found;

@@ -875,9 +875,14 @@ static int release(struct rp_handle *h, struct pause *pause)
 	h->releasing = 1;
 	if (ask(h, "_release"))
 		return -1;
-	if (load(&h->posted)) {
-		ask(h, "_refuse_posted"); /* it raises */
-		return -1;
+	/* It raises, or has closed queues that were only waiting to be closed. */
+	while (load(&h->posted)) {
+		if (!ask(h, "_refuse_posted"))
+			continue;
+		/* The last completion may have come meanwhile. */
+		if (load(&h->posted) || !PyErr_ExceptionMatches(python.in_use))
+			return -1;
+		PyErr_Clear();
 	}
 	h->releasing = 0;
 	return 0;

@@ -265,7 +265,9 @@ static int let_go(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	let_go(self);
+	/* The collector shows a list that is being made to any code, which may call this. */
+	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
+		let_go(self);
 }
 
 /* _prepare(queue, owner, wrs): once; its owner must know the list already, to close it. */

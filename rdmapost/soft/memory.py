@@ -250,22 +250,21 @@ class Memory(door.Record):
             Fault: MW_BIND_ERR: the rules for binding are not met.
         """
         type_2 = window.type is MWType.TYPE_2
-        refused = Fault(WCStatus.MW_BIND_ERR)
         if window.pd is not pd or (type_2 and window.region is not None):
-            raise refused
+            raise Fault(WCStatus.MW_BIND_ERR)
         if not length and not type_2:
             # A bind of length 0 unbinds a type 1 window.
             self.rekey(window, rkey)
             window.unbind()
             return
         if region is None or not region.valid or region.pd is not pd or not length:
-            raise refused
+            raise Fault(WCStatus.MW_BIND_ERR)
         if not region.access & _MW_BIND or region.access & _ZERO_BASED:
-            raise refused
+            raise Fault(WCStatus.MW_BIND_ERR)
         if access & _REMOTE_WRITES and not region.access & _LOCAL_WRITE:
-            raise refused
+            raise Fault(WCStatus.MW_BIND_ERR)
         if addr < region.addr or addr + length > region.addr + region.length:
-            raise refused
+            raise Fault(WCStatus.MW_BIND_ERR)
         self.rekey(window, rkey)
         window.bind(region, addr, length, access, qpn)
 

@@ -380,3 +380,26 @@ def test_queue_pair_that_could_not_be_destroyed_keeps_its_memory(soft):
     rig.cq.wait(1)
     assert bytes(kept[:8]) == b"the mail"
     assert any(issubclass(w.category, ResourceWarning) for w in said), said
+
+
+@isolated(silent=True)
+def test_dropped_queue_pair_that_bound_a_window_holds_no_region_of_its_receives(device):
+    """Its close is left to the main thread, which may not come to it."""
+    rig = Rig(device)
+    mr = rp.MR(rig.pd, SIZE)
+    closed: list[bool] = []
+    mw = rp.MW(rig.pd)
+
+    def use() -> None:
+        bind(rig, mw, rig.mr)
+        rig.b.post_recv(rp.RecvWR(mr[:]))
+        rig.b = None  # type: ignore[assignment]
+        mr.close()
+        closed.append(mr.closed)
+
+    worker = threading.Thread(target=use)
+    worker.start()
+    worker.join()
+    assert closed == [True]
+    for thing in (mw, rig.a, rig.mr, rig.cq, rig.pd, rig.context):
+        thing.close()
