@@ -303,14 +303,12 @@ static void tell_posted(long long posted, Py_ssize_t count)
 }
 
 /* Raise, whatever comes, after a post of so many (-1: nobody knows): always NULL. */
-static PyObject *raised(PyObject *done, PyObject *wrs, long long posted)
+static PyObject *raised(PyObject *done, PyObject *wrs)
 {
 	Py_XDECREF(done);
+	Py_XDECREF(wrs);
 	if (!PyErr_Occurred())
 		PyErr_SetString(PyExc_SystemError, "nothing was raised");
-	if (posted)
-		tell_posted(posted, wrs ? PyTuple_Size(wrs) : 1);
-	Py_XDECREF(wrs);
 	return NULL;
 }
 
@@ -323,13 +321,13 @@ PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *w
 		(Py_ssize_t)index, posted, why->rule, why->name ? why->name : Py_None,
 		why->value ? why->value : Py_None, (unsigned long long)why->a,
 		(unsigned long long)why->b, (unsigned long long)why->sge.addr, why->sge.length,
-		why->sge.lkey), wrs, posted < 0 ? 0 : posted);
+		why->sge.lkey), wrs);
 }
 
 PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
 {
 	return raised(PyObject_CallMethod((PyObject *)q, "_list_closed", "n",
-					  (Py_ssize_t)post->count), NULL, 0);
+					  (Py_ssize_t)post->count), NULL);
 }
 
 /* Set each posted TAG_ADD's handle, whatever fails; returns the first exception, or NULL. */
@@ -403,8 +401,7 @@ static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, PyObjec
 {
 	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
 							(PyObject *)owner, wrs, outcome.code,
-							(long long)outcome.posted), wrs,
-		      outcome.posted);
+							(long long)outcome.posted), wrs);
 }
 
 /* Check and record; how many, or -1 with an exception. */
