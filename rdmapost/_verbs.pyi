@@ -299,5 +299,5 @@ def soft_device(
     objects: dict[int, Any], ready: list[Any], step: Callable[[Any], bool],
     give_up: Callable[[Any, BaseException], int], tell: Callable[[], None],
     reset: Callable[[], bool], refuse: Callable[..., None], setattr: Any, delattr: Any,
-    pop: Any, is_finalizing: Callable[[], bool], /,
+    pop: Any, /,
 ) -> None: ...  # fmt: skip

@@ -80,7 +80,7 @@ int rp_take_fault(PyObject *faults);
 /* The parts of the device, given by rdmapost/providers/soft_state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
 	OBJECTS, READY, STEP, GIVE_UP, TELL, RESET, REFUSE,
-	SETATTR, DELATTR, POP, IS_FINALIZING, PARTS
+	SETATTR, DELATTR, POP, PARTS
 };
 PyObject *rp_soft_given(enum rp_part which);
 

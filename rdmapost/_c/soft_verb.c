@@ -174,24 +174,13 @@ static void run_elsewhere(void *argument)
 	PyThread_release_lock(errand->done);
 }
 
-/* Whether threads no longer get the GIL. */
-static int is_finalizing(void)
-{
-	PyObject *said = PyObject_CallObject(rp_soft_given(IS_FINALIZING), NULL);
-	int is = said && PyObject_IsTrue(said);
-
-	Py_XDECREF(said);
-	PyErr_Clear();
-	return is;
-}
-
 /* Attempt it again on a separate thread; whether that was possible. */
 static int send(struct errand *errand)
 {
 	int sent;
 
 	errand->sender = rp_thread();
-	errand->done = is_finalizing() ? NULL : PyThread_allocate_lock();
+	errand->done = PyThread_allocate_lock();
 	if (!errand->done)
 		return 0;
 	PyThread_acquire_lock(errand->done, WAIT_LOCK);

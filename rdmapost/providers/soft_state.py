@@ -13,7 +13,6 @@ import functools
 import itertools
 import logging
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -185,5 +184,5 @@ os.register_at_fork(after_in_child=door.after_fork)
 
 door.soft_device(
     objects, ready, device.step, _give_up, _tell, _reset, _refuse,
-    setattr, delattr, deque.pop, sys.is_finalizing,
+    setattr, delattr, deque.pop,
 )  # fmt: skip
