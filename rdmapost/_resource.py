@@ -16,7 +16,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -123,11 +123,9 @@ class Resource(door.Handle):
         """Refuse to be closed, unless all children are only waiting for their finalizers to
         retry."""
         children = self._open_children()
-        dropped = [child for child in children if child._abandoned]
-        for child in dropped:
-            child._close_quietly()
+        some_closed = close_dropped(children)
         names = [str(child) for child in children if not child.closed]
-        if dropped and not names:
+        if some_closed and not names:
             return
         shown = ", ".join(names[:4]) or "another resource"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -232,6 +230,14 @@ def open_handles() -> list[Any]:
     Resources under construction are not included: only their constructors know them.
     """
     return [handle for handle in _all_open() if not handle._unfinished]
+
+
+def close_dropped(handles: Iterable[Any]) -> bool:
+    """Close those that nothing refers to any more; return whether any is closed."""
+    dropped = [handle for handle in handles if handle._abandoned]
+    for handle in dropped:
+        handle._close_quietly()
+    return any(handle.closed for handle in dropped)
 
 
 def _all_open() -> list[Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._arguments import counted, expect, flags, index, member, within
 from ._binding import door, ffi, start_of
-from ._resource import Resource, open_handles
+from ._resource import Resource, close_dropped, open_handles
 from .device import Context
 from .enums import Access, MWType
 from .errors import InUseError, VerbsError
@@ -389,12 +389,7 @@ def refuse_posted(resource_: Resource, context: Context) -> None:
     Raises:
         InUseError: always, unless it has closed queue pairs that nobody refers to.
     """
-    dropped = [
-        handle for handle in open_handles() if handle._abandoned and handle._kind in ("QP", "SRQ")
-    ]
-    for handle in dropped:
-        handle._close_quietly()
-    if any(handle.closed for handle in dropped):
+    if close_dropped(handle for handle in open_handles() if handle._kind in ("QP", "SRQ")):
         return
     batches = [
         str(batch)
