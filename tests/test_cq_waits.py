@@ -77,6 +77,14 @@ def write(rc: Any, count: int = 1) -> None:
     rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(count)])
 
 
+def seconds_until_it_ends(waiter: Waiter, rc: Any, count: int) -> float:
+    """Complete as many work requests as the thread waits for; return how long it then waits."""
+    began = time.monotonic()
+    write(rc, count)
+    assert len(waiter.end()) == count
+    return waiter.ended - began
+
+
 WAITS = {
     "CQ": (rp.CQ, lambda cq, seconds: cq.wait(1, seconds)),
     "channel": (rp.CompChannel, lambda channel, seconds: channel.get_cq_event(seconds)),
@@ -359,10 +367,7 @@ def test_thread_takes_the_place_of_another_that_slept_on_the_channel(rc):
         write(rc)
         assert len(first.end()) == 1
         time.sleep(0.05)
-        began = time.monotonic()
-        write(rc, 2)
-        assert len(second.end()) == 2
-        return second.ended - began
+        return seconds_until_it_ends(second, rc, 2)
 
     assert at_once(attempt)
 
@@ -492,10 +497,7 @@ def test_thread_waits_on_when_the_tasks_that_slept_on_the_channel_are_gone(rc):
 
         waiter = asyncio.run(main())
         time.sleep(0.05)
-        began = time.monotonic()
-        write(rc, 2)
-        assert len(waiter.end()) == 2
-        return waiter.ended - began
+        return seconds_until_it_ends(waiter, rc, 2)
 
     assert at_once(attempt)
 
@@ -537,10 +539,7 @@ def test_wait_beside_tasks_of_a_stopped_event_loop_ends_soon(rc):
     def attempt() -> float:
         waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
         asleep(rc.cq, 1)
-        began = time.monotonic()
-        write(rc)
-        assert len(waiter.end()) == 1
-        return waiter.ended - began
+        return seconds_until_it_ends(waiter, rc, 1)
 
     try:
         assert at_once(attempt)

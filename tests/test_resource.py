@@ -67,6 +67,12 @@ def tree() -> dict[str, Thing]:
     }  # fmt: skip
 
 
+def all_end(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_closing_is_idempotent():
     thing = Thing("pd")
     assert not thing.closed
@@ -461,9 +467,7 @@ def test_close_waits_for_what_another_close_does_after_the_destruction():
     threads[1].join(0.2)
     assert threads[1].is_alive()
     go.set()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    all_end(threads)
     assert closed == ["pd"]
 
 
@@ -569,9 +573,7 @@ def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
     threads[1].join(1.3)
     assert threads[1].is_alive()
     go.set()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    all_end(threads)
     assert closed == ["pd"]
 
 
@@ -645,9 +647,7 @@ def test_close_waits_for_a_close_that_waits_for_another():
     threads[3].join(0.2)
     assert threads[3].is_alive()
     go[1].set()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    all_end(threads)
     assert closed == ["second", "first", "third"]
 
 
