@@ -103,6 +103,14 @@ static int read_deadline(PyObject *timeout, int64_t *deadline)
 	return 0;
 }
 
+/* A time that is so many ns away, or the deadline if that is earlier. */
+static int64_t within(int64_t ns, int64_t deadline)
+{
+	int64_t then = rp_now_ns() + ns;
+
+	return then < deadline ? then : deadline;
+}
+
 static void wake(struct waiter *w)
 {
 	if (!w->woken && w->fd >= 0)
@@ -580,7 +588,7 @@ static PyObject *raise_polling(int error)
 /*
  * Gather what is wanted, make WCs and append them to a list. Returns how many,
  * or -1 with an exception: what is not in the list is back in the backlog. A
- * polling error is raised only if there are none.
+ * polling error is raised only if no WC was made.
  */
 static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *order,
 		      PyObject *into)
@@ -679,8 +687,8 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	} else if (tell_tasks(p)) {
 		return -1;
 	}
-	if (!leads && RP_LOAD(&p->tasks) && deadline - rp_now_ns() > LOOK_NS)
-		deadline = rp_now_ns() + LOOK_NS;
+	if (!leads && RP_LOAD(&p->tasks))
+		deadline = within(LOOK_NS, deadline);
 	ready = sleep_on(p, me, leads ? p->channel : -1, deadline);
 	return ready > 0 ? tell(p->drop_event) : ready;
 }
@@ -688,11 +696,9 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 /* Let earlier waits take theirs, if some are left time for that; 1, 0 if none are, or -1. */
 static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t deadline)
 {
-	int64_t now = rp_now_ns();
-
 	if (!*until)
-		*until = now + YIELD_NS < deadline ? now + YIELD_NS : deadline;
-	if (now >= *until)
+		*until = within(YIELD_NS, deadline);
+	if (rp_now_ns() >= *until)
 		return 0;
 	return sleep_on(p, me, -1, *until) < 0 ? -1 : 1;
 }

@@ -239,7 +239,8 @@ class ServedClient:
         found = []
         for wc in wcs:
             # After one failure the flushes are not news; sends are the owner's.
-            if not (self._failed is None if wc.status else _received(wc)):
+            is_news = self._failed is None if wc.status else _received(wc)
+            if not is_news:
                 continue
             self.arrived += 1
             arrival = self._read(wc)
