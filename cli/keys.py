@@ -35,8 +35,8 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
     the window's key is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
-    from rdmapost.check.keys import WINDOW_REGION, admitted, bind_wr, binder
-    from rdmapost.check.registry import MARGIN
+    from rdmapost.tools.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.registry import MARGIN
 
     from .oneshot import loopback, post, send_flags, show, source, verify
 
@@ -82,8 +82,8 @@ def invalidate(out: Output, target: Target, shot: Shot) -> None:
     tried again afterwards.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
-    from rdmapost.check.keys import WINDOW_REGION, admitted, bind_wr, binder
-    from rdmapost.check.registry import MARGIN
+    from rdmapost.tools.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.registry import MARGIN
 
     from .oneshot import loopback, post, send_flags, show
 

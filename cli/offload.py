@@ -48,7 +48,7 @@ def tso(
     as IP over InfiniBand does.
     """
     from rdmapost import TSO, Opcode, QPType, RdmaError, frames
-    from rdmapost.check.offload import segments
+    from rdmapost.tools.check.offload import segments
 
     from .oneshot import loopback, post, show, source, verify
 

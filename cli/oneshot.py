@@ -20,7 +20,7 @@ from rdmapost import (
     WaitTimeout,
 )
 from rdmapost.loopback import Loopback, Side
-from rdmapost.queuepair import QP
+from rdmapost.resources.qp import QP
 
 from .options import Shot, Target
 from .output import Output, fields

@@ -297,7 +297,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
                     if value is not None and given(name):
                         _usage(f"--{name} needs a HOST to post to")
                 return function(peer=None, **options)
-            from rdmapost.connect.address import parse_address
+            from rdmapost.tools.connect.address import parse_address
 
             check_token(token)
             try:

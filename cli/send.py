@@ -114,7 +114,7 @@ def send(
 
 
 def _access(invalidate: bool) -> dict[str, Any]:
-    from rdmapost.check.keys import WINDOW_REGION
+    from rdmapost.tools.check.keys import WINDOW_REGION
 
     # Windows are bound to the other side's memory.
     return {"access": WINDOW_REGION} if invalidate else {}
@@ -123,8 +123,8 @@ def _access(invalidate: bool) -> dict[str, Any]:
 def _keys(pair: Loopback, count: int) -> list[int]:
     """Make keys of the other side that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
-    from rdmapost.check.keys import bind_wr
-    from rdmapost.rules import OPCODES_BY_QP_TYPE
+    from rdmapost.posting.rules import OPCODES_BY_QP_TYPE
+    from rdmapost.tools.check.keys import bind_wr
 
     qp_type = pair.local.qp.qp_type
     if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:

@@ -162,8 +162,8 @@ def _operate(out: Output, pair: Loopback, wr: OpsWR, opcode: Any) -> WC:
 def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, Any]:
     """Send a message and return what became of it."""
     from rdmapost import RdmaError, Send, WCFlags
-    from rdmapost.check.tags import take
     from rdmapost.frames import TMH_BYTES, tagged
+    from rdmapost.tools.check.tags import take
 
     from .oneshot import verify
 

@@ -66,7 +66,7 @@ def is_public(base: type) -> bool:
     name = f"{base.__module__}.{base.__name__}"
     if base.__name__ in ("Dialled", "Multicast", "NotCopied", "Serving", "Steps"):
         return False
-    return "._" not in name or name == "rdmapost._resource.Resource"
+    return "._" not in name or name == "rdmapost.resources.resource.Resource"
 
 
 def skip_more(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ._public import *  # noqa: F403
     from .enums import *  # noqa: F403
     from .errors import *  # noqa: F403
-    from .wr import *  # noqa: F403
+    from .posting.wr import *  # noqa: F403
 else:
     import atexit
     import sys

@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 ffi: Any
 lib: Any
 
-# _c/handle.c: the base of the resources; rdmapost/_resource.py says what its methods are for.
+# _c/handle.c: the base of the resources; resources/resource.py says what its methods are for.
 class Handle:
     @property
     def closed(self) -> bool: ...
@@ -138,7 +138,7 @@ class TagHandle:
 
 # _c/read.c: what work requests refer to, and a row of fields.py: of each field the name, its
 # offset and bytes in the struct, and what it is.  Returns the number of the class.
-def describe_resources(sge: type, mr: type, mw: type, ah: type, /) -> None: ...
+def describe_resource(name: str, type: type, /) -> None: ...
 def describe_wr(
     wr_type: type, verb: int, opcode: int, writes: bool, atomic: bool,
     fields: tuple[tuple[str, int, int, str], ...], /,

@@ -10,7 +10,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
-    from .completion import WC
+    from .resources.cq import WC
 
 __all__ = [
     "ClosedError",

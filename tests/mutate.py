@@ -56,29 +56,29 @@ MOMENTS = "6"
 """Of each verb, at which test_soft_interrupts.py interrupts it; the same holds."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "rdmapost.rules": (
+    "rdmapost.posting.rules": (
         "test_rules.py", "test_flags.py", "test_crashes.py", "test_sizes.py",
         "test_soft_tag_ops.py", "test_windows.py",
     ),
-    "rdmapost.soft.memory": (
+    "rdmapost.providers.soft0.engine.memory": (
         "test_soft_memory.py", "test_memory.py", "test_posting_refused.py", "test_posting.py",
         "test_windows.py", "test_zero_based.py", "test_xrc.py",
     ),
-    "rdmapost.soft.qp": (
+    "rdmapost.providers.soft0.engine.qp": (
         "test_soft_queuepair.py", "test_states.py", "test_queuepair.py", "test_posting.py",
         "test_soft_refuses.py", "test_posting_refused.py", "test_posting_lists.py",
         "test_srq.py", "test_xrc.py", "test_datagrams.py", "test_memory.py", "test_events.py",
         "test_windows.py", "test_soft_rendezvous.py", "test_soft_tags.py",
         "test_soft_offload.py", "test_soft_tso.py", "test_soft_attempts.py",
     ),
-    "rdmapost.soft.responder": (
+    "rdmapost.providers.soft0.engine.responder": (
         "test_soft_queuepair.py", "test_soft_responder.py", "test_posting.py",
         "test_posting_refused.py", "test_memory.py", "test_xrc.py", "test_events.py",
         "test_datagrams.py", "test_queuepair.py", "test_states.py", "test_srq.py",
         "test_soft_rendezvous.py", "test_soft_tags.py", "test_windows.py",
         "test_soft_offload.py", "test_soft_tso.py", "test_soft_attempts.py",
     ),
-    "rdmapost.soft.requester": (
+    "rdmapost.providers.soft0.engine.requester": (
         "test_soft_queuepair.py", "test_soft_requester.py", "test_soft_responder.py",
         "test_posting.py", "test_posting_refused.py", "test_posting_lists.py",
         "test_memory.py", "test_queuepair.py", "test_datagrams.py", "test_xrc.py", "test_states.py",

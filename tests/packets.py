@@ -134,7 +134,7 @@ class Link:
         if qp_type is QPType.UD:
             b = self.receivers[0]
             ah = stack.enter_context(self.a.ah_to(b.endpoint()))
-            key = rp.queuepair.DEFAULT_QKEY
+            key = rp.resources.qp.DEFAULT_QKEY
             self.more = {"ah": ah, "remote_qpn": b.qp_num, "remote_qkey": key}
 
     def send(self, frame: bytes, send_flags: int = SendFlags.SIGNALED) -> rp.WC:

@@ -16,7 +16,7 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import Access, QPType, WCStatus
-from rdmapost._resource import Resource, _all_open
+from rdmapost.resources.resource import Resource, _all_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -124,7 +124,7 @@ class Pair:
             fields = {
                 "ah": self.ah,
                 "remote_qpn": self.b.qp_num,
-                "remote_qkey": rp.queuepair.DEFAULT_QKEY,
+                "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
                 **fields,
             }
         remote = rp.RdmaWrite | rp.RdmaWriteWithImm | rp.RdmaRead

@@ -14,7 +14,8 @@ from support import needs, until
 from tasks import LIMIT, abandoned, cancelled, run, settle, sharing, waiting, write
 
 import rdmapost as rp
-from rdmapost import EventType, aio
+from rdmapost import EventType
+from rdmapost.resources import aio
 
 # ---- channels that CQs share --------------------------------------------------
 

@@ -295,7 +295,7 @@ def test_only_the_main_interpreter_can_import_it():
         "except ImportError:\n"
         "    import _xxsubinterpreters as interpreters\n"
         "    options = ()\n"
-        "code = ('try: import rdmapost._resource\\n'\n"
+        "code = ('try: import rdmapost.resources.resource\\n'\n"
         "        'except ImportError as error: print(error, flush=True)')\n"
         "interpreter = interpreters.create(*options)\n"
         "interpreters.run_string(interpreter, code)\n"

@@ -174,7 +174,7 @@ class Lacking:
     """Takes features away from the software device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rdmapost.providers.soft import SoftProvider
+        from rdmapost.providers.soft0.provider import SoftProvider
 
         query, query_ex = SoftProvider.query_device, SoftProvider.query_device_ex
 

@@ -8,7 +8,7 @@ import pytest
 from cli_runner import done, on, run
 
 import rdmapost as rp
-from rdmapost import check as checks
+from rdmapost.tools import check as checks
 
 TUTORIAL_RC = {"SEND", "SEND_WITH_IMM", "RDMA_WRITE", "RDMA_WRITE_WITH_IMM", "RDMA_READ",
                "ATOMIC_CMP_AND_SWP", "ATOMIC_FETCH_AND_ADD"}  # fmt: skip
@@ -59,7 +59,7 @@ def test_a_failing_check_fails_alone(context: rp.Context, monkeypatch: pytest.Mo
 
     rows = [checks.Row("BROKEN", (rp.QPType.RC,), broken),
             checks.Row("LATE", (rp.QPType.RC,), late), checks.ROWS[0]]  # fmt: skip
-    monkeypatch.setattr("rdmapost.check.runner.ROWS", rows)
+    monkeypatch.setattr("rdmapost.tools.check.runner.ROWS", rows)
     ran = on(context, "check", "--json", "--timeout", "0.2")
     assert ran.code == 1
     assert "ZeroDivisionError: on purpose" in ran.doc["results"][0]["detail"]

@@ -17,7 +17,7 @@ from support import LIMIT
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.connect.messages import encode
+from rdmapost.tools.connect.messages import encode
 
 
 def test_asyncio_both_sides(context: rp.Context) -> None:

@@ -26,7 +26,7 @@ from support import LIMIT, soft_context
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.connect.messages import Look, Ready, encode
+from rdmapost.tools.connect.messages import Look, Ready, encode
 
 context = soft_context
 serve = both_servers

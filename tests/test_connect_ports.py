@@ -312,7 +312,7 @@ def test_asyncio_servers_and_connections_cannot_be_copied_or_pickled(context: rp
 
 def test_the_warning_of_an_unclosed_server_does_not_call_it_closed(context: rp.Context) -> None:
     server = connect.serve(context, port=0)
-    text = re.escape(f"unclosed <rdmapost.connect.Server {server}>")
+    text = re.escape(f"unclosed <rdmapost.tools.connect.Server {server}>")
     with pytest.warns(ResourceWarning, match=f"^{text}$"):
         del server
 
@@ -322,7 +322,7 @@ def test_asyncio_the_warning_of_an_unclosed_server_does_not_call_it_closed(
 ) -> None:
     async def main() -> None:
         server = await connect.aserve(context, port=0)
-        text = re.escape(f"unclosed <rdmapost.connect.AsyncServer {server}>")
+        text = re.escape(f"unclosed <rdmapost.tools.connect.AsyncServer {server}>")
         with pytest.warns(ResourceWarning, match=f"^{text}$"):
             del server
 

@@ -14,10 +14,10 @@ import pytest
 
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
-from rdmapost.connect.address import is_loopback, show_address
-from rdmapost.connect.conversation import check_token
-from rdmapost.connect.fabric import why_apart
-from rdmapost.connect.messages import (
+from rdmapost.tools.connect.address import is_loopback, show_address
+from rdmapost.tools.connect.conversation import check_token
+from rdmapost.tools.connect.fabric import why_apart
+from rdmapost.tools.connect.messages import (
     CODES,
     HEAD_BYTES,
     MAX_LINE,
@@ -37,7 +37,7 @@ from rdmapost.connect.messages import (
     encode,
     fields_of,
 )
-from rdmapost.connect.protocol import ClientSession, Lines, ServerSession, Step, same_token
+from rdmapost.tools.connect.protocol import ClientSession, Lines, ServerSession, Step, same_token
 
 MALFORMED = 100_000
 """Inputs of the fuzz test."""

@@ -20,7 +20,7 @@ from support import LIMIT, soft_context
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
+from rdmapost.tools.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
 
 context = soft_context
 serve = servers

@@ -99,7 +99,7 @@ def test_soft_device_writes_the_header_of_its_roce_v2_packet(
         pair.b.post_recv(recv)
         wr = (rp.SendWithImm if imm else rp.Send)(
             pair.mine[:size] if size else (), ah=ah, remote_qpn=pair.b.qp_num,
-            remote_qkey=rp.queuepair.DEFAULT_QKEY,
+            remote_qkey=rp.resources.qp.DEFAULT_QKEY,
         )  # fmt: skip
         pair.a.post_send(wr)
         wc = {wc.wr_id: wc for wc in pair.wait(2)}[1]
@@ -135,7 +135,7 @@ def test_header_says_where_to_answer(connect):
         pair.b.post_send(
             rp.Send(
                 pair.theirs[100:106], ah=ah, remote_qpn=wc.src_qp,
-                remote_qkey=rp.queuepair.DEFAULT_QKEY, wr_id=3,
+                remote_qkey=rp.resources.qp.DEFAULT_QKEY, wr_id=3,
             )
         )  # fmt: skip
         done = {wc.wr_id: wc for wc in pair.wait(2)}

@@ -12,8 +12,8 @@ from support import prints
 
 import rdmapost as rp
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.diagnose.path import check_way
-from rdmapost.diagnose.system import System
+from rdmapost.tools.diagnose.path import check_way
+from rdmapost.tools.diagnose.system import System
 
 LIMITED = """
 import os, resource, sys

@@ -22,7 +22,7 @@ from support import needs
 import rdmapost as rp
 from rdmapost import QPState
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.diagnose.system import System
+from rdmapost.tools.diagnose.system import System
 
 DOCTOR = shown(
     "docs/troubleshooting.md", "sudo ip link set d0 down; rdmapost doctor -d rxe0"

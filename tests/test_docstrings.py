@@ -22,7 +22,7 @@ import rdmapost as rp
 
 MODULES = [
     "aio", "check", "connect", "diagnose", "explain", "frames", "loopback", "pingpong",
-    "soft.faults",
+    "providers.soft0.engine.faults",
 ]  # fmt: skip
 SECTIONS = ["Args", "Attributes", "Returns", "Raises"]
 """In this order."""

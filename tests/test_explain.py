@@ -17,9 +17,10 @@ from cli_runner import run
 from support import Connect
 
 import rdmapost as rp
-from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums, rules
+from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums
 from rdmapost.cli.app import app
 from rdmapost.explain import COLUMNS, KINDS, Explanation, UnknownNameError, explain, names
+from rdmapost.posting import rules
 
 EVERY = [
     explanation

@@ -169,9 +169,9 @@ def test_every_field_of_every_class_is_here():
     for kind, members in MEMBERS.items():
         names = {field.name for field in dataclasses.fields(kind)}
         assert members.keys() | (OTHERWISE & names) == names
-    assert {kind for kind in map(vars(rp).get, rp.wr.__all__) if hasattr(kind, "opcode")} | {
-        rp.RecvWR
-    } == MEMBERS.keys()
+    assert {
+        kind for kind in map(vars(rp).get, rp.posting.wr.__all__) if hasattr(kind, "opcode")
+    } | {rp.RecvWR} == MEMBERS.keys()
 
 
 def distinct(kind: Any, device: Given, sges: int = 2) -> Any:

@@ -20,7 +20,7 @@ from support import ALL, LIMIT, LOSES_MEMORY, needs, prints
 import rdmapost as rp
 from rdmapost import Access, QPType
 from rdmapost._binding import ffi
-from rdmapost._resource import Resource
+from rdmapost.resources.resource import Resource
 
 ROUNDS = int(os.environ.get("RDMAPOST_ROUNDS", "100"))
 """Rounds of a close against a verb, for each kind."""
@@ -567,7 +567,7 @@ def test_everything_goes_at_exit_in_an_order_that_devices_accept():
     """Windows before queue pairs and regions: some devices wait for them, others refuse."""
     said = prints(
         "import atexit, rdmapost as rp\n"
-        "from rdmapost.providers.soft import SoftProvider\n"
+        "from rdmapost.providers.soft0.provider import SoftProvider\n"
         "for name in [*dir(SoftProvider)]:\n"
         "    if name.startswith(('de', 'close_')) and not name.startswith('detach'):\n"
         "        def noted(self, struct, name=name, call=getattr(SoftProvider, name)):\n"

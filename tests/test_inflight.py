@@ -26,7 +26,7 @@ from tap import Tap, open_tap
 import rdmapost as rp
 from rdmapost import OpsFlags, QPType, SendFlags, WCStatus
 from rdmapost._binding import door
-from rdmapost.fields import KINDS
+from rdmapost.posting.fields import KINDS
 
 wr_ids = st.integers(0, (1 << 64) - 1)
 ENOMEM, U64 = 12, (1 << 64) - 1
@@ -130,7 +130,7 @@ class InOrder(Machine):
         self.qp.connect(self.qp.endpoint())
         self.model: list[Entry] = []
         self.told: list[int] = []  # by the device, before a reset
-        self.batch: rp.prepared.Batch | None = None
+        self.batch: rp.Batch | None = None
         self.prepared: list[Entry] = []
         self.given: list[Entry] = []  # with the prepared list, which has the work requests
 
@@ -216,7 +216,7 @@ class InOrder(Machine):
             for e in self.prepared[:refused]
         ]
 
-    def refused_whole(self, batch: rp.prepared.Batch) -> tuple[Any, ...]:
+    def refused_whole(self, batch: rp.Batch) -> tuple[Any, ...]:
         # What pytest.raises() gives would keep the work request, and with it the region.
         try:
             batch.post()

@@ -60,7 +60,9 @@ def test_nothing_is_left_behind(context, cq):
 @pytest.mark.parametrize("at_most", [Fraction(1, 100), Decimal(64), 64.5, 64.0, "64", None])
 def test_size_that_is_no_whole_number(pd, cq, at_most, monkeypatch):
     """It is refused before the search, which would not end."""
-    monkeypatch.setattr(rp.inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made"))
+    monkeypatch.setattr(
+        rp.tools.max_inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made")
+    )
     words = f"^at_most: expected int, got {type(at_most).__name__}"
     with pytest.raises(TypeError, match=words):
         rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
@@ -130,7 +132,7 @@ class Driver:
 )
 def test_habits_of_drivers(monkeypatch, limit, habit):
     driver = Driver(limit, habit)
-    monkeypatch.setattr(rp.inline, "QP", driver)
+    monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
     assert rp.max_inline(None, QPType.RC, None) == limit
     assert driver.attempts <= MOST_ATTEMPTS
     assert driver.open == 0
@@ -140,7 +142,7 @@ def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refus
     """Though drivers say EINVAL to both."""
     driver = Driver(100, "refuses")
     driver.stuck = 2
-    monkeypatch.setattr(rp.inline, "QP", driver)
+    monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
     with pytest.raises(rp.VerbsError, match=r"^ibv_destroy_qp"):
         rp.max_inline(None, QPType.RC, None)
     assert driver.attempts == 2
@@ -154,7 +156,7 @@ def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(pd, cq):
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO])
 def test_refusal_for_another_reason_is_told(monkeypatch, code):
     driver = Driver(100, "refuses", code)
-    monkeypatch.setattr(rp.inline, "QP", driver)
+    monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
     with pytest.raises(rp.VerbsError, match=errno.errorcode[code]):
         rp.max_inline(None, QPType.RC, None)
     assert driver.open == 0

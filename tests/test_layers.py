@@ -20,24 +20,24 @@ import rdmapost.cli
 
 NAMED_ONLY = {
     # What an error is about.
-    ("rdmapost.errors", "rdmapost.completion"),
+    ("rdmapost.errors", "rdmapost.resources.cq"),
     # A work request names resources, whose methods take work requests.
-    ("rdmapost.wr", "rdmapost.address"),
-    ("rdmapost.wr", "rdmapost.memory"),
+    ("rdmapost.posting.wr", "rdmapost.resources.address"),
+    ("rdmapost.posting.wr", "rdmapost.resources.memory"),
     # An event leads to a CQ, which leads to its channel.
-    ("rdmapost.aio", "rdmapost.completion"),
-    ("rdmapost.channel", "rdmapost.completion"),
+    ("rdmapost.resources.aio", "rdmapost.resources.cq"),
+    ("rdmapost.resources.channel", "rdmapost.resources.cq"),
     # A queue pair diagnoses itself.
-    ("rdmapost.diagnose", "rdmapost.queuepair"),
-    ("rdmapost.diagnose.looking", "rdmapost.queuepair"),
-    ("rdmapost.diagnose.peer", "rdmapost.queuepair"),
-    ("rdmapost.diagnose.queuepair", "rdmapost.queuepair"),
+    ("rdmapost.tools.diagnose", "rdmapost.resources.qp"),
+    ("rdmapost.tools.diagnose.looking", "rdmapost.resources.qp"),
+    ("rdmapost.tools.diagnose.peer", "rdmapost.resources.qp"),
+    ("rdmapost.tools.diagnose.queuepair", "rdmapost.resources.qp"),
     # The parts of the soft device are passed to one another.
-    ("rdmapost.soft.completion", "rdmapost.soft.device"),
-    ("rdmapost.soft.completion", "rdmapost.soft.queue"),
-    ("rdmapost.soft.datagram", "rdmapost.soft.qp"),
-    ("rdmapost.soft.qp", "rdmapost.soft.device"),
-    ("rdmapost.soft.raw", "rdmapost.soft.qp"),
+    ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device"),
+    ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.queue"),
+    ("rdmapost.providers.soft0.engine.datagram", "rdmapost.providers.soft0.engine.qp"),
+    ("rdmapost.providers.soft0.engine.qp", "rdmapost.providers.soft0.engine.device"),
+    ("rdmapost.providers.soft0.engine.raw", "rdmapost.providers.soft0.engine.qp"),
 }
 """Modules that name a type from a module above, without importing it."""
 
@@ -98,17 +98,30 @@ def test_contracts_are_kept(tree):
 @pytest.mark.parametrize(
     ("module", "statement", "words"),
     [
-        ("soft/qp.py", "from ..memory import MR", "soft is not allowed to import rdmapost.memory"),
-        ("soft/memory.py", "from ..cli import main", "soft is not allowed to import rdmapost.cli"),
-        ("memory.py", "from . import _verbs", "imported in one place BROKEN"),
         (
-            "queuepair.py",
-            "def later():\n    from .providers.soft import SoftProvider",
+            "providers/soft0/engine/qp.py",
+            "from ....resources.memory import MR",
+            "providers is not allowed to import rdmapost.resources",
+        ),
+        (
+            "posting/wr.py",
+            "from ..cli import main",
+            "posting is not allowed to import rdmapost.cli",
+        ),
+        ("resources/memory.py", "from .. import _verbs", "imported in one place BROKEN"),
+        (
+            "resources/device.py",
+            "from ..providers.soft0.engine.qp import QP",
+            "Only its provider knows the soft device BROKEN",
+        ),
+        (
+            "resources/qp.py",
+            "def later():\n    from ..providers.soft0.provider import SoftProvider",
             "nobody else knows which there are BROKEN",
         ),
-        ("srq.py", "from .providers import soft_provider", "all of them BROKEN"),
-        ("wr.py", "import rdmapost", "as its users do BROKEN"),
-        ("timers.py", "from .queuepair import QP", "not allowed to import rdmapost.queuepair"),
+        ("resources/srq.py", "from ..providers import soft_provider", "all of them BROKEN"),
+        ("posting/wr.py", "import rdmapost", "as its users do BROKEN"),
+        ("timers.py", "from .resources.qp import QP", "not allowed to import rdmapost.resources"),
         ("anew.py", "x = 1", "rdmapost.anew"),
     ],
 )
@@ -134,7 +147,11 @@ def test_no_imports_in_circles(graphs):
 def test_resources_do_not_ask_which_provider_they_run_on():
     """``context.kind`` is for users: no file beside a resource's reads it, or its provider's."""
     [package] = map(pathlib.Path, rdmapost.__path__)
-    files = [*package.glob("*.py"), *package.glob("soft/*.py")]
+    files = [
+        file
+        for room in ("posting", "providers", "resources")
+        for file in package.joinpath(room).rglob("*.py")
+    ]
     asking = {
         file.name
         for file in files

@@ -12,8 +12,8 @@ import pytest
 import rdmapost as rp
 from rdmapost import Access, QPType
 from rdmapost.frames import ethernet
-from rdmapost.grh import GRH_BYTES
 from rdmapost.loopback import Loopback
+from rdmapost.resources.grh import GRH_BYTES
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])

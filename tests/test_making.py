@@ -18,7 +18,7 @@ from support import interrupt_everywhere
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost._binding import ffi
-from rdmapost._resource import Resource, _all_open, open_handles
+from rdmapost.resources.resource import Resource, _all_open, open_handles
 
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
 

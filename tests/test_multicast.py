@@ -13,7 +13,7 @@ from support import ALL, GRH, needs
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
-from rdmapost.queuepair import DEFAULT_QKEY
+from rdmapost.resources.qp import DEFAULT_QKEY
 
 SOFT_ROCE = 0xFFFFFF
 GROUPS = ["ff0e::1234", "::ffff:239.1.2.3"]

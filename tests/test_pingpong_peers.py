@@ -17,7 +17,7 @@ from ports import HOST, free_port, heard, impostor
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
-from rdmapost.pingpong.exchange import DONE
+from rdmapost.tools.pingpong.exchange import DONE
 
 
 def drip(sock: socket.socket) -> None:
@@ -192,7 +192,7 @@ def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
 
 
 def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context, monkeypatch):
-    monkeypatch.setattr("rdmapost.pingpong.side._TELL_EVERY_NS", 1_000_000)
+    monkeypatch.setattr("rdmapost.tools.pingpong.side._TELL_EVERY_NS", 1_000_000)
     options = {"events": True, "iters": 1 << 30, "timeout": 2.0}
     ends = Ends()
 

@@ -25,7 +25,9 @@ from rdmapost import Opcode, QPType, SendFlags, WCStatus
 )
 def test_opcode_of_another_qp_type_is_refused(connect, qp_type, opcode):
     pair = connect(qp_type)
-    kind = next(k for k in map(vars(rp).get, rp.wr.__all__) if getattr(k, "opcode", None) is opcode)
+    kind = next(
+        k for k in map(vars(rp).get, rp.posting.wr.__all__) if getattr(k, "opcode", None) is opcode
+    )
     with pytest.raises(rp.PostError, match=f"{opcode.name} is not an opcode of {qp_type.name} QPs"):
         pair.a.post_send(pair.wr(kind, pair.mine[:8]))
     pair.works()

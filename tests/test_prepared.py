@@ -19,7 +19,7 @@ from support import ALL, Connect, Pair, needs
 
 import rdmapost as rp
 from rdmapost import QPState, QPType, SendFlags, WCStatus
-from rdmapost.fields import NUMBERS
+from rdmapost.posting.fields import NUMBERS
 
 
 def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
@@ -373,9 +373,9 @@ def test_list_is_made_of_a_queue_and_its_owner(rc):
     send = rc.a._send
     for wrong in ((), (send, rc.a), (rc.a, send, []), (send, 5, []), (5, rc.a, [])):
         with pytest.raises(TypeError):
-            rp.prepared.Batch()._prepare(*wrong)
+            rp.Batch()._prepare(*wrong)
     with pytest.raises(TypeError, match="the queue has not been initialised"):
-        rp.prepared.Batch()._prepare(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
+        rp.Batch()._prepare(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
 
 
 def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
@@ -505,7 +505,7 @@ def test_the_collector_may_take_a_list_together_with_its_region(rc, pd, monkeypa
 def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
     """A list in a cycle is collected while its own queue is being posted to; nothing deadlocks."""
     needs(context.kind == "soft", "verb that is written in Python", context)
-    from rdmapost.soft import responder
+    from rdmapost.providers.soft0.engine import responder
 
     copy = responder.copy
 
@@ -530,7 +530,7 @@ def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monk
 def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     """Code that runs in the middle of a post, such as a finalizer, can post to the same queue."""
     needs(context.kind == "soft", "verb that is written in Python", context)
-    from rdmapost.soft import responder
+    from rdmapost.providers.soft0.engine import responder
 
     copy, batch, posted = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
 
@@ -555,7 +555,7 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
 def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
     """What was posted is still carried out."""
     needs(context.kind == "soft", "verb that is written in Python", context)
-    from rdmapost.soft import responder
+    from rdmapost.providers.soft0.engine import responder
 
     copy, struck = responder.copy, []
 
@@ -579,7 +579,7 @@ def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch
 def test_nothing_waits_for_itself(context, rc, monkeypatch, what):
     """What a finalizer does in the middle of a post to the same queue takes effect."""
     needs(context.kind == "soft", "verb that is written in Python", context)
-    from rdmapost.soft import responder
+    from rdmapost.providers.soft0.engine import responder
 
     copy, batch, said = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
     call = {

@@ -107,7 +107,9 @@ class Maker:
         if "ah" in kind.__dataclass_fields__:
             fields["ah"] = digits.among(pair.ah, pair.ah, None)
             fields["remote_qpn"] = digits.among(pair.b.qp_num, digits.below(1 << 24))
-            fields["remote_qkey"] = digits.among(rp.queuepair.DEFAULT_QKEY, digits.below(1 << 32))
+            fields["remote_qkey"] = digits.among(
+                rp.resources.qp.DEFAULT_QKEY, digits.below(1 << 32)
+            )
         if kind is rp.TSO:
             fields |= {"hdr": bytes(digits.below(100)), "mss": digits.below(1 << 16)}
         if kind is rp.BindMW:

@@ -931,7 +931,7 @@ def test_class_is_of_a_verb_and_has_the_slots_of_one():
         with pytest.raises(TypeError):
             door.describe_wr(*wrong)
     with pytest.raises(RuntimeError, match="they are known"):
-        door.describe_resources(rp.SGE, rp.MR, rp.MW, rp.AH)
+        door.describe_resource("MR", rp.MR)
 
 
 def test_no_more_classes_are_taken_than_there_is_room_for():

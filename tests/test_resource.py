@@ -17,7 +17,7 @@ from support import needs, prints
 
 import rdmapost as rp
 from rdmapost._binding import ffi
-from rdmapost._resource import Resource, _open
+from rdmapost.resources.resource import Resource, _open
 
 closed: list[str] = []
 
@@ -704,7 +704,7 @@ def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypat
 def test_interpreter_ends_quietly_with_everything_open():
     """At exit the whole tree is closed, children first."""
     said = prints(
-        "from rdmapost._resource import Resource\n"
+        "from rdmapost.resources.resource import Resource\n"
         "from rdmapost._binding import ffi\n"
         "class Thing(Resource):\n"
         "    def __init__(self, name, *above):\n"
@@ -724,7 +724,7 @@ def test_what_another_keeps_busy_is_closed_at_exit_too():
         "import atexit\n"
         "atexit.register(print, 'end')\n"
         "import rdmapost as rp\n"
-        "from rdmapost._resource import Resource\n"
+        "from rdmapost.resources.resource import Resource\n"
         "from rdmapost._binding import ffi\n"
         "class Thing(Resource):\n"
         "    def __init__(self, name, *above):\n"
@@ -741,7 +741,7 @@ def test_what_another_keeps_busy_is_closed_at_exit_too():
 def test_verb_of_a_daemon_thread_that_ends_in_a_moment_is_waited_for_at_exit():
     said = prints(
         "import threading, time\n"
-        "from rdmapost._resource import Resource\n"
+        "from rdmapost.resources.resource import Resource\n"
         "from rdmapost._binding import ffi\n"
         "class Thing(Resource):\n"
         "    def __init__(self):\n"

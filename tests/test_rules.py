@@ -31,14 +31,14 @@ from rdmapost import (
     SendFlags,
     SRQType,
 )
-from rdmapost import rules as rules_module
-from rdmapost.rules import (
+from rdmapost.posting import rules as rules_module
+from rdmapost.posting.rules import (
     FLAGS_BY_OPCODE,
     OPCODES_BY_QP_TYPE,
     check_send_state,
     flags_allowed,
 )
-from rdmapost.states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
+from rdmapost.qp_states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
 
 F = SendFlags
 SIGNALED_INLINE = F.SIGNALED | F.INLINE
@@ -243,7 +243,9 @@ def test_table_has_no_other_rows_or_columns():
 def test_opcodes_that_ibv_post_send_cannot_carry_have_no_class(soft, opcode):
     """And a work request cannot be given one: its class determines what is posted."""
     assert opcode not in WRS
-    assert opcode not in {getattr(getattr(rp, name), "opcode", None) for name in rp.wr.__all__}
+    assert opcode not in {
+        getattr(getattr(rp, name), "opcode", None) for name in rp.posting.wr.__all__
+    }
     odd = type("Odd", (rp.LocalInv,), {"opcode": opcode, "__slots__": ()})
     soft.qp().post_send(odd())
     assert [wc.opcode for wc in soft.cq.wait(1)] in ([rp.WCOpcode.LOCAL_INV], [None])
@@ -726,7 +728,7 @@ def can_be_prepared(case: Case) -> bool:
     return case.to not in ("srq", "ops")
 
 
-def preparer(soft: Soft, to: QPType | str) -> Callable[[Any], rp.prepared.Batch]:
+def preparer(soft: Soft, to: QPType | str) -> Callable[[Any], rp.Batch]:
     if to == "recv":
         return soft.qp().prepare_recv
     assert isinstance(to, QPType)

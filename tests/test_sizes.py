@@ -9,7 +9,7 @@ from support import ALL, GRH, LOCAL_ERROR, Pair, needs
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
-from rdmapost.rules import MAX_MSG_SIZE
+from rdmapost.posting.rules import MAX_MSG_SIZE
 
 CONNECTED = [QPType.RC, QPType.UC]
 PIECES = 32

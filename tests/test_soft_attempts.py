@@ -11,7 +11,8 @@ import pytest
 from support import Pair
 
 import rdmapost as rp
-from rdmapost import EventType, QPState, QPType, WCStatus, aio
+from rdmapost import EventType, QPState, QPType, WCStatus
+from rdmapost.resources import aio
 
 
 @pytest.fixture(scope="module")

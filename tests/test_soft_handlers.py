@@ -179,9 +179,10 @@ print(len(cq.wait(3)), len(announced.poll()))
 def test_child_of_a_fork_that_fails_to_begin_anew_does_so_in_its_next_verb(error):
     code = """
 import contextlib, logging
-from rdmapost.soft import device
+from rdmapost.providers.soft0.engine import device
 from rdmapost._binding import ffi
-from rdmapost.providers import soft_provider, soft_state
+from rdmapost.providers import soft_provider
+from rdmapost.providers.soft0 import state as soft_state
 
 def failing(self, name):
     tries.append(name)
@@ -191,7 +192,7 @@ def failing(self, name):
 
 tries, begin = [], device.Device.__init__
 device.Device.__init__ = failing
-logging.getLogger("rdmapost.soft").disabled = True
+logging.getLogger("rdmapost.providers.soft0.engine").disabled = True
 pid = os.fork()
 if not pid:
     with contextlib.suppress(rp.VerbsError):
@@ -252,7 +253,7 @@ class Raises(logging.Handler):
     def emit(self, record):
         raise LookupError(type(record.exc_info[1]).__name__)
 
-logging.getLogger("rdmapost.soft").addHandler(Raises())
+logging.getLogger("rdmapost.providers.soft0.engine").addHandler(Raises())
 requester._carry_out = lambda *_: 1 // 0
 post(1)
 print([error.args[0] for error in chain], [wc.status.name for wc in cq.poll()])

@@ -39,7 +39,8 @@ from rdmapost import (
 )
 from rdmapost._binding import door, ffi, lib
 from rdmapost.enums import SendFlags
-from rdmapost.providers import soft_provider, soft_state
+from rdmapost.providers import soft_provider
+from rdmapost.providers.soft0 import state as soft_state
 
 pytestmark = pytest.mark.skipif(
     sys.gettrace() is not None, reason="coverage (or a debugger) traces already"
@@ -52,7 +53,7 @@ ALL = int(
 M = QPAttrMask
 GROUP = bytes([0xFF, 0x12, *bytes(14)])
 DATA = bytes(range(256)) * 8
-OURS = ("/rdmapost/soft/", "/rdmapost/providers/soft")
+OURS = ("/rdmapost/providers/soft0/",)
 provider: Any = soft_provider()
 monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12; before that there is sys.settrace alone."""
@@ -848,7 +849,8 @@ FORKED = """
 import os, signal
 import rdmapost as rp
 from rdmapost._binding import door, ffi, lib
-from rdmapost.providers import soft_provider, soft_state
+from rdmapost.providers import soft_provider
+from rdmapost.providers.soft0 import state as soft_state
 provider = soft_provider()
 context = provider.open_device("soft0")
 pd = provider.alloc_pd(context)
@@ -1039,7 +1041,7 @@ def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(oth
 STEP = """
 import os, signal, sys, threading, time
 import rdmapost as rp
-from rdmapost.soft import completion, qp, requester
+from rdmapost.providers.soft0.engine import completion, qp, requester
 
 signal.alarm(20)
 context = rp.open_device("soft0")

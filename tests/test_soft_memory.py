@@ -10,7 +10,15 @@ import pytest
 from support import prints
 
 from rdmapost import Access, MWType, WCStatus
-from rdmapost.soft.memory import Fault, Memory, ProtectionDomain, Region, RemoteFault, copy, gather
+from rdmapost.providers.soft0.engine.memory import (
+    Fault,
+    Memory,
+    ProtectionDomain,
+    Region,
+    RemoteFault,
+    copy,
+    gather,
+)
 
 ALL = int(
     Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC

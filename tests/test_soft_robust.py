@@ -127,7 +127,7 @@ def test_a_hundred_thousand_of_a_resource_leave_nothing(context, kind):
 
 def test_a_fault_of_the_device_is_told_and_nothing_hangs(context, caplog, monkeypatch):
     """An exception inside a verb ends the work request, and its traceback is logged."""
-    from rdmapost.soft import responder
+    from rdmapost.providers.soft0.engine import responder
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
@@ -157,8 +157,8 @@ def test_a_fault_of_the_device_is_told_and_nothing_hangs(context, caplog, monkey
 INTERRUPTED = """
 import signal, sys
 import rdmapost as rp
-from rdmapost.soft import completion, requester
-from rdmapost.soft import qp as queuepair
+from rdmapost.providers.soft0.engine import completion, requester
+from rdmapost.providers.soft0.engine import qp as queuepair
 
 struck = []
 
@@ -296,7 +296,7 @@ def shortage(monkeypatch):
 
 def test_send_that_lacked_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
     """As it was posted, and before what was posted after it."""
-    from rdmapost.soft import qp as queuepair
+    from rdmapost.providers.soft0.engine import qp as queuepair
 
     with (
         rp.PD(context) as pd,
@@ -326,8 +326,8 @@ def test_send_that_lacked_memory_even_to_fail_is_carried_out_later(context, capl
 
 
 def test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another(context, monkeypatch):
-    from rdmapost.soft import qp as queuepair
-    from rdmapost.soft import requester
+    from rdmapost.providers.soft0.engine import qp as queuepair
+    from rdmapost.providers.soft0.engine import requester
 
     with (
         rp.PD(context) as pd,
@@ -356,7 +356,7 @@ def test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another(context, 
 
 
 def test_retry_that_lacked_memory_is_made_later(context, caplog, shortage):
-    from rdmapost.soft import device
+    from rdmapost.providers.soft0.engine import device
 
     with (
         rp.PD(context) as pd,

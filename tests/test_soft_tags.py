@@ -398,7 +398,7 @@ def test_ordinary_completions_are_the_same_on_such_a_cq(pd, context, stack):
         a.connect()
         b.connect()
         ah = stack.enter_context(a.ah_to(b.endpoint()))
-        key = rp.queuepair.DEFAULT_QKEY
+        key = rp.resources.qp.DEFAULT_QKEY
         for i in range(40):
             b.post_recv(rp.RecvWR(mr[100:200], wr_id=i))
             a.post_send(

@@ -41,7 +41,7 @@ def test_every_public_name_is_there_at_its_first_use() -> None:
         "import rdmapost as rp; assert 'QP' in dir(rp)",
         "from rdmapost import frames; frames.ethernet",
     ):
-        assert "rdmapost.queuepair" in modules_after(use), use
+        assert "rdmapost.resources.qp" in modules_after(use), use
 
 
 OUTDATED = """

@@ -200,7 +200,7 @@ def test_sqe_still_receives_and_can_be_left_for_rts(connect, context, qp_type):
     back = rp.Send(pair.theirs[:8], wr_id=9)
     if qp_type is QPType.UD:
         back.ah = pair.ah
-        back.remote_qpn, back.remote_qkey = pair.a.qp_num, rp.queuepair.DEFAULT_QKEY
+        back.remote_qpn, back.remote_qkey = pair.a.qp_num, rp.resources.qp.DEFAULT_QKEY
     pair.b.post_send([back, back])
     assert sorted(wc.wr_id for wc in pair.wait(4)) == [7, 8, 9, 9]
     pair.a.to_rts()

@@ -10,11 +10,11 @@ from support import needs
 
 import rdmapost as rp
 from rdmapost import Opcode, QPType, SendFlags
-from rdmapost.rules import QP_TYPES_BY_OPCODE
+from rdmapost.posting.rules import QP_TYPES_BY_OPCODE
 
 KINDS = {
     kind.opcode: kind
-    for kind in (getattr(rp, name) for name in rp.wr.__all__)
+    for kind in (getattr(rp, name) for name in rp.posting.wr.__all__)
     if isinstance(kind, type) and issubclass(kind, rp.SendWR) and kind is not rp.SendWR
 }
 

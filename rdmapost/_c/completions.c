@@ -1,11 +1,11 @@
-/* Completions in Python: each struct ibv_wc becomes a WC (rdmapost/completion.py). */
+/* Completions in Python: each struct ibv_wc becomes a WC (rdmapost/resources/cq.py). */
 #include "door.h"
 
 #include <endian.h>
 
 enum { FIELDS = 16, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 
-/* What WCs are made from, given by rdmapost/completion.py. */
+/* What WCs are made from, given by rdmapost/resources/cq.py. */
 static struct {
 	PyObject *type; /* the class, a tuple */
 	PyObject *flag_type; /* makes a member from any number */

@@ -8,7 +8,7 @@
  *
  * Waiting threads are in a list, each with its own eventfd to be woken by. One
  * of them, the leader, also sleeps on the completion channel. If asyncio tasks
- * wait, their event loop does that (rdmapost/aio.py).
+ * wait, their event loop does that (rdmapost/resources/aio.py).
  */
 #include "inflight.h"
 

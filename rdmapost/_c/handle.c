@@ -32,7 +32,7 @@ PyObject *rp_handle_type;
 int rp_exiting;
 PyObject *(*rp_progress)(void);
 
-/* Given by rdmapost/_resource.py, and held for ever. */
+/* Given by rdmapost/resources/resource.py, and held for ever. */
 static struct {
 	PyObject *closed; /* ClosedError */
 	PyObject *error; /* RdmaError */

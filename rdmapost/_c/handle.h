@@ -1,7 +1,7 @@
 /*
  * The life of a handle: making a verbs object, using it, destroying it.
  *
- * Resource (rdmapost/_resource.py) derives from the type here. A handle has
+ * Resource (rdmapost/resources/resource.py) derives from the type here. A handle has
  * users: verbs in progress, children made on it, work requests in flight that
  * name it, and windows bound to it. Every use must get past `word`, and a close
  * shuts that first, so no struct is destroyed under a verb.

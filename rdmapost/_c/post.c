@@ -605,7 +605,7 @@ static int take_kinds(struct queue *q, PyObject *kinds)
 	return 0;
 }
 
-/* See rdmapost/posting.py for the arguments. */
+/* See rdmapost/posting/queue.py for the arguments. */
 static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "verb", "in_flight", "checked", "pd",

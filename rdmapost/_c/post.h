@@ -17,7 +17,7 @@
 
 enum { KINDS = 24, FIELDS = 8 };
 
-/* The verbs that post, as rdmapost/fields.py numbers them. */
+/* The verbs that post, as rdmapost/posting/fields.py numbers them. */
 enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
 
 /* Each verb's record: its size, and the offset of its pointer to SGEs. */
@@ -25,7 +25,7 @@ extern const struct rp_head {
 	size_t size, sg_list;
 } rp_heads[];
 
-/* The kinds of field in a work request, as given in rdmapost/fields.py. */
+/* The kinds of field in a work request, as given in rdmapost/posting/fields.py. */
 enum {
 	NUMBER = 'n', /* in host order */
 	NETWORK = 'i', /* 32 bits in network order */
@@ -44,7 +44,7 @@ struct field {
 	int what;
 };
 
-/* A class of work requests: a row of rdmapost/fields.py. */
+/* A class of work requests: a row of rdmapost/posting/fields.py. */
 struct kind {
 	PyObject *type;
 	int verb; /* SEND, RECV (also to an SRQ) or SRQ_OPS */
@@ -79,7 +79,7 @@ struct request {
 
 /* Why a work request is refused: a rule, and what its text needs. */
 struct refusal {
-	const char *rule; /* a name in rdmapost/rules.py, or NULL */
+	const char *rule; /* a name in rdmapost/posting/rules.py, or NULL */
 	PyObject *name, *value; /* borrowed: what was read is held */
 	PyObject *owned; /* what could not be read */
 	uint64_t a, b;

@@ -728,7 +728,7 @@ static PyType_Slot item_slots[] = {
 
 /* ---- its numbers ---------------------------------------------------------- */
 
-/* A descriptor, like property, for a field of rdmapost/fields.py by its index. */
+/* A descriptor, like property, for a field of rdmapost/posting/fields.py by its index. */
 struct number {
 	PyObject_HEAD
 	PyObject *kind; /* the class of work requests */

@@ -608,24 +608,28 @@ void rp_free_post(struct post *post)
 
 /* ---- registering the classes --------------------------------------------- */
 
-/* describe_resources(SGE, MR, MW, AH) */
-static PyObject *describe_resources(PyObject *self, PyObject *args)
+/* describe_resource(name, type): the class of what work requests refer to. */
+static PyObject *describe_resource(PyObject *self, PyObject *args)
 {
+	static const struct {
+		const char *name;
+		PyObject **at;
+	} known[] = { { "SGE", &rp_known.sge }, { "MR", &rp_known.mr },
+		      { "MW", &rp_known.mw }, { "AH", &rp_known.ah } };
+	const char *name;
+	PyObject *type;
+
 	(void)self;
-	if (rp_known.sge) {
-		PyErr_SetString(PyExc_RuntimeError, "they are known");
+	if (!PyArg_ParseTuple(args, "sO!", &name, &PyType_Type, &type))
 		return NULL;
+	for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
+		if (strcmp(known[i].name, name) || *known[i].at)
+			continue;
+		*known[i].at = Py_NewRef(type); /* held for ever */
+		Py_RETURN_NONE;
 	}
-	if (!PyArg_ParseTuple(args, "O!O!O!O!", &PyType_Type, &rp_known.sge,
-			      &PyType_Type, &rp_known.mr, &PyType_Type,
-			      &rp_known.mw, &PyType_Type, &rp_known.ah))
-		return NULL;
-	/* Held for ever. */
-	Py_INCREF(rp_known.sge);
-	Py_INCREF(rp_known.mr);
-	Py_INCREF(rp_known.mw);
-	Py_INCREF(rp_known.ah);
-	Py_RETURN_NONE;
+	PyErr_Format(PyExc_RuntimeError, "%s is known, or nothing that work requests refer to", name);
+	return NULL;
 }
 
 static int describe_field(struct kind *kind, PyObject *row)
@@ -672,7 +676,7 @@ static PyObject *forget(struct kind *kind)
 
 /*
  * describe_wr(type, verb, opcode, writes, atomic, fields): a row of
- * rdmapost/fields.py; fields: (name, offset, bytes, what) each.  Returns its index.
+ * rdmapost/posting/fields.py; fields: (name, offset, bytes, what) each.  Returns its index.
  */
 static PyObject *describe_wr(PyObject *self, PyObject *args)
 {
@@ -705,7 +709,7 @@ static PyObject *describe_wr(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-	{ "describe_resources", describe_resources, METH_VARARGS, NULL },
+	{ "describe_resource", describe_resource, METH_VARARGS, NULL },
 	{ "describe_wr", describe_wr, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

@@ -1,5 +1,5 @@
 /*
- * mr[a:b]: making an SGE from a region (rdmapost/memory.py), as for nearly
+ * mr[a:b]: making an SGE from a region (rdmapost/resources/memory.py), as for nearly
  * every work request.
  *
  * Anything but two numbers within the region is left to MR._slice, which

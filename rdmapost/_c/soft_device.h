@@ -1,7 +1,7 @@
 /*
  * Shared by the soft device's files.
  *
- * Its rules are written in Python (rdmapost/soft/), and a signal handler may raise between any two
+ * Its rules are written in Python (rdmapost/providers/soft0/engine/), and a signal handler may raise between any two
  * bytecodes. So each change to the device's state is noted before it is made, with the call that
  * undoes it, and what cannot be undone waits for the end. Then C, in which no handler runs, makes
  * either the undo calls or the waiting ones (soft_journal.c).
@@ -77,7 +77,7 @@ int rp_take_fault(PyObject *faults);
 
 /* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
 
-/* The parts of the device, given by rdmapost/providers/soft_state.py (rdmapost/_verbs.pyi). */
+/* The parts of the device, given by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
 	OBJECTS, READY, STEP, GIVE_UP, TELL, RESET, REFUSE,
 	SETATTR, DELATTR, POP, PARTS

@@ -40,7 +40,7 @@ def soft_provider() -> Provider:
     """Return the provider of the soft device."""
 
     def load() -> Provider:
-        from .soft import SoftProvider
+        from .soft0.provider import SoftProvider
 
         return SoftProvider()
 

@@ -50,7 +50,7 @@ def _quiet_leaks() -> None:
     import numpy  # noqa: F401
 
     import rdmapost
-    import rdmapost.aio
+    import rdmapost.resources.aio
 
     with contextlib.suppress(Exception):
         rdmapost.open_device("soft0").close()

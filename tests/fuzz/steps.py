@@ -22,7 +22,8 @@ from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
 from world import ALPHABET, Hostile, World
 
 import rdmapost as rp
-from rdmapost import Access, MWType, QPState, QPType, SendFlags, SRQType, aio
+from rdmapost import Access, MWType, QPState, QPType, SendFlags, SRQType
+from rdmapost.resources import aio
 
 __all__ = ["act", "step"]
 
@@ -609,7 +610,7 @@ def traffic(world: World, draw: Draw) -> None:
         if "ah" in names and a.qp_type is QPType.UD:
             values |= {
                 "ah": world.pick("AH", draw), "remote_qpn": b.qp_num,
-                "remote_qkey": rp.queuepair.DEFAULT_QKEY,
+                "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
             }  # fmt: skip
         if "remote_srqn" in names and a.qp_type is QPType.XRC_SEND and srq is not None:
             values["remote_srqn"] = world.build(getattr, srq, "srq_num") or 0

@@ -241,7 +241,7 @@ class Maker:
             peer = world.pick("QP", draw)
             values["ah"] = self.handle("AH", rp.AH)
             values["remote_qpn"] = num(world, draw, getattr(peer, "qp_num", 0), 0, 12, values["ah"])
-            values["remote_qkey"] = num(world, draw, rp.queuepair.DEFAULT_QKEY)
+            values["remote_qkey"] = num(world, draw, rp.resources.qp.DEFAULT_QKEY)
         if kind is rp.TSO:
             values["hdr"] = hostile.header(draw, draw.among(0, 14, 40, 54, 64, 70000), b"\xa1")
             values["mss"] = num(world, draw, draw.among(1, 64, 1000, 65535, 0))

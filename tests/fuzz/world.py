@@ -60,7 +60,9 @@ def filled(size: int) -> bytes:
 
 
 def provider_parts() -> tuple[Any, ...]:
-    from rdmapost.providers import soft, soft_queues, soft_state
+    from rdmapost.providers.soft0 import provider as soft
+    from rdmapost.providers.soft0 import queues as soft_queues
+    from rdmapost.providers.soft0 import state as soft_state
 
     return soft, soft_queues, soft_state
 
@@ -478,8 +480,8 @@ class World:
     # ---- the beginning and the end ------------------------------------------
 
     def __enter__(self) -> World:
-        logging.getLogger("rdmapost.soft").addHandler(self._log)
-        logging.getLogger("rdmapost.soft").propagate = False
+        logging.getLogger("rdmapost.providers.soft0.engine").addHandler(self._log)
+        logging.getLogger("rdmapost.providers.soft0.engine").propagate = False
         sys.unraisablehook = self.on_unraisable
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGALRM, self.on_signal)
@@ -489,7 +491,7 @@ class World:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logging.getLogger("rdmapost.soft").removeHandler(self._log)
+        logging.getLogger("rdmapost.providers.soft0.engine").removeHandler(self._log)
         sys.unraisablehook = sys.__unraisablehook__
 
     def end(self, before: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ from moments import Interrupted, Moment, interrupt_at_each_moment
 from rig import LIMIT, Rig, until
 
 import rdmapost as rp
-from rdmapost import aio
+from rdmapost.resources import aio
 
 RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
 HERE = os.path.dirname(aio.__file__)

@@ -61,8 +61,8 @@ def _post_and_poll(rig: Rig) -> Callable[[rp.QP], None]:
     return use
 
 
-def _use_batch(rig: Rig) -> Callable[[rp.prepared.Batch], None]:
-    def use(batch: rp.prepared.Batch) -> None:
+def _use_batch(rig: Rig) -> Callable[[rp.Batch], None]:
+    def use(batch: rp.Batch) -> None:
         batch.post()
         rig.drain()
 
@@ -258,7 +258,7 @@ def test_number_that_closes_the_address_handle_of_its_post_gets_no_destroyed_one
                 gone = ah.closed
 
         fields: dict[str, Any] = {
-            "wr_id": 7, "remote_qpn": receiver.qp_num, "remote_qkey": rp.queuepair.DEFAULT_QKEY,
+            "wr_id": 7, "remote_qpn": receiver.qp_num, "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
             "send_flags": int(rp.SendFlags.SIGNALED),
         }  # fmt: skip
         odd = {**fields, field: Number(fields[field], close)}
@@ -544,4 +544,4 @@ def test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_
             thing.close()
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, handler=make_on_it, within="/rdmapost/srq.py")
+    interrupt_at_each_moment(make, act, check, handler=make_on_it, within="/rdmapost/resources/srq.py")

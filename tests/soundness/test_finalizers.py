@@ -19,8 +19,8 @@ from rig import ALL, INLINE, Rig
 from test_inline_memory import Number
 
 import rdmapost as rp
-from rdmapost._resource import open_handles
 from rdmapost.loopback import Loopback
+from rdmapost.resources.resource import open_handles
 
 
 def _victims(rig: Rig) -> dict[str, Any]:

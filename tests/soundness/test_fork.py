@@ -22,7 +22,7 @@ from rig import LIMIT, Rig, open_files
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost._binding import ffi
-from rdmapost._resource import Resource
+from rdmapost.resources.resource import Resource
 
 PACKAGE = f"{os.path.dirname(rp.__file__)}/"
 """Where its files are; the tests may be in a checkout of the same name."""
@@ -513,7 +513,7 @@ inside, go = threading.Event(), threading.Event()
 class Slow:
     "Stops the thread that imports the soft device in the middle of that."
     def find_spec(self, name, path=None, target=None):
-        if name == "rdmapost.soft.device":
+        if name == "rdmapost.providers.soft0.engine.device":
             inside.set()
             go.wait(20)
 

@@ -251,11 +251,11 @@ def test_prepared_list_whose_parts_are_deleted_never_crashes(soft):
     """Each attribute of it that can be deleted is; what remains posts, or raises."""
     names = [
         name
-        for kind in rp.prepared.Batch.__mro__
+        for kind in rp.Batch.__mro__
         for name in kind.__dict__.get("__slots__", ())
         if not name.startswith("__")
     ]
-    members = [name for name in dir(rp.prepared.Batch) if not name.startswith("__")]
+    members = [name for name in dir(rp.Batch) if not name.startswith("__")]
     for name in sorted({*names, *members}):
         rig = Rig(soft)
         batch = rig.a.prepare([rig.write(1), rig.write(2)])

@@ -147,6 +147,6 @@ def test_interrupt_of_a_post_says_how_many_were_posted(soft):
         rig.drain()
         rig.close()
 
-    interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/soft/")
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/providers/soft0/")
     assert not wrong
     assert set(told) == {"2 of 2 work requests were posted"}

@@ -1,0 +1,12 @@
+"""Checks that show what a device can do."""
+
+import sys
+
+from .tools import check as _itself
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .tools.check import *  # noqa: F403
+else:
+    # The same module, under the name that its users know.
+    sys.modules[__name__] = _itself

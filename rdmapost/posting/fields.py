@@ -1,0 +1,184 @@
+"""How the fields of a work request map to the members of the structs that a device reads.
+
+``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr`` (ibv_post_recv(3)) and
+``struct ibv_ops_wr`` (ibv_post_srq_ops(3)).  Every class of work requests has a row here,
+and nowhere else; cffi knows the offsets of the members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from .._binding import door, ffi
+from .wr import (
+    TSO,
+    AtomicCmpAndSwp,
+    AtomicFetchAndAdd,
+    BindMW,
+    LocalInv,
+    RdmaRead,
+    RdmaWrite,
+    RdmaWriteWithImm,
+    RecvWR,
+    Send,
+    SendWithImm,
+    SendWithInv,
+    TagAdd,
+    TagDel,
+    TagSync,
+)
+
+__all__ = ["KINDS", "NUMBERS", "Verb"]
+
+
+class Verb(IntEnum):
+    """The verbs that post, as ``_c/post.h`` numbers them."""
+
+    ibv_post_send = 0
+    ibv_post_recv = 1
+    ibv_post_srq_recv = 2
+    ibv_post_srq_ops = 3
+
+
+class _Row(NamedTuple):
+    """A class of work requests.
+
+    Attributes:
+        members: for each field, the struct member that holds it. The common head (wr_id, sg_list,
+            opcode, flags) is not listed.
+        writes: the device writes to the buffers.
+        atomic: the buffer takes the old value of 8 bytes.
+    """
+
+    members: dict[str, str]
+    writes: bool = False
+    atomic: bool = False
+
+
+_IMM = {"imm_data": "imm_data"}
+_INVALIDATE = {"invalidate_rkey": "invalidate_rkey"}
+_XRC = {"remote_srqn": "qp_type.xrc.remote_srqn"}
+_UD = {
+    "ah": "wr.ud.ah",
+    "remote_qpn": "wr.ud.remote_qpn",
+    "remote_qkey": "wr.ud.remote_qkey",
+}
+_RDMA = {"remote_addr": "wr.rdma.remote_addr", "rkey": "wr.rdma.rkey", **_XRC}
+_ATOMIC = {
+    "remote_addr": "wr.atomic.remote_addr",
+    "compare_add": "wr.atomic.compare_add",
+    "rkey": "wr.atomic.rkey",
+    **_XRC,
+}
+_TAG_SYNC = {"unexpected_cnt": "tm.unexpected_cnt"}
+
+_ROWS: dict[Verb, dict[type, _Row]] = {
+    Verb.ibv_post_send: {
+        RdmaWrite: _Row(_RDMA),
+        Send: _Row(_UD | _XRC),
+        RdmaRead: _Row(_RDMA, writes=True),
+        SendWithImm: _Row(_UD | _XRC | _IMM),
+        RdmaWriteWithImm: _Row(_RDMA | _IMM),
+        SendWithInv: _Row(_INVALIDATE | _XRC),
+        AtomicCmpAndSwp: _Row(_ATOMIC | {"swap": "wr.atomic.swap"}, writes=True, atomic=True),
+        AtomicFetchAndAdd: _Row(_ATOMIC, writes=True, atomic=True),
+        LocalInv: _Row(_INVALIDATE),
+        BindMW: _Row(
+            {
+                "mw": "bind_mw.mw",
+                "rkey": "bind_mw.rkey",
+                "mr": "bind_mw.bind_info.mr",
+                "addr": "bind_mw.bind_info.addr",
+                "length": "bind_mw.bind_info.length",
+                "mw_access_flags": "bind_mw.bind_info.mw_access_flags",
+            }
+        ),
+        TSO: _Row({"hdr": "tso.hdr", "mss": "tso.mss", **_UD}),
+    },
+    Verb.ibv_post_recv: {RecvWR: _Row({}, writes=True)},
+    Verb.ibv_post_srq_ops: {
+        TagAdd: _Row(
+            {
+                **_TAG_SYNC,
+                "recv_wr_id": "tm.add.recv_wr_id",
+                "tag": "tm.add.tag",
+                "mask": "tm.add.mask",
+            },
+            writes=True,
+        ),
+        TagDel: _Row({**_TAG_SYNC, "handle": "tm.handle"}),
+        TagSync: _Row(_TAG_SYNC),
+    },
+}
+
+_STRUCTS = {
+    Verb.ibv_post_send: "struct ibv_send_wr",
+    Verb.ibv_post_recv: "struct ibv_recv_wr",
+    Verb.ibv_post_srq_ops: "struct ibv_ops_wr",
+}
+
+_NUMBER = "n"
+_KINDS_OF_FIELD = {
+    "imm_data": "i",
+    "ah": "a",
+    "mw": "w",
+    "mr": "r",
+    "hdr": "h",
+    "handle": "t",
+    "recv_wr_id": "m",
+}
+"""What a field is where it is not a number in host order; see ``_c/post.h``."""
+
+
+def _member(struct: str, path: str) -> tuple[int, int]:
+    """Return the offset and size in bytes of a member, by its path from the struct."""
+    kind = ffi.typeof(struct)
+    for name in path.split("."):
+        fields = dict(_flat(kind))
+        kind = fields[name].type
+    return ffi.offsetof(struct, *path.split(".")), ffi.sizeof(kind)
+
+
+def _flat(kind: Any) -> Any:
+    """Go through the fields of a struct, and those of its anonymous unions."""
+    for name, field in kind.fields:
+        if name:
+            yield name, field
+        else:
+            yield from _flat(field.type)
+
+
+def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
+    struct = _STRUCTS[verb]
+    fields = tuple(
+        (name, *_member(struct, path), _KINDS_OF_FIELD.get(name, _NUMBER))
+        for name, path in row.members.items()
+    )
+    opcode = int(getattr(wr_type, "opcode", 0))
+    return door.describe_wr(wr_type, int(verb), opcode, row.writes, row.atomic, fields)
+
+
+KINDS: Mapping[type, int] = MappingProxyType(
+    {
+        wr_type: _describe(verb, wr_type, row)
+        for verb, rows in _ROWS.items()
+        for wr_type, row in rows.items()
+    }
+)
+"""The number by which C knows each class."""
+
+NUMBERS: Mapping[type, Mapping[str, int]] = MappingProxyType(
+    {
+        wr_type: {
+            name: index
+            for index, name in enumerate(row.members)
+            if _KINDS_OF_FIELD.get(name, _NUMBER) in ("n", "i")
+        }
+        for rows in _ROWS.values()
+        for wr_type, row in rows.items()
+    }
+)
+"""By class and name, the index in its row of each field that is a number."""

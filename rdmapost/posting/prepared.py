@@ -1,0 +1,99 @@
+"""Lists that are checked and packed once, and posted many times.
+
+``batch = qp.prepare([...])``, then ``batch.post()`` any number of times.  Change
+what differs between posts in place, through ``batch[index]``.
+The work is in C (``_c/prepared.c``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, Self
+
+from .._arguments import index as whole_number
+from .._binding import door
+from .fields import NUMBERS
+
+__all__ = ["Batch", "PreparedWR"]
+
+
+class PreparedWR(door.PreparedItem):
+    """One work request of a batch; changes to its fields take effect from the next post.
+
+    ``batch[index]`` makes it.
+
+    It exposes the fields that can change between posts.
+    A number that does not fit raises ValueError, and so does what the checks of
+    the queue pair refuse.  Posts that are outstanding stay as they are.
+
+    Attributes:
+        wr_id: comes back in the completion, 0..2^64-1.
+        sg_list: local buffers, an SGE or a sequence of them; as many as before.
+        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap: if the opcode has them.
+        remote_qpn, remote_qkey, remote_srqn: likewise, and if the type of the queue pair does.
+    """
+
+    __slots__ = ("_batch", "_index")
+
+    def __init__(self, batch: Batch, index: int) -> None:
+        super().__init__(batch, index)
+        self._batch, self._index = batch, index
+
+    def __repr__(self) -> str:
+        return f"<rdmapost.PreparedWR {self._index} of a {self._batch}>"
+
+
+@functools.cache
+def _class_for(wr_type: type) -> type[PreparedWR]:
+    """Return the class for prepared work requests of a class, with its fields."""
+    numbers = {name: door.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
+    return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **numbers})
+
+
+class Batch(door.Prepared):
+    """A list of work requests that is posted again and again; ``qp.prepare`` makes it.
+
+    It is checked once, and a post of it costs one call.  The memory regions,
+    windows and address handles that it names stay open until it is closed;
+    closing its queue pair closes it.
+
+    ``post()`` posts the whole list.  Unlike post_send and post_recv, which post what fits,
+    it posts nothing if a checked queue has no room for all of it: the PostError has
+    posted=0, and index is the first work request without a slot.  If the device refuses
+    one, those before it are posted, as with post_send.
+
+    ``batch[index]`` is one of its work requests; a negative index counts from the end.
+    There are no slices.
+
+    Raises:
+        IndexError: the list has no such index.
+        PostError: a work request cannot be posted; index says which.
+        ValueError: the list is empty.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return f"prepared list of {len(self)}"
+
+    def __getitem__(self, index: int) -> PreparedWR:
+        if isinstance(index, slice):
+            raise TypeError("a prepared list has no slices; take its work requests one by one")
+        at, count = whole_number("index", index), len(self)
+        if not -count <= at < count:
+            raise IndexError(f"index {at} is not in a {self}")
+        at %= count
+        return _class_for(self._type_of(at))(self, at)
+
+    def __iter__(self) -> Iterator[PreparedWR]:
+        return (self[index] for index in range(len(self)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot copy or pickle 'Batch' object")

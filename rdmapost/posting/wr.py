@@ -1,0 +1,418 @@
+"""Work requests as dataclasses, one for every opcode.
+
+A class has exactly the fields that its opcode uses, by the man pages' names
+(ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3)) and accepts no
+others.  All integers are in host byte order.
+
+Work requests are checked when they are posted, not when they are made: they may
+change between posts, and wrong ones are useful for testing devices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from .._binding import door
+from ..enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
+
+if TYPE_CHECKING:
+    from .._verbs import TagHandle
+    from ..resources.address import AH
+    from ..resources.memory import MR, MW
+
+__all__ = [
+    "SGE",
+    "TSO",
+    "AtomicCmpAndSwp",
+    "AtomicFetchAndAdd",
+    "BindMW",
+    "LocalInv",
+    "OpsWR",
+    "RdmaRead",
+    "RdmaWrite",
+    "RdmaWriteWithImm",
+    "RecvWR",
+    "Send",
+    "SendWR",
+    "SendWithImm",
+    "SendWithInv",
+    "TagAdd",
+    "TagDel",
+    "TagHandle",
+    "TagSync",
+]
+
+
+class SGE(NamedTuple):
+    """A scatter/gather element: a range of local memory (``struct ibv_sge``).
+
+    ``mr[64:128]`` makes one; ``SGE.from_buffer`` makes one for inline data. One made from numbers
+    is passed on unchanged.
+
+    Attributes:
+        addr: address of the first byte, 0..2^64-1.
+        length: bytes, 1..2^32-1; 0 means 2^31 to some devices and is refused.
+        lkey: key of the memory region, 0..2^32-1; ignored for inline data.
+        owner: what keeps the memory alive (an MR or a buffer), or None.
+    """
+
+    addr: int
+    length: int
+    lkey: int = 0
+    owner: Any = None
+
+    @classmethod
+    def from_buffer(cls, data: Any) -> SGE:
+        """Make an SGE over any object with a contiguous buffer, for inline data.
+
+        Args:
+            data: bytes, bytearray, memoryview, ...; it needs no registration.  It is kept
+                alive and cannot be resized as long as the SGE exists (never call
+                ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore the
+                export).
+
+        Raises:
+            TypeError: it has no buffer.
+            ValueError: its buffer is not contiguous.
+        """
+        try:
+            owner = door.Buffer(data)
+        except BufferError as error:
+            raise ValueError(str(error)) from None
+        return cls(owner.addr, owner.length, 0, owner)
+
+    def __repr__(self) -> str:
+        # Shown in errors about SGEs, which may be made of anything.
+        addr, lkey = (f"{n:#x}" if isinstance(n, int) else f"{n!r}" for n in (self.addr, self.lkey))
+        return f"SGE(addr={addr}, length={self.length!r}, lkey={lkey})"
+
+
+@dataclass(slots=True, kw_only=True)
+class SendWR(door.WR):
+    """Base class of send work requests (ibv_post_send(3)); post one of its subclasses.
+
+    Attributes:
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
+    """
+
+    opcode: ClassVar[Opcode]
+
+    wr_id: int = 0
+    send_flags: int = SendFlags.SIGNALED
+
+
+@dataclass(slots=True)
+class _WithBuffers(SendWR):
+    # sg_list: local buffers, an SGE or a sequence of them.
+    sg_list: SGE | Sequence[SGE] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Message(_WithBuffers):
+    ah: AH | None = None
+    remote_qpn: int = 0
+    remote_qkey: int = 0
+    remote_srqn: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Remote(_WithBuffers):
+    remote_addr: int = 0
+    rkey: int = 0
+    remote_srqn: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Send(_Message):
+    """Send a message (RC, UC, UD, XRC_SEND, RAW_PACKET).
+
+    Attributes:
+        sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
+        ah, remote_qpn, remote_qkey: the peer, on UD; ignored elsewhere.
+        remote_srqn: the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.SEND
+
+
+@dataclass(slots=True, kw_only=True)
+class SendWithImm(_Message):
+    """Send a message with 32 bits of immediate data (RC, UC, UD, XRC_SEND).
+
+    Attributes:
+        imm_data: 0..2^32-1, delivered in the peer's completion.
+        sg_list, ah, remote_qpn, remote_qkey, remote_srqn: as in Send.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.SEND_WITH_IMM
+
+    imm_data: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class SendWithInv(_WithBuffers):
+    """Send a message that invalidates a key of the peer's (RC, UC, XRC_SEND).
+
+    Attributes:
+        invalidate_rkey: the peer's key, 0..2^32-1.
+        sg_list, remote_srqn: as in Send.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.SEND_WITH_INV
+
+    invalidate_rkey: int = 0
+    remote_srqn: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RdmaWrite(_Remote):
+    """Write local buffers to remote memory (RC, UC, XRC_SEND).
+
+    Attributes:
+        sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
+        remote_addr: address at the peer, 0..2^64-1.
+        rkey: the peer's key, 0..2^32-1.
+        remote_srqn: the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.RDMA_WRITE
+
+
+@dataclass(slots=True, kw_only=True)
+class RdmaWriteWithImm(_Remote):
+    """Write to remote memory and complete a receive there (RC, UC, XRC_SEND).
+
+    Attributes:
+        imm_data: 0..2^32-1, delivered in the peer's completion.
+        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.RDMA_WRITE_WITH_IMM
+
+    imm_data: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RdmaRead(_Remote):
+    """Read remote memory into local buffers (RC, XRC_SEND).
+
+    Attributes:
+        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.RDMA_READ
+
+
+@dataclass(slots=True, kw_only=True)
+class AtomicCmpAndSwp(_Remote):
+    """Replace a remote 64-bit value if it equals ``compare_add`` (RC, XRC_SEND).
+
+    The previous value is written to the local buffer, one SGE of 8 bytes.
+    ``remote_addr`` is a multiple of 8.
+
+    Attributes:
+        compare_add: the value to compare with, 0..2^64-1.
+        swap: the new value, 0..2^64-1.
+        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.ATOMIC_CMP_AND_SWP
+
+    compare_add: int = 0
+    swap: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class AtomicFetchAndAdd(_Remote):
+    """Add ``compare_add`` to a remote 64-bit value (RC, XRC_SEND).
+
+    The previous value is written to the local buffer, one SGE of 8 bytes.
+    ``remote_addr`` is a multiple of 8.  The sum wraps at 2^64.
+
+    Attributes:
+        compare_add: what to add, 0..2^64-1.
+        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.ATOMIC_FETCH_AND_ADD
+
+    compare_add: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalInv(SendWR):
+    """Invalidate a local key (RC, UC, XRC_SEND).
+
+    Attributes:
+        invalidate_rkey: the key, 0..2^32-1.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.LOCAL_INV
+
+    invalidate_rkey: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class BindMW(SendWR):
+    """Bind a type 2 memory window to a range of a region (RC, UC, XRC_SEND).
+
+    Attributes:
+        mw: the window.
+        rkey: its new rkey; ``mw.next_rkey()`` gives one.
+        mr: the region, registered with Access.MW_BIND.
+        addr: first byte of the range.
+        length: bytes.
+        mw_access_flags: what the peer may do through the window, an Access.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.BIND_MW
+
+    mw: MW | None = None
+    rkey: int = 0
+    mr: MR | None = None
+    addr: int = 0
+    length: int = 0
+    mw_access_flags: int = Access(0)
+
+
+@dataclass(slots=True, kw_only=True)
+class TSO(_WithBuffers):
+    """Send a payload as many frames, each with the same header (UD, RAW_PACKET).
+
+    Attributes:
+        sg_list: the payload, an SGE or a sequence of them.
+        hdr: the header, at most 65535 bytes and at most the QP's max_tso_header.
+        mss: payload bytes in each frame, 1..65535.
+        ah, remote_qpn, remote_qkey: the peer, on UD; ignored elsewhere.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.TSO
+
+    hdr: bytes = b""
+    mss: int = 0
+    ah: AH | None = None
+    remote_qpn: int = 0
+    remote_qkey: int = 0
+
+
+@dataclass(slots=True)
+class RecvWR(door.WR):
+    """A receive: buffers for one incoming message (ibv_post_recv(3)).
+
+    Attributes:
+        sg_list: local buffers, an SGE or a sequence of them.
+        wr_id: comes back in the completion, 0..2^64-1.
+    """
+
+    sg_list: SGE | Sequence[SGE] = ()
+    wr_id: int = 0
+
+
+if not TYPE_CHECKING:
+    TagHandle = door.TagHandle
+
+
+@dataclass(slots=True, kw_only=True)
+class OpsWR:
+    """Base class of tag-matching operations (ibv_post_srq_ops(3)); post one of its subclasses.
+
+    Attributes:
+        wr_id: comes back in the completion, 0..2^64-1.
+        flags: OpsFlags; SIGNALED unless given.
+        unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
+    """
+
+    opcode: ClassVar[OpsOpcode]
+
+    wr_id: int = 0
+    flags: int = OpsFlags.SIGNALED
+    unexpected_cnt: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class TagAdd(OpsWR):
+    """Add a tagged receive to the matching list.
+
+    Attributes:
+        recv_wr_id: wr_id of the completion that the message causes, 0..2^64-1.
+        sg_list: local buffers, an SGE or a sequence of them.
+        tag: the tag to match, 0..2^64-1.
+        mask: which of its bits count, 0..2^64-1; all unless given.
+        handle: set by the post; a TagDel names it.
+        wr_id, flags, unexpected_cnt: as in OpsWR.
+    """
+
+    opcode = OpsOpcode.TAG_ADD
+
+    recv_wr_id: int = 0
+    sg_list: SGE | Sequence[SGE] = ()
+    tag: int = 0
+    mask: int = (1 << 64) - 1
+    handle: TagHandle | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TagDel(OpsWR):
+    """Remove a tagged receive from the matching list.
+
+    Attributes:
+        handle: what the TagAdd's post set.
+        wr_id, flags, unexpected_cnt: as in OpsWR.
+    """
+
+    opcode = OpsOpcode.TAG_DEL
+
+    handle: TagHandle | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TagSync(OpsWR):
+    """Tell the device the number of unexpected messages.
+
+    Attributes:
+        flags: OpsFlags; SIGNALED and TM_SYNC unless given.
+        wr_id, unexpected_cnt: as in OpsWR.
+    """
+
+    opcode = OpsOpcode.TAG_SYNC
+
+    flags: int = OpsFlags.SIGNALED | OpsFlags.TM_SYNC
+
+
+def _quicken(*kinds: Any) -> None:
+    """Let C do the work of a dataclass's __init__ (``_c/wr.c``), in half the time.
+
+    Args:
+        kinds: the classes, derived ones before their bases.
+    """
+    for kind in kinds:
+        kind.__signature__ = inspect.signature(kind)
+        # In the order in which they can be passed.
+        ordered = sorted(fields(kind), key=lambda field: bool(field.kw_only))
+        door.quick_init(
+            kind, kind.__init__, sum(not field.kw_only for field in ordered),
+            tuple((field.name, field.default) for field in ordered),
+        )  # fmt: skip
+        del kind.__init__
+
+
+_quicken(
+    RdmaWrite, Send, RecvWR, RdmaRead, SendWithImm, RdmaWriteWithImm, SendWithInv,
+    AtomicCmpAndSwp, AtomicFetchAndAdd, LocalInv, BindMW, TSO,
+    _Message, _Remote, _WithBuffers, SendWR,
+)  # fmt: skip

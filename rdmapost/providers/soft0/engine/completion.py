@@ -1,0 +1,132 @@
+"""Completion queues, their channels, and asynchronous events."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from ...._binding import door, ffi, lib
+from ....enums import EventType
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .queue import WorkQueue
+
+__all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue", "tm_info"]
+
+_TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
+_wc = Struct("@QIIIIIIIIHHBB0Q").pack
+
+Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, bytes]"
+"""A completion queue entry: the fields of ``struct ibv_wc`` (wr_id, status, opcode, vendor_err,
+byte_len, imm_data or invalidated_rkey, qp_num, src_qp, wc_flags, pkey_index, slid, sl,
+dlid_path_bits); the queue whose slots it frees; how many; whether it was solicited; and its
+``struct ibv_wc_tm_info``."""
+
+tm_info = Struct("@QI0Q").pack
+"""The tag and application context in a tag-matching message's entry."""
+NO_TAG = tm_info(0, 0)
+"""The same in any other entry."""
+
+
+_Event = TypeVar("_Event")
+
+
+class _EventSource(door.Record, Generic[_Event]):
+    """Events behind a file descriptor, which is readable when one is pending.
+
+    The descriptor is a timer. It fires at once for an event, and when a parked work request is due
+    for a retry: a sleeper then comes back and makes progress, so that no thread is needed.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.fd: int = door.made(os.close, lib.timerfd_create, *_TIMER)
+        if self.fd < 0:
+            raise OSError(ffi.errno, "timerfd_create")
+        self._device = device
+        self.events: deque[_Event] = deque()
+        self.signal()
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        door.on_commit(os.close, self.fd)
+
+    def signal(self) -> None:
+        """Make the descriptor readable now if events are pending, else when work is due."""
+        ns = self._device.nanoseconds_until_due()
+        door.on_commit(door.set_timer, self.fd, self.events, ns)
+
+    def take(self) -> _Event | None:
+        """Return the next event, or None."""
+        events = self.events
+        event = door.take(events) if events else None
+        self.signal()
+        return event
+
+
+class Channel(_EventSource["CompletionQueue"]):
+    """A completion channel; each event is the completion queue concerned."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.users = 0
+
+    def forget(self, cq: CompletionQueue) -> None:
+        """Drop the events of a completion queue that is being destroyed."""
+        if cq in self.events:
+            self.events = deque(event for event in self.events if event is not cq)
+            self.signal()
+
+
+class CompletionQueue(door.DeviceQueue):
+    """Where work requests complete, in order.
+
+    Attributes:
+        pending: what a poll, in C, takes: a completion's bytes, the queue whose slots it frees, and
+            how many.
+        armed: for what to raise an event: 0 nothing, 1 solicited completions, 2 any.
+    """
+
+    def __init__(self, capacity: int, channel: Channel | None) -> None:
+        self.capacity = capacity
+        self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
+        self.channel = channel
+        self.handle: Any = None
+        self.users = 0
+        self.overrun = False
+        """Whether it has had no room for an entry; reported once."""
+
+    def add(self, entry: Entry) -> bool:
+        """Add an entry; return False if the queue overruns."""
+        entries = self.pending
+        if len(entries) >= self.capacity:
+            return False
+        fields, queue, frees, solicited, tag = entry
+        door.add(self, (_wc(*fields) + tag, queue, frees))
+        if (channel := self.channel) is not None:
+            # The queue may be armed until then.
+            door.at_the_end(
+                door.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
+            )
+        return True
+
+    def forget(self, queue: WorkQueue) -> None:
+        """Drop the entries of a queue that is being destroyed or reset."""
+        door.on_commit(door.forget, self.pending, queue)
+
+
+class EventQueue(_EventSource["tuple[EventType, Any]"]):
+    """The asynchronous events of one open device."""
+
+    def push(self, event: EventType, element: Any) -> None:
+        """Add an event about an object's struct, or a port number."""
+        door.put(self.events, (event, element))
+        self.signal()
+
+    def tell_overrun(self, cq: CompletionQueue) -> None:
+        """Add an event the first time that a completion queue overruns."""
+        if not cq.overrun:
+            cq.overrun = True
+            self.push(EventType.CQ_ERR, cq.handle)

@@ -1,0 +1,127 @@
+"""Unreliable datagrams: addressed one by one, with a GRH in front, dropped silently."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from ....enums import Opcode, SendFlags, WCFlags, WCStatus
+from ....posting.rules import MULTICAST_QPN
+from . import offload
+from .memory import Fault, copy, gather
+from .wire import Request, Segments
+
+if TYPE_CHECKING:
+    from .qp import QueuePair
+    from .queue import WQE
+
+__all__ = [
+    "GRH_SIZE",
+    "AddressHandle",
+    "deliver",
+    "flags_of",
+    "send",
+    "send_segmented",
+]
+
+GRH_SIZE = 40
+_UDP = 17
+_BESIDE_PAYLOAD = 8 + 12 + 8 + 4
+"""Bytes of UDP header, BTH, DETH and ICRC."""
+_IMM_SIZE = 4
+_IPV4 = struct.Struct("!BBHHHBBH4s4s")
+_IPV4_MAPPED = bytes(10) + b"\xff\xff"
+_DONT_FRAGMENT = 0x4000
+_PRIVILEGED_QKEY = 0x8000_0000
+_IP_CSUM = int(SendFlags.IP_CSUM)
+_ETHERTYPE_STARTS = (b"\x08", b"\x86")
+
+
+class AddressHandle(NamedTuple):
+    """The path to a peer."""
+
+    sgid: bytes
+    dgid: bytes
+    sl: int
+    flow_label: int
+    hop_limit: int
+    traffic_class: int
+
+
+def send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+    """Send one datagram; nothing reports whether it arrived.
+
+    Raises:
+        Fault: it is longer than the MTU.
+    """
+    if size > qp.device.port_mtu.bytes:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    if wqe.flags & _IP_CSUM:
+        data = [offload.fill_checksums(gather(data), offload.ipoib)]
+    _send(qp, wqe, data, size)
+
+
+def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+    """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
+
+    Raises:
+        Fault: a message would be longer than the MTU, or the header cannot be used.
+    """
+    if len(wqe.hdr) + min(size, wqe.mss) > qp.device.port_mtu.bytes:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    for message in offload.segments(wqe.hdr, offload.ipoib, gather(data), wqe.mss):
+        _send(qp, wqe, [message], len(message))
+
+
+def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+    address: AddressHandle = wqe.ah
+    # The segments of a TSO are SENDs on the wire.
+    opcode = Opcode.SEND if wqe.opcode == Opcode.TSO else wqe.opcode
+    request = Request(opcode, qp.type, qp.number, wqe.remote_qpn, data, size)
+    request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
+    if wqe.opcode == Opcode.SEND_WITH_IMM:
+        request.imm = wqe.imm
+    # A Q_Key with the top bit set means the sender's own.
+    request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey
+    request.sl = address.sl
+    request.grh = _ip_header(address, size + _IMM_SIZE * (request.imm is not None))
+    if wqe.remote_qpn == MULTICAST_QPN:
+        qp.device.multicast(request, address.dgid)
+    else:
+        qp.device.transmit(request, address.dgid)
+
+
+def _ip_header(address: AddressHandle, size: int) -> bytes:
+    """Return what precedes the payload in a receive: the IP header of the RoCE v2 packet.
+
+    An IPv4 header takes the last 20 of the 40 bytes.
+    """
+    sgid, dgid = address.sgid, address.dgid
+    length = _BESIDE_PAYLOAD + -(-size // 4) * 4
+    if not sgid.startswith(_IPV4_MAPPED) or not dgid.startswith(_IPV4_MAPPED):
+        first = 6 << 28 | address.traffic_class << 20 | address.flow_label
+        return struct.pack("!IHBB16s16s", first, length, _UDP, address.hop_limit, sgid, dgid)
+
+    def header(checksum: int) -> bytes:
+        return _IPV4.pack(
+            0x45, address.traffic_class, _IPV4.size + length, 0, _DONT_FRAGMENT,
+            address.hop_limit, _UDP, checksum, sgid[12:], dgid[12:],
+        )  # fmt: skip
+
+    # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
+    checksum = -int.from_bytes(header(0)) % 0xFFFF
+    return bytes(GRH_SIZE - _IPV4.size) + header(checksum)
+
+
+def deliver(request: Request, segments: Segments) -> None:
+    """Write a datagram, IP header first, into a receive's buffers, which have room for it."""
+    copy([request.grh, *request.data], segments)
+
+
+def flags_of(request: Request) -> int:
+    """Return IP_CSUM_OK for a received IP-over-InfiniBand message with correct checksums, else
+    0."""
+    if not request.data or bytes(request.data[0][:1]) not in _ETHERTYPE_STARTS:
+        return 0
+    right = offload.checksums_are_right(gather(request.data), offload.ipoib)
+    return int(WCFlags.IP_CSUM_OK) if right else 0

@@ -1,0 +1,158 @@
+"""The device: what it can do, what it holds, and what carries its messages."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+from ...._binding import door
+from ....enums import MTU
+from . import requester, responder
+from .completion import Channel, EventQueue
+from .faults import FaultPlan
+from .memory import Memory
+from .planned import PlannedFaults
+from .qp import QueuePair
+from .queue import SharedReceiveQueue
+from .table import Table
+from .wire import Ack, Request
+
+__all__ = ["Device", "OpenDevice", "ready"]
+
+_LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
+_LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
+
+
+ready: list[QueuePair | SharedReceiveQueue] = []
+"""What has work to do after the verb or step; C takes it from here."""
+
+
+def _as_it_is(wr_id: int) -> int:
+    return wr_id
+
+
+class OpenDevice(door.Record):
+    """One open context of the device."""
+
+    def __init__(self, device: Device) -> None:
+        self.events = EventQueue(device)
+        self.wr_id_of: Callable[[int], int | None] = _as_it_is
+        self.faults = PlannedFaults(lambda wr_id: self.wr_id_of(wr_id))
+        """What will go wrong on purpose."""
+        self.plan = FaultPlan(self.faults)
+        """The users' interface to those."""
+
+
+class Device(door.Record):
+    """A software RDMA device.
+
+    Every verb holds one lock, which covers everything (``_c/soft_verb.c``). The device has no
+    threads: progress is made inside the verbs.
+
+    Attributes:
+        name: its name.
+        gids: its GID table.
+        port_mtu: the active MTU of its port.
+        memory: its keys.
+        qps, srqs: what exists, by number.
+        channels, event_queues: their descriptors wake sleepers when something is due.
+        parked: queue pairs whose next request will be retried later.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.guid = int.from_bytes(_LINK_LOCAL[8:]) ^ 0x0200_0000_0000_0000
+        self.gids = (_LINK_LOCAL, _LOOPBACK)
+        self.port_mtu = MTU.MTU_4096
+        self.memory = Memory()
+        self.qps: dict[int, QueuePair] = Table()
+        self.srqs: dict[int, SharedReceiveQueue] = Table()
+        self.parked: frozenset[QueuePair] = frozenset()
+        self._due = -1.0
+        self.channels: frozenset[Channel] = frozenset()
+        self.event_queues: frozenset[EventQueue] = frozenset()
+        self.groups: dict[bytes, frozenset[QueuePair]] = Table()
+        self.numbers = itertools.count(0x11)
+        """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
+
+    # ---- the wire -----------------------------------------------------------
+
+    def transmit(self, request: Request, dgid: bytes | None) -> Ack | None:
+        """Carry a request to its queue pair and return the answer, if any comes."""
+        if dgid is not None and dgid not in self.gids:
+            return None
+        qp = self.qps.get(request.dest_qpn)
+        return None if qp is None else responder.receive(qp, request)
+
+    def attach(self, qp: QueuePair, group: bytes) -> None:
+        """Let a queue pair receive what is sent to a multicast group."""
+        self.groups[group] = self.groups.get(group, frozenset()) | {qp}
+
+    def detach(self, qp: QueuePair, group: bytes) -> bool:
+        """Undo attach; return whether the queue pair was attached."""
+        members = self.groups.get(group, frozenset())
+        if qp not in members:
+            return False
+        if len(members) > 1:
+            self.groups[group] = members - {qp}
+        else:
+            del self.groups[group]
+        return True
+
+    def multicast(self, request: Request, dgid: bytes) -> None:
+        """Carry a datagram to every queue pair that is attached to the group."""
+        for qp in list(self.groups.get(dgid, ())):
+            responder.receive(qp, request)
+
+    # ---- progress -----------------------------------------------------------
+
+    def park(self, qp: QueuePair) -> None:
+        """Come back to a queue pair when its next attempt is due."""
+        self._set_parked(self.parked | {qp})
+
+    def unpark(self, qp: QueuePair) -> None:
+        """Do not come back to a queue pair."""
+        if qp in self.parked:
+            self._set_parked(self.parked - {qp})
+
+    def _set_parked(self, parked: frozenset[QueuePair]) -> None:
+        self.parked = parked
+        self._due = min((qp.due for qp in parked), default=-1.0)
+        door.on_commit(door.come_back, self._due)
+        sources: frozenset[Channel | EventQueue] = self.channels | self.event_queues
+        for source in sources:
+            source.signal()
+
+    def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
+        """Have what is posted to it carried out after the verb or step."""
+        door.on_commit(door.start, worker)
+
+    def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
+        """Carry out one of the pending work requests; return whether to come again.
+
+        Args:
+            worker: whose; None means what is parked and due.
+        """
+        if isinstance(worker, QueuePair):
+            return requester.step(worker)
+        if worker is not None:
+            return bool(worker.tags.step())
+        now = time.monotonic()
+        due = frozenset(qp for qp in self.parked if qp.due <= now)
+        self._set_parked(self.parked - due)
+        for qp in due:
+            self.start(qp)
+        return False
+
+    def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
+        """Fail the work request that a step could not carry out; return whether to come again."""
+        if isinstance(worker, QueuePair):
+            return requester.give_up(worker)
+        return worker is not None and bool(worker.tags.give_up())
+
+    def nanoseconds_until_due(self) -> int:
+        """Return when something parked is due next; 0 when nothing is parked."""
+        if not self.parked:
+            return 0
+        return max(1, int((self._due - time.monotonic()) * 1e9))

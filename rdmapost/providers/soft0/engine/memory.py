@@ -1,0 +1,316 @@
+"""Memory regions, memory windows, and every check before a byte is touched.
+
+Nothing here takes an address at its word: an access names a key, and the key's
+region or window must cover the range, belong to the protection domain and
+grant the operation.
+"""
+
+from __future__ import annotations
+
+from operator import setitem
+from typing import Any
+
+from ...._binding import door
+from ....enums import Access, MWType, WCStatus
+from .table import Table
+from .wire import Segments
+
+__all__ = [
+    "Fault",
+    "Memory",
+    "ProtectionDomain",
+    "Region",
+    "RemoteFault",
+    "Window",
+    "copy",
+    "gather",
+]
+
+
+_LOCAL_WRITE = int(Access.LOCAL_WRITE)
+_ZERO_BASED = int(Access.ZERO_BASED)
+_MW_BIND = int(Access.MW_BIND)
+_REMOTE_WRITES = int(Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
+
+
+class Fault(Exception):
+    """A local error: the work request completes with this status."""
+
+    def __init__(self, status: WCStatus) -> None:
+        self.status = status
+
+
+class RemoteFault(Exception):
+    """A remote access error: the responder refuses."""
+
+
+class ProtectionDomain:
+    """Which regions, windows and queue pairs may be used together."""
+
+    __slots__ = ()
+
+
+class Region(door.Record):
+    """Registered memory."""
+
+    __slots__ = ("access", "addr", "length", "lkey", "memory", "pd", "rkey", "valid", "windows")
+
+    def __init__(
+        self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int, lkey: int, rkey: int
+    ) -> None:
+        self.pd = pd
+        self.addr = addr
+        self.memory = memory
+        self.length = len(memory)
+        self.access = int(access)
+        self.lkey = lkey
+        self.rkey = rkey
+        self.valid = True
+        self.windows = 0
+
+
+class Window(door.Record):
+    """A memory window, unbound until it has a region."""
+
+    __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
+
+    # Properties of what it is bound to; unused without a region.
+    addr: int
+    length: int
+    access: int
+    qpn: int
+    """The queue pair that bound it; a type 2 window works on no other."""
+
+    def __init__(self, pd: ProtectionDomain, mw_type: MWType, rkey: int) -> None:
+        self.pd = pd
+        self.type = mw_type
+        self.rkey = rkey
+        self.region: Region | None = None
+
+    def bind(self, region: Region, addr: int, length: int, access: int, qpn: int) -> None:
+        """Point the window at a range of a region."""
+        self.unbind()
+        self.region, self.addr, self.length, self.access = region, addr, length, access
+        self.qpn = qpn
+        region.windows += 1
+
+    def unbind(self) -> None:
+        """Remove the region, after which the key grants nothing."""
+        if self.region is not None:
+            self.region.windows -= 1
+            self.region = None
+
+
+_STALE_STEP = 0x3F
+"""The low bytes of successive keys differ, so that a stale key is not the next one."""
+
+
+class Memory(door.Record):
+    """The keys of a device and what they stand for."""
+
+    def __init__(self) -> None:
+        self.regions_by_lkey: dict[int, Region] = Table()
+        self._by_rkey: dict[int, Region | Window] = Table()
+        self._next = 0x10
+        self._tag = 0
+
+    def _new_key(self) -> int:
+        # The upper 24 bits are the index, the low byte a tag.
+        self._next = (self._next + 1) & 0x7FFFFF or 1
+        self._tag = (self._tag + _STALE_STEP) & 0xFF
+        key = self._next << 8 | self._tag
+        taken = key in self.regions_by_lkey or key in self._by_rkey
+        return self._new_key() if taken else key
+
+    # ---- registering --------------------------------------------------------
+
+    def register(self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int) -> Region:
+        """Register memory at an address, with new keys; the rkey and the lkey differ."""
+        lkey = self._new_key()
+        region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000)
+        self.regions_by_lkey[lkey] = region
+        self._by_rkey[region.rkey] = region
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Forget a region; its keys become unknown."""
+        self.regions_by_lkey.pop(region.lkey, None)
+        self._by_rkey.pop(region.rkey, None)
+        region.valid = False
+
+    def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
+        """Make an unbound window."""
+        window = Window(pd, mw_type, self._new_key())
+        self._by_rkey[window.rkey] = window
+        return window
+
+    def deallocate_window(self, window: Window) -> None:
+        """Forget a window."""
+        self._by_rkey.pop(window.rkey, None)
+        window.unbind()
+
+    def rekey(self, window: Window, rkey: int) -> None:
+        """Give a window a new key, whose low byte the caller chooses."""
+        self._by_rkey.pop(window.rkey, None)
+        window.rkey = window.rkey & ~0xFF | rkey & 0xFF
+        self._by_rkey[window.rkey] = window
+
+    # ---- checking -----------------------------------------------------------
+
+    def local(
+        self, pd: ProtectionDomain, sges: Any, write: bool, size: int | None = None
+    ) -> Segments:
+        """Return the memory behind local SGEs.
+
+        Args:
+            pd: the queue's protection domain.
+            sges: (addr, length, lkey) each; length 0 means 2^31.
+            write: whether the device will write there.
+            size: how many bytes are wanted, from the first on; SGEs beyond them are not checked.
+                All unless given.
+
+        Raises:
+            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong; LOC_LEN_ERR: the SGEs
+                hold fewer than that.
+        """
+        segments: Segments = []
+        regions = self.regions_by_lkey
+        for addr, length, lkey in sges:
+            length = length or 1 << 31
+            if size is not None:
+                if not size:
+                    break
+                length = min(length, size)
+                size -= length
+            region = regions.get(lkey)
+            if region is None or region.pd is not pd:
+                raise Fault(WCStatus.LOC_PROT_ERR)
+            start = addr - region.addr
+            if start < 0 or start + length > region.length:
+                raise Fault(WCStatus.LOC_PROT_ERR)
+            if write and not region.access & _LOCAL_WRITE:
+                raise Fault(WCStatus.LOC_PROT_ERR)
+            segments.append(region.memory[start : start + length])
+        if size:
+            raise Fault(WCStatus.LOC_LEN_ERR)
+        return segments
+
+    def remote(
+        self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int, length: int, need: int
+    ) -> memoryview:
+        """Return the memory behind a remote key.
+
+        Args:
+            pd: the responder's protection domain.
+            qpn: the responder's queue pair.
+            rkey, addr, length: what the request names.
+            need: the Access that the operation needs.
+
+        Raises:
+            RemoteFault: a key, range, domain or permission is wrong.
+        """
+        target = self._by_rkey.get(rkey)
+        if isinstance(target, Window):
+            region = target.region
+            if region is None or not region.valid or target.pd is not pd:
+                raise RemoteFault("the window is not bound here")
+            if target.type is MWType.TYPE_2 and target.qpn != qpn:
+                raise RemoteFault("the window was bound on another queue pair")
+        else:
+            region = target
+            if region is None or region.pd is not pd:
+                raise RemoteFault("the rkey is unknown here")
+        assert target is not None
+        zero_based = target.access & _ZERO_BASED
+        start = addr if zero_based else addr - target.addr
+        if start < 0 or start + length > target.length:
+            raise RemoteFault("the range lies outside what the rkey covers")
+        if need & ~target.access:
+            raise RemoteFault("the rkey does not grant this")
+        start += target.addr - region.addr
+        return region.memory[start : start + length]
+
+    # ---- memory management operations ---------------------------------------
+
+    def bind(
+        self,
+        window: Window,
+        region: Region | None,
+        addr: int,
+        length: int,
+        access: int,
+        *,
+        pd: ProtectionDomain,
+        qpn: int,
+        rkey: int,
+    ) -> None:
+        """Bind a window, as a work request requests.
+
+        Raises:
+            Fault: MW_BIND_ERR: the rules for binding are not met.
+        """
+        type_2 = window.type is MWType.TYPE_2
+        if window.pd is not pd or (type_2 and window.region is not None):
+            raise Fault(WCStatus.MW_BIND_ERR)
+        if not length and not type_2:
+            # A bind of length 0 unbinds a type 1 window.
+            self.rekey(window, rkey)
+            window.unbind()
+            return
+        if region is None or not region.valid or region.pd is not pd or not length:
+            raise Fault(WCStatus.MW_BIND_ERR)
+        if not region.access & _MW_BIND or region.access & _ZERO_BASED:
+            raise Fault(WCStatus.MW_BIND_ERR)
+        if access & _REMOTE_WRITES and not region.access & _LOCAL_WRITE:
+            raise Fault(WCStatus.MW_BIND_ERR)
+        if addr < region.addr or addr + length > region.addr + region.length:
+            raise Fault(WCStatus.MW_BIND_ERR)
+        self.rekey(window, rkey)
+        window.bind(region, addr, length, access, qpn)
+
+    def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:
+        """Invalidate a region's or a type 2 window's key; return whether that was possible."""
+        target = self._by_rkey.get(key) or self.regions_by_lkey.get(key)
+        if target is None or target.pd is not pd:
+            return False
+        if isinstance(target, Window):
+            if target.type is not MWType.TYPE_2 or target.region is None or target.qpn != qpn:
+                return False
+            target.unbind()
+            return True
+        if target.windows:
+            return False
+        self.deregister(target)
+        return True
+
+
+_ALL = slice(None)
+
+
+def gather(source: Segments) -> bytes:
+    """Return the bytes behind segments."""
+    return b"".join(source)
+
+
+def copy(source: Segments, target: Segments) -> None:
+    """On commit, copy all of the source into the target, which is at least as long."""
+    if len(source) == len(target) == 1:
+        piece, into = source[0], target[0]
+        if len(piece) != len(into):
+            into = into[: len(piece)]
+        door.on_commit(setitem, into, _ALL, piece)
+    else:
+        _copy_pieces(source, target)
+
+
+def _copy_pieces(source: Segments, target: Segments) -> None:
+    rooms = iter(target)
+    room = memoryview(b"")
+    for each in source:
+        piece = memoryview(each)
+        while piece:
+            if not room:
+                room = memoryview(next(rooms))
+            size = min(len(piece), len(room))
+            door.on_commit(setitem, room[:size], _ALL, piece[:size])
+            piece, room = piece[size:], room[size:]

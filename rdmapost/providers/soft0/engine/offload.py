@@ -1,0 +1,245 @@
+"""Stateless offloads: checksums, and cutting one large payload into many packets.
+
+Everything here is bytes in, bytes out. A packet is a link header followed by IPv4 or IPv6, and then
+TCP or UDP; the link headers are ``ethernet`` and ``ipoib``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ....enums import WCStatus
+from .memory import Fault
+
+__all__ = [
+    "MAX_TSO",
+    "Link",
+    "checksums_are_right",
+    "ethernet",
+    "fill_checksums",
+    "ipoib",
+    "segments",
+]
+
+MAX_TSO = 1 << 18
+"""Payload bytes of one TSO work request."""
+
+_Bytes = bytes | bytearray
+
+Link = Callable[[bytes], tuple[int, int]]
+"""Finds what a packet carries: where it starts, and its EtherType (0: too short to say)."""
+
+_IPV4, _IPV6 = 0x0800, 0x86DD
+_VLAN_TAGS = frozenset({0x8100, 0x88A8})
+_TCP, _UDP = 6, 17
+_TCP_SIZE, _UDP_SIZE = 20, 8
+_IPV4_SIZE, _IPV6_SIZE = 20, 40
+_FRAGMENT = 0x3FFF
+"""More Fragments, and the fragment offset."""
+_SKIPPED = frozenset({0, 60})
+"""IPv6 extension headers that do not affect the checksum: hop-by-hop and destination options."""
+_FIN_PSH, _CWR = 0x09, 0x80
+
+
+def ethernet(frame: bytes) -> tuple[int, int]:
+    """Find what an Ethernet frame carries, after its VLAN tags."""
+    at = 12
+    while len(frame) >= at + 2:
+        kind = int.from_bytes(frame[at : at + 2])
+        if kind not in _VLAN_TAGS:
+            return at + 2, kind
+        at += 4
+    return at, 0
+
+
+def ipoib(message: bytes) -> tuple[int, int]:
+    """Find what an IP-over-InfiniBand message carries (RFC 4391): EtherType, two bytes of zero."""
+    if len(message) < 4 or message[2:4] != b"\0\0":
+        return 4, 0
+    return 4, int.from_bytes(message[:2])
+
+
+# ---- headers ----------------------------------------------------------------
+
+
+class _Headers(NamedTuple):
+    """Where a packet's headers are."""
+
+    version: int
+    ip: int
+    transport: int
+    protocol: int
+    """_TCP or _UDP, or 0 if the transport checksum is not ours to touch."""
+
+
+def _headers(packet: bytes, link: Link) -> _Headers | None:
+    """Find the headers of a packet; None if it carries no IP."""
+    at, kind = link(packet)
+    left = len(packet) - at
+    if kind == _IPV4 and left >= _IPV4_SIZE and packet[at] >> 4 == 4:
+        size = (packet[at] & 0xF) * 4
+        if not _IPV4_SIZE <= size <= left:
+            return None
+        fragment = int.from_bytes(packet[at + 6 : at + 8]) & _FRAGMENT
+        return _Headers(4, at, at + size, 0 if fragment else _known(packet[at + 9]))
+    if kind == _IPV6 and left >= _IPV6_SIZE and packet[at] >> 4 == 6:
+        following, end = packet[at + 6], at + _IPV6_SIZE
+        while following in _SKIPPED and end + 8 <= len(packet):
+            following, end = packet[end], end + 8 + packet[end + 1] * 8
+        return _Headers(6, at, end, _known(following) if end <= len(packet) else 0)
+    return None
+
+
+def _known(protocol: int) -> int:
+    return protocol if protocol in (_TCP, _UDP) else 0
+
+
+def _packet_end(packet: _Bytes, headers: _Headers) -> int:
+    """Return where the IP packet ends by its own account; the frame may have padding after it."""
+    at = headers.ip
+    if headers.version == 4:
+        return at + int.from_bytes(packet[at + 2 : at + 4])
+    return at + _IPV6_SIZE + int.from_bytes(packet[at + 4 : at + 6])
+
+
+def _holds_transport(packet: _Bytes, headers: _Headers, end: int) -> bool:
+    """Whether the packet holds a whole TCP or UDP segment."""
+    size = end - headers.transport
+    if not headers.protocol or end > len(packet):
+        return False
+    if headers.protocol == _TCP:
+        return size >= _TCP_SIZE
+    at = headers.transport + 4
+    return size >= _UDP_SIZE and int.from_bytes(packet[at : at + 2]) == size
+
+
+# ---- checksums --------------------------------------------------------------
+
+
+def _residue(data: _Bytes) -> int:
+    """Return a number that is congruent to the one's complement sum of 16-bit words (RFC 1071).
+
+    2^16 is 1 modulo 2^16 - 1, so a long number leaves the sum of its words.
+    """
+    return int.from_bytes(data if len(data) % 2 == 0 else data + b"\0") % 0xFFFF
+
+
+def _checksum(residue: int) -> int:
+    """Return the checksum of data whose words, not all of them 0, leave this residue."""
+    return 0xFFFF - (residue % 0xFFFF or 0xFFFF)
+
+
+def _pseudo_header(packet: _Bytes, headers: _Headers, size: int) -> int:
+    at = headers.ip
+    addresses = packet[at + 12 : at + 20] if headers.version == 4 else packet[at + 8 : at + 40]
+    return _residue(addresses) + headers.protocol + size
+
+
+def fill_checksums(packet: bytes, link: Link) -> bytes:
+    """Return a packet with its IPv4 header, TCP and UDP checksums filled in.
+
+    Everything else is left unchanged, as are fragments, whose transport checksum covers more than
+    one packet.
+    """
+    headers = _headers(packet, link)
+    if headers is None:
+        return packet
+    out = bytearray(packet)
+    _fill(out, headers, _packet_end(packet, headers))
+    return bytes(out)
+
+
+def _fill(out: bytearray, headers: _Headers, end: int) -> None:
+    at, transport = headers.ip, headers.transport
+    if headers.version == 4:
+        out[at + 10 : at + 12] = b"\0\0"
+        out[at + 10 : at + 12] = _checksum(_residue(out[at:transport])).to_bytes(2)
+    if not _holds_transport(out, headers, end):
+        return
+    field = transport + (16 if headers.protocol == _TCP else 6)
+    out[field : field + 2] = b"\0\0"
+    value = _checksum(_pseudo_header(out, headers, end - transport) + _residue(out[transport:end]))
+    if headers.protocol == _UDP:
+        # 0 means that there is none, so it is sent in its other form.
+        value = value or 0xFFFF
+    out[field : field + 2] = value.to_bytes(2)
+
+
+def checksums_are_right(packet: bytes, link: Link) -> bool:
+    """Whether a packet is IP with TCP or UDP, and all its checksums are correct."""
+    headers = _headers(packet, link)
+    if headers is None:
+        return False
+    at, transport, end = headers.ip, headers.transport, _packet_end(packet, headers)
+    if not _holds_transport(packet, headers, end):
+        return False
+    if headers.version == 4:
+        if _residue(packet[at:transport]):
+            return False
+        if headers.protocol == _UDP and packet[transport + 6 : transport + 8] == b"\0\0":
+            # A sender need not compute it on IPv4.
+            return True
+    size = end - transport
+    return (_pseudo_header(packet, headers, size) + _residue(packet[transport:end])) % 0xFFFF == 0
+
+
+# ---- segmentation -----------------------------------------------------------
+
+
+def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes]:
+    """Cut a payload into packets of at most mss bytes, each after the header.
+
+    Each packet has its own lengths, IPv4 identification, TCP sequence number and checksums; only
+    the last has FIN and PSH, and only the first CWR. UDP is cut too, into separate datagrams.
+
+    Args:
+        hdr: link header, IPv4 or IPv6, and TCP or UDP; nothing after it.
+        link: the kind of link header.
+        payload: what follows the header; none at all makes one packet.
+        mss: payload bytes in a packet.
+
+    Raises:
+        Fault: LOC_QP_OP_ERR: the mss is 0, or the header is none of these; LOC_LEN_ERR: it is
+            shorter or longer than its headers say, or the payload is longer than MAX_TSO.
+    """
+    headers = _headers(hdr, link)
+    if not mss or headers is None or not headers.protocol:
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
+    if _transport_size(hdr, headers) != len(hdr) - headers.transport or len(payload) > MAX_TSO:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    return _cut(hdr, headers, payload, mss)
+
+
+def _transport_size(hdr: bytes, headers: _Headers) -> int:
+    """Return the length that the TCP or UDP header gives; -1 if it is cut short."""
+    if headers.protocol == _UDP:
+        return _UDP_SIZE
+    if len(hdr) < headers.transport + _TCP_SIZE:
+        return -1
+    return max(_TCP_SIZE, (hdr[headers.transport + 12] >> 4) * 4)
+
+
+def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> Iterator[bytes]:
+    at, transport = headers.ip, headers.transport
+    tcp = headers.protocol == _TCP
+    (ident,) = struct.unpack_from("!H", hdr, at + 4)
+    (sequence,) = struct.unpack_from("!I", hdr, transport + 4) if tcp else (0,)
+    for index, start in enumerate(range(0, len(payload) or 1, mss)):
+        out = bytearray(hdr + payload[start : start + mss])
+        end = len(out)
+        if headers.version == 4:
+            struct.pack_into("!HH", out, at + 2, end - at, (ident + index) & 0xFFFF)
+        else:
+            struct.pack_into("!H", out, at + 4, end - at - _IPV6_SIZE)
+        if tcp:
+            struct.pack_into("!I", out, transport + 4, (sequence + start) & 0xFFFF_FFFF)
+            if start:
+                out[transport + 13] &= ~_CWR
+            if start + mss < len(payload):
+                out[transport + 13] &= ~_FIN_PSH
+        else:
+            struct.pack_into("!H", out, transport + 4, end - transport)
+        _fill(out, headers, end)
+        yield bytes(out)

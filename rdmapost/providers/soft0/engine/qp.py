@@ -1,0 +1,251 @@
+"""Queue pairs: the state machine, the queues, and how work requests complete."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING, Any
+
+from ...._binding import door
+from ....enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
+from ....posting.rules import OPCODES_BY_QP_TYPE
+from ....qp_states import OPTIONAL, RANGES, REQUIRED
+from .completion import NO_TAG, CompletionQueue, Entry
+from .queue import WQE, SharedReceiveQueue, WorkQueue
+
+if TYPE_CHECKING:
+    from .device import Device
+    from .memory import ProtectionDomain
+
+__all__ = ["ACCESS_FLAGS", "ATTRIBUTE_RANGES", "QueuePair"]
+
+_COMPLETES_AS: dict[int, WCOpcode] = {
+    int(Opcode.RDMA_WRITE): WCOpcode.RDMA_WRITE,
+    int(Opcode.RDMA_WRITE_WITH_IMM): WCOpcode.RDMA_WRITE,
+    int(Opcode.RDMA_READ): WCOpcode.RDMA_READ,
+    int(Opcode.ATOMIC_CMP_AND_SWP): WCOpcode.COMP_SWAP,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): WCOpcode.FETCH_ADD,
+    int(Opcode.LOCAL_INV): WCOpcode.LOCAL_INV,
+    int(Opcode.BIND_MW): WCOpcode.BIND_MW,
+    int(Opcode.TSO): WCOpcode.TSO,
+}
+"""All others as SEND: an unknown opcode can only have failed, and then this is not valid."""
+
+_SIGNALED = int(SendFlags.SIGNALED)
+_PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
+_RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_RTS, _SQE, _ERR, _WC_SEND = QPState.RTS, QPState.SQE, QPState.ERR, WCOpcode.SEND
+
+ACCESS_FLAGS = 0x3FF003FF
+"""The access flags of the kernel's ABI (enum ib_uverbs_access_flags). A queue pair accepts any of
+them; those that grant a peer nothing have no effect."""
+
+ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
+    **RANGES,
+    "port_num": (1, 1),
+    "pkey_index": (0, 0),
+    "max_rd_atomic": (0, 16),
+    "max_dest_rd_atomic": (0, 16),
+    "qp_access_flags": (0, ACCESS_FLAGS),
+    "path_mig_state": (0, 0),
+}
+"""What ibv_modify_qp accepts, both ends included."""
+
+
+class QueuePair(door.Record):
+    """A queue pair of the device."""
+
+    def __init__(
+        self,
+        device: Device,
+        context: Any,
+        number: int,
+        qp_type: QPType,
+        pd: ProtectionDomain,
+        send_cq: CompletionQueue,
+        recv_cq: CompletionQueue,
+        srq: SharedReceiveQueue | None,
+        send_queue: WorkQueue,
+        recv_queue: WorkQueue,
+        sq_sig_all: bool,
+    ) -> None:
+        self.device = device
+        self.context = context
+        self.number = number
+        self.type = qp_type
+        self.pd = pd
+        self.send_cq = send_cq
+        self.recv_cq = recv_cq
+        self.srq = srq
+        self.sq = send_queue
+        self.sq.prompt = True
+        self.sq.faults = context.faults.posts
+        self.rq = recv_queue
+        self.sq_sig_all = sq_sig_all
+        self.xrcd: Any = None
+        self.handle: Any = None
+        self.opcodes = frozenset(map(int, OPCODES_BY_QP_TYPE[qp_type]))
+        self.reliable = qp_type in _RELIABLE
+        self.connected = qp_type not in (QPType.UD, QPType.RAW_PACKET)
+        self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
+        self._set_state(QPState.RESET)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.attr: dict[str, Any] = {}
+        """What has been set; each step requires all that the next state needs."""
+        self.begin_attempts()
+        self.established = False
+
+    # ---- the state machine --------------------------------------------------
+
+    def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> bool:
+        """Change attributes and the state; return False, changing nothing, if that is not
+        allowed."""
+        old = self.state
+        new = QPState(attrs.get("qp_state", old))
+        if "cur_qp_state" in attrs and attrs["cur_qp_state"] != old:
+            return False
+        required = REQUIRED[self.type].get((old, new))
+        if required is None or required & ~mask:
+            return False
+        allowed = required | OPTIONAL[self.type].get((old, new), QPAttrMask(0))
+        if mask & ~(allowed | QPAttrMask.STATE | QPAttrMask.CUR_STATE):
+            return False
+        for name, value in attrs.items():
+            low, high = ATTRIBUTE_RANGES.get(name, (value, value))
+            if not low <= value <= high:
+                return False
+        if attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
+            return False
+        self.attr = {**self.attr, **attrs}
+        self._enter(new)
+        if attrs.get("en_sqd_async_notify"):
+            # Requests are carried out when posted, so the queue has drained already.
+            self.context.events.push(EventType.SQ_DRAINED, self.handle)
+        return True
+
+    def _enter(self, state: QPState) -> None:
+        self._set_state(state)
+        if state is QPState.RESET:
+            self.drop_queues()
+            self._forget()
+        elif state is _ERR:
+            self.flush()
+
+    def _set_state(self, state: QPState) -> None:
+        self.state = state
+        self.sq.refuses = 0 if state >= _RTS else errno.EINVAL
+        if self.srq is not None or state is QPState.RESET:
+            self.rq.refuses = errno.EINVAL
+        else:
+            self.rq.refuses = 0
+        self.rq.prompt = state is _ERR
+
+    def drop_queues(self) -> None:
+        """Forget what is posted and what has completed, without completions."""
+        for wqe in door.posted(self.sq):
+            if wqe.owner is not None:
+                wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
+        for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):
+            queue.clear()
+            cq.forget(queue)
+        self.device.unpark(self)
+
+    # ---- attempts of the request at the head of the send queue --------------
+
+    def begin_attempts(self) -> None:
+        """Give the next request its full number of attempts."""
+        self.retries = 0
+        self.rnr_retries = 0
+        self.due = 0.0
+        """When to retry the request at the head, by the monotonic clock."""
+
+    # ---- completing ---------------------------------------------------------
+
+    def complete_send(self, wqe: WQE, status: WCStatus, byte_len: int = 0) -> None:
+        """Retire a send work request, with a completion if one is due."""
+        if wqe.owner is not None:
+            wqe.owner.ended(wqe, status)
+            return
+        queue = self.sq
+        if not (status or self.sq_sig_all or wqe.flags & _SIGNALED):
+            queue.silent += 1
+            return
+        frees = queue.silent + 1
+        if queue.silent:
+            queue.silent = 0
+        opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
+        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
+        self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
+
+    def complete_recv(
+        self,
+        wqe: Any,
+        status: WCStatus,
+        *,
+        opcode: WCOpcode = WCOpcode.RECV,
+        byte_len: int = 0,
+        flags: int = 0,
+        queue: WorkQueue | None = None,
+        cq: CompletionQueue | None = None,
+    ) -> None:
+        """Retire a receive work request of this queue pair, or of the given queue."""
+        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, flags, 0, 0, 0, 0)
+        entry = (fields, self.rq if queue is None else queue, 1, False, NO_TAG)
+        self.push(self.recv_cq if cq is None else cq, entry)
+
+    def push(self, cq: CompletionQueue, entry: Entry) -> None:
+        """Put an entry on a completion queue; one that is full breaks the queue pair."""
+        if cq.add(entry):
+            return
+        self.context.events.tell_overrun(cq)
+        self.fail(EventType.QP_FATAL)
+
+    # ---- failing ------------------------------------------------------------
+
+    def fail(self, event: EventType | None = None) -> None:
+        """Enter the error state, and report an event about it."""
+        if self.state is _ERR:
+            return
+        self._set_state(_ERR)
+        if event is not None:
+            self.context.events.push(event, self.handle)
+        self.flush()
+
+    def fail_send(self) -> None:
+        """React to a failed send: an unreliable queue pair can still receive."""
+        if self.reliable:
+            self.fail()
+        elif self.state is not QPState.ERR:
+            self._set_state(QPState.SQE)
+            self.flush_sends()
+
+    def flush(self) -> None:
+        """Complete everything that is posted with a flush error."""
+        self.flush_sends()
+        if self.srq is None:
+            self.flush_receives()
+        else:
+            self.context.events.push(EventType.QP_LAST_WQE_REACHED, self.handle)
+
+    def flush_posted(self) -> None:
+        """Complete with flush errors what was posted in a state that flushes."""
+        self.flush_sends()
+        if self.state is _ERR and self.srq is None:
+            self.flush_receives()
+
+    def flush_sends(self) -> None:
+        """Complete the send queue with flush errors."""
+        self.device.unpark(self)
+        while self.sq.pending:
+            self.complete_send(self.sq.take(), WCStatus.WR_FLUSH_ERR)
+
+    def flush_receives(self) -> None:
+        """Complete the receive queue with flush errors."""
+        while self.rq.pending:
+            self.complete_recv(self.rq.take(), WCStatus.WR_FLUSH_ERR)
+
+    def grants(self, access: int) -> bool:
+        """Whether the queue pair grants a peer this at all."""
+        return bool(self.attr["qp_access_flags"] & access)

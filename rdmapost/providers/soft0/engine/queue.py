@@ -1,0 +1,107 @@
+"""Work queue entries, and the queues that hold them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from ...._binding import door
+
+if TYPE_CHECKING:
+    from .completion import CompletionQueue
+    from .memory import ProtectionDomain
+
+__all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
+
+WQE = door.WQE
+"""A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
+ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not have
+are garbage. ``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data
+copied when it was posted, ``ah``, ``window`` and ``region`` are the objects named, and ``owner`` is
+told how it ended, if it is the device's own (tags)."""
+
+
+class WorkQueue(door.DeviceQueue):
+    """A queue of work requests with a fixed number of slots.
+
+    A slot is taken by the post, which is in C. It comes free only when a completion that shows its
+    work request as done has been polled: hardware knows no more than its consumer says.
+
+    Attributes:
+        pending: the work requests not yet done.
+        depth: its number of slots.
+        max_sge: SGEs in a work request.
+        used: slots taken.
+        silent: unsignaled work requests that are done, and whose slots await a completion.
+        refuses: the errno of every post, or 0.
+        prompt: whether posts are carried out, instead of waiting for a message.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, depth: int, max_sge: int, refuses: int = 0) -> None:
+        self.pending: deque[WQE] = deque()
+        self.depth = depth
+        self.max_sge = max_sge
+        self.refuses = refuses
+
+    def take(self) -> WQE:
+        """Remove and return the first work request."""
+        wqe: WQE = door.take(self.pending)
+        return wqe
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.silent = 0
+        # This includes what a signal handler posts meanwhile.
+        door.on_commit(door.clear, self)
+
+
+class XRCDomain(door.Record):
+    """Which XRC targets and XRC shared receive queues may be used together."""
+
+    __slots__ = ("handle", "inode", "opened", "users")
+
+    def __init__(self, inode: tuple[int, int] | None) -> None:
+        self.inode = inode
+        """The file by which other contexts find it, or None."""
+        self.handle: Any = None
+        self.opened = 0
+        self.users = 0
+
+
+class SharedReceiveQueue(door.Record):
+    """Receives that many queue pairs share."""
+
+    __slots__ = (
+        "context",
+        "cq",
+        "handle",
+        "limit",
+        "number",
+        "ops",
+        "pd",
+        "queue",
+        "tags",
+        "users",
+        "xrcd",
+    )
+
+    def __init__(
+        self, context: Any, pd: ProtectionDomain, depth: int, max_sge: int, number: int
+    ) -> None:
+        self.context = context
+        self.pd = pd
+        self.queue = WorkQueue(depth, max_sge)
+        self.number = number
+        self.limit = 0
+        """The limit event fires when fewer receives are left; 0 means not armed."""
+        self.cq: CompletionQueue | None = None
+        """Where XRC and tag-matching receives complete."""
+        self.xrcd: Any = None
+        self.tags: Any = None
+        """The matching list of a tag-matching queue."""
+        self.ops: WorkQueue | None = None
+        """The operations on it."""
+        self.handle: Any = None
+        self.users = 0

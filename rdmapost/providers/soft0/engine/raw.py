@@ -1,0 +1,64 @@
+"""Raw packets: whole Ethernet frames, received by every other raw queue pair of the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
+from . import offload
+from .memory import Fault, gather
+from .wire import Request, Segments
+
+if TYPE_CHECKING:
+    from .qp import QueuePair
+    from .queue import WQE
+
+__all__ = ["flags_of", "send", "send_segmented"]
+
+ETHERNET_HEADER = 14
+MAX_FRAME = 9000 + ETHERNET_HEADER
+
+
+def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
+    """Send one frame unchanged, but with checksums if the work request asks for them.
+
+    Raises:
+        Fault: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
+    """
+    frame = gather(data)
+    _check_length(len(frame))
+    if wqe.flags & SendFlags.IP_CSUM:
+        frame = offload.fill_checksums(frame, offload.ethernet)
+    _send_frame(qp, frame)
+
+
+def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+    """Send a payload as many frames, each with the work request's header.
+
+    Raises:
+        Fault: a frame would be too long, or the header cannot be used.
+    """
+    _check_length(len(wqe.hdr) + min(size, wqe.mss))
+    for frame in offload.segments(wqe.hdr, offload.ethernet, gather(data), wqe.mss):
+        _send_frame(qp, frame)
+
+
+def _check_length(size: int) -> None:
+    if not ETHERNET_HEADER <= size <= MAX_FRAME:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+
+
+def _send_frame(qp: QueuePair, frame: bytes) -> None:
+    """Put a frame on the wire."""
+    for other in list(qp.device.qps.values()):
+        if other is not qp and other.type is QPType.RAW_PACKET:
+            request = Request(
+                Opcode.SEND, QPType.RAW_PACKET, qp.number, other.number, [frame], len(frame)
+            )
+            qp.device.transmit(request, None)
+
+
+def flags_of(request: Request) -> int:
+    """Return the completion flags of a received frame: IP_CSUM_OK, or none."""
+    right = offload.checksums_are_right(gather(request.data), offload.ethernet)
+    return int(WCFlags.IP_CSUM_OK) if right else 0

@@ -1,0 +1,267 @@
+"""The requester: carries out the send queue, in order, one request at a time.
+
+A request goes out as a message, and its acknowledgement decides how the work request completes.
+What must be retried later is parked until it is due; the device comes back to it on any post, poll
+or wake-up by an event descriptor. FENCE needs no code: a request starts when the one before it is
+done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from ....enums import Opcode, QPState, QPType, SendFlags, WCStatus
+from ....posting.rules import MAX_MSG_SIZE
+from ....timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from . import datagram, raw
+from .memory import Fault, copy
+from .qp import QueuePair
+from .queue import WQE
+from .wire import Ack, AckKind, Request, Segments, size_of
+
+__all__ = ["give_up", "step"]
+
+_NAK_STATUS = {
+    AckKind.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
+    AckKind.NAK_REMOTE_ACCESS: WCStatus.REM_ACCESS_ERR,
+    AckKind.NAK_REMOTE_OPERATIONAL: WCStatus.REM_OP_ERR,
+}
+
+_SOLICITED = int(SendFlags.SOLICITED)
+_WITH_IMM = frozenset({int(Opcode.SEND_WITH_IMM), int(Opcode.RDMA_WRITE_WITH_IMM)})
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_RTS, _SQE = QPState.RTS, QPState.SQE
+_UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
+_SEND, _SEND_WITH_INV = int(Opcode.SEND), int(Opcode.SEND_WITH_INV)
+_SUCCESS, _ACK = WCStatus.SUCCESS, AckKind.ACK
+
+
+class _Parked(Exception):
+    """The request must be retried later."""
+
+
+def step(qp: QueuePair) -> bool:
+    """Carry out the request at the head of the send queue; return whether to come again."""
+    if qp.state >= _SQE:
+        qp.flush_posted()
+        return False
+    pending = qp.sq.pending
+    if not pending or qp.state is not _RTS:
+        return False
+    if qp.due and time.monotonic() < qp.due:
+        return False
+    wqe = pending[0]
+    byte_len = 0
+    try:
+        byte_len = _carry_out(qp, wqe)
+        status = _SUCCESS
+    except Fault as fault:
+        status = fault.status
+    except _Parked:
+        qp.device.park(qp)
+        return False
+    _retire(qp, wqe, status, byte_len)
+    return bool(pending)
+
+
+def give_up(qp: QueuePair) -> bool:
+    """Fail the request at the head of the send queue, which the device could not carry out."""
+    if qp.sq.pending:
+        _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
+    return bool(qp.sq.pending)
+
+
+def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
+    if qp.due:
+        qp.begin_attempts()
+    if not qp.sq.pending:
+        # It was flushed as a consequence of itself, on a queue pair that sends to itself.
+        return
+    qp.sq.take()
+    qp.complete_send(wqe, status, byte_len)
+    if status:
+        qp.fail_send()
+
+
+def _carry_out(qp: QueuePair, wqe: WQE) -> int:
+    """Carry out one work request; return the bytes that came back.
+
+    Raises:
+        Fault: it ends with an error status.
+        _Parked: it must be retried.
+    """
+    faults = qp.context.faults
+    if faults.statuses and (forced := faults.take_status(wqe.wr_id)) is not None:
+        raise Fault(forced)
+    opcode = wqe.opcode
+    if opcode not in qp.opcodes:
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
+    return _BY_OPCODE[opcode](qp, wqe)
+
+
+# ---- what goes out ----------------------------------------------------------
+
+
+def _local_data(qp: QueuePair, wqe: WQE, *, write: bool = False) -> tuple[Segments, int]:
+    """Return the local buffers of a work request and their size."""
+    if wqe.inline is not None:
+        return ([wqe.inline] if wqe.inline else []), len(wqe.inline)
+    pd = qp.pd if wqe.owner is None else wqe.owner.pd
+    segments = qp.device.memory.local(pd, wqe.sges, write)
+    size = size_of(segments)
+    if size > MAX_MSG_SIZE:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    return segments, size
+
+
+def _request(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> Request:
+    opcode = wqe.opcode
+    request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
+    if wqe.flags & _SOLICITED:
+        request.solicited = True
+    if opcode == _SEND:
+        pass
+    elif opcode in _WITH_IMM:
+        request.imm = wqe.imm
+    elif opcode == _SEND_WITH_INV:
+        request.invalidate_rkey = wqe.imm
+    request.remote_addr, request.rkey = wqe.remote_addr, wqe.rkey
+    if qp.type is _XRC_SEND:
+        request.srqn = wqe.remote_srqn
+    return request
+
+
+def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
+    data, size = _local_data(qp, wqe)
+    if qp.type is _UD:
+        datagram.send(qp, wqe, data, size)
+    elif qp.type is _RAW_PACKET:
+        raw.send(qp, wqe, data)
+    else:
+        _exchange(qp, _request(qp, wqe, data, size))
+    return 0
+
+
+def _room(wqe: WQE) -> int:
+    """Return the size of the local buffers of a work request that fetches something.
+
+    As in hardware, they are checked only when the answer arrives: what the responder has done by
+    then stays done.
+    """
+    if wqe.inline is not None:
+        # An inline copy cannot be written to.
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
+    size: int = sum(length or 1 << 31 for _, length, _ in wqe.sges)
+    if size > MAX_MSG_SIZE:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    return size
+
+
+def _read(qp: QueuePair, wqe: WQE) -> int:
+    size = _room(wqe)
+    _needs_rd_atomic(qp)
+    ack = _exchange(qp, _request(qp, wqe, [], size))
+    target, _ = _local_data(qp, wqe, write=True)
+    if ack.data:
+        copy(ack.data, target)
+    return size
+
+
+def _atomic(qp: QueuePair, wqe: WQE) -> int:
+    if _room(wqe) < 8:
+        raise Fault(WCStatus.LOC_LEN_ERR)
+    _needs_rd_atomic(qp)
+    request = _request(qp, wqe, [], 8)
+    request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
+    old = _exchange(qp, request).value
+    target, _ = _local_data(qp, wqe, write=True)
+    copy([old.to_bytes(8, sys.byteorder)], target)
+    return 8
+
+
+def _needs_rd_atomic(qp: QueuePair) -> None:
+    if not qp.attr["max_rd_atomic"]:
+        # No read or atomic may be outstanding, so it could never start.
+        raise Fault(WCStatus.LOC_QP_OP_ERR)
+
+
+def _local_invalidate(qp: QueuePair, wqe: WQE) -> int:
+    if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
+        raise Fault(WCStatus.MW_BIND_ERR)
+    return 0
+
+
+def _bind(qp: QueuePair, wqe: WQE) -> int:
+    qp.device.memory.bind(
+        wqe.window, wqe.region, wqe.bind_addr, wqe.bind_length, wqe.bind_access,
+        pd=qp.pd, qpn=qp.number, rkey=wqe.bind_rkey,
+    )  # fmt: skip
+    return 0
+
+
+def _tso(qp: QueuePair, wqe: WQE) -> int:
+    data, size = _local_data(qp, wqe)
+    if qp.type is _UD:
+        datagram.send_segmented(qp, wqe, data, size)
+    else:
+        raw.send_segmented(qp, wqe, data, size)
+    return 0
+
+
+_BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
+    int(Opcode.SEND): _send_or_write,
+    int(Opcode.SEND_WITH_IMM): _send_or_write,
+    int(Opcode.SEND_WITH_INV): _send_or_write,
+    int(Opcode.RDMA_WRITE): _send_or_write,
+    int(Opcode.RDMA_WRITE_WITH_IMM): _send_or_write,
+    int(Opcode.RDMA_READ): _read,
+    int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
+    int(Opcode.LOCAL_INV): _local_invalidate,
+    int(Opcode.BIND_MW): _bind,
+    int(Opcode.TSO): _tso,
+}
+
+
+# ---- what comes back --------------------------------------------------------
+
+_NOTHING = Ack(AckKind.ACK)
+
+
+def _exchange(qp: QueuePair, request: Request) -> Ack:
+    """Send a request and return its acknowledgement.
+
+    Raises:
+        Fault: the responder refused, or the attempts are used up.
+        _Parked: it did not answer, or was not ready; attempts are left.
+    """
+    if qp.reliable and qp.retries > qp.attr["retry_cnt"]:
+        # The last attempt has timed out too.
+        raise Fault(WCStatus.RETRY_EXC_ERR)
+    ack = qp.device.transmit(request, qp.attr["dgid"])
+    if not qp.reliable:
+        return _NOTHING
+    if ack is None:
+        timeout = qp.attr["timeout"]
+        if not timeout:
+            # For ever: retry now and then, as the peer may come up.
+            _try_again(qp, 0.1)
+        qp.retries += 1
+        _try_again(qp, ack_timeout(timeout))
+    if ack.kind is _ACK:
+        return ack
+    if ack.kind is AckKind.RNR_NAK:
+        if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
+            raise Fault(WCStatus.RNR_RETRY_EXC_ERR)
+        qp.rnr_retries += 1
+        _try_again(qp, rnr_timer(ack.rnr_timer))
+    raise Fault(_NAK_STATUS[ack.kind])
+
+
+def _try_again(qp: QueuePair, seconds: float) -> NoReturn:
+    """Leave the request at the head of the queue for later."""
+    qp.due = time.monotonic() + seconds
+    raise _Parked

@@ -1,0 +1,242 @@
+"""The responder: carries out one request and answers it.
+
+An unreliable service has no answers: what cannot be carried out is dropped silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ....enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
+from . import datagram, raw
+from .completion import NO_TAG
+from .memory import Fault, RemoteFault, copy
+from .queue import SharedReceiveQueue, WorkQueue
+from .wire import ACK, Ack, AckKind, Request, Segments
+
+if TYPE_CHECKING:
+    from .completion import CompletionQueue
+    from .memory import ProtectionDomain
+    from .qp import QueuePair
+
+__all__ = ["Receive", "consume_receive", "fill", "not_ready", "receive", "refuse"]
+
+_RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
+
+_INVALID_REQUEST = Ack(AckKind.NAK_INVALID_REQUEST)
+_REMOTE_ACCESS = Ack(AckKind.NAK_REMOTE_ACCESS)
+_REMOTE_OPERATIONAL = Ack(AckKind.NAK_REMOTE_OPERATIONAL)
+
+_MASK64 = (1 << 64) - 1
+_UINT64 = Struct("=Q")
+# As numbers: arithmetic on a Flag costs more than the rest of a small write.
+_REMOTE_WRITE = int(Access.REMOTE_WRITE)
+_REMOTE_READ = int(Access.REMOTE_READ)
+_REMOTE_ATOMIC = int(Access.REMOTE_ATOMIC)
+_WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCFlags.GRH)
+# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+_RTR, _SUCCESS = QPState.RTR, WCStatus.SUCCESS
+_UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
+
+
+def receive(qp: QueuePair, request: Request) -> Ack | None:
+    """Carry out a request; return the acknowledgement, or None if there is none."""
+    if qp.state not in _RECEIVES or qp.peer_type is not request.qp_type:
+        return None
+    if qp.connected:
+        if qp.attr["dest_qp_num"] != request.src_qpn:
+            return None
+    elif qp.type is _UD and request.qkey != qp.attr["qkey"]:
+        return None
+    if qp.state is _RTR and not qp.established:
+        qp.established = True
+        qp.context.events.push(EventType.COMM_EST, qp.handle)
+    try:
+        ack = _BY_OPCODE[request.opcode](qp, request)
+    except RemoteFault:
+        if not qp.reliable:
+            return None
+        qp.fail(EventType.QP_ACCESS_ERR)
+        ack = _REMOTE_ACCESS
+    return ack if qp.reliable else None
+
+
+def refuse(qp: QueuePair) -> Ack:
+    """Answer an invalid request; it breaks the connection."""
+    if qp.reliable:
+        qp.fail(EventType.QP_REQ_ERR)
+    return _INVALID_REQUEST
+
+
+# ---- receives ---------------------------------------------------------------
+
+
+Receive: TypeAlias = "tuple[Any, WorkQueue, ProtectionDomain, CompletionQueue]"
+"""A receive work request taken off a queue (an object with wr_id and sges); the queue, the domain
+of its memory, and where it completes."""
+
+
+def not_ready(qp: QueuePair) -> Ack | None:
+    """Answer that no receive is posted."""
+    return Ack(AckKind.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
+
+
+def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
+    """Return the shared receive queue that a request draws from, or None for the QP's own.
+
+    Raises:
+        RemoteFault: an XRC request names none in this domain.
+    """
+    if qp.type is not _XRC_RECV:
+        return qp.srq
+    srq: SharedReceiveQueue | None = qp.device.srqs.get(request.srqn)
+    if srq is None or srq.xrcd is not qp.xrcd:
+        raise RemoteFault("no such XRC SRQ in this domain")
+    return srq
+
+
+def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
+    """Take the next receive; None if there is none."""
+    srq = shared_queue(qp, request)
+    queue = qp.rq if srq is None else srq.queue
+    faults = qp.context.faults
+    if not queue.pending or (faults.refusals and faults.refuse_receive(qp.number)):
+        return None
+    wqe = queue.take()
+    if srq is None:
+        return wqe, qp.rq, qp.pd, qp.recv_cq
+    if len(queue.pending) < srq.limit:
+        srq.limit = 0
+        srq.context.events.push(EventType.SRQ_LIMIT_REACHED, srq.handle)
+    return wqe, srq.queue, srq.pd, qp.recv_cq if srq.cq is None else srq.cq
+
+
+def _send(qp: QueuePair, request: Request) -> Ack | None:
+    srq = shared_queue(qp, request)
+    if srq is not None and srq.tags is not None:
+        ack: Ack | None = srq.tags.receive(qp, request)
+        return ack
+    taken = consume_receive(qp, request)
+    if taken is None:
+        return not_ready(qp)
+    return fill(qp, request, taken)
+
+
+def fill(
+    qp: QueuePair,
+    request: Request,
+    taken: Receive,
+    opcode: WCOpcode = WCOpcode.RECV,
+    flags: int = 0,
+    tag_info: bytes = NO_TAG,
+) -> Ack | None:
+    """Write a message into a receive's buffers and complete it."""
+    wqe, queue, pd, cq = taken
+    status, ack = _SUCCESS, ACK
+    imm = 0
+    byte_len = request.length
+    datagrams = qp.type is _UD
+    if datagrams:
+        byte_len += datagram.GRH_SIZE
+    try:
+        segments = qp.device.memory.local(pd, wqe.sges, True, byte_len)
+        if datagrams:
+            datagram.deliver(request, segments)
+            flags = _GRH | datagram.flags_of(request)
+        elif request.data:
+            copy(request.data, segments)
+            if qp.type is _RAW_PACKET:
+                flags = raw.flags_of(request)
+    except Fault as fault:
+        room = sum(length or 1 << 31 for _, length, _ in wqe.sges)
+        # Whether the message fits is determined before any of it is written.
+        status = fault.status if byte_len <= room else WCStatus.LOC_LEN_ERR
+        ack = _INVALID_REQUEST if status is WCStatus.LOC_LEN_ERR else _REMOTE_OPERATIONAL
+    if request.imm is not None:
+        imm, flags = request.imm, flags | _WITH_IMM
+    elif request.invalidate_rkey is not None and not status:
+        imm, flags = request.invalidate_rkey, flags | _WITH_INV
+        if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey):
+            # The message itself succeeded: it is acknowledged, and only the responder learns of the
+            # failure and breaks.
+            status = WCStatus.REM_INV_REQ_ERR
+    fields = (
+        wqe.wr_id, status, opcode, 0, byte_len, imm, qp.number,
+        request.src_qpn if datagrams else 0, flags, 0, 0, request.sl, 0,
+    )  # fmt: skip
+    qp.push(cq, (fields, queue, 1, request.solicited, tag_info))
+    if status:
+        qp.fail()
+    return ack
+
+
+# ---- remote memory ----------------------------------------------------------
+
+
+def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
+    """Return the memory that a request names, for an access that its key must grant."""
+    if not size:
+        # An empty message touches nothing, so its key is not checked.
+        return []
+    srq = shared_queue(qp, request) if qp.type is _XRC_RECV else None
+    pd = qp.pd if srq is None else srq.pd
+    memory = qp.device.memory
+    return [memory.remote(pd, qp.number, request.rkey, request.remote_addr, size, access)]
+
+
+def _write(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(_REMOTE_WRITE):
+        return refuse(qp)
+    target = _target(qp, request, request.length, _REMOTE_WRITE)
+    if request.imm is None:
+        copy(request.data, target)
+        return ACK
+    # Without a receive nothing is written either.
+    taken = consume_receive(qp, request)
+    if taken is None:
+        return not_ready(qp)
+    copy(request.data, target)
+    wqe, queue, _, cq = taken
+    fields = (
+        wqe.wr_id, _SUCCESS, WCOpcode.RECV_RDMA_WITH_IMM, 0, request.length, request.imm,
+        qp.number, 0, _WITH_IMM, 0, 0, 0, 0,
+    )  # fmt: skip
+    qp.push(cq, (fields, queue, 1, request.solicited, NO_TAG))
+    return ACK
+
+
+def _read(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(_REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
+        return refuse(qp)
+    source = _target(qp, request, request.length, _REMOTE_READ)
+    return Ack(AckKind.ACK, data=source)
+
+
+def _atomic(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(_REMOTE_ATOMIC) or not qp.attr["max_dest_rd_atomic"]:
+        return refuse(qp)
+    if request.remote_addr % 8:
+        return refuse(qp)
+    [target] = _target(qp, request, 8, _REMOTE_ATOMIC)
+    # The device's lock makes this atomic with respect to all that it does.
+    old: int
+    (old,) = _UINT64.unpack(target)
+    if request.opcode == Opcode.ATOMIC_FETCH_AND_ADD:
+        copy([_UINT64.pack((old + request.compare) & _MASK64)], [target])
+    elif old == request.compare:
+        copy([_UINT64.pack(request.swap)], [target])
+    return Ack(AckKind.ACK, value=old)
+
+
+_BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {
+    int(Opcode.SEND): _send,
+    int(Opcode.SEND_WITH_IMM): _send,
+    int(Opcode.SEND_WITH_INV): _send,
+    int(Opcode.RDMA_WRITE): _write,
+    int(Opcode.RDMA_WRITE_WITH_IMM): _write,
+    int(Opcode.RDMA_READ): _read,
+    int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
+}

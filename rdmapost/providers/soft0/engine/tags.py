@@ -1,0 +1,353 @@
+"""Tag matching: a shared receive queue that finds the buffer for a message by its tag.
+
+A message starts with a header (TMH). Its tag is looked up in the matching list. If an entry
+matches, the payload goes into the entry's buffers; if none does, the message is unexpected and
+goes, header and all, into the queue's next receive.
+
+Software may be about to add an entry while a message that it would match is already waiting among
+the unexpected ones; a later message must not overtake it. So both sides count unexpected messages,
+and entries added while the counts differ are held: they match nothing until an operation brings a
+count that agrees (phase synchronisation, ibv_post_srq_ops(3)).
+
+A rendezvous request carries no payload but says where it is (RVH). The device itself fetches it
+with an RDMA READ, on the queue pair that received the request, and answers with a FIN.
+"""
+
+from __future__ import annotations
+
+import copy
+from enum import IntEnum
+from struct import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...._binding import door
+from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
+from .completion import NO_TAG, Entry, tm_info
+from .memory import Fault, gather
+from .memory import copy as copy_bytes
+from .queue import WQE, WorkQueue
+from .responder import Receive, consume_receive, fill, not_ready, refuse
+from .wire import ACK, Ack, AckKind, Request, Segments, size_of
+
+if TYPE_CHECKING:
+    from .memory import ProtectionDomain
+    from .qp import QueuePair
+    from .queue import SharedReceiveQueue
+
+__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList", "TMHOpcode"]
+
+MAX_NUM_TAGS = 127
+MAX_OPS = 1024
+MAX_RNDV_HEADER = 64
+"""Bytes in a rendezvous request, including the sender's own data after TMH and RVH."""
+
+_TMH = Struct("!B3xIQ")  # opcode, app_ctx, tag
+_RVH = Struct("!QII")  # va, rkey, len
+_COUNT_MASK = 0xFFFF
+"""The bits of an unexpected_cnt that the device keeps."""
+_MOST_UNSEEN = 0x3FFF
+"""How many unexpected messages software may lag behind before their completions ask for a sync."""
+
+_SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
+_SYNC_REQ = int(WCFlags.TM_SYNC_REQ)
+_MATCH, _DATA_VALID = int(WCFlags.TM_MATCH), int(WCFlags.TM_DATA_VALID)
+_COMPLETES_AS = {
+    OpsOpcode.TAG_ADD: WCOpcode.TM_ADD,
+    OpsOpcode.TAG_DEL: WCOpcode.TM_DEL,
+    OpsOpcode.TAG_SYNC: WCOpcode.TM_SYNC,
+}
+_NOBODYS = (1 << 64) - 1
+"""wr_id of the device's own work requests."""
+
+
+class TMHOpcode(IntEnum):
+    """What a tag-matching message is, by the first byte of its header."""
+
+    NO_TAG = 0
+    """Does not take part in matching."""
+    RNDV = 1
+    """A rendezvous request: after the TMH, an RVH and the sender's own data."""
+    FIN = 2
+    """The answer to one: its data has been fetched."""
+    EAGER = 3
+    """The payload follows."""
+
+
+class _Entry(NamedTuple):
+    """An entry of the matching list."""
+
+    wr_id: int
+    sges: Any
+    tag: int
+    mask: int
+
+
+class MatchingList(door.Record):
+    """The matching list of a shared receive queue, and its operations.
+
+    Attributes:
+        slots: the places in the list; one comes free when the completion of
+            the message that took its entry has been polled, or by a TAG_DEL.
+        ops: the operations.
+    """
+
+    def __init__(
+        self, srq: SharedReceiveQueue, max_num_tags: int, max_ops: int, max_sge: int
+    ) -> None:
+        self.srq = srq
+        self.slots = WorkQueue(max_num_tags, max_sge)
+        self.ops = WorkQueue(max_ops, 0)
+        self.ops.prompt = True
+        self.ops.slots = self.slots
+        self._entries: dict[int, _Entry] = {}
+        """By handle, in matching order; replaced, never changed in place."""
+        self._held: frozenset[int] = frozenset()
+        """The handles of the entries that match nothing yet."""
+        self._seen = 0
+        self._handled = 0
+
+    # ---- operations ---------------------------------------------------------
+
+    def step(self) -> bool:
+        """Carry out the first posted operation; return whether to come again."""
+        if self.ops.pending:
+            self._carry_out(self.ops.take())
+        return bool(self.ops.pending)
+
+    def give_up(self) -> bool:
+        """Fail the first operation, which the device could not carry out."""
+        if self.ops.pending:
+            self._complete_op(self.ops.take(), WCStatus.FATAL_ERR)
+        return bool(self.ops.pending)
+
+    def _carry_out(self, op: WQE) -> None:
+        if op.flags & _TM_SYNC:
+            self._handled = op.unexpected_cnt & _COUNT_MASK
+        status = WCStatus.SUCCESS
+        if op.opcode == OpsOpcode.TAG_ADD:
+            entry = _Entry(op.recv_wr_id, op.sges, op.tag, op.mask)
+            self._entries = {**self._entries, op.handle: entry}
+            self._held |= {op.handle}
+        elif op.opcode == OpsOpcode.TAG_DEL and not self._remove(op.handle):
+            # A message has matched it meanwhile.
+            status = WCStatus.TM_ERR
+        if self._in_phase():
+            self._held = frozenset()
+        self._complete_op(op, status)
+
+    def _remove(self, handle: int) -> bool:
+        if handle not in self._entries:
+            return False
+        self._drop(handle)
+        door.on_commit(door.use_slots, self.slots, -1)
+        return True
+
+    def _drop(self, handle: int) -> None:
+        self._entries = {key: entry for key, entry in self._entries.items() if key != handle}
+        self._held -= {handle}
+
+    def _behind(self) -> int:
+        """Return how many unexpected messages software has not reported as handled."""
+        return (self._seen - self._handled) & _COUNT_MASK
+
+    def _in_phase(self) -> bool:
+        return self._behind() == 0
+
+    def _complete_op(self, op: WQE, status: WCStatus) -> None:
+        if not op.flags & _SIGNALED:
+            self.ops.silent += 1
+            return
+        frees, self.ops.silent = self.ops.silent + 1, 0
+        flags = 0 if self._in_phase() else _SYNC_REQ
+        opcode = _COMPLETES_AS[OpsOpcode(op.opcode)]
+        fields = (op.wr_id, status, opcode, 0, 0, 0, 0, 0, flags, 0, 0, 0, 0)
+        self._push((fields, self.ops, frees, False, NO_TAG))
+
+    def _push(self, entry: Entry) -> None:
+        cq = self.srq.cq
+        assert cq is not None
+        if not cq.add(entry):
+            self.srq.context.events.tell_overrun(cq)
+
+    # ---- messages -----------------------------------------------------------
+
+    def receive(self, qp: QueuePair, request: Request) -> Ack | None:
+        """Handle a message received on a queue pair of this shared receive queue."""
+        head, payload = _split(request.data, _TMH.size)
+        kind = head[0] if head else TMHOpcode.NO_TAG
+        if kind in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
+            return self._deliver(qp, request, WCOpcode.TM_NO_TAG)
+        if kind not in (TMHOpcode.EAGER, TMHOpcode.RNDV) or len(head) < _TMH.size:
+            return refuse(qp)
+        _, app_ctx, tag = _TMH.unpack(head)
+        rendezvous = kind == TMHOpcode.RNDV
+        if rendezvous and not _TMH.size + _RVH.size <= request.length <= MAX_RNDV_HEADER:
+            return refuse(qp)
+        handle = self._match(tag)
+        if handle is None:
+            return self._unexpected(qp, request)
+        entry = self._entries[handle]
+        self._drop(handle)
+        info = tm_info(tag, app_ctx)
+        if rendezvous:
+            return self._begin_rendezvous(qp, entry, gather(request.data), info)
+        return self._eager(qp, entry, request, payload, info)
+
+    def _match(self, tag: int) -> int | None:
+        """Return the handle of the first entry that a tag matches."""
+        for handle, entry in self._entries.items():
+            if handle not in self._held and tag & entry.mask == entry.tag:
+                return handle
+        return None
+
+    def _deliver(
+        self,
+        qp: QueuePair,
+        request: Request,
+        opcode: WCOpcode,
+        flags: int = 0,
+        tag_info: bytes = NO_TAG,
+    ) -> Ack | None:
+        taken = consume_receive(qp, request)
+        if taken is None:
+            return not_ready(qp)
+        return fill(qp, request, taken, opcode, flags, tag_info)
+
+    def _unexpected(self, qp: QueuePair, request: Request) -> Ack | None:
+        flags = _SYNC_REQ if self._behind() >= _MOST_UNSEEN else 0
+        ack = self._deliver(qp, request, WCOpcode.TM_RECV, flags)
+        if ack is ACK:
+            self._seen += 1
+        return ack
+
+    def _eager(
+        self,
+        qp: QueuePair,
+        entry: _Entry,
+        request: Request,
+        payload: Segments,
+        tag_info: bytes,
+    ) -> Ack | None:
+        message = copy.copy(request)
+        message.data, message.length = payload, request.length - _TMH.size
+        flags = _MATCH | _DATA_VALID
+        if request.length > 128 << qp.attr["path_mtu"]:
+            # It matches on its first packet, and is complete on its last.
+            self._complete_match(qp, entry, tag_info)
+            flags, tag_info = _DATA_VALID, NO_TAG
+        return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tag_info)
+
+    def _taken(self, entry: _Entry) -> Receive:
+        srq = self.srq
+        assert srq.cq is not None
+        return entry, self.slots, srq.pd, srq.cq
+
+    def _complete_match(self, qp: QueuePair, entry: _Entry, tag_info: bytes) -> None:
+        fields = (
+            entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, 0, qp.number, 0, _MATCH,
+            0, 0, 0, 0,
+        )  # fmt: skip
+        # The entry keeps its place in the list until its data has arrived.
+        self._push((fields, self.slots, 0, False, tag_info))
+
+    def complete(
+        self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
+    ) -> None:
+        """Complete a tagged receive, however its message ended."""
+        qp.complete_recv(
+            entry, status, opcode=WCOpcode.TM_RECV, byte_len=byte_len,
+            flags=flags, queue=self.slots, cq=self.srq.cq,
+        )  # fmt: skip
+
+    # ---- rendezvous ---------------------------------------------------------
+
+    def _begin_rendezvous(
+        self, qp: QueuePair, entry: _Entry, message: bytes, tag_info: bytes
+    ) -> Ack:
+        va, rkey, size = _RVH.unpack_from(message, _TMH.size)
+        try:
+            segments = qp.device.memory.local(self.srq.pd, entry.sges, True)
+        except Fault as fault:
+            self.complete(qp, entry, fault.status, 0, 0)
+            qp.fail()
+            return Ack(AckKind.NAK_REMOTE_OPERATIONAL)
+        room = size_of(segments)
+        if size > room:
+            # Software fetches the data; the buffer tells it from where.
+            headers = message[: min(_TMH.size + _RVH.size, room)]
+            if headers:
+                copy_bytes([headers], segments)
+            self.complete(
+                qp, entry, WCStatus.TM_RNDV_INCOMPLETE, len(headers), _MATCH | _DATA_VALID
+            )
+            return ACK
+        self._complete_match(qp, entry, tag_info)
+        _Rendezvous(self, qp, entry, size).start(va, rkey, message[: _TMH.size + _RVH.size])
+        return ACK
+
+
+class _Rendezvous:
+    """The device's own work on a send queue: fetch the data, then report it.
+
+    Attributes:
+        pd: the protection domain of the buffers.
+    """
+
+    def __init__(self, tags: MatchingList, qp: QueuePair, entry: _Entry, size: int) -> None:
+        self.pd: ProtectionDomain = tags.srq.pd
+        self._tags = tags
+        self._qp = qp
+        self._entry = entry
+        self._size = size
+
+    def start(self, va: int, rkey: int, headers: bytes) -> None:
+        """Put an RDMA READ and the FIN on the queue pair's send queue.
+
+        They are carried out once the request's acknowledgement is on its way.
+        """
+        read, fin = WQE(), WQE()
+        read.wr_id = fin.wr_id = _NOBODYS
+        read.opcode, fin.opcode = Opcode.RDMA_READ, Opcode.SEND
+        read.sges = _first(self._entry.sges, self._size)
+        read.remote_addr, read.rkey = va, rkey
+        # The FIN repeats the request, except for the opcode.
+        fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
+        read.owner = fin.owner = self
+        door.on_commit(self._qp.sq.pending.append, read)
+        door.on_commit(self._qp.sq.pending.append, fin)
+        self._qp.device.start(self._qp)
+
+    def ended(self, wqe: WQE, status: WCStatus) -> None:
+        """React to the end of one of the two."""
+        if wqe.opcode == Opcode.RDMA_READ:
+            outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS
+            self._tags.complete(self._qp, self._entry, outcome, self._size, _DATA_VALID)
+        if status not in (WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR):
+            # No send work request of the consumer will show why the queue pair broke.
+            self._qp.fail(EventType.QP_FATAL)
+
+
+# ---- pieces of messages and buffers -----------------------------------------
+
+
+def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
+    """Return up to `size` first bytes of a message, and the rest."""
+    head = b""
+    rest: Segments = []
+    for piece in data:
+        taken = size - len(head)
+        head += piece[:taken]
+        if len(piece) > taken:
+            rest.append(piece[taken:])
+    return head, rest
+
+
+def _first(sges: Any, size: int) -> list[tuple[int, int, int]]:
+    """Return SGEs over the first bytes of others."""
+    found = []
+    for addr, length, lkey in sges:
+        taken = min(length or 1 << 31, size)
+        if taken:
+            found.append((addr, taken, lkey))
+        size -= taken
+    return found

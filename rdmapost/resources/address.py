@@ -1,0 +1,235 @@
+"""Choosing a GID, and address handles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .._arguments import expect, index, within
+from .._binding import door, ffi
+from ..enums import GIDType, LinkLayer
+from ..errors import RdmaError, VerbsError
+from .device import GID, Context, GIDTableEntry
+from .memory import PD, refuse_posted
+from .resource import Resource
+
+__all__ = ["AH", "AHAttr", "GIDChoice", "choose_gid", "why_no_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class GIDChoice:
+    """A GID and why it was chosen.
+
+    Attributes:
+        index: the gid_index to give.
+        gid: the GID.
+        gid_type: its type, or None if libibverbs cannot tell.
+        reason: why this one, in a few words.
+    """
+
+    index: int
+    gid: GID
+    gid_type: GIDType | None
+    reason: str
+
+    def __str__(self) -> str:
+        kind = "" if self.gid_type is None else f" ({self.gid_type.name})"
+        return f"{self.index}, {self.gid}{kind}: {self.reason}"
+
+
+def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
+    """Choose a GID of a port, or describe the one that is given.
+
+    It prefers RoCE v2 to v1, then any address to a link-local one, then IPv4 to
+    IPv6 (most RoCE networks use IPv4), then the lower index.
+
+    Args:
+        context: an open device.
+        port_num: the port, from 1.
+        gid_index: take this entry and no other.
+
+    Raises:
+        TypeError: an argument is of another type.
+        RdmaError: the port has no GID, or no such entry.
+        ValueError: the device has no such port.
+    """
+    expect("context", context, Context)
+    if gid_index is not None:
+        gid_index = index("gid_index", gid_index)
+    table = context.query_gid_table(port_num)
+    if gid_index is not None:
+        for entry in table:
+            if entry.index == gid_index:
+                return GIDChoice(entry.index, entry.gid, entry.gid_type, "asked for")
+        raise RdmaError(_no_such_gid(context, port_num, gid_index, table))
+    if not table:
+        raise RdmaError(
+            f"{context.name} port {port_num} has no GID; "
+            "give its network device an address and bring it up "
+            "('ip addr add 10.0.0.1/24 dev eth0; ip link set eth0 up')"
+        )
+    best = max(table, key=lambda entry: (*_score(entry), -entry.index))
+    return GIDChoice(best.index, best.gid, best.gid_type, _reason(best, table))
+
+
+def _no_such_gid(
+    context: Context, port_num: int, gid_index: int, table: list[GIDTableEntry]
+) -> str:
+    there = ", ".join(str(entry.index) for entry in table) or "none"
+    return (
+        f"{context.name} port {port_num} has no GID with index {gid_index}; "
+        f"the valid ones are: {there}"
+    )
+
+
+def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
+    gid = entry.gid
+    return (entry.gid_type is not GIDType.ROCE_V1, not gid.is_link_local, gid.is_ipv4)
+
+
+def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
+    if len(table) == 1:
+        return "the only GID of the port"
+    kind = best.gid_type.name if best.gid_type is not None else "a GID"
+    if best.gid.is_ipv4:
+        return f"{kind} with an IPv4 address"
+    if not best.gid.is_link_local:
+        return f"{kind} with an address that is not link-local"
+    return f"{kind}; the port has only link-local addresses"
+
+
+_LOCAL = {"port_num": 255, "dlid": 0xFFFF, "sl": 15, "src_path_bits": 255, "static_rate": 255}
+_GLOBAL = {"sgid_index": 255, "flow_label": (1 << 20) - 1, "hop_limit": 255, "traffic_class": 255}
+"""The largest value of each field, in ``struct ibv_ah_attr`` and in its GRH."""
+
+
+@dataclass(frozen=True, slots=True)
+class AHAttr:
+    """An address vector, the path to a peer (``struct ibv_ah_attr``, ibv_create_ah(3)).
+
+    Attributes:
+        port_num: local port, from 1.
+        dlid: the peer's LID; 0 on Ethernet.
+        sl: service level, 0..15.
+        src_path_bits: low bits of the source LID.
+        static_rate: encoded rate limit; 0 for none.
+        dgid: the peer's GID, as a GID, 16 bytes or text; None if the LID is enough (InfiniBand).
+        sgid_index: which of the local GIDs is the source.
+        flow_label: 0..2^20-1.
+        hop_limit: 0..255.
+        traffic_class: 0..255.
+
+    AH and QP.modify check the numbers when they use them.
+
+    Raises:
+        TypeError: dgid is of another type.
+        ValueError: dgid is not a GID.
+    """
+
+    port_num: int = 1
+    dlid: int = 0
+    sl: int = 0
+    src_path_bits: int = 0
+    static_rate: int = 0
+    dgid: GID | None = None
+    sgid_index: int = 0
+    flow_label: int = 0
+    hop_limit: int = 64
+    traffic_class: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dgid is not None:
+            object.__setattr__(self, "dgid", GID._named("dgid", self.dgid))
+
+    def _fill(self, raw: Any) -> None:
+        """Write the fields into a ``struct ibv_ah_attr``.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is out of range.
+        """
+        for name, most in _LOCAL.items():
+            setattr(raw, name, self._number(name, most))
+        raw.is_global = self.dgid is not None
+        if self.dgid is not None:
+            raw.grh.dgid.raw = bytes(self.dgid)
+            for name, most in _GLOBAL.items():
+                setattr(raw.grh, name, self._number(name, most))
+
+    def _number(self, name: str, most: int) -> int:
+        return within(name, getattr(self, name), 0, most)
+
+    @classmethod
+    def _read(cls, raw: Any) -> AHAttr:
+        """Read the fields of a ``struct ibv_ah_attr``."""
+        return cls(
+            port_num=raw.port_num,
+            dlid=raw.dlid,
+            sl=raw.sl,
+            src_path_bits=raw.src_path_bits,
+            static_rate=raw.static_rate,
+            dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None,
+            sgid_index=raw.grh.sgid_index,
+            flow_label=raw.grh.flow_label,
+            hop_limit=raw.grh.hop_limit,
+            traffic_class=raw.grh.traffic_class,
+        )
+
+
+def why_no_source(context: Context, attr: AHAttr) -> str | None:
+    """Say that the port lacks the GID index that an address vector names, or return None."""
+    if attr.dgid is None:
+        return None
+    table = context.query_gid_table(attr.port_num)
+    if any(entry.index == attr.sgid_index for entry in table):
+        return None
+    return _no_such_gid(context, attr.port_num, attr.sgid_index, table)
+
+
+class AH(Resource, struct="ibv_ah"):
+    """An address handle: the path to a UD peer (ibv_create_ah(3)).
+
+    Args:
+        pd: the protection domain of the queue pairs that will use it.
+        attr: the address vector.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: the device has no such port, or a number is out of range.
+        ClosedError: the PD is closed.
+        VerbsError: the device refused; the text says what to look at.
+    """
+
+    __slots__ = ("attr", "pd")
+
+    _kind = "AH"
+    _rank = 2
+
+    def __init__(self, pd: PD, attr: AHAttr) -> None:
+        expect("pd", pd, PD)
+        expect("attr", attr, AHAttr)
+        self.pd = pd
+        self.attr = attr
+        context = pd.context
+        pd._live()
+        provider = context._provider
+        port = context.query_port(attr.port_num)
+        if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
+            raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
+        raw = ffi.new("struct ibv_ah_attr *")
+        attr._fill(raw)
+        try:
+            self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
+        except VerbsError as error:
+            error.hint = error.hint or why_no_source(context, attr) or ""
+            raise
+
+    def __str__(self) -> str:
+        attr = getattr(self, "attr", None)
+        return f"AH to {attr.dgid or attr.dlid}" if attr else self._kind
+
+    def _refuse_posted(self) -> None:
+        refuse_posted(self, self.pd.context)
+
+
+door.describe_resource("AH", AH)

@@ -1,0 +1,77 @@
+"""What one side must know about the other to connect a queue pair."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .._arguments import expect, member, within
+from ..enums import MTU
+from .device import GID
+
+__all__ = ["Endpoint"]
+
+_LINE = re.compile(
+    r"qpn=(0x[0-9a-f]{1,6}) psn=(0x[0-9a-f]{1,6}) gid=([0-9a-f:.]{2,45}) "
+    r"lid=(0x[0-9a-f]{1,4}) mtu=([0-9]{3,4})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A queue pair's address, as its peer needs it.
+
+    ``str(endpoint)`` is one line of text and ``Endpoint.parse`` reads it back,
+    so any channel carries it.
+
+    Attributes:
+        qpn: number of the queue pair, 0..2^24-1.
+        psn: first packet sequence number that it sends, 0..2^24-1.
+        gid: its GID.
+        lid: its port's LID; 0 on Ethernet.
+        mtu: the largest path MTU of its port.
+
+    Raises:
+        TypeError: a field is of another type; the text names it.
+        ValueError: a number is out of range, or gid is not a GID.
+    """
+
+    qpn: int
+    psn: int
+    gid: GID
+    lid: int
+    mtu: MTU
+
+    def __post_init__(self) -> None:
+        for name, bits in (("qpn", 24), ("psn", 24), ("lid", 16)):
+            value = within(name, getattr(self, name), 0, (1 << bits) - 1)
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "gid", GID._named("gid", self.gid))
+        object.__setattr__(self, "mtu", member("mtu", self.mtu, MTU))
+
+    def __str__(self) -> str:
+        return (
+            f"qpn={self.qpn:#x} psn={self.psn:#x} gid={self.gid} lid={self.lid:#x} "
+            f"mtu={self.mtu.bytes}"
+        )
+
+    @classmethod
+    def parse(cls, line: str) -> Endpoint:
+        """Read an endpoint from the text that ``str`` gives.
+
+        Args:
+            line: the text; space around it does not matter.
+
+        Raises:
+            TypeError: it is not a str.
+            ValueError: it is not the text of an endpoint.
+        """
+        expect("line", line, str)
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise ValueError(f"not an endpoint: {line[:120]!r}")
+        qpn, psn, gid, lid, mtu = match.groups()
+        by_bytes = {m.bytes: m for m in MTU}
+        if int(mtu) not in by_bytes:
+            raise ValueError(f"mtu={mtu} is not one of {', '.join(map(str, by_bytes))}")
+        return cls(int(qpn, 16), int(psn, 16), GID(gid), int(lid, 16), by_bytes[int(mtu)])

@@ -1,0 +1,149 @@
+"""What a receive on a UD queue pair holds: a Global Routing Header, and then the payload."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import ClosedError
+from ..posting.wr import SGE, RecvWR
+from .device import GID
+
+__all__ = ["GRH", "GRH_BYTES", "Datagram", "read_datagram"]
+
+GRH_BYTES = 40
+"""Bytes at the start of a UD receive's buffers, whether there is a header or not."""
+
+# version, traffic class and flow label; payload length, next header, hop limit, sgid, dgid
+_IPV6 = struct.Struct("!IHBB16s16s")
+# version and length, TOS, total length, identification, fragment, TTL, protocol, checksum, ...
+_IPV4 = struct.Struct("!BBHHHBBH4s4s")
+_IPV4_AT = GRH_BYTES - _IPV4.size
+_IPV4_BEGINS = 0x45
+_MAPPED = bytes(10) + b"\xff\xff"
+
+
+@dataclass(frozen=True, slots=True)
+class GRH:
+    """A Global Routing Header (``struct ibv_grh``): the way that a datagram came.
+
+    Over RoCE v2 it is the header of the IP packet.  An IPv4 header has 20 bytes,
+    which are the last 20 of the 40; its addresses are shown as GIDs.
+
+    Attributes:
+        sgid, dgid: where the datagram came from, and where it went.
+        traffic_class: 0..255; for IPv4 the type of service.
+        flow_label: 0..2^20-1; 0 for IPv4.
+        payload_length: bytes after the header, by its own account; includes other layers' headers.
+        next_header: which header follows: 27 is InfiniBand's, 17 is UDP (RoCE v2).
+        hop_limit: 0..255; for IPv4 the time to live.
+        version: 6, or 4.
+    """
+
+    sgid: GID
+    dgid: GID
+    traffic_class: int
+    flow_label: int
+    payload_length: int
+    next_header: int
+    hop_limit: int
+    version: int = 6
+
+    @classmethod
+    def parse(cls, data: Any) -> GRH:
+        """Read the header that a buffer starts with.
+
+        Args:
+            data: bytes, a memoryview, ...: 40 bytes or more.
+
+        Raises:
+            TypeError: it has no buffer.
+            ValueError: it is shorter, or holds neither kind of header.
+        """
+        raw = bytes(_view("data", data)[:GRH_BYTES])
+        if len(raw) < GRH_BYTES:
+            raise ValueError(f"a GRH has {GRH_BYTES} bytes, not {len(raw)}")
+        is_ipv6 = raw[0] >> 4 == 6
+        # 20 bytes of an IPv6 address may look like IPv4, but hardly with the right checksum.
+        # Packets that stay on the machine have no checksum.
+        if raw[_IPV4_AT] == _IPV4_BEGINS and (not is_ipv6 or _sums_up(raw[_IPV4_AT:])):
+            _, tos, total, _, _, ttl, protocol, _, src, dst = _IPV4.unpack_from(raw, _IPV4_AT)
+            return cls(
+                GID(_MAPPED + src), GID(_MAPPED + dst), tos, 0, max(0, total - _IPV4.size),
+                protocol, ttl, 4,
+            )  # fmt: skip
+        if not is_ipv6:
+            raise ValueError(
+                "these 40 bytes are no GRH: the message came without one, or they are not the "
+                "first of a UD receive"
+            )
+        first, length, following, hop_limit, sgid, dgid = _IPV6.unpack(raw)
+        return cls(
+            GID(sgid), GID(dgid), first >> 20 & 0xFF, first & 0xFFFFF, length, following, hop_limit
+        )
+
+
+class Datagram(NamedTuple):
+    """What a UD receive received.
+
+    Attributes:
+        grh: the header, or None if the message came without one (wc_flags lacks GRH).
+        payload: what the peer sent.
+    """
+
+    grh: GRH | None
+    payload: bytes
+
+
+def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
+    """Read a message out of the buffers of a UD receive.
+
+    Args:
+        received: the RecvWR, or a buffer that begins with the message.
+        byte_len: bytes that arrived, the 40 in front of the payload included.
+        has_grh: whether those hold a header.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is too short for the message, or is only numbers.
+        ClosedError: a region of it is closed.
+    """
+    if byte_len < GRH_BYTES:
+        raise ValueError(f"a UD receive has {GRH_BYTES} bytes and more, and this got {byte_len}")
+    if isinstance(received, RecvWR):
+        message = b"".join(_pieces(received.sg_list))[:byte_len]
+    else:
+        message = bytes(_view("received", received, "RecvWR or bytes")[:byte_len])
+    if len(message) < byte_len:
+        raise ValueError(
+            f"{byte_len} bytes arrived, and this has only {len(message)}: it is not what the "
+            "receive was posted with"
+        )
+    grh = GRH.parse(message) if has_grh else None
+    return Datagram(grh, message[GRH_BYTES:])
+
+
+def _view(name: str, given: Any, wanted: str = "bytes") -> memoryview:
+    try:
+        return memoryview(given).cast("B")
+    except TypeError:
+        raise TypeError(f"{name}: expected {wanted}, got {type(given).__name__}") from None
+
+
+def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:
+    for sge in (sg_list,) if isinstance(sg_list, SGE) else sg_list:
+        region = sge.owner
+        if getattr(region, "lkey", None) is None:
+            raise ValueError(f"{sge} is of no region; give the buffer itself")
+        if region.closed:
+            raise ClosedError(f"{region} is closed")
+        start = sge.addr - region.addr
+        yield bytes(region.buffer[start : start + sge.length])
+
+
+def _sums_up(header: bytes) -> bool:
+    """Whether a header including its checksum adds up to all ones (RFC 1071)."""
+    # 2^16 is 1 modulo 2^16 - 1, so that a long number leaves the sum of its words.
+    return int.from_bytes(header) % 0xFFFF == 0

@@ -1,0 +1,279 @@
+"""What all resources have in common: creating, using and closing them, in the right order.
+
+A resource holds references to its parents. Closing a parent with open children raises an error that
+names them. The garbage collector may finalize a tree in any order; a parent finalized early stays
+open until its last child closes it.
+
+C implements this (``_c/handle.c``): no interrupt, thread or finalizer can come between a device's
+answer and the record of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from .._binding import door, ffi
+from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
+
+__all__ = ["Resource", "open_handles", "resource_at"]
+
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+class Resource(door.Handle):
+    """An object of the device that must be destroyed.
+
+    ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
+    one is closed.  The constructor runs once; open_handles lists the instance
+    only after that, and its public attributes are then read-only: other code,
+    closing included, relies on them.
+
+    A constructor calls ``self._make(create, args, destroy, parents)``: the
+    struct is what ``create(*args)`` returned, ``destroy`` destroys it, and it
+    closes before its parents do.  Resources among the arguments are passed as
+    their structs.  ``self._verb(function, *args)`` calls a function with the
+    struct, which cannot be destroyed meanwhile.
+
+    Closing calls these methods of a subclass, if it has them:
+
+    - ``_wake``, once no new verb can begin: it ends the waits in progress;
+    - ``_release``, once no verb is in progress either: it does what the device needs first, or
+      raises InUseError;
+    - then ``destroy``;
+    - ``_forget``, once the struct is gone; called again if an interrupt ended
+      it.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    _kind = "resource"
+    _undone = "closed"
+    _left = "the device keeps it until the process ends"
+    """What the warning says when a finalizer cannot destroy one."""
+    _rank = 0
+    """Its place in the order of closing at exit: lower ranks first."""
+    _inner = False
+    """Whether it is part of another resource, which is named instead."""
+
+    def __init_subclass__(cls, struct: str | None = None) -> None:
+        super().__init_subclass__()
+        # Its own finalizer, or one of a base class in front.
+        if cls.__del__ is not door.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
+            cls.__del__ = _and_finalized(cls.__del__)  # type: ignore[assignment, method-assign]
+        if struct is None:
+            return
+        _structs[cls] = ffi.typeof(f"struct {struct} *")
+        cls.__init__ = _once(cls.__init__)  # type: ignore[method-assign]
+        for base in cls.__mro__[: cls.__mro__.index(Resource)]:
+            for name in base.__dict__.get("__slots__", ()):
+                if not name.startswith("_"):
+                    setattr(cls, name, _fixed(name, base.__dict__[name]))
+
+    def _refuse_inherited(self) -> None:
+        """Refuse a resource inherited across a fork, where a closed one is not refused."""
+        if self.closed and self._pid not in (0, os.getpid()):
+            self._live()
+
+    def __enter__(self) -> Self:
+        self._live()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The original error matters more than what follows from it.
+            self._note_kept(error, failure)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"cannot copy or pickle {type(self).__name__!r} object: "
+            "a second one would close the first"
+        )
+
+    def __str__(self) -> str:
+        return self._kind
+
+    def __repr__(self) -> str:
+        return f"<rdmapost.{type(self).__name__} {self}{' (closed)' if self.closed else ''}>"
+
+    def _open_children(self) -> list[Any]:
+        return [
+            handle
+            for handle in reversed(open_handles())
+            if not handle._inner and any(parent is self for parent in handle._parents)
+        ]
+
+    def _refuse_children(self) -> None:
+        """Refuse to be closed, unless all children are only waiting for their finalizers to
+        retry."""
+        children = self._open_children()
+        some_closed = close_dropped(children)
+        names = [str(child) for child in children if not child.closed]
+        if some_closed and not names:
+            return
+        shown = ", ".join(names[:4]) or "another resource"
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        them = "them" if len(names) > 1 else "it"
+        raise InUseError(f"{self} cannot be closed: {shown}{more} still open; close {them} first")
+
+    def _refuse_posted(self) -> None:
+        raise InUseError(
+            f"{self} cannot be closed: outstanding work requests name it; poll their "
+            "completions, or close the QP first"
+        )
+
+    def _warn_kept(self, error: object) -> None:
+        warnings.warn(
+            f"{self} could not be {self._undone}: {error}; {self._left}",
+            ResourceWarning,
+            source=self,
+            stacklevel=1,
+        )
+
+    def _close_quietly(self) -> None:
+        """Close what no caller has, while an error propagates."""
+        with contextlib.suppress(RdmaError):
+            door.Handle.close(self)
+
+    def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
+        """Add to an error a note of what could not be closed because of it, and why."""
+        # Nothing may hide the error: neither a subclass's text nor its add_note().
+        with contextlib.suppress(Exception):
+            text = str(failure)
+            if not isinstance(failure, InUseError):  # which names the resource itself
+                text = f"{self} could not be {self._undone}: {text}"
+            error.add_note(" ".join(text.split()))
+
+
+_structs: dict[type, Any] = {}
+"""The cffi type of each class's struct."""
+
+
+def _once(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that leaves a made resource unchanged, and reports its end."""
+
+    @functools.wraps(init)
+    def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
+        self._begin_making()
+        try:
+            init(self, *args, **options)
+            self._end_making(True)
+        except BaseException:
+            self._end_making(False)
+            # The traceback may keep it for long, and nothing else refers to it.
+            self._close_quietly()
+            raise
+
+    return __init__
+
+
+def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resource], None]:
+    """Return a finalizer that also calls that of every resource."""
+
+    @functools.wraps(finalizer)
+    def __del__(self: Resource) -> None:
+        try:
+            finalizer(self)
+        finally:
+            door.Handle.__del__(self)
+
+    __del__._finalizes = True  # type: ignore[attr-defined]
+    return __del__
+
+
+def _fixed(name: str, member: Any) -> property:
+    """Return a slot that only the constructor can set."""
+
+    def fix(self: Resource, value: Any) -> None:
+        if not self._making:
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set")
+        member.__set__(self, value)
+
+    return property(member.__get__, fix)
+
+
+def _failed(function: Callable[..., Any], code: int) -> NoReturn:
+    """Raise the error of a libibverbs call that has failed."""
+    call = function.__name__.replace("rp_", "ibv_", 1)
+    raise (UnsupportedError if code in _UNSUPPORTED else VerbsError)(call, code or errno.EIO)
+
+
+_open: dict[int, Any] = {}
+"""Weak references to what is open, by address, in creation order; strong ones to what a device
+refused to destroy."""
+
+door.describe_handles(
+    ClosedError, RdmaError, InUseError, _failed, ffi,
+    functools.partial(ffi.cast, ffi.typeof("uintptr_t")), _open, ffi.typeof, _structs,
+)  # fmt: skip
+
+
+def open_handles() -> list[Any]:
+    """Return what this process has opened and not closed, the newest first.
+
+    Resources under construction are not included: only their constructors know them.
+    """
+    return [handle for handle in _all_open() if not handle._unfinished]
+
+
+def close_dropped(handles: Iterable[Any]) -> bool:
+    """Close those that nothing refers to any more; return whether any is closed."""
+    dropped = [handle for handle in handles if handle._abandoned]
+    for handle in dropped:
+        handle._close_quietly()
+    return any(handle.closed for handle in dropped)
+
+
+def _all_open() -> list[Any]:
+    listed = reversed(_open.copy().values())
+    found = [one() if isinstance(one, weakref.ref) else one for one in listed]
+    return [handle for handle in found if handle is not None and not handle.closed]
+
+
+def resource_at(struct: Any) -> Resource | None:
+    """Return the open resource that a struct belongs to."""
+    for handle in open_handles():
+        if handle._handle == struct:
+            return handle  # type: ignore[no-any-return]
+    return None
+
+
+def close_all() -> None:
+    """Close what is open: the interpreter is about to tear the modules down.
+
+    Windows go before queue pairs and regions, and children before their
+    parents, which are older.
+    """
+    interrupt: BaseException | None = None
+    try:
+        door.exiting(False)
+        for handle in sorted(_all_open(), key=lambda handle: handle._rank):
+            try:
+                handle.close()
+            except RdmaError:
+                pass
+            except BaseException as error:
+                interrupt = interrupt or error
+                # A subclass's own close() may have raised before it reached this one.
+                with contextlib.suppress(RdmaError):
+                    Resource.close(handle)
+    finally:
+        door.exiting(True)
+    if interrupt is not None:
+        raise interrupt

@@ -1,0 +1,328 @@
+"""Shared receive queues: basic ones, XRC, and tag matching."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from .._arguments import counted, expect, index, member
+from .._binding import ffi, fill, lib
+from ..enums import QPType, SRQAttrMask, SRQType
+from ..errors import RdmaError, UnsupportedError, describe_errno, where_explained
+from ..posting.queue import ops_queue, recv_queue
+from ..posting.rules import Limits
+from ..posting.wr import OpsWR, RecvWR
+from .cq import CQ
+from .memory import PD
+from .resource import Resource
+from .xrcd import XRCD
+
+__all__ = ["SRQ", "SRQAttr"]
+
+
+@dataclass(frozen=True, slots=True)
+class SRQAttr:
+    """Attributes of a shared receive queue (ibv_query_srq(3)).
+
+    Attributes:
+        max_wr: work requests it holds.
+        max_sge: SGEs of each.
+        srq_limit: the limit event fires when fewer are left; 0 when not armed.
+    """
+
+    max_wr: int
+    max_sge: int
+    srq_limit: int
+
+
+class SRQ(Resource, struct="ibv_srq"):
+    """A shared receive queue: receives for many queue pairs (ibv_create_srq_ex(3)).
+
+    Args:
+        pd: the protection domain.
+        max_wr: work requests it must hold, 1..the device's max_srq_wr.
+        max_sge: SGEs of each, 1..the device's max_srq_sge.
+        srq_type: BASIC, for queue pairs created with it; XRC, for messages that
+            name it; or TM, with a matching list.
+        xrcd: the XRC domain (XRC).
+        cq: where receives complete (XRC, TM), and operations (TM); for TM it is
+            created with tm_info=True.
+        max_num_tags: entries of the matching list (TM).
+        max_ops: operations on the list that are outstanding at once (TM).
+        checked: check work requests before they are posted.
+
+    Attributes:
+        max_wr, max_sge: what the device granted.
+        srq_type, xrcd, cq, max_num_tags, max_ops: as given.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of range, or what the type needs is missing.
+        ClosedError: the PD, the XRCD or the CQ is closed.
+        UnsupportedError: the device does not support the type.
+        VerbsError: the device refused.
+    """
+
+    __slots__ = (
+        "_ops", "_recv", "cq", "max_num_tags", "max_ops", "max_sge",
+        "max_wr", "pd", "srq_type", "xrcd",
+    )  # fmt: skip
+
+    _kind = "SRQ"
+    _rank = 3
+
+    def __init__(
+        self,
+        pd: PD,
+        max_wr: int = 64,
+        max_sge: int = 1,
+        *,
+        srq_type: SRQType = SRQType.BASIC,
+        xrcd: XRCD | None = None,
+        cq: CQ | None = None,
+        max_num_tags: int = 64,
+        max_ops: int = 64,
+        checked: bool = True,
+    ) -> None:
+        expect("pd", pd, PD)
+        expect("xrcd", xrcd, XRCD, None)
+        expect("cq", cq, CQ, None)
+        self.pd, self.xrcd, self.cq = pd, xrcd, cq
+        self.srq_type = member("srq_type", srq_type, SRQType)
+        tagged = self.srq_type is SRQType.TM
+        max_num_tags, max_ops = index("max_num_tags", max_num_tags), index("max_ops", max_ops)
+        self.max_num_tags = max_num_tags if tagged else 0
+        self.max_ops = max_ops if tagged else 0
+        if reason := self._what_is_missing():
+            raise ValueError(reason)
+        context = pd.context
+        pd._live()
+        tag_sge = self._query_tm() if tagged else 0
+        init = ffi.new("struct ibv_srq_init_attr_ex *")
+        fill(init.attr, max_wr=max_wr, max_sge=max_sge)
+        fill(init.tm_cap, max_num_tags=self.max_num_tags, max_ops=self.max_ops)
+        self._create(init)
+        self.max_wr: int = init.attr.max_wr
+        self.max_sge: int = init.attr.max_sge
+        limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
+        self._recv = recv_queue(limits, self.max_wr, checked=bool(checked), shared=True)
+        tagged = self.srq_type is SRQType.TM
+        limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
+        self._ops = ops_queue(limits, self.max_ops, checked=bool(checked) and tagged)
+        for queue in self._queues():
+            context._queues[queue.number] = queue
+        self._recv.set_ready(True)
+        self._ops.set_ready(True)
+
+    def __str__(self) -> str:
+        if not hasattr(self, "max_wr"):
+            return self._kind
+        kind = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
+        return f"{kind}SRQ of {counted(self.max_wr, 'work request')}"
+
+    def _what_is_missing(self) -> str | None:
+        kind, name = self.srq_type, self.srq_type.name
+        for what, given, wanted in (
+            ("an XRC domain (xrcd=...)", self.xrcd, kind is SRQType.XRC),
+            ("a CQ (cq=...)", self.cq, kind is not SRQType.BASIC),
+        ):
+            if (given is not None) != wanted:
+                return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
+            if given is not None and given.context is not self.pd.context:
+                return f"the {given} was created on another open device than the PD"
+        if kind is SRQType.TM and self.cq is not None and not self.cq._extended:
+            return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
+        return None
+
+    def _query_tm(self) -> int:
+        """Return how many SGEs a tagged receive may have.
+
+        Raises:
+            UnsupportedError: the device has no tag matching.
+            ValueError: more is requested than it has.
+        """
+        context = self.pd.context
+        attr = ffi.new("struct ibv_device_attr_ex *")
+        context._verb(context._provider.query_device_ex, attr)
+        caps = attr.tm_caps
+        if not caps.max_num_tags:
+            raise UnsupportedError(
+                "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
+            )
+        for name in ("max_num_tags", "max_ops"):
+            value, most = getattr(self, name), getattr(caps, name)
+            if not 1 <= value <= most:
+                raise ValueError(f"{name}={value} is not in 1..{most}, what {context.name} has")
+        most_sge: int = caps.max_sge
+        return most_sge
+
+    def _create(self, init: Any) -> Any:
+        context, pd = self.pd.context, self.pd
+        provider = context._provider
+        given = (pd, self.xrcd, self.cq)
+        parents = tuple(parent for parent in given if parent is not None)
+        if self.srq_type is SRQType.BASIC:
+            # Use the older call, which every driver has.
+            plain = ffi.new("struct ibv_srq_init_attr *")
+            plain.attr = init.attr
+            handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
+            init.attr = plain.attr
+            return handle
+        assert self.cq is not None
+        init.srq_type, init.pd, init.cq = self.srq_type, pd._live(), self.cq._live()
+        init.comp_mask = (
+            lib.IBV_SRQ_INIT_ATTR_TYPE | lib.IBV_SRQ_INIT_ATTR_PD | lib.IBV_SRQ_INIT_ATTR_CQ
+        )
+        if self.xrcd is not None:
+            init.xrcd = self.xrcd._live()
+            init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_XRCD
+        else:
+            init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_TM
+        return self._make(provider.create_srq_ex, (context, init), provider.destroy_srq, parents)
+
+    def _queues(self) -> tuple[Any, ...]:
+        return self._recv.in_flight, self._ops.in_flight, self._ops.tagged
+
+    def _release(self) -> None:
+        if not hasattr(self, "_ops"):
+            # An interrupt has cut the constructor short: nothing was posted.
+            return
+        self._keep_completions()
+
+    def _forget(self) -> None:
+        if not hasattr(self, "_ops"):
+            return
+        self._keep_completions()
+        for queue in self._queues():
+            self.pd.context._queues.pop(queue.number, None)
+            queue.clear()
+
+    def _keep_completions(self) -> None:
+        if self.cq is not None and any(queue.outstanding for queue in self._queues()):
+            self.cq._keep()
+
+    @property
+    def srq_num(self) -> int:
+        """Its number, which a message to it carries as remote_srqn (XRC).
+
+        Raises:
+            RdmaError: it is not of type XRC.
+            ClosedError: the SRQ is closed.
+
+        See ibv_get_srq_num(3).
+        """
+        if self.srq_type is not SRQType.XRC:
+            raise RdmaError(f"{self} has no number that a message could name; XRC has")
+        number: int = self._verb(self.pd.context._provider.get_srq_num)
+        return number
+
+    @property
+    def outstanding(self) -> int:
+        """How many receives are posted and not completed, not counting the matching list.
+
+        Raises:
+            ClosedError: another process opened the SRQ, and forked this one.
+        """
+        self._refuse_inherited()
+        return self._recv.in_flight.outstanding
+
+    @property
+    def outstanding_tags(self) -> int:
+        """How many tagged receives are posted, and neither completed nor known to be removed.
+
+        Raises:
+            ClosedError: another process opened the SRQ, and forked this one.
+        """
+        self._refuse_inherited()
+        return 0 if self._ops.tagged is None else self._ops.tagged.outstanding
+
+    @property
+    def outstanding_ops(self) -> int:
+        """How many operations are posted and not known to be done.
+
+        Unsignaled ones count until a later one completes.
+
+        Raises:
+            ClosedError: another process opened the SRQ, and forked this one.
+        """
+        self._refuse_inherited()
+        return self._ops.in_flight.outstanding
+
+    def query(self) -> SRQAttr:
+        """Return its attributes as they are now (ibv_query_srq(3))."""
+        raw = ffi.new("struct ibv_srq_attr *")
+        self._verb(self.pd.context._provider.query_srq, raw)
+        return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
+
+    def arm_limit(self, srq_limit: int) -> None:
+        """Arm a one-shot event raised when fewer than srq_limit receives remain.
+
+        The event is SRQ_LIMIT_REACHED.
+
+        Args:
+            srq_limit: the limit; 0 disarms.
+
+        Raises:
+            TypeError: srq_limit is not an integer.
+            ValueError: srq_limit is not in 0..2^32-1.
+            ClosedError: the SRQ is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_srq(3).
+        """
+        raw = ffi.new("struct ibv_srq_attr *")
+        fill(raw, srq_limit=srq_limit)
+        self._verb(self.pd.context._provider.modify_srq, raw, SRQAttrMask.LIMIT)
+
+    def post_srq_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
+        """Post receives that any queue pair of this SRQ may use.
+
+        Args:
+            wrs: a RecvWR or an iterable of them, read and posted as by QP.post_send.
+
+        Raises:
+            TypeError: wrs is neither.
+            PostError: a work request was refused, or an item is not one.
+            ClosedError: the SRQ is closed.
+
+        See ibv_post_srq_recv(3).
+        """
+        self._recv.post(self, wrs)
+
+    def post_srq_ops(self, wrs: OpsWR | Iterable[OpsWR]) -> None:
+        """Post tag-matching operations.
+
+        The post gives each TagAdd its handle.  The buffers of a tagged receive
+        stay alive until the completion that carries its recv_wr_id and all of
+        the data, or that of the TagDel that removed it.
+
+        Args:
+            wrs: an OpsWR or an iterable of them, read and posted as by QP.post_send.
+
+        Raises:
+            TypeError: wrs is neither.
+            PostError: a work request was refused, an item is not one, or the device has
+                no tag matching.
+            ClosedError: the SRQ is closed.
+
+        See ibv_post_srq_ops(3).
+        """
+        self._ops.post(self, wrs)
+
+    def _hint(self, code: int, wr: Any) -> str:
+        name = self.pd.context.name
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            what = "tag matching" if isinstance(wr, OpsWR) else "shared receive queues"
+            return f"{what} is not supported by {name}"
+        if code == errno.EINVAL and isinstance(wr, OpsWR) and self.srq_type is not SRQType.TM:
+            return f"{self} has no matching list; create it with srq_type=SRQType.TM"
+        if code == errno.ENOMEM and isinstance(wr, OpsWR):
+            return (
+                f"{name} says that the queue of operations or the matching list is full "
+                f"(max_ops={self.max_ops}, max_num_tags={self.max_num_tags})"
+            )
+        if code == errno.ENOMEM:
+            return f"{name} says that the queue is full (max_wr={self.max_wr})"
+        return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"

@@ -1,0 +1,50 @@
+"""XRC domains."""
+
+from __future__ import annotations
+
+import os
+
+from .._arguments import expect, index, within
+from .._binding import ffi, lib
+from .device import Context
+from .resource import Resource
+
+__all__ = ["XRCD"]
+
+
+class XRCD(Resource, struct="ibv_xrcd"):
+    """An XRC domain, whose XRC targets may use its XRC shared receive queues.
+
+    Args:
+        context: an open device.
+        fd: an open file, by whose inode other processes find the same domain;
+            -1 for a new domain that no other process shares, whatever oflags says.
+        oflags: os.O_CREAT makes the domain if the file has none; os.O_EXCL with
+            it refuses one that is there already.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: fd is not in -1..2^31-1, or oflags has another flag.
+        ClosedError: the device is closed.
+        UnsupportedError: the device has no XRC.
+        VerbsError: the device refused.
+
+    See ibv_open_xrcd(3).
+    """
+
+    __slots__ = ("context",)
+
+    _kind = "XRCD"
+    _rank = 7
+
+    def __init__(self, context: Context, fd: int = -1, oflags: int = os.O_CREAT) -> None:
+        expect("context", context, Context)
+        self.context = context
+        fd, oflags = within("fd", fd, -1, (1 << 31) - 1), index("oflags", oflags)
+        if oflags & ~(os.O_CREAT | os.O_EXCL):
+            raise ValueError(f"oflags={oflags:#x} is not made of os.O_CREAT and os.O_EXCL")
+        init = ffi.new("struct ibv_xrcd_init_attr *")
+        init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS
+        init.fd, init.oflags = fd, oflags
+        provider = context._provider
+        self._make(provider.open_xrcd, (context, init), provider.close_xrcd, (context,))

@@ -1,0 +1,262 @@
+"""Checks of keys: binding windows and invalidating them.
+
+A type 2 window serves only the queue pair that bound it.  On XRC the side that
+binds is not the side that is written to, so there a window's key is good for
+nothing but to be taken back, and a peer can invalidate a region's key only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from ...enums import Access, DeviceCap, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
+from ...posting.wr import BindMW, LocalInv, RdmaWrite, SendWithInv
+from ...resources.cq import WC
+from ...resources.memory import MW
+from ..loopback import Loopback, Side
+from .looking import completed, same, same_bytes, write
+from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
+
+__all__ = ["ROWS", "WINDOW_REGION", "admitted", "bind_wr", "binder"]
+
+ROWS: list[Row] = []
+
+WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
+"""What a region permits, so that a window for writes can be bound to it."""
+
+_NOT_KNOWN = frozenset({WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR})
+"""How a queue pair that works says that it does not know an opcode; rxe 6.12 flushes it."""
+_REFUSED = frozenset({WCStatus.REM_ACCESS_ERR, WCStatus.REM_INV_REQ_ERR, WCStatus.REM_OP_ERR})
+
+
+@check(ROWS, Opcode.BIND_MW)
+def _bind_mw(trial: Trial) -> str:
+    _require_windows(trial)
+    with trial.loopback(access=WINDOW_REGION) as pair:
+        _refused(pair, pair.window().next_rkey())
+    with trial.loopback(access=WINDOW_REGION) as pair:
+        window = pair.window()
+        rkey = _bind(pair, window)
+        if trial.qp_type is QPType.XRC_SEND:
+            _bound_already(pair, window)
+            return "bound, and refused a second time: a window that is bound cannot be bound again"
+        write(pair, offset=MARGIN, rkey=rkey)
+        # Soft-RoCE looks at the bounds of the region and not at the window's.
+        bounded = not admitted(pair, rkey, MARGIN - 1)
+    return "the key is good when bound, refused before" + (
+        ", refused outside the window"
+        if bounded
+        else f"; {trial.context.name} does not keep to the window's bounds"
+    )
+
+
+@check(ROWS, Opcode.LOCAL_INV)
+def _local_inv(trial: Trial) -> str:
+    _require_invalidation(trial)
+    with trial.loopback(access=WINDOW_REGION) as pair:
+        window = pair.window()
+        rkey = _bind(pair, window)
+        if trial.qp_type is QPType.XRC_SEND:
+            _invalidate(pair, rkey)
+            _bind(pair, window)
+            _bound_already(pair, window)
+            return "the window can be bound again afterwards, and not when it is bound"
+        write(pair, offset=MARGIN, rkey=rkey)
+        _invalidate(pair, rkey)
+        _refused(pair, rkey)
+    return "the key is good when bound, refused afterwards"
+
+
+@check(ROWS, Opcode.SEND_WITH_INV)
+def _send_with_inv(trial: Trial) -> str:
+    _require_invalidation(trial)
+    if trial.qp_type is QPType.XRC_SEND:
+        return _send_with_inv_of_a_region(trial)
+    with trial.loopback(access=WINDOW_REGION) as pair:
+        rkey = _bind(pair, pair.window())
+        write(pair, offset=MARGIN, rkey=rkey)
+        seen = _invalidating_message(trial, pair, rkey)
+        _refused(pair, rkey)
+    return f"{trial.length} bytes arrived and the key is refused afterwards{seen}"
+
+
+def _send_with_inv_of_a_region(trial: Trial) -> str:
+    with trial.loopback() as pair:
+        region = pair.region(trial.length, Access.LOCAL_WRITE | Access.REMOTE_WRITE)
+        target = {**pair.target(rkey=region.rkey), "remote_addr": region.addr}
+        pair.local.qp.post_send(RdmaWrite(sg_list=pair.local.mr[:], wr_id=6, **target))
+        completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=6)
+        same_bytes("region", bytes(region.buffer), pair.local.mr.buffer)
+        before = bytes(region.buffer)
+        seen = _invalidating_message(trial, pair, region.rkey)
+        pair.local.qp.post_send(RdmaWrite(sg_list=pair.local.mr[:], wr_id=10, **target))
+        (wc,) = pair.sent()
+        if wc.status is not WCStatus.REM_ACCESS_ERR:
+            raise Failed(f"a write with a key that is not valid ended with {wc.status.name}")
+        same_bytes("region", bytes(region.buffer), before)
+    return f"{trial.length} bytes arrived and the region's key is refused afterwards{seen}"
+
+
+def _invalidating_message(trial: Trial, pair: Loopback, rkey: int) -> str:
+    """Send a message that invalidates a key; return what is to be said of its completion."""
+    pair.receive(trial.length)
+    trial.make_up(pair)
+    pair.local.qp.post_send(
+        SendWithInv(sg_list=pair.local.mr[:], invalidate_rkey=rkey, wr_id=7, **pair.address)
+    )
+    name = pair.local.cq.context.name
+    wcs = pair.sent()
+    if trial.qp_type is QPType.XRC_SEND and wcs[0].status in _REFUSED:
+        raise Unsupported(f"{name} lets no peer invalidate a region ({wcs[0].status.name})")
+    _managed(wcs, pair, Opcode.SEND_WITH_INV, WCOpcode.SEND, wr_id=7)
+    wc = completed(pair.arrived(), WCOpcode.RECV, wr_id=1)
+    # Soft-RoCE sets another bit than WITH_INV in the completion.
+    told = bool(wc.wc_flags & WCFlags.WITH_INV)
+    if told:
+        same("invalidated_rkey", wc.invalidated_rkey, rkey)
+    same_bytes("message", pair.received(trial.length), pair.local.mr.buffer)
+    return (
+        ", and named in the receive's completion (WITH_INV)"
+        if told
+        else f"; {name} does not name it in the receive's completion"
+    )
+
+
+# ---- windows ----------------------------------------------------------------
+
+
+def _require_windows(trial: Trial) -> None:
+    if not trial.caps & (DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B):
+        raise Unsupported(f"{trial.context.name} has no type 2 memory windows")
+
+
+def _require_invalidation(trial: Trial) -> None:
+    _require_windows(trial)
+    if not trial.caps & DeviceCap.MEM_MGT_EXTENSIONS:
+        raise Unsupported(f"{trial.context.name} cannot invalidate keys")
+
+
+def binder(pair: Loopback) -> Side:
+    """Return the side that can bind windows: an XRC target has no send queue."""
+    return pair.local if pair.local.qp.qp_type is QPType.XRC_SEND else pair.remote
+
+
+def bind_wr(pair: Loopback, window: MW, offset: int, length: int, wr_id: int = 0) -> BindMW:
+    """Make a work request that binds a window to a range of the remote memory, for writes.
+
+    Args:
+        pair: the queue pairs.
+        window: of the loopback's PD.
+        offset, length: the range, in bytes.
+        wr_id: comes back in the completion.
+    """
+    region = pair.remote.mr
+    return BindMW(
+        mw=window,
+        rkey=window.next_rkey(),
+        mr=region,
+        addr=region.addr + offset,
+        length=length,
+        mw_access_flags=Access.REMOTE_WRITE,
+        wr_id=wr_id,
+    )
+
+
+def _bind(pair: Loopback, window: MW) -> int:
+    """Bind a window to part of the remote memory; return the rkey."""
+    wr = bind_wr(pair, window, MARGIN, pair.local.mr.length, wr_id=8)
+    binder(pair).qp.post_send(wr)
+    _managed(_done(pair), pair, Opcode.BIND_MW, WCOpcode.BIND_MW, wr_id=8)
+    return wr.rkey
+
+
+def _invalidate(pair: Loopback, rkey: int) -> None:
+    binder(pair).qp.post_send(LocalInv(invalidate_rkey=rkey, wr_id=9))
+    _managed(_done(pair), pair, Opcode.LOCAL_INV, WCOpcode.LOCAL_INV, wr_id=9)
+
+
+def _done(pair: Loopback) -> list[WC]:
+    return pair.sent() if binder(pair) is pair.local else pair.arrived()
+
+
+def _bound_already(pair: Loopback, window: MW) -> None:
+    """Check that a window is bound: binding it again fails; it breaks the queue pair."""
+    binder(pair).qp.post_send(bind_wr(pair, window, MARGIN, pair.local.mr.length, wr_id=8))
+    (wc,) = _done(pair)
+    if wc.status is WCStatus.SUCCESS:
+        raise Failed("a window that is bound was bound again")
+
+
+def _managed(
+    wcs: Iterable[WC], pair: Loopback, opcode: Opcode, expected: WCOpcode, *, wr_id: int
+) -> None:
+    """Check the completion of an operation on keys."""
+    (wc,) = wcs = list(wcs)
+    if pair.local.qp.qp_type is QPType.UC and wc.status in _NOT_KNOWN:
+        # The man page has it on UC; InfiniBand makes it optional there, and has
+        # no packet at all for a send with invalidate.
+        device = pair.local.cq.context.name
+        raise Unsupported(f"{device} refuses {opcode.name} on UC ({wc.status.name})")
+    completed(wcs, expected, wr_id=wr_id)
+
+
+# ---- what a key permits -----------------------------------------------------
+
+
+def _refused(pair: Loopback, rkey: int) -> None:
+    """Check that a write with this key does not go in."""
+    if admitted(pair, rkey, MARGIN):
+        raise Failed("a write with a key that is not valid went in")
+
+
+def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
+    """Try a write with a key, and say whether it went in; if not, an RC pair is broken.
+
+    Args:
+        pair: the queue pairs, with 16 bytes of local memory or more.
+        rkey: the key.
+        offset: where to, from the start of the remote memory; its last byte is
+            not to be in the range.
+
+    Raises:
+        Failed: it cannot be told, or what happened contradicts itself.
+    """
+    before = bytes(pair.remote.mr.buffer)
+    pair.local.mr.buffer[:] = random.randbytes(pair.local.mr.length)
+    pair.local.qp.post_send(
+        RdmaWrite(sg_list=pair.local.mr[0:16], wr_id=10, **pair.target(offset, rkey))
+    )
+    (wc,) = pair.sent()
+    if pair.local.qp.qp_type is QPType.UC:
+        before = _wait_behind(pair, before)
+    elif wc.status not in (WCStatus.SUCCESS, WCStatus.REM_ACCESS_ERR):
+        raise Failed(f"a write that may be refused access ended with {wc.status.name}")
+    changed = bytes(pair.remote.mr.buffer) != before
+    if not changed and wc.status is WCStatus.SUCCESS and pair.local.qp.qp_type is not QPType.UC:
+        raise Failed("a write succeeded and did not arrive")
+    return changed
+
+
+def _wait_behind(pair: Loopback, before: bytes) -> bytes:
+    """Wait until what was posted on UC is over, and return what memory should hold else.
+
+    Nothing is answered there; a write that may go in, sent behind, shows it.
+    """
+    if _broken(pair):
+        return before
+    end = pair.remote.mr.length - 1
+    last = bytes([before[end] ^ 0xFF])
+    pair.local.mr.buffer[-1:] = last
+    pair.local.qp.post_send(RdmaWrite(sg_list=pair.local.mr[-1:], **pair.target(end)))
+    completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=0)
+    if pair.settled(last, end):
+        return before[:end] + last
+    if _broken(pair):
+        return before
+    raise Failed("nothing arrives any more after a write that may be refused access")
+
+
+def _broken(pair: Loopback) -> bool:
+    # What a device may do on a violation that it cannot answer.
+    return pair.remote.qp.state is QPState.ERR

@@ -1,0 +1,101 @@
+"""What the checks look at: completions, numbers, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...enums import QPType, WCOpcode, WCStatus
+from ...posting.wr import RdmaWrite
+from ...resources.cq import WC
+from ..loopback import Loopback
+from .registry import UNTOUCHED, Failed
+
+__all__ = ["at", "completed", "same", "same_bytes", "unharmed", "write"]
+
+
+def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
+    """Write the local memory to an offset of the remote, and check that it stands there.
+
+    Args:
+        pair: the queue pairs.
+        offset: where to, from the start of the remote memory.
+        rkey: the key to use; that of the region unless given.
+    """
+    pair.local.qp.post_send(
+        RdmaWrite(sg_list=pair.local.mr[:], wr_id=7, **pair.target(offset, rkey))
+    )
+    completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=7)
+    length = pair.local.mr.length
+    # Only an acknowledged write has arrived when it completes.
+    if pair.local.qp.qp_type is not QPType.UC or not pair.settled(
+        bytes(pair.local.mr.buffer), offset
+    ):
+        same_bytes("remote memory", at(pair, offset, length), pair.local.mr.buffer)
+
+
+def at(pair: Loopback, offset: int, length: int) -> bytes:
+    """Return bytes of the remote memory."""
+    return bytes(pair.remote.mr.buffer[offset : offset + length])
+
+
+def completed(wcs: Iterable[WC], opcode: WCOpcode, *, wr_id: int) -> WC:
+    """Check that there is one completion, a success of this opcode, and return it.
+
+    Raises:
+        Failed: it is another.
+    """
+    (wc,) = wcs
+    if wc.status is not WCStatus.SUCCESS:
+        vendor = f" (vendor_err {wc.vendor_err:#x})" if wc.vendor_err else ""
+        raise Failed(f"{opcode.name} ended with {wc.status.name}{vendor}")
+    same("wr_id", wc.wr_id, wr_id)
+    if wc.opcode is not opcode:
+        found = "an unknown opcode" if wc.opcode is None else wc.opcode.name
+        raise Failed(f"the completion says {found} and not {opcode.name}")
+    return wc
+
+
+def same(what: str, found: int | None, expected: int | None) -> None:
+    """Check a number.
+
+    Raises:
+        Failed: it is another.
+    """
+    if found != expected:
+        raise Failed(f"{what} is {_number(found)} and not {_number(expected)}")
+
+
+def _number(value: int | None) -> str:
+    return "missing" if value is None else f"{value:#x}"
+
+
+def same_bytes(what: str, found: bytes, expected: bytes | memoryview) -> None:
+    """Check bytes, as many as are expected.
+
+    Raises:
+        Failed: some are others.
+    """
+    if found == expected:
+        return
+    wrong = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    raise Failed(
+        f"{what}: {len(wrong)} of {len(expected)} bytes are wrong, the first at {wrong[0]}"
+    )
+
+
+def unharmed(pair: Loopback, *ranges: tuple[int, int]) -> None:
+    """Check that the remote memory is untouched but for some ranges and the GRH.
+
+    Args:
+        pair: the queue pairs.
+        ranges: offset and length of each, in order.
+
+    Raises:
+        Failed: other bytes have changed.
+    """
+    memory = pair.remote.mr.buffer
+    start = pair.headroom
+    for offset, length in (*ranges, (len(memory), 0)):
+        if bytes(memory[start:offset]).strip(bytes([UNTOUCHED])):
+            raise Failed("bytes outside the range were changed")
+        start = offset + length

@@ -1,0 +1,154 @@
+"""What a check is, where it runs, and how it ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...enums import DeviceCap, Opcode, OpsOpcode, QPType
+from ...errors import RdmaError
+from ...posting.rules import QP_TYPES_BY_OPCODE
+from ...resources.device import Context
+from ..frames import ETHERNET_BYTES, ethernet
+from ..loopback import Loopback
+
+__all__ = [
+    "MARGIN", "QP_TYPES", "UNTOUCHED", "Failed", "Result", "Row", "Trial", "Unsupported", "check",
+]  # fmt: skip
+
+QP_TYPES = (QPType.RC, QPType.UC, QPType.UD, QPType.XRC_SEND, QPType.RAW_PACKET)
+"""In the order in which they are shown."""
+
+MARGIN = 32
+"""Bytes of remote memory on either side of what may change."""
+UNTOUCHED = 0xA5
+"""What the remote memory is full of."""
+
+_RAW_PAYLOAD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one check.
+
+    Attributes:
+        opcode: the operation's name.
+        qp_type: the QP type's name.
+        status: how it went.
+        detail: what was seen, or why it failed or is not supported.
+    """
+
+    opcode: str
+    qp_type: str
+    status: Literal["pass", "fail", "unsupported"]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A check that can be run on some QP types.
+
+    Attributes:
+        opcode: the operation's name.
+        qp_types: those that have it.
+        run: carries it out and returns what was seen.
+    """
+
+    opcode: str
+    qp_types: tuple[QPType, ...]
+    run: Callable[[Trial], str]
+
+
+class Failed(RdmaError):
+    """The device did something else than it should."""
+
+
+class Unsupported(RdmaError):
+    """The device cannot do this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Where a check runs.
+
+    Attributes:
+        context: the device.
+        qp_type: the type of queue pair.
+        port_num, gid_index, timeout: as in Loopback.
+        caps: device_cap_flags.
+        length: bytes of a message: several packets where the type allows it.
+    """
+
+    context: Context
+    qp_type: QPType
+    port_num: int
+    gid_index: int | None
+    timeout: float
+    caps: DeviceCap = field(init=False)
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        mtu = self.context.query_port(self.port_num).active_mtu.bytes
+        length = {
+            QPType.UD: mtu,
+            QPType.RAW_PACKET: ETHERNET_BYTES + _RAW_PAYLOAD,
+        }.get(self.qp_type, 3 * mtu + 5)
+        object.__setattr__(self, "length", length)
+        object.__setattr__(self, "caps", self.context.attr.device_cap_flags)
+
+    def loopback(
+        self, *, local_size: int | None = None, remote_size: int | None = None, **options: Any
+    ) -> Loopback:
+        """Make the pair of queue pairs, with random bytes here and known ones there.
+
+        Args:
+            local_size, remote_size: as in Loopback; a message, with a margin on
+                either side of it at the remote, unless given.
+            options: as in Loopback.
+        """
+        pair = Loopback(
+            self.context,
+            self.qp_type,
+            local_size=self.length if local_size is None else local_size,
+            remote_size=self.length + 2 * MARGIN if remote_size is None else remote_size,
+            port_num=self.port_num,
+            gid_index=self.gid_index,
+            timeout=self.timeout,
+            **options,
+        )
+        self.make_up(pair)
+        pair.remote.mr.buffer[:] = bytes([UNTOUCHED]) * pair.remote.mr.length
+        return pair
+
+    def make_up(self, pair: Loopback) -> None:
+        """Fill the local memory with random bytes; on RAW_PACKET they are a frame.
+
+        Args:
+            pair: whose local memory.
+        """
+        pair.local.mr.buffer[:] = random.randbytes(pair.local.mr.length)
+        if self.qp_type is QPType.RAW_PACKET:
+            pair.local.mr.buffer[:ETHERNET_BYTES] = ethernet()
+
+
+Register = Callable[[Callable[[Trial], str]], Callable[[Trial], str]]
+
+
+def check(rows: list[Row], opcode: Opcode | OpsOpcode | str, *qp_types: QPType) -> Register:
+    """Add a check to a family of them.
+
+    Args:
+        rows: the family.
+        opcode: what it is of, or its name.
+        qp_types: where it runs; where the table has the opcode unless given.
+    """
+    if isinstance(opcode, Opcode):
+        qp_types = tuple(t for t in QP_TYPES if t in QP_TYPES_BY_OPCODE[opcode])
+
+    def register(run: Callable[[Trial], str]) -> Callable[[Trial], str]:
+        rows.append(Row(opcode if isinstance(opcode, str) else opcode.name, qp_types, run))
+        return run
+
+    return register

@@ -1,0 +1,356 @@
+"""Accept and authenticate connections, in one thread of a server.
+
+A connection without a verified token has no thread and no device resources, only a descriptor and a
+buffer of at most two lines. The number of such connections is bounded. At the limit, a new one
+replaces the oldest that has not sent its hello, from the address with the most connections. So
+neither connections that send their hello at once, as clients do, nor those from other addresses are
+kept out.
+
+Wrong tokens are rate-limited, for each address and in total. Above the limit hellos are queued, and
+the addresses' queues are served in turn. They are queued before their token is checked: otherwise
+the timing or absence of an answer would reveal the token.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import select
+import selectors
+import socket
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import IPv6Address, ip_address
+from typing import Any
+
+from .address import show_address
+from .conversation import HELLO_S, Conversation, Reception
+from .messages import MAX_LINE, Error, encode
+from .sockets import LINGER_BYTES, LINGER_S, stop_listening
+
+__all__ = ["BACKLOG", "GUESSES", "GUESSES_IN_ALL", "Acceptor"]
+
+_log = logging.getLogger("rdmapost.tools.connect")
+
+BACKLOG = 1024
+GUESSES, GUESSES_IN_ALL = 32, 64
+"""Wrong tokens per second, from one address and in total, after a burst of one second's worth."""
+_MAX_PENDING = 256
+_MAX_WAITING = 128
+"""Queued hellos from one address; few enough that the last is served within HELLO_S."""
+_AT_ONCE = 32
+_TOO_MANY = "too many connections wait at this server; try again later"
+_TOO_FAST = "too many wrong tokens come to this server; try again later"
+
+
+class _RateLimit:
+    """A rate per second, after a burst of one second's worth.
+
+    Attributes:
+        due: when everything counted so far is paid off.
+    """
+
+    def __init__(self, per_second: int) -> None:
+        self._step = 1 / per_second
+        self.due = 0.0
+
+    def count(self, now: float) -> None:
+        self.due = max(self.due, now) + self._step
+
+    def left(self, now: float) -> float:
+        """Return the seconds until the next is within the limit."""
+        return max(0.0, self.due - 1.0 - now)
+
+
+class _Pending:
+    """A connection that is not yet, or no longer, a client's.
+
+    Attributes:
+        conversation: its exchange.
+        source: the address, or an IPv6 address's /64: the unit of rate limiting.
+        until: its deadline, by time.monotonic().
+        complete: its hello has arrived and is queued.
+        unread: bytes that may still be discarded after a refusal.
+    """
+
+    def __init__(self, sock: socket.socket, address: tuple[Any, ...], reception: Reception) -> None:
+        self.sock = sock
+        self.conversation = Conversation(reception, show_address(address))
+        self.source = _source(address[0])
+        self.until = time.monotonic() + min(reception.timeout, HELLO_S)
+        self.complete = False
+        self.unread = LINGER_BYTES
+
+
+def _source(host: str) -> str:
+    ip = ip_address(host.partition("%")[0])
+    if isinstance(ip, IPv6Address):
+        # A host has all the addresses of its /64.
+        return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]
+    return host
+
+
+class Acceptor:
+    """Accepts connections, and hands over those with the correct token.
+
+    Args:
+        reception: the server's.
+        listener: a non-blocking listening socket; closed at the end.
+        stop_fd: readable when the server ends.
+        start_client: takes over a socket and its conversation; returns False if it cannot.
+    """
+
+    def __init__(
+        self,
+        reception: Reception,
+        listener: socket.socket,
+        stop_fd: int,
+        start_client: Callable[[socket.socket, Conversation], bool],
+    ) -> None:
+        self._reception, self._listener, self._stop_fd = reception, listener, stop_fd
+        self._start_client = start_client
+        # Both in deadline order.
+        self._pending: dict[_Pending, None] = {}
+        self._lingering: dict[_Pending, None] = {}
+        self._per_source: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[_Pending]] = OrderedDict()
+        self._guesses: dict[str, _RateLimit] = {}
+        self._in_all = _RateLimit(GUESSES_IN_ALL)
+        # Clients need descriptors too.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = _MAX_PENDING
+        if soft != resource.RLIM_INFINITY:
+            self._most = max(16, min(_MAX_PENDING, soft // 4))
+        self._selector = selectors.DefaultSelector()
+        self._warned = 0.0
+
+    def close(self) -> None:
+        """Release what run() would have, if it is never called."""
+        self._selector.close()
+
+    def run(self) -> None:
+        """Accept until the server ends."""
+        self._selector.register(self._stop_fd, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while self._poll():
+                pass
+            self._selector.unregister(self._stop_fd)
+            self._selector.unregister(self._listener)
+            for peer in list(self._pending):
+                self._refuse(peer, "closing", "the server is shutting down")
+            self._empty_backlog()
+            while self._lingering:
+                self._poll()
+        finally:
+            stop_listening(self._listener)
+            self._selector.close()
+            for peer in (*self._pending, *self._lingering):
+                peer.conversation.close()
+                peer.sock.close()
+
+    def _empty_backlog(self) -> None:
+        # Closing the listener would reset them without an error message.
+        with suppress(OSError):
+            for _ in range(BACKLOG):
+                sock, _ = self._listener.accept()
+                with sock, suppress(OSError):
+                    sock.send(encode(Error("closing", "the server is shutting down")))
+
+    def _poll(self) -> bool:
+        """Wait for events and deadlines, and handle them; return False when the server ends."""
+        new = False
+        for key, _ in self._selector.select(self._timeout()):
+            if key.fileobj is self._listener:
+                new = True
+            elif key.data is None:
+                return False
+            elif key.data in self._pending:
+                self._read(key.data)
+            elif key.data in self._lingering:
+                self._discard(key.data)
+        self._authenticate()
+        if new:
+            # After the pending connections, whose hellos may have arrived by now.
+            self._accept()
+            self._authenticate()
+        self._expire()
+        return True
+
+    def _timeout(self) -> float | None:
+        """Return the seconds to the next deadline, or None."""
+        now = time.monotonic()
+        times = [next(iter(some)).until - now for some in (self._pending, self._lingering) if some]
+        if self._waiting:
+            times.append(min(self._delay(source, now) for source in self._waiting))
+        return max(0.0, min(times)) + 0.001 if times else None
+
+    # ---- accepting ---------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            except OSError as error:
+                self._no_descriptors(error)
+                return
+            sock.setblocking(False)
+            if len(self._pending) >= self._most:
+                self._evict()
+            peer = _Pending(sock, address, self._reception)
+            self._pending[peer] = None
+            self._per_source[peer.source] += 1
+            self._selector.register(sock, selectors.EVENT_READ, peer)
+            self._read(peer)
+
+    def _no_descriptors(self, error: OSError) -> None:
+        now = time.monotonic()
+        if now >= self._warned + 1.0:
+            self._warned = now
+            _log.warning("cannot accept: %s", error)
+        if self._lingering:
+            self._hang_up(next(iter(self._lingering)))
+        elif self._pending:
+            why = error.strerror or str(error)
+            self._evict(f"the server cannot accept connections: {why}; try again later")
+        else:
+            # Wait until some may be closed, or for the end.
+            poller = select.poll()
+            poller.register(self._stop_fd, select.POLLIN)
+            poller.poll(100)
+
+    def _evict(self, why: str = "") -> None:
+        """Refuse one connection from the address with the most.
+
+        Args:
+            why: what it is told; that there are too many unless given.
+        """
+        source = max(self._per_source, key=self._per_source.__getitem__)
+        for peer in (one for one in self._pending if one.source == source):
+            if not peer.complete:
+                # Its hello may have arrived since the last poll.
+                self._read(peer)
+                if not peer.complete and peer in self._pending:
+                    self._refuse(peer, "busy", why or _TOO_MANY)
+                if peer not in self._pending:
+                    return
+        # All hellos are queued; refuse the one that has waited least.
+        self._refuse(peer, "busy", why or _TOO_FAST)
+
+    # ---- hellos --------------------------------------------------------
+
+    def _read(self, peer: _Pending) -> None:
+        conversation = peer.conversation
+        try:
+            data = peer.sock.recv(MAX_LINE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            conversation.lost(f"the connection broke: {error.strerror or error}")
+            data = b""
+        if not data:
+            conversation.lost()
+            self._remove(peer)
+            conversation.close()
+            peer.sock.close()
+        elif conversation.receive(data):
+            self._selector.unregister(peer.sock)
+            peer.complete = True
+            waiting = self._waiting.setdefault(peer.source, deque())
+            waiting.append(peer)
+            if len(waiting) > _MAX_WAITING:
+                self._refuse(peer, "busy", _TOO_FAST)
+
+    def _authenticate(self) -> None:
+        """Serve the queued hellos, as far as the rate limits allow."""
+        now = time.monotonic()
+        for source in list(self._waiting):
+            while source in self._waiting and not self._delay(source, now):
+                peer = self._waiting[source][0]
+                answer = peer.conversation.authenticate()
+                self._remove(peer)
+                if peer.conversation.code == "token":
+                    self._count(source, now)
+                if peer.conversation.over:
+                    self._finish(peer, answer)
+                elif not self._start_client(peer.sock, peer.conversation):
+                    self._finish(peer, peer.conversation.end("busy", _TOO_MANY))
+                if self._in_all.left(now) and source in self._waiting:
+                    # Another address is next.
+                    self._waiting.move_to_end(source)
+
+    def _delay(self, source: str, now: float) -> float:
+        """Return the seconds until a hello of this source may be served."""
+        rate = self._guesses.get(source)
+        return max(self._in_all.left(now), 0.0 if rate is None else rate.left(now))
+
+    def _count(self, source: str, now: float) -> None:
+        self._in_all.count(now)
+        self._guesses.setdefault(source, _RateLimit(GUESSES)).count(now)
+        # Forget sources that are within the limit again, so that this stays small.
+        self._guesses = {name: rate for name, rate in self._guesses.items() if rate.due > now}
+
+    # ---- closing ----------------------------------------------------------------
+
+    def _refuse(self, peer: _Pending, code: str, text: str) -> None:
+        self._remove(peer)
+        self._finish(peer, peer.conversation.end(code, text))
+
+    def _remove(self, peer: _Pending) -> None:
+        del self._pending[peer]
+        self._per_source[peer.source] -= 1
+        if not self._per_source[peer.source]:
+            del self._per_source[peer.source]
+        if not peer.complete:
+            self._selector.unregister(peer.sock)
+        elif waiting := self._waiting.get(peer.source):
+            waiting.remove(peer)
+            if not waiting:
+                del self._waiting[peer.source]
+
+    def _finish(self, peer: _Pending, answer: bytes) -> None:
+        """Send the last answer, and keep reading for a moment, so that it is not lost."""
+        with suppress(OSError):
+            peer.sock.send(answer)
+            peer.sock.shutdown(socket.SHUT_WR)
+        peer.conversation.close()
+        if len(self._lingering) >= self._most // 4:
+            self._hang_up(next(iter(self._lingering)))
+        peer.until = time.monotonic() + LINGER_S
+        self._lingering[peer] = None
+        self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+
+    def _discard(self, peer: _Pending) -> None:
+        try:
+            got = len(peer.sock.recv(MAX_LINE))
+        except BlockingIOError:
+            return
+        except OSError:
+            got = 0
+        peer.unread -= got
+        if not got or peer.unread < 0:
+            self._hang_up(peer)
+
+    def _hang_up(self, peer: _Pending) -> None:
+        del self._lingering[peer]
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+
+    def _expire(self) -> None:
+        """Refuse or close connections past their deadlines."""
+        now = time.monotonic()
+        while self._pending and (first := next(iter(self._pending))).until <= now:
+            if first.complete:
+                self._refuse(first, "busy", _TOO_FAST)
+            else:
+                answer = first.conversation.tick()
+                self._remove(first)
+                self._finish(first, answer)
+        while self._lingering and (first := next(iter(self._lingering))).until <= now:
+            self._hang_up(first)

@@ -1,0 +1,212 @@
+"""A client's queue pair and memory, and what the server has offered.
+
+There is no I/O here: a shell sends what ``greeting`` yields, and passes it the answers.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Generator
+from contextlib import suppress
+from typing import Any
+
+from ..._arguments import expect, index, member, seconds, time_limit, within
+from ...enums import Access, QPType
+from ...errors import RdmaError
+from ...resources.cq import CQ, WC
+from ...resources.device import Context
+from ...resources.grh import GRH_BYTES
+from ...resources.memory import MR, PD, access_flags
+from ...resources.qp import QP
+from ..resource_stack import ResourceStack
+from .errors import ProtocolError
+from .fabric import fabric_of
+from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
+from .sockets import NotCopied, refuse_inherited
+
+__all__ = ["Dialled"]
+
+
+class Dialled(NotCopied):
+    """A queue pair of this device, connected to a server's.
+
+    ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request
+    that name a place in the server's memory, and ``**address`` those that name
+    its queue pair in a message (UD; nothing elsewhere).
+
+    Attributes:
+        qp: the queue pair, in RTS.
+        cq: where all of its work requests complete.
+        mr: local memory.
+        offer: what the server has: addr, rkey, size, access, receives, receive_size.
+        address: as above.
+        headroom: bytes in front of a received message: the GRH on UD.
+        timeout: seconds for each step, and the default for waits.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        qp_type: QPType,
+        *,
+        local_size: int,
+        local_access: int,
+        depth: int,
+        max_inline_data: int,
+        port_num: int,
+        gid_index: int | None,
+        timeout: float,
+    ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
+        if qp_type not in QP_TYPES:
+            raise ValueError(
+                f"{qp_type.name} queue pairs cannot be connected this way; "
+                f"{', '.join(kind.name for kind in QP_TYPES)} can"
+            )
+        local_size = within("local_size", local_size, 0)
+        local_access = access_flags("local_access", local_access)
+        depth = within("depth", depth, 1, context.attr.max_qp_wr)
+        self.timeout = time_limit(timeout)
+        self._pid = os.getpid()
+        # Where it leads, while it is open.
+        self._where = ""
+        self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
+        self.address: dict[str, Any] = {}
+        self._context = context
+        self._local_access = local_access
+        self._stack = ResourceStack()
+        with self._stack.closed_on_error() as stack:
+            pd = stack.add(PD(context))
+            self.cq = stack.add(CQ(context, min(2 * depth, context.attr.max_cqe)))
+            self.mr = stack.add(MR(pd, max(1, local_size), local_access | Access.LOCAL_WRITE))
+            self.qp = stack.add(
+                QP(
+                    pd,
+                    qp_type,
+                    self.cq,
+                    max_send_wr=depth,
+                    max_recv_wr=depth,
+                    max_send_sge=1,
+                    max_recv_sge=1,
+                    max_inline_data=max_inline_data,
+                    port_num=port_num,
+                    gid_index=gid_index,
+                )
+            )
+            self._used = stack.add(ResourceStack())
+            # Not a method of this: the stack must not refer to the connection, or only the
+            # collector would free it.
+            stack.before_closing(self.qp._drop_outstanding)
+
+    def greeting(self, token: str | None) -> Generator[Message, Message, None]:
+        """Yield what to send to the server, and take its answers; then all is connected.
+
+        Args:
+            token: the token, or None.
+
+        Raises:
+            VerbsError: the queue pair cannot be connected to the server's.
+            ProtocolError: the server's offer is impossible.
+        """
+        kind, endpoint = self.qp.qp_type, self.qp.endpoint()
+        offer = yield Hello(token, fabric_of(self._context), kind, endpoint)
+        assert isinstance(offer, Offer), "nothing else answers a hello"
+        if offer.addr + offer.size > 1 << 64:
+            raise ProtocolError("the server offers memory beyond the end of all addresses")
+        self.offer = offer
+        if kind is QPType.UD:
+            self.qp.connect(qkey=offer.qkey)
+            self.address = {
+                "ah": self._used.add(self.qp.ah_to(offer.endpoint)),
+                "remote_qpn": offer.endpoint.qpn,
+                "remote_qkey": offer.qkey,
+            }
+        else:
+            self.qp.connect(offer.endpoint, access=self._local_access)
+        yield Ready()
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork: the TCP connection is its parent's."""
+        refuse_inherited("the connection", self._pid)
+
+    def target(self, offset: int = 0) -> dict[str, Any]:
+        """Return the fields of a work request that name a place in the server's memory.
+
+        Args:
+            offset: bytes from its start.
+
+        Raises:
+            TypeError: offset is not an integer.
+            ValueError: it is negative, or beyond all addresses; the server's device
+                refuses what is merely outside the exposed memory.
+            ClosedError: another process opened the connection.
+        """
+        self._refuse_inherited()
+        offset = index("offset", offset)
+        if not 0 <= offset < (1 << 64) - self.offer.addr:
+            raise ValueError(f"offset={offset} is negative, or beyond all addresses")
+        return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
+
+    def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
+        """Make another region of local memory; it is closed with the connection.
+
+        Args:
+            length: bytes.
+            access: what may be done with it, an Access.
+
+        Raises:
+            VerbsError: the device refused.
+        """
+        return self._used.add(MR(self.qp.pd, length, access))
+
+    def wait(self, count: int = 1, timeout: float | None = None) -> list[WC]:
+        """Wait for completions on this side (cq.wait).
+
+        Args:
+            count: how many.
+            timeout: seconds; the connection's unless given.
+
+        Raises:
+            WaitTimeout: fewer came.
+        """
+        return self.cq.wait(count, self.timeout if timeout is None else timeout)
+
+    def _ask_report(self, number: int, timeout: float | None) -> tuple[Report, float]:
+        number = within("index", number, 1, (1 << 64) - 1)
+        given = seconds(timeout)
+        wait = min(max(0.0, self.timeout if given is None else given), 60.0)
+        return Report(number, int(wait * 1000)), wait
+
+    def _ask_look(self, offset: int, length: int | None) -> Look:
+        offset, size = index("offset", offset), self.offer.size
+        if not 0 <= offset <= size:
+            raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+        length = size - offset if length is None else within("length", length, 0)
+        if offset + length > size:
+            raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
+        return Look(offset, length)
+
+    @staticmethod
+    def _as_arrival(answer: Message) -> Arrival | None:
+        return answer if isinstance(answer, Arrival) else None
+
+    def _give_back(self) -> None:
+        self._stack.close()
+
+    def _abandon(self) -> None:
+        """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        where, self._where = getattr(self, "_where", ""), ""
+        if not where or self._pid != os.getpid():
+            return
+        # Not close(): that waits for the server.
+        self._abandon()
+        with suppress(RdmaError):
+            self._give_back()
+        warnings.warn(
+            f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2
+        )

@@ -1,0 +1,44 @@
+"""What can go wrong between the two sides of an exchange."""
+
+from __future__ import annotations
+
+import os
+
+from ...errors import RdmaError
+
+__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError"]
+
+
+class ConnectError(RdmaError, ConnectionError):
+    """The other side could not be reached, refused, or went away.
+
+    Attributes:
+        code: the kind of error: "refused", "unreachable", "lost", or one of messages.CODES, which
+            an error message carries.
+        errno: the error number, if the operating system gave one, such as EADDRINUSE; else None.
+        strerror: its text, or None.
+    """
+
+    def __init__(self, text: str, code: str = "failed", errno: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+        if errno is not None:
+            self.errno, self.strerror = errno, os.strerror(errno)
+
+    def __str__(self) -> str:
+        # OSError's would leave out the text for the errno.
+        return str(self.args[0]) if self.args else ""
+
+
+class ConnectTimeout(ConnectError, TimeoutError):
+    """The other side did not answer in time."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "timeout")
+
+
+class ProtocolError(ConnectError):
+    """The other side sent something that is not in the protocol."""
+
+    def __init__(self, text: str, code: str = "format") -> None:
+        super().__init__(text, code)

@@ -1,0 +1,91 @@
+"""The events that a server reports to its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...enums import QPType
+from .messages import Arrival, Offer
+
+__all__ = ["Arrived", "Changed", "Event", "Joined", "Left", "OnEvent", "Refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A client has got its queue pair and its memory.
+
+    Attributes:
+        client: its number, from 1.
+        address: its address, HOST:PORT.
+        qp_type: type of its queue pair.
+        offer: what it was told: the exposed address, rkey, size, access, receives.
+    """
+
+    client: int
+    address: str
+    qp_type: QPType
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Something has arrived in one of a client's receives, or its queue pair has failed.
+
+    Attributes:
+        client: its number.
+        arrival: what arrived; for a failure, only index and status are valid.
+    """
+
+    client: int
+    arrival: Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What has changed in a client's memory since it joined.
+
+    Attributes:
+        offset, length: from the first changed byte to the last.
+        data: its first bytes.
+    """
+
+    offset: int
+    length: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A client has gone, and its resources have been released.
+
+    Attributes:
+        client: its number.
+        address: where it came from.
+        reason: why, in one line.
+        changed: what has changed in the memory that it could write to, or None.
+    """
+
+    client: int
+    address: str
+    reason: str
+    changed: Changed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A connection was refused, or dropped before it became a client.
+
+    Attributes:
+        address: where it came from.
+        code: the kind of error, one of messages.CODES or "lost".
+        text: what the client was told, in one line.
+    """
+
+    address: str
+    code: str
+    text: str
+
+
+Event = Joined | Arrived | Left | Refused
+OnEvent = Callable[[Event], None]

@@ -1,0 +1,481 @@
+"""The messages of the exchange, and their format: one JSON object per line.
+
+A line is ASCII and has at most 4096 bytes, including its newline. Besides ``type``, each message
+has exactly the fields that its class lists; each field is checked separately. The hello carries the
+protocol version as ``rdmapost``, and the server reads nothing else of a hello whose version it does
+not speak.
+
+An exchange, C being the client and S the server::
+
+    C hello     its token, what its device can reach, type of QP, endpoint
+    S offer     its endpoint, and what it exposes and receives
+    C ready     its queue pair is connected
+    S ready
+    C report    what has arrived in your n-th receive?
+    S arrival, or nothing (it did not come in the time that was given)
+    C look      what is in your memory?
+    S seen
+    C bye       S bye: it has taken everything back
+
+A question that arrives while a report waits ends the wait: the report is answered with nothing, and
+then the question is answered.
+
+Instead of any answer, the server may send an error, its last message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ...enums import Access, QPType, WCOpcode, WCStatus
+from ...resources.endpoint import Endpoint
+from .errors import ProtocolError
+
+__all__ = [
+    "CODES",
+    "HEAD_BYTES",
+    "MAX_LINE",
+    "MAX_TOKEN",
+    "QP_TYPES",
+    "VERSION",
+    "Arrival",
+    "Bye",
+    "Error",
+    "Hello",
+    "Look",
+    "Message",
+    "Nothing",
+    "Offer",
+    "Ready",
+    "Report",
+    "Seen",
+    "access_names",
+    "decode",
+    "encode",
+    "fields_of",
+    "version_of",
+]
+
+VERSION = 1
+MAX_LINE = 4096
+"""Bytes in a line, including its newline."""
+MAX_TOKEN = 256
+"""Characters in a token."""
+HEAD_BYTES = 1024
+"""The most bytes of data in a message: the first ones."""
+CODES = ("format", "version", "token", "device", "unsupported", "busy", "timeout", "closing",
+         "failed")  # fmt: skip
+"""What an error message can be about."""
+QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
+_LONGEST_WAIT_MS = 60_000
+_MAX_TEXT = 300
+_NAME = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The client's first message.
+
+    Attributes:
+        token: the token, or None.
+        fabric: what its device can reach (fabric.fabric_of).
+        qp_type: type of the queue pairs: RC, UC or UD.
+        endpoint: its queue pair's.
+    """
+
+    token: str | None
+    fabric: str
+    qp_type: QPType
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the server offers this client.
+
+    Attributes:
+        client: its number at this server, from 1.
+        device: name of the server's device.
+        endpoint: the server's queue pair.
+        qkey: its Q_Key (UD; 0 elsewhere).
+        addr, rkey, size: the exposed memory.
+        access: what the client may do with it.
+        receives: how many receives are posted; they are reposted as they are used.
+        receive_size: bytes of message that each takes.
+    """
+
+    client: int
+    device: str
+    endpoint: Endpoint
+    qkey: int
+    addr: int
+    rkey: int
+    size: int
+    access: Access
+    receives: int
+    receive_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The sender's queue pair is connected; sent first by the client, then by the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The client asks what has arrived in one of the server's receives.
+
+    Attributes:
+        index: which of them, from 1.
+        timeout_ms: how long to wait for it.
+    """
+
+    index: int
+    timeout_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What has arrived in a receive.
+
+    Attributes:
+        index: which receive, from 1.
+        status: its completion's; unless SUCCESS, the rest is not valid.
+        opcode: what completed, or None.
+        byte_len: bytes of the message.
+        imm_data: immediate data in host order, or None.
+        sha256: the message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
+        data: its first bytes; empty if it went elsewhere.
+    """
+
+    index: int
+    status: WCStatus
+    opcode: WCOpcode | None
+    byte_len: int
+    imm_data: int | None
+    sha256: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """It has not arrived.
+
+    Attributes:
+        arrived: how many have.
+    """
+
+    arrived: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The client asks for the contents of the exposed memory.
+
+    Attributes:
+        offset, length: where.
+    """
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The contents of the exposed memory.
+
+    Attributes:
+        offset, length: where.
+        sha256: those bytes' digest, in hex.
+        data: the first of them.
+    """
+
+    offset: int
+    length: int
+    sha256: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The client is done; the server has released what the client had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Why the server ends the exchange.
+
+    Attributes:
+        code: the kind of error, one of CODES.
+        text: one line for a reader.
+    """
+
+    code: str
+    text: str
+
+
+Message = (
+    Hello | Offer | Ready | Report | Arrival | Nothing | Look | Seen | Bye | Error
+)  # fmt: skip
+
+
+# ---- the form of each field -----------------------------------------------------
+
+
+class _Form:
+    """How a value is written in JSON, and how it is read and checked."""
+
+    def __init__(self, write: Callable[[Any], Any], read: Callable[[Any], Any], what: str) -> None:
+        self.write, self.read, self.what = write, read, what
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _refuse() -> NoReturn:
+    raise ValueError
+
+
+def _integer(most: int, least: int = 0) -> _Form:
+    def read(value: Any) -> int:
+        # True and False are integers in Python, but not here.
+        return value if type(value) is int and least <= value <= most else _refuse()
+
+    return _Form(int, read, f"an integer in {least}..{most}")
+
+
+def _text(most: int) -> _Form:
+    def read(value: Any) -> str:
+        return value if isinstance(value, str) and len(value) <= most else _refuse()
+
+    return _Form(_as_it_is, read, f"a text of at most {most} characters")
+
+
+def _shown(most: int) -> _Form:
+    # It will be shown on a terminal.
+    def write(value: str) -> str:
+        return "".join(c if c.isprintable() else " " for c in value)[:most]
+
+    def read(value: Any) -> str:
+        fits = isinstance(value, str) and len(value) <= most and value.isprintable()
+        return str(value) if fits else _refuse()
+
+    return _Form(write, read, f"a printable text of at most {most} characters")
+
+
+def _member(names: dict[str, Any]) -> _Form:
+    def read(value: Any) -> Any:
+        return names[value] if isinstance(value, str) and value in names else _refuse()
+
+    listed = ", ".join(names) if len(names) < 12 else "a known name"
+    return _Form(
+        lambda member: next(n for n, m in names.items() if m == member), read, f"one of {listed}"
+    )
+
+
+def _optional(form: _Form) -> _Form:
+    return _Form(
+        lambda value: None if value is None else form.write(value),
+        lambda value: None if value is None else form.read(value),
+        f"{form.what}, or null",
+    )
+
+
+def _read_endpoint(value: Any) -> Endpoint:
+    return Endpoint.parse(value) if isinstance(value, str) and len(value) < 160 else _refuse()
+
+
+_ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE,
+           "atomic": Access.REMOTE_ATOMIC}  # fmt: skip
+
+
+def access_names(access: Access) -> list[str]:
+    """Name what an access permits: of read, write and atomic, in this order."""
+    return [name for name, flag in _ACCESS.items() if access & flag]
+
+
+def _read_access(value: Any) -> Access:
+    if not isinstance(value, list) or len(value) > len(_ACCESS):
+        _refuse()
+    flags = Access(0)
+    for name in value:
+        if not isinstance(name, str) or name not in _ACCESS or flags & _ACCESS[name]:
+            _refuse()
+        flags |= _ACCESS[name]
+    return flags
+
+
+def _hex(least: int, most: int) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or len(value) % 2 or not least <= len(value) <= most:
+            _refuse()
+        if any(c not in "0123456789abcdef" for c in value):
+            _refuse()
+        return str(value)
+
+    return read
+
+
+def _read_digest(value: Any) -> str:
+    return "" if value == "" else _hex(64, 64)(value)
+
+
+_U32, _U64 = _integer((1 << 32) - 1), _integer((1 << 64) - 1)
+_QPN_TEXT = "an endpoint (qpn=... psn=... gid=... lid=... mtu=...)"
+_ENDPOINT = _Form(str, _read_endpoint, _QPN_TEXT)
+_DATA = _Form(
+    lambda value: bytes(value[:HEAD_BYTES]).hex(),
+    lambda value: bytes.fromhex(_hex(0, 2 * HEAD_BYTES)(value)),
+    f"hexadecimal text of at most {HEAD_BYTES} bytes",
+)
+_DIGEST = _Form(_as_it_is, _read_digest, "64 hexadecimal digits, or nothing")
+
+_FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
+    Hello: ("hello", {
+        "token": _optional(_text(MAX_TOKEN)),
+        "fabric": _shown(_NAME),
+        "qp_type": _member({kind.name: kind for kind in QP_TYPES}),
+        "endpoint": _ENDPOINT,
+    }),
+    Offer: ("offer", {
+        "client": _U64,
+        "device": _shown(_NAME),
+        "endpoint": _ENDPOINT,
+        "qkey": _U32,
+        "addr": _U64,
+        "rkey": _U32,
+        "size": _U64,
+        "access": _Form(access_names, _read_access, "a list of read, write and atomic"),
+        "receives": _U32,
+        "receive_size": _U32,
+    }),
+    Ready: ("ready", {}),
+    Report: ("report", {
+        "index": _integer((1 << 64) - 1, 1),
+        "timeout_ms": _integer(_LONGEST_WAIT_MS),
+    }),
+    Arrival: ("arrival", {
+        "index": _integer((1 << 64) - 1, 1),
+        "status": _member({status.name: status for status in WCStatus}),
+        "opcode": _optional(_member({opcode.name: opcode for opcode in WCOpcode})),
+        "byte_len": _U32,
+        "imm_data": _optional(_U32),
+        "sha256": _DIGEST,
+        "data": _DATA,
+    }),
+    Nothing: ("nothing", {"arrived": _U64}),
+    Look: ("look", {"offset": _U64, "length": _U64}),
+    Seen: ("seen", {"offset": _U64, "length": _U64, "sha256": _DIGEST, "data": _DATA}),
+    Bye: ("bye", {}),
+    Error: ("error", {
+        "code": _member({code: code for code in CODES}),
+        "text": _shown(_MAX_TEXT),
+    }),
+}  # fmt: skip
+
+
+# ---- lines --------------------------------------------------------------------
+
+
+def encode(message: Message) -> bytes:
+    """Write a message as a line, with its newline."""
+    name, forms = _FORMS[type(message)]
+    fields: dict[str, Any] = {}
+    if isinstance(message, Hello | Error):
+        # Clients of every version read errors.
+        fields["rdmapost"] = VERSION
+    fields["type"] = name
+    for field, form in forms.items():
+        fields[field] = form.write(getattr(message, field))
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field is there twice")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def fields_of(line: bytes) -> dict[str, Any]:
+    """Read a line as one JSON object, without checking its contents.
+
+    Raises:
+        ProtocolError: it is not one.
+    """
+    try:
+        fields = json.loads(
+            line.decode("ascii"), object_pairs_hook=_once, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"this is not a line with one JSON object: {_short(line)}")
+    return fields
+
+
+def version_of(fields: dict[str, Any]) -> int:
+    """Return the version that a first message names.
+
+    Raises:
+        ProtocolError: it names none.
+    """
+    version = fields.get("rdmapost")
+    if type(version) is not int:
+        raise ProtocolError("the first message does not say which version it speaks (rdmapost)")
+    return version
+
+
+def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
+    """Read a message of one of the expected types.
+
+    Args:
+        fields: the JSON object.
+        expected: those types.
+
+    Raises:
+        ProtocolError: it is another one, or one of its fields is wrong.
+    """
+    given = fields.get("type")
+    for kind in expected:
+        name, forms = _FORMS[kind]
+        if given == name:
+            break
+    else:
+        wanted = " or ".join(_FORMS[kind][0] for kind in expected)
+        raise ProtocolError(f"a message of type {_short(given)} came, and not {wanted}")
+    besides = {"type", "rdmapost"} if kind in (Hello, Error) else {"type"}
+    for field in fields:
+        if field not in forms and field not in besides:
+            raise ProtocolError(f"{name} has no field {_short(field)}")
+    values = {}
+    for field, form in forms.items():
+        if field not in fields:
+            raise ProtocolError(f"{name} lacks its field {field}")
+        try:
+            values[field] = form.read(fields[field])
+        except ValueError:
+            raise ProtocolError(
+                f"{field} of {name} is {_short(fields[field])}, and not {form.what}"
+            ) from None
+    return kind(**values)
+
+
+def _short(value: object) -> str:
+    # It may contain anything, of any length and depth.
+    if isinstance(value, bytes):
+        shown = repr(value[:40])[1:]
+        return f"{shown}..." if len(value) > 40 else shown
+    if isinstance(value, str):
+        return repr(value[:40]) + ("..." if len(value) > 40 else "")
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'JSON object'}"
+    return f"{value!s:.40}" if isinstance(value, int | float) else "null"

@@ -1,0 +1,80 @@
+"""Why does it not work?  A checklist for live queue pairs, and one for the machine.
+
+Nothing here changes what it looks at, and nothing raises for what it finds: what
+cannot be looked at is a finding too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ...resources.endpoint import Endpoint
+from . import connection, queuepair
+from .finding import Finding, worst_first
+from .looking import FAILURES, Seen, is_queue_pair, look, name_of
+from .machine import diagnose_machine
+from .peer import check_peer
+
+if TYPE_CHECKING:
+    from ...resources.qp import QP
+
+__all__ = ["Finding", "diagnose", "diagnose_machine", "worst_first"]
+
+_CHECKS: tuple[Callable[[Seen], Iterable[Finding]], ...] = (
+    queuepair.check_state,
+    connection.check_ports,
+    connection.check_gids,
+    connection.check_path_mtu,
+    check_peer,
+    queuepair.check_retries,
+    queuepair.check_rnr,
+    queuepair.check_rd_atomic,
+    queuepair.check_sends,
+    queuepair.check_receives,
+    queuepair.check_completions,
+    queuepair.check_access,
+)
+
+
+def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
+    """Go through the checklist for a queue pair; QP.diagnose describes it.
+
+    Args:
+        qp: the queue pair.
+        peer: the other side, or what its endpoint() said.
+
+    Returns:
+        findings, the problems first.
+
+    Raises:
+        TypeError: the peer is neither.
+    """
+    if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
+        raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
+    about = name_of(qp)
+    if findings := [*queuepair.check_process(qp, about)]:
+        return findings
+    if qp.closed:
+        return [
+            Finding("qp-closed", "problem", f"{qp} is closed", "create a new queue pair", about)
+        ]
+    try:
+        seen = look(qp, peer)
+    except FAILURES as error:
+        return [
+            Finding(
+                "not-readable", "problem", f"it cannot be read: {error}",
+                "see that the device is still there ('rdmapost devices')", about,
+            )
+        ]  # fmt: skip
+    for check in _CHECKS:
+        try:
+            findings += check(seen)
+        except FAILURES as error:
+            what = check.__name__.removeprefix("check_").replace("_", " ")
+            findings.append(
+                Finding("not-checked", "info", f"{what} could not be looked at: {error}",
+                        about=about)
+            )  # fmt: skip
+    return worst_first(findings)

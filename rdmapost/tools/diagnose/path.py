@@ -1,0 +1,235 @@
+"""Ports, GIDs and the way between two of them."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv6Address
+
+from ...enums import GIDType, LinkLayer, NodeType, PortState
+from ...resources.address import GIDChoice
+from ...resources.device import GID, Context, GIDTableEntry, PortAttr
+from .finding import Finding, Severity
+from .system import System, phys_state_name
+
+__all__ = ["check_gid", "check_port", "check_way", "uses_gids"]
+
+_CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
+_ROCE_HEADERS = 64
+"""Bytes that RoCE v2 adds to the payload of a packet: IPv4, UDP, BTH, RETH, immediate, ICRC."""
+
+
+def uses_gids(context: Context, port: PortAttr) -> bool:
+    """Whether GIDs decide where the packets of a port go (RoCE)."""
+    return port.link_layer is LinkLayer.ETHERNET and context.node_type is not NodeType.RNIC
+
+
+def check_port(context: Context, port: PortAttr, system: System) -> list[Finding]:
+    """Look at the state of a port, the network device behind it, and the MTU of both."""
+    about = f"{context.name} port {port.port_num}"
+    ethernet = port.link_layer is LinkLayer.ETHERNET
+    netdev = system.netdev_of(context.name, port.port_num)
+    seen = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
+    findings = []
+    if port.state in _CARRIES_TRAFFIC:
+        findings.append(Finding("port-active", "ok", seen, about=about))
+    else:
+        remedy = "start a subnet manager ('opensm') and check the cable"
+        if ethernet:
+            remedy = f"ip link set {netdev or 'NETDEV'} up, and check its cable"
+        findings.append(
+            Finding("port-down", "problem", f"{seen}: it carries no traffic", remedy, about)
+        )
+    if not netdev or not ethernet:
+        return findings
+    if not system.has_netdev(netdev):
+        findings.append(
+            Finding(
+                "netdev-hidden", "info",
+                f"{netdev}, the network device behind it, is not in this network namespace",
+                "look at it where it is ('ip netns'), or move the RDMA device here", about,
+            )
+        )  # fmt: skip
+        return findings
+    if not system.netdev_is_up(netdev):
+        findings.append(
+            Finding(
+                "netdev-down", "problem", f"{netdev}, the network device behind it, is down",
+                f"ip link set {netdev} up", about,
+            )
+        )  # fmt: skip
+    return findings + _check_mtu(port, netdev, system, about)
+
+
+def _check_mtu(port: PortAttr, netdev: str, system: System, about: str) -> list[Finding]:
+    mtu, active = system.netdev_mtu(netdev), port.active_mtu.bytes
+    if mtu is None:
+        return []
+    needed = active + _ROCE_HEADERS
+    seen = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
+    if needed > mtu:
+        return [
+            Finding(
+                "mtu-mismatch", "problem",
+                f"{seen}: packets of {active} bytes need {needed} with their headers",
+                f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides", about,
+            )
+        ]  # fmt: skip
+    return [Finding("mtu", "ok", seen, about=about)]
+
+
+def check_gid(
+    chosen: GIDChoice, table: list[GIDTableEntry], system: System, about: str
+) -> list[Finding]:
+    """Look at a local GID: is it still in the table, of the right kind, and an address in use?
+
+    Args:
+        chosen: the GID as it was when it was chosen.
+        table: the port's GID table as it is now.
+        system: where its network device and address are.
+        about: whose GID it is.
+    """
+    entry = next((entry for entry in table if entry.index == chosen.index), None)
+    name = f"GID {chosen.index} ({chosen.gid})"
+    again = "choose again: create the queue pair anew, or give gid_index= ('rdmapost devices')"
+    if entry is None:
+        there = ", ".join(str(entry.index) for entry in table) or "none"
+        return [
+            Finding(
+                "gid-stale", "problem",
+                f"{name} is not in the port's table any more; valid there: {there}",
+                f"give the address back to the network device, or {again}", about,
+            )
+        ]  # fmt: skip
+    if entry.gid != chosen.gid:
+        return [
+            Finding(
+                "gid-stale", "problem",
+                f"GID {chosen.index} was {chosen.gid} when it was chosen, and is {entry.gid} now",
+                again, about,
+            )
+        ]  # fmt: skip
+    if entry.ndev and _address_is_gone(entry, system):
+        return [
+            Finding(
+                "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}",
+                f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}", about,
+            )
+        ]  # fmt: skip
+    kind = "" if entry.gid_type is None else entry.gid_type.name
+    # A reason may begin with the kind.
+    kind = "" if not kind or chosen.reason.startswith(kind) else f", {kind}"
+    where = f" of {entry.ndev}" if entry.ndev else ""
+    seen = f"{name}{where}{kind}: {chosen.reason}"
+    better = [
+        f"{other.index} ({other.gid})"
+        for other in table
+        if other.gid_type is not GIDType.ROCE_V1 and not other.gid.is_link_local
+    ]
+    use = f"gid_index={better[0].split()[0]}, GID {better[0]}" if better else ""
+    if entry.gid_type is GIDType.ROCE_V1:
+        return [
+            Finding(
+                "gid-roce-v1", "warning",
+                f"{seen}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
+                use or "let the peer use RoCE v1 too", about,
+            )
+        ]  # fmt: skip
+    if entry.gid.is_link_local:
+        address = f"give {entry.ndev or 'the network device'} an address: ip addr add 10.0.0.1/24"
+        return [
+            Finding(
+                "gid-link-local", "warning",
+                f"{seen}; a link-local address reaches only its own Ethernet segment",
+                use or address + (f" dev {entry.ndev}" if entry.ndev else ""), about,
+            )
+        ]  # fmt: skip
+    return [Finding("gid", "ok", seen, about=about)]
+
+
+def _address(gid: GID) -> str:
+    address = IPv6Address(bytes(gid))
+    return str(address.ipv4_mapped or address)
+
+
+def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
+    # The device makes up a link-local GID from its MAC, whether or not that is an address.
+    if entry.gid.is_link_local or not system.has_netdev(entry.ndev):
+        return False
+    if entry.gid.is_ipv4:
+        addresses = system.ipv4_addresses()
+        return addresses is not None and _address(entry.gid) not in addresses
+    found = system.ipv6_addresses()
+    return found is not None and (bytes(entry.gid), entry.ndev) not in found
+
+
+def check_way(
+    source: GIDTableEntry, dgid: GID, table: list[GIDTableEntry], kind: str, system: System,
+    about: str,
+) -> list[Finding]:  # fmt: skip
+    """Look at whether a GID can be reached from another at all.
+
+    Args:
+        source: the local GID.
+        dgid: the peer's.
+        table: the GIDs of the local port.
+        kind: "soft" for a device that reaches nothing but itself.
+        system: where the routes are.
+        about: whose way it is.
+    """
+    here = f"GID {source.index} ({source.gid})"
+    both = "let both sides use GIDs of one kind and one network: gid_index= ('rdmapost devices')"
+
+    def wrong(why: str, remedy: str = both, severity: Severity = "problem") -> list[Finding]:
+        return [Finding("gid-wrong", severity, why, remedy, about)]
+
+    if source.gid.is_ipv4 != dgid.is_ipv4:
+        kinds = ["IPv4" if gid.is_ipv4 else "IPv6" for gid in (source.gid, dgid)]
+        return wrong(f"{here} is {kinds[0]}, and the peer's {dgid} is {kinds[1]}")
+    if source.gid.is_link_local != dgid.is_link_local:
+        which, other = here, f"the peer's {dgid}"
+        if dgid.is_link_local:
+            which, other = other, which
+        return wrong(f"{which} is link-local, and {other} is not")
+    local = dgid in [entry.gid for entry in table]
+    if kind == "soft" and not local:
+        return wrong(
+            f"the peer's {dgid} is no GID of the software device, which reaches only its own",
+            "connect to a queue pair of this process, or use a real device",
+        )
+    looked_up = dgid.is_ipv4 and system.has_netdev(source.ndev)
+    routes = system.ipv4_routes() if looked_up else []
+    to = _ipv4(dgid) if looked_up else None
+    network = next(
+        (
+            route.network
+            for route in routes
+            if route.netdev == source.ndev and not route.gateway
+            and _ipv4(source.gid) in route.network
+        ),
+        None,
+    )  # fmt: skip
+    if local:
+        if network is not None and to not in network:
+            return wrong(
+                f"{here} is in {network}, and the peer's {to}, of this device too, is not",
+                severity="warning",
+            )
+        return [Finding("way", "ok", f"from {here} to {dgid}, on this device", about=about)]
+    if to is None:
+        return [Finding("way", "info", f"from {here} to {dgid}; not looked up", about=about)]
+    route = next((route for route in routes if to in route.network), None)
+    if route is None:
+        return wrong(f"there is no route from {here} to {to}", f"ip route get {to}; {both}")
+    if route.netdev != source.ndev:
+        return wrong(
+            f"{here} belongs to {source.ndev}, and the route to {to} goes through {route.netdev}",
+            f"use the GID of {route.netdev} ('ip route get {to}')",
+        )
+    if route.gateway is None and network is not None and to not in network:
+        return wrong(f"{here} is in {network}, and the peer's {to} is in {route.network}")
+    through = "directly" if route.gateway is None else f"through {route.gateway}"
+    seen = f"from {here} to {to} over {source.ndev}, {through}"
+    return [Finding("way", "ok", seen, about=about)]
+
+
+def _ipv4(gid: GID) -> IPv4Address:
+    return IPv4Address(bytes(gid)[12:])

@@ -1,0 +1,202 @@
+"""The checklist of two queue pairs: does each mean the other, and on the same terms?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ...enums import Access, GIDType, QPState, QPType
+from ...resources.endpoint import Endpoint
+from ...resources.qp_attr import QPAttr
+from .finding import Finding, Severity
+from .looking import RECEIVES, Seen
+from .queuepair import has_receive, waiting_sends
+
+if TYPE_CHECKING:
+    from ...resources.qp import QP
+
+__all__ = ["check_peer"]
+
+_PSN_MASK = 0xFFFFFF
+
+
+def check_peer(seen: Seen) -> Iterable[Finding]:
+    """Compare with the other side, as far as it is known."""
+    peer = seen.peer
+    if peer is None:
+        if seen.connected:
+            path = seen.attr.ah_attr
+            yield Finding(
+                "peer-unknown", "info",
+                f"its peer, QP {seen.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
+                "this process: its state and its receives cannot be seen from here",
+                "diagnose it where it is, and compare; or qp.diagnose(endpoint) with what it said",
+                seen.about,
+            )  # fmt: skip
+    elif isinstance(peer, Endpoint):
+        yield from _check_endpoint(seen, peer)
+    elif seen.local_peer is None:
+        yield Finding(
+            "peer-closed", "problem", f"its peer {peer} is closed",
+            "make a new queue pair there, and connect both", seen.about,
+        )  # fmt: skip
+    else:
+        yield from _check_qp(seen, *seen.local_peer)
+
+
+def _check_endpoint(seen: Seen, peer: Endpoint) -> Iterable[Finding]:
+    if not seen.connected:
+        return
+    attr, wrong = seen.attr, []
+    if attr.dest_qp_num != peer.qpn:
+        wrong.append(("dest-qp-num", f"dest_qp_num={attr.dest_qp_num:#x}", f"{peer.qpn:#x}"))
+    if attr.ah_attr.dgid not in (None, peer.gid):
+        wrong.append(("gid-wrong", f"dgid {attr.ah_attr.dgid}", str(peer.gid)))
+    if attr.ah_attr.dgid is None and attr.ah_attr.dlid != peer.lid:
+        wrong.append(("lid-wrong", f"dlid={attr.ah_attr.dlid:#x}", f"{peer.lid:#x}"))
+    if attr.path_mtu is not None and attr.path_mtu > peer.mtu:
+        wrong.append(("mtu-mismatch", f"path_mtu {attr.path_mtu.bytes}", f"{peer.mtu.bytes}"))
+    for name, here, there in wrong:
+        yield Finding(
+            name, "problem", f"{here}, and the peer said {there}",
+            "qp.to_reset(), and qp.connect() with the endpoint that the peer has now", seen.about,
+        )  # fmt: skip
+    if not wrong:
+        yield Finding("peer", "ok", f"connected to {peer}", about=seen.about)
+
+
+def _check_qp(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
+    qp, about = seen.qp, seen.about
+    if peer.qp_type is not seen.peer_type:
+        yield Finding(
+            "qp-type-mismatch", "problem",
+            f"it is {qp.qp_type.name}, and its peer {peer.qp_type.name}",
+            f"make the peer one of type {seen.peer_type.name}", about,
+        )  # fmt: skip
+        return
+    if there.qp_state not in RECEIVES:
+        yield Finding(
+            "peer-state", "problem",
+            f"its peer {peer} is in {there.qp_state.name}: it does not receive",
+            "peer.connect(qp.endpoint())" if there.qp_state < QPState.RTR else
+            "peer.to_reset() and qp.to_reset(), then connect both again", about,
+        )  # fmt: skip
+    if qp.pd is not peer.pd:
+        yield Finding(
+            "other-pd", "info", f"its peer {peer} is of another PD",
+            "the rkey of a region works only through queue pairs of the region's own PD", about,
+        )  # fmt: skip
+    if seen.connected:
+        yield from _check_crossing(seen, peer, there)
+        yield from _check_terms(seen, peer, there)
+    elif qp.qp_type is QPType.UD and seen.attr.qkey != there.qkey:
+        yield Finding(
+            "qkey-mismatch", "warning",
+            f"qkey={seen.attr.qkey:#x}, and the peer's qkey={there.qkey:#x}: a message must carry "
+            "the peer's, or it is dropped",
+            f"Send(..., remote_qkey={there.qkey:#x})", about,
+        )  # fmt: skip
+    if qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
+        yield from _check_no_receive(seen, peer)
+
+
+def _check_no_receive(seen: Seen, peer: QP) -> Iterable[Finding]:
+    """Look at whether a send waits for a receive that the peer does not have."""
+    # Every opcode of UD consumes one, and a message that finds none is dropped.
+    datagram = seen.qp.qp_type is QPType.UD
+    sends = seen.qp.outstanding.send if datagram else waiting_sends(seen)
+    if sends == 0:
+        return
+    severity: Severity = "problem"
+    evidence = f"its peer {peer} has no receive posted; sends outstanding here: "
+    if datagram or sends is None:
+        severity = "warning"
+    if sends is None:
+        evidence += f"{seen.qp.outstanding.send}; a SEND or RDMA_WRITE_WITH_IMM among them waits"
+    else:
+        evidence += str(sends)
+    yield Finding(
+        "recv-none-posted", severity, evidence,
+        "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)", seen.about,
+    )  # fmt: skip
+
+
+def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
+    """Look at whether each names the other."""
+    qp, here, about = seen.qp, seen.attr, seen.about
+    again = "to_reset() both, then a.connect(b.endpoint()) and b.connect(a.endpoint())"
+    crossed = True
+    for side, attr, other in ((qp, here, peer), (peer, there, qp)):
+        # A peer on its way up does not name anybody yet.
+        if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
+            crossed = False
+            yield Finding(
+                "dest-qp-num", "problem",
+                f"{side} has dest_qp_num={attr.dest_qp_num:#x}, and not {other.qp_num:#x}, the "
+                f"number of {other}", again, about,
+            )  # fmt: skip
+    gid = None if peer._gid is None else peer._gid.gid
+    if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
+        crossed = False
+        yield Finding(
+            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, and {peer} has {gid}", again, about
+        )
+    if crossed and there.qp_state in RECEIVES:
+        yield Finding(
+            "peer", "ok", f"{peer} in {there.qp_state.name}; each names the other", about=about
+        )
+
+
+def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
+    """Look at what both sides must agree on."""
+    qp, here, about = seen.qp, seen.attr, seen.about
+    if there.qp_state not in RECEIVES:
+        return
+    again = "to_reset() both, and connect them with what the other's endpoint() says"
+    if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
+        yield Finding(
+            "mtu-mismatch", "problem",
+            f"path_mtu {here.path_mtu.bytes}, and the peer's {there.path_mtu.bytes}", again, about,
+        )  # fmt: skip
+    for sender, sending, expecting, side in (
+        (qp, here, there, f"{qp} sends"), (peer, there, here, f"its peer {peer} sends")
+    ):  # fmt: skip
+        if sending.qp_state is not QPState.RTS or qp.qp_type is QPType.UC:
+            # A connection that may lose packets takes any number.
+            continue
+        # Some devices say where they are, some where they began; while packets are under way
+        # neither can be compared.
+        sent = {sending.sq_psn & _PSN_MASK, sender.psn}
+        if not sender.outstanding.send and expecting.rq_psn & _PSN_MASK not in sent:
+            yield Finding(
+                "psn-mismatch", "problem",
+                f"{side} from sq_psn={sending.sq_psn:#x}, and rq_psn={expecting.rq_psn:#x} is "
+                "expected: packets are dropped, and nothing is acknowledged", again, about,
+            )  # fmt: skip
+    kinds = [_gid_type(seen, here), _gid_type(seen, there)]
+    if qp.pd.context.name == peer.pd.context.name and None not in kinds and kinds[0] != kinds[1]:
+        yield Finding(
+            "gid-type-mismatch", "problem",
+            f"its GID is {getattr(kinds[0], 'name', '')}, and the peer's "
+            f"{getattr(kinds[1], 'name', '')}: they do not hear each other",
+            "give both a gid_index of one type ('rdmapost devices')", about,
+        )  # fmt: skip
+    if qp.qp_type is not QPType.XRC_RECV:
+        lacking = [
+            flag.name or ""
+            for flag in (Access.REMOTE_WRITE, Access.REMOTE_READ, Access.REMOTE_ATOMIC)
+            if not flag & there.qp_access_flags
+            and not (qp.qp_type is QPType.UC and flag is not Access.REMOTE_WRITE)
+        ]
+        if lacking:
+            yield Finding(
+                "peer-access", "info",
+                f"its peer {peer} does not allow {', '.join(lacking)}: such work requests end "
+                "with REM_ACCESS_ERR",
+                "connect the peer with access=...", about,
+            )  # fmt: skip
+
+
+def _gid_type(seen: Seen, attr: QPAttr) -> GIDType | None:
+    index = attr.ah_attr.sgid_index
+    return next((entry.gid_type for entry in seen.table if entry.index == index), None)

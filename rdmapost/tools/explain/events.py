@@ -1,0 +1,240 @@
+"""The texts about asynchronous events (ibv_get_async_event(3)), and about flags of completions."""
+
+from __future__ import annotations
+
+from ...enums import EventType, WCFlags
+from .model import Explanation
+
+__all__ = ["EVENTS", "WC_FLAGS"]
+
+
+def _event(
+    event: EventType, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
+) -> Explanation:
+    return Explanation(
+        kind="event",
+        name=event.name,
+        number=event.value,
+        constant=f"IBV_EVENT_{event.name}",
+        meaning=meaning,
+        causes=causes,
+        look_at=look_at,
+        soft_roce=soft_roce,
+        see=("ibv_get_async_event(3), DESCRIPTION",),
+    )
+
+
+EVENTS: tuple[Explanation, ...] = (
+    _event(
+        EventType.CQ_ERR,
+        "A completion queue overran: more completed than it has entries for. Completions are "
+        "lost, and the CQ cannot be used any more, nor can the queue pairs on it.",
+        "cqe of the CQ against the sum of max_send_wr and max_recv_wr of all queue pairs on it.",
+        causes=("The CQ is too small for its queue pairs.", "Nobody polls it, or too slowly."),
+    ),
+    _event(
+        EventType.QP_FATAL,
+        "A queue pair broke in a way that no completion can tell: it could not write one, or a "
+        "queue entry was damaged. It is in ERR.",
+        "dmesg, and whether CQ_ERR came with it.",
+        causes=(
+            "Its CQ overran or was destroyed.",
+            "soft0 and tag matching: the device's own read or FIN failed.",
+            "A catastrophic fault of the hardware's.",
+        ),
+    ),
+    _event(
+        EventType.QP_REQ_ERR,
+        "The responder side of this queue pair met a request that is invalid, and went to ERR. "
+        "The peer's work request ends with REM_INV_REQ_ERR.",
+        "qp.query(): qp_access_flags, max_dest_rd_atomic; then what the peer posted.",
+        causes=(
+            "The peer does what the QP's access flags do not allow.",
+            "An unaligned atomic, or more reads at once than max_dest_rd_atomic.",
+        ),
+    ),
+    _event(
+        EventType.QP_ACCESS_ERR,
+        "A request of the peer's was refused for its rkey, range or permission, and the queue "
+        "pair went to ERR. The peer has REM_ACCESS_ERR; this side has no other sign but flushed "
+        "work requests.",
+        "What the peer used as remote_addr and rkey: it prints REM_ACCESS_ERR, and this program "
+        "does not know.",
+        causes=(
+            "A stale or mistyped rkey at the peer.",
+            "A region that this side has deregistered too early, or without the remote access "
+            "that the peer needs.",
+        ),
+        soft_roce="It does not raise this event.",
+    ),
+    _event(
+        EventType.COMM_EST,
+        "A message came in RTR, before this side was told that the connection is up. All is well: "
+        "the QP may go to RTS.",
+        causes=("The peer was faster than the last message of the connection manager.",),
+    ),
+    _event(
+        EventType.SQ_DRAINED,
+        "The send queue has come to rest after a move to SQD: attributes can be changed now.",
+        "qp.to_rts() goes on.",
+        causes=("SQD was asked for with en_sqd_async_notify.",),
+    ),
+    _event(
+        EventType.PATH_MIG,
+        "The connection uses its alternate path now; there is no further one until another is "
+        "loaded.",
+        "The link of the first path.",
+        causes=("The first path failed, or software asked for it (path_mig_state).",),
+    ),
+    _event(
+        EventType.PATH_MIG_ERR,
+        "The peer asked for a migration that this side could not follow.",
+        "alt_ah_attr, alt_pkey_index and alt_port_num on both sides.",
+        causes=("The alternate path is not loaded here, or is another one.",),
+    ),
+    _event(
+        EventType.DEVICE_FATAL,
+        "The device is gone for this context: nothing that was created on it works any more.",
+        "Close everything, open the device again; dmesg for the reason.",
+        causes=(
+            "A reset of the device, a removal, a driver reload, a firmware crash.",
+            "PCIe errors.",
+        ),
+    ),
+    _event(
+        EventType.PORT_ACTIVE,
+        "A port has come up: it carries traffic from now on.",
+        "Connections that ended with RETRY_EXC_ERR meanwhile do not come back by themselves.",
+        causes=("The link came up, or the subnet manager configured it.",),
+    ),
+    _event(
+        EventType.PORT_ERR,
+        "A port went down. Reliable connections live on until their retries are used up.",
+        "The port's state in rdmapost devices; ip link; cable and switch.",
+        causes=(
+            "The link was lost, or the network device below was set down.",
+            "InfiniBand: the subnet manager took the port out.",
+        ),
+    ),
+    _event(
+        EventType.LID_CHANGE,
+        "The subnet manager gave the port another LID: what was told to peers is out of date.",
+        "Exchange endpoints again; address handles too.",
+        causes=("The subnet manager was restarted or replaced.",),
+    ),
+    _event(
+        EventType.PKEY_CHANGE,
+        "The port's P_Key table changed: an index may mean another partition now, or none.",
+        "pkey_index of the queue pairs against the table.",
+        causes=("Partitions were changed in the subnet manager.",),
+    ),
+    _event(
+        EventType.SM_CHANGE,
+        "Another subnet manager is in charge. It is for those who talk to it.",
+        causes=("A failover, or a new subnet manager with higher priority.",),
+    ),
+    _event(
+        EventType.SRQ_ERR,
+        "A shared receive queue failed; the queue pairs on it cannot receive any more.",
+        "dmesg. Create it anew, with its queue pairs.",
+        causes=("A fault while the device took an entry off it.",),
+    ),
+    _event(
+        EventType.SRQ_LIMIT_REACHED,
+        "A shared receive queue has fewer receives than its limit. It tells once: the limit must "
+        "be set again to be told again.",
+        "Post receives, then arm the limit: srq.arm_limit().",
+        causes=("Messages came faster than receives were posted.",),
+    ),
+    _event(
+        EventType.QP_LAST_WQE_REACHED,
+        "A queue pair in ERR that uses an SRQ will take no more receives from it. Only now is it "
+        "safe to say that no receive is in its hands, and to destroy it.",
+        "Poll the CQ once more before the QP is closed.",
+        causes=("The QP went to ERR.",),
+    ),
+    _event(
+        EventType.CLIENT_REREGISTER,
+        "The subnet manager has forgotten subscriptions and multicast joins: make them again.",
+        causes=("It was restarted.",),
+    ),
+    _event(
+        EventType.GID_CHANGE,
+        "The port's GID table changed. An index may stand for another address, or for none.",
+        "rdmapost devices: the table as it is; ip monitor address: who changes it.",
+        causes=(
+            "RoCE: an IP address was added or removed, or a VLAN or bond was changed.",
+            "InfiniBand: another subnet prefix.",
+        ),
+    ),
+    _event(
+        EventType.WQ_FATAL,
+        "A work queue of its own (ibv_create_wq) failed.",
+        "The driver's log.",
+        causes=("Its CQ overran, or the device could not read an entry.",),
+    ),
+    _event(
+        EventType.DEVICE_SPEED_CHANGE,
+        "The effective speed of one or more ports changed while they stayed up. The event does "
+        "not say which ports.",
+        "context.query_port() of every port: active_speed and active_width.",
+        causes=(
+            "A member of the bond (LAG) behind a virtual function went down or came back.",
+            "The administrator changed the speed or the rate limit of the function.",
+        ),
+    ),
+)
+
+
+def _flag(flag: WCFlags, meaning: str, *look_at: str, soft_roce: str = "") -> Explanation:
+    return Explanation(
+        kind="wc_flag",
+        name=flag.name or "",
+        number=flag.value,
+        constant=f"IBV_WC_{flag.name}",
+        meaning=meaning,
+        look_at=look_at,
+        soft_roce=soft_roce,
+        see=("ibv_poll_cq(3): wc_flags",),
+    )
+
+
+WC_FLAGS: tuple[Explanation, ...] = (
+    _flag(
+        WCFlags.GRH,
+        "The first 40 bytes of a UD receive hold a GRH. Without the flag they hold nothing of "
+        "use, and the payload starts at byte 40 all the same. On RoCE v2 over IPv4 the IP header "
+        "is in the last 20 of them.",
+    ),
+    _flag(
+        WCFlags.WITH_IMM,
+        "imm_data is that of the message. At the receiver only: some drivers set it at the "
+        "sender too.",
+    ),
+    _flag(
+        WCFlags.IP_CSUM_OK,
+        "The device has checked the IPv4 and the TCP or UDP checksum and found them right. "
+        "Without it they are wrong, or nobody looked.",
+        soft_roce="It stands for WITH_INV there, by mistake.",
+    ),
+    _flag(
+        WCFlags.WITH_INV,
+        "invalidated_rkey is a key of this side's that the peer has made invalid.",
+        soft_roce="Set as IP_CSUM_OK: the kernel's and the library's numbers differ.",
+    ),
+    _flag(
+        WCFlags.TM_SYNC_REQ,
+        "The device's count of unexpected messages and software's differ: post an operation with "
+        "TM_SYNC and the count that software has.",
+    ),
+    _flag(
+        WCFlags.TM_MATCH,
+        "A message found an entry of the matching list: recv_wr_id is in wr_id. The buffer "
+        "cannot be read before TM_DATA_VALID.",
+    ),
+    _flag(
+        WCFlags.TM_DATA_VALID,
+        "The data of a matched message is in its buffer; byte_len says how much, and the entry's "
+        "place is free.",
+    ),
+)

@@ -1,0 +1,173 @@
+"""Finding what there is to say by any name or number that a program may have printed."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+from enum import Enum
+
+from ...enums import WCStatus
+from ...errors import RdmaError, describe_errno
+from .completions import WC_OPCODES
+from .errnos import ALIASES, ERRNOS
+from .events import EVENTS, WC_FLAGS
+from .model import KINDS, Explanation
+from .opcodes import OPCODES
+from .queuepairs import QP_STATES, QP_TYPES, SEND_FLAGS
+from .statuses import STATUSES
+
+__all__ = ["UnknownNameError", "explain", "names"]
+
+_ALL = sorted(
+    (
+        *STATUSES,
+        *ERRNOS,
+        *OPCODES,
+        *WC_OPCODES,
+        *QP_TYPES,
+        *QP_STATES,
+        *SEND_FLAGS,
+        *WC_FLAGS,
+        *EVENTS,
+    ),
+    key=lambda found: list(KINDS).index(found.kind),
+)
+_NUMBERED = ("status", "errno")
+"""What is printed as a bare number; the numbers of opcodes and states are rarely met."""
+
+
+_PHRASES: dict[str, WCStatus] = {
+    "transport retry counter exceeded": WCStatus.RETRY_EXC_ERR,
+    "memory management operation error": WCStatus.MW_BIND_ERR,
+    "Work Request Flushed Error": WCStatus.WR_FLUSH_ERR,
+    "local length error": WCStatus.LOC_LEN_ERR,
+    "local QP operation error": WCStatus.LOC_QP_OP_ERR,
+    "local EE context operation error": WCStatus.LOC_EEC_OP_ERR,
+    "local protection error": WCStatus.LOC_PROT_ERR,
+    "bad response error": WCStatus.BAD_RESP_ERR,
+    "local access error": WCStatus.LOC_ACCESS_ERR,
+    "remote invalid request error": WCStatus.REM_INV_REQ_ERR,
+    "remote access error": WCStatus.REM_ACCESS_ERR,
+    "remote operation error": WCStatus.REM_OP_ERR,
+    "RNR retry counter exceeded": WCStatus.RNR_RETRY_EXC_ERR,
+    "local RDD violation error": WCStatus.LOC_RDD_VIOL_ERR,
+    "remote invalid RD request": WCStatus.REM_INV_RD_REQ_ERR,
+    "aborted error": WCStatus.REM_ABORT_ERR,
+    "invalid EE context number": WCStatus.INV_EECN_ERR,
+    "invalid EE context state": WCStatus.INV_EEC_STATE_ERR,
+    "fatal error": WCStatus.FATAL_ERR,
+    "response timeout error": WCStatus.RESP_TIMEOUT_ERR,
+    "general error": WCStatus.GENERAL_ERR,
+    "TM error": WCStatus.TM_ERR,
+    "TM software rendezvous": WCStatus.TM_RNDV_INCOMPLETE,
+}
+"""What ibv_wc_status_str() says, and so most programs print."""
+
+
+class UnknownNameError(RdmaError, LookupError):
+    """There is nothing to say about this name.
+
+    Attributes:
+        nearest: the names that look most like it.
+    """
+
+    def __init__(self, text: str, nearest: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.nearest = nearest
+
+
+def _key(name: str) -> str:
+    """Return a name without what people and languages spell differently."""
+    return re.sub(r"[^A-Z0-9]", "", name.upper())
+
+
+_CLASSES = {
+    "status": "WCStatus",
+    "opcode": "Opcode",
+    "ops_opcode": "OpsOpcode",
+    "wc_opcode": "WCOpcode",
+    "qp_type": "QPType",
+    "qp_state": "QPState",
+    "send_flag": "SendFlags",
+    "wc_flag": "WCFlags",
+    "event": "EventType",
+}
+
+
+def _index() -> dict[str, list[Explanation]]:
+    found: dict[str, list[Explanation]] = {}
+    for one in _ALL:
+        spellings = [one.name, one.constant, f"{_CLASSES.get(one.kind, 'errno')}.{one.name}"]
+        if one.kind == "errno":
+            spellings.append(os.strerror(one.number))
+            spellings += [alias for alias, name in ALIASES.items() if name == one.name]
+        elif one.kind == "status":
+            spellings += [phrase for phrase, status in _PHRASES.items() if status == one.number]
+        for key in {_key(spelling) for spelling in spellings}:
+            found.setdefault(key, []).append(one)
+    return found
+
+
+_BY_KEY = _index()
+
+
+def names() -> dict[str, list[str]]:
+    """Return all names that there is something to say about, by kind."""
+    return {kind: [one.name for one in _ALL if one.kind == kind] for kind in KINDS}
+
+
+def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
+    """Explain a name or number: meaning, usual causes, what to check next.
+
+    Args:
+        what: a completion status, an errno, an opcode, a QP type or state, a
+            flag or an event: a member of an enumeration; its name in Python
+            or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
+            what ibv_wc_status_str or strerror says of it; or the number of a
+            status or errno (a negative one only of an errno).
+
+    Returns:
+        all that bear this name or number; 13 is a status and an errno, and
+        SEND an opcode of work requests and one of completions.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    text = f"{type(what).__name__}.{what.name}" if isinstance(what, Enum) else str(what).strip()
+    if re.fullmatch(r"-?\d{1,9}|0[xX][0-9a-fA-F]{1,8}", text):
+        return _by_number(int(text, 16 if text[:2].lower() == "0x" else 10))
+    found = _BY_KEY.get(_key(text))
+    if found:
+        return tuple(found)
+    number = getattr(errno, text.upper(), None)
+    if isinstance(number, int):
+        return _by_number(number)
+    near = _nearest(text)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UnknownNameError(
+        f"{text[:40]!r} is not a status, errno, opcode, state, flag or event{hint}", near
+    )
+
+
+def _by_number(number: int) -> tuple[Explanation, ...]:
+    kinds = _NUMBERED if number >= 0 else ("errno",)
+    found = tuple(one for one in _ALL if one.number == abs(number) and one.kind in kinds)
+    if not found and number >= 0:
+        found = tuple(one for one in _ALL if one.number == number and one.kind == "wc_opcode")
+    if found:
+        return found
+    if abs(number) in errno.errorcode:
+        text = describe_errno(abs(number))
+        raise UnknownNameError(f"{text} is not an error that verbs are known to give", ())
+    raise UnknownNameError(f"{number} is not the number of a status or an errno", ())
+
+
+def _nearest(text: str) -> tuple[str, ...]:
+    key = _key(text)
+    close = difflib.get_close_matches(key, _BY_KEY, n=6, cutoff=0.6)
+    if not close and len(key) > 2:
+        close = [known for known in _BY_KEY if key in known][:6]
+    near = dict.fromkeys(one.name for known in close for one in _BY_KEY[known])
+    return tuple(near)[:3]

@@ -1,0 +1,322 @@
+"""The texts about opcodes of work requests, with their rows of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ...enums import Opcode, OpsFlags, OpsOpcode, QPType, SendFlags
+from ...posting import wr as work_requests
+from ...posting.rules import QP_TYPES_BY_OPCODE, flags_allowed
+from .model import Explanation, constant_of
+
+__all__ = ["COLUMNS", "OPCODES"]
+
+COLUMNS = (QPType.UD, QPType.UC, QPType.RC, QPType.XRC_SEND, QPType.RAW_PACKET)
+"""The table of ibv_post_send(3) from left to right."""
+
+# By name: members of two enumerations are equal if their numbers are.
+_CLASSES: dict[str, Any] = {
+    opcode.name: member
+    for member in vars(work_requests).values()
+    if isinstance(opcode := getattr(member, "opcode", None), (Opcode, OpsOpcode))
+}
+_POST = "ibv_post_send(3), DESCRIPTION"
+
+
+def _opcode(
+    opcode: Opcode | OpsOpcode,
+    meaning: str,
+    far_side: str,
+    *,
+    causes: tuple[str, ...] = (),
+    look_at: tuple[str, ...] = (),
+    soft_roce: str = "",
+    see: tuple[str, ...] = (_POST,),
+) -> Explanation:
+    has: frozenset[QPType] = frozenset()
+    flags = tuple(flag.name or "" for flag in OpsFlags)
+    if isinstance(opcode, Opcode):
+        has = QP_TYPES_BY_OPCODE.get(opcode, has)
+        # On a device that can do everything.
+        meant = [flags_allowed(qp_type, opcode, -1) for qp_type in has]
+        flags = tuple(flag.name or "" for flag in SendFlags if any(flag & one for one in meant))
+    return Explanation(
+        kind="opcode" if isinstance(opcode, Opcode) else "ops_opcode",
+        name=opcode.name,
+        number=opcode.value,
+        constant=constant_of(opcode),
+        meaning=meaning,
+        causes=causes,
+        look_at=look_at,
+        soft_roce=soft_roce,
+        see=see,
+        qp_types=tuple(column.name for column in COLUMNS if column in has),
+        flags=flags,
+        fields=_fields(opcode),
+        far_side=far_side,
+    )
+
+
+def _fields(opcode: Opcode | OpsOpcode) -> tuple[str, ...]:
+    made = _CLASSES.get(opcode.name)
+    return () if made is None else tuple(field.name for field in dataclasses.fields(made))
+
+
+OPCODES: tuple[Explanation, ...] = (
+    _opcode(
+        Opcode.SEND,
+        "Send the bytes of sg_list as one message. Where they end up is the receiver's "
+        "decision: in the receive that it posted first. Up to 2^31 bytes on RC, UC and XRC, up "
+        "to the path MTU on UD, one whole frame on RAW_PACKET. No SGEs at all is a message of 0 "
+        "bytes.",
+        "Consumes a receive; a RECV completion with byte_len (on UD with 40 bytes of GRH "
+        "counted in and at the start of the buffer, and src_qp). Without a receive: RNR NAK on "
+        "RC, silence elsewhere.",
+        causes=(
+            "Fails with RNR_RETRY_EXC_ERR: the peer has no receive.",
+            "Fails with REM_INV_REQ_ERR: the peer's receive is smaller than the message.",
+            "Fails with LOC_PROT_ERR: one of your SGEs.",
+        ),
+        look_at=("'rdmapost send --data hello' tries one in loopback.",),
+    ),
+    _opcode(
+        Opcode.SEND_WITH_IMM,
+        "A SEND that carries 32 bits beside the payload. The bits cost nothing and arrive in "
+        "the completion, not in the buffer; also with 0 bytes of payload.",
+        "As for SEND, and the completion has WITH_IMM and imm_data. In the C struct that is in "
+        "network order; this library gives both sides an integer in host order.",
+        causes=(
+            "The peer sees another number: a C program on one side left out htonl or ntohl.",
+            "The peer sees none: it does not look at wc_flags, or polls with an extended CQ that "
+            "was not created for immediate data.",
+        ),
+        look_at=("rdmapost send --imm 7 --data hello.",),
+    ),
+    _opcode(
+        Opcode.RDMA_WRITE,
+        "Put the bytes of sg_list at remote_addr in the peer's memory. The peer's program takes "
+        "no part; its memory must be registered with REMOTE_WRITE and LOCAL_WRITE, and its QP "
+        "must allow REMOTE_WRITE.",
+        "The bytes in its memory, and no completion. A responder that refuses breaks its QP and "
+        "raises QP_ACCESS_ERR or QP_REQ_ERR.",
+        causes=(
+            "Fails with REM_ACCESS_ERR: rkey, remote_addr, length or the region's flags.",
+            "Fails with REM_INV_REQ_ERR: the peer's qp_access_flags.",
+            "On UC a refused or lost write vanishes, and the sender has SUCCESS.",
+        ),
+        look_at=(
+            "How the peer learns of it: a SEND after it, or RDMA_WRITE_WITH_IMM. Polling the "
+            "last byte is not promised by the specification to work.",
+            "rdmapost write --data hello.",
+        ),
+    ),
+    _opcode(
+        Opcode.RDMA_WRITE_WITH_IMM,
+        "An RDMA_WRITE that tells the peer: 32 bits of immediate data in a completion of its "
+        "own, once all the bytes are in place.",
+        "The bytes at remote_addr, and a RECV_RDMA_WITH_IMM completion with imm_data and the "
+        "length in byte_len. It consumes a receive, whose buffers are not touched (a receive "
+        "without SGEs will do).",
+        causes=(
+            "Fails with RNR_RETRY_EXC_ERR: it needs a receive at the peer, the plain write did "
+            "not.",
+            "Fails with REM_ACCESS_ERR for the same reasons as RDMA_WRITE.",
+        ),
+        look_at=("rdmapost write --imm 7 --data hello.",),
+    ),
+    _opcode(
+        Opcode.RDMA_READ,
+        "Fetch as many bytes as sg_list holds from remote_addr in the peer's memory. The local "
+        "region needs LOCAL_WRITE, the peer's REMOTE_READ. Up to max_rd_atomic reads and atomics "
+        "are under way at once; further ones wait, and so does what is posted with FENCE.",
+        "Nothing: no completion, no change. Its device answers by itself, if its "
+        "max_dest_rd_atomic is at least the reader's max_rd_atomic.",
+        causes=(
+            "Fails with REM_ACCESS_ERR: the region lacks REMOTE_READ, or key or range are wrong.",
+            "Fails with REM_INV_REQ_ERR: qp_access_flags, or max_dest_rd_atomic is exceeded.",
+            "Fails with LOC_PROT_ERR: the local buffer lacks LOCAL_WRITE.",
+            "A later SEND that tells what was read overtakes it: post that with FENCE.",
+        ),
+        look_at=(
+            "qp.query(): max_rd_atomic here, max_dest_rd_atomic there.",
+            "rdmapost read.",
+        ),
+        soft_roce="With max_rd_atomic=0 it hangs. A read that is posted with FENCE and must be "
+        "sent again never completes.",
+    ),
+    _opcode(
+        Opcode.ATOMIC_CMP_AND_SWP,
+        "If the 64-bit value at remote_addr equals compare_add, replace it by swap. The value "
+        "that was there comes back into the one SGE of 8 bytes, in host order; it equals "
+        "compare_add exactly if the swap took place.",
+        "The value changed or not, no completion. It is atomic against other atomics of that "
+        "device (atomic_cap HCA), and against its CPUs only with GLOB.",
+        causes=(
+            "Refused with EINVAL: remote_addr is not a multiple of 8, or not one SGE of 8 bytes.",
+            "Fails with REM_ACCESS_ERR or REM_INV_REQ_ERR: REMOTE_ATOMIC is missing in the "
+            "region's flags or in the QP's.",
+            "It 'does not swap' though it ends with SUCCESS: compare the old value.",
+        ),
+        look_at=(
+            "context.attr.atomic_cap, or atomic_cap in 'ibv_devinfo -v'.",
+            "rdmapost atomic cas --initial 1 --compare 1 --swap 2.",
+        ),
+    ),
+    _opcode(
+        Opcode.ATOMIC_FETCH_AND_ADD,
+        "Add compare_add to the 64-bit value at remote_addr, modulo 2^64; the value before the "
+        "addition comes back into the one SGE of 8 bytes. To subtract, add 2^64 - n; to read "
+        "atomically, add 0.",
+        "The sum in its memory, no completion; with the same limits to atomicity as for "
+        "ATOMIC_CMP_AND_SWP.",
+        causes=(
+            "Refused with EINVAL, or REM_INV_REQ_ERR: an address that is not aligned to 8 bytes.",
+            "Fails with REM_ACCESS_ERR: no REMOTE_ATOMIC on the region.",
+            "Slow: atomics to one address run one after another, a round trip each.",
+        ),
+        look_at=("rdmapost atomic fetch-add --initial 10 --add 5.",),
+    ),
+    _opcode(
+        Opcode.LOCAL_INV,
+        "Make a key of this side's invalid: a type 2 memory window is unbound, a region can no "
+        "longer be reached with it. In order with the sends of its queue. It runs in the device "
+        "and needs no peer to agree.",
+        "Nothing at once; later requests with that rkey end with REM_ACCESS_ERR at their sender.",
+        causes=(
+            "Fails with MW_BIND_ERR: the key is unknown, unbound, of a type 1 window, of a window "
+            "bound on another QP, or of a region with windows on it.",
+        ),
+        look_at=("rdmapost invalidate: binds, invalidates, and tries the key again.",),
+        soft_roce="Only on RC, only for type 2 windows; other keys give LOC_QP_OP_ERR. A window "
+        "that is not bound must never be invalidated there: the kernel stops.",
+    ),
+    _opcode(
+        Opcode.BIND_MW,
+        "Bind a type 2 memory window to a range of a region, under a new rkey whose low byte is "
+        "the caller's choice (mw.next_rkey()). What is posted behind it can hand the key out "
+        "already: sends run in order.",
+        "Nothing until it is given the rkey; then it can do what mw_access_flags grant, within "
+        "the range, on this QP only.",
+        causes=(
+            "Fails with MW_BIND_ERR: no MW_BIND on the region, the range, a window that is bound "
+            "already, different PDs.",
+            "Refused with EINVAL: a type 1 window; that one has a call of its own, qp.bind_mw().",
+            "Accesses beside the range fail with REM_ACCESS_ERR: that is what it is for.",
+        ),
+        look_at=(
+            "device_cap_flags: MEM_WINDOW_TYPE_2A or MEM_WINDOW_TYPE_2B.",
+            "rdmapost bind-mw.",
+        ),
+        soft_roce="The bounds of the window are not kept, only those of the region. A BIND_MW with "
+        "a NULL region crashes the process in rxe's library; this library refuses it.",
+        see=(_POST, "ibv_alloc_mw(3)", "ibv_bind_mw(3), NOTES"),
+    ),
+    _opcode(
+        Opcode.SEND_WITH_INV,
+        "A SEND that also makes a key of the peer's invalid. Storage targets answer with it: "
+        "the data is there, and the key that was lent is taken back, in one message.",
+        "As for SEND; the completion has WITH_INV and invalidated_rkey. From then on the key is "
+        "dead: a type 2 window is unbound.",
+        causes=(
+            "The receive ends with REM_INV_REQ_ERR: the peer's key could not be invalidated, "
+            "because it is unknown, a type 1 window's, or bound on another QP.",
+            "Fails with RNR_RETRY_EXC_ERR: like every SEND it needs a receive.",
+        ),
+        look_at=("rdmapost send --invalidate --data hello.",),
+        soft_roce="Not on UC. The completion does not tell of the key: the kernel's flag has the "
+        "number of another one in the library.",
+    ),
+    _opcode(
+        Opcode.TSO,
+        "TCP segmentation offload: one large payload and one header; the device cuts the "
+        "payload into pieces of mss bytes and sends each with a copy of the header in which "
+        "lengths, IP IDs, sequence numbers and checksums are right.",
+        "Many frames (RAW_PACKET) or datagrams (UD), each of which consumes a receive.",
+        causes=(
+            "Refused with EOPNOTSUPP: the device has no TSO for this QP type (tso_caps).",
+            "Refused with EINVAL: a header longer than max_tso_header, with which the QP must be "
+            "created; mss 0.",
+            "Nothing arrives on UD: the other side has fewer receives than there are segments.",
+        ),
+        look_at=("tso_caps of ibv_query_device_ex: max_tso and supported_qpts.", "rdmapost tso."),
+        soft_roce="rxe has no TSO; soft0 has.",
+        see=(_POST, "ibv_query_device_ex(3): tso_caps", "ibv_create_qp_ex(3): max_tso_header"),
+    ),
+    _opcode(
+        Opcode.DRIVER1,
+        "Reserved for an operation that a driver defines (mlx5 uses it for its own ibv_wr "
+        "builders). It cannot be posted with ibv_post_send in a meaningful way, and this "
+        "library has no work request for it.",
+        "What the driver's manual says.",
+        see=("ibv_post_send(3), NOTES", "mlx5dv_wr_post(3)"),
+    ),
+    _opcode(
+        Opcode.FLUSH,
+        "Make earlier RDMA writes visible or persistent in the peer's memory. It exists only in "
+        "the ibv_wr_* interface (ibv_wr_flush): struct ibv_send_wr has no room for its fields.",
+        "The written data is flushed to visibility or to persistence before the answer goes out.",
+        look_at=("Whether the device has it: device_cap_flags_ex of ibv_query_device_ex.",),
+        soft_roce="Linux 6.12 has it, 6.1 has not.",
+        see=("ibv_wr_post(3)",),
+    ),
+    _opcode(
+        Opcode.ATOMIC_WRITE,
+        "Write 8 bytes at an aligned address in one indivisible step. It exists only in the "
+        "ibv_wr_* interface (ibv_wr_atomic_write), and on RC.",
+        "All 8 bytes are the old ones or all the new ones, to whoever looks.",
+        look_at=("An RDMA_WRITE of 8 bytes promises less, and is what ibv_post_send has.",),
+        soft_roce="rxe has had it as long as FLUSH.",
+        see=("ibv_wr_post(3): ibv_wr_atomic_write",),
+    ),
+    _opcode(
+        OpsOpcode.TAG_ADD,
+        "Put a tagged buffer on the matching list of a tag-matching SRQ. The first entry with "
+        "TMH.tag & mask == tag takes a message. The post sets wr.handle, which a TAG_DEL names. "
+        "Two completions may come: TM_ADD for the operation, and TM_RECV, with recv_wr_id, for "
+        "the message.",
+        "An eager message with that tag lands in this buffer, and its header does not.",
+        causes=(
+            "Refused with ENOMEM: max_num_tags entries are on the list, or max_ops are "
+            "outstanding.",
+            "Nothing matches: the tag has bits outside of the mask; or unexpected messages have "
+            "not been reported with TM_SYNC, and the entry is held until they are.",
+        ),
+        look_at=("unexpected_cnt and the TM_SYNC flag.", "rdmapost tag add -d soft0."),
+        soft_roce="No tag matching there.",
+        see=("ibv_post_srq_ops(3), DESCRIPTION",),
+    ),
+    _opcode(
+        OpsOpcode.TAG_DEL,
+        "Take an entry off the matching list again, by the handle that its TAG_ADD was given.",
+        "A message with that tag is unexpected from now on.",
+        causes=(
+            "Completes with TM_ERR: a message was faster; its completion carries the data.",
+            "Refused with EINVAL: not a handle of this SRQ. (mlx5 would index an array with it.)",
+        ),
+        look_at=(
+            "Both completions before the buffer is used again: TM_DEL, or TM_RECV.",
+            "rdmapost tag del -d soft0.",
+        ),
+        soft_roce="Not there, like all three of them.",
+        see=("ibv_post_srq_ops(3), DESCRIPTION: IBV_WR_TAG_DEL",),
+    ),
+    _opcode(
+        OpsOpcode.TAG_SYNC,
+        "Tell the device how many unexpected messages software has handled, so that both agree "
+        "and held entries may match. The other two can carry the count as well (TM_SYNC).",
+        "Nothing; it decides whether the next message can match.",
+        causes=(
+            "Entries never match although their tag is right: the count was not the device's.",
+            "Without the TM_SYNC flag it tells the device nothing, and a checked SRQ refuses it.",
+        ),
+        look_at=(
+            "unexpected_cnt: all TM_RECV completions without TM_MATCH and TM_DATA_VALID so far; "
+            "devices keep its low 16 bits.",
+            "A completion with TM_SYNC_REQ asks for one.",
+            "rdmapost tag sync -d soft0.",
+        ),
+        soft_roce="Not there either.",
+        see=("ibv_post_srq_ops(3): phase synchronization",),
+    ),
+)

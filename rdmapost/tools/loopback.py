@@ -1,0 +1,387 @@
+"""Two connected queue pairs on one device, with the resources that they need."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._arguments import expect, member, time_limit, within
+from .._binding import ffi
+from ..enums import Access, DeviceCap, MWType, QPType, SRQType
+from ..errors import UnsupportedError, WaitTimeout
+from ..posting.wr import SGE, RecvWR
+from ..resources.cq import CQ, WC
+from ..resources.device import Context
+from ..resources.grh import GRH_BYTES
+from ..resources.memory import MR, MW, PD
+from ..resources.qp import DEFAULT_QKEY, QP
+from ..resources.srq import SRQ
+from ..resources.xrcd import XRCD
+from .resource_stack import ResourceStack, Together
+
+__all__ = ["Loopback", "Side"]
+
+_EVERY_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+_LOOK_AGAIN_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a loopback.
+
+    Attributes:
+        qp: its queue pair.
+        cq: where all of the queue pair's work requests complete.
+        mr: its memory.
+    """
+
+    qp: QP
+    cq: CQ
+    mr: MR
+
+
+class Loopback(Together):
+    """A local and a remote queue pair on one device, connected to each other.
+
+    A context manager; ``close()`` closes everything in the right order, whatever
+    is still outstanding.  ``**loopback.address`` are the fields of a message that
+    name the remote side: an address handle on UD, a shared receive queue on XRC,
+    and none for the other types.
+
+    All waits share one deadline, which starts when the loopback has been made, so
+    that nothing hangs.
+
+    Args:
+        context: an open device.
+        qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
+        local_size, remote_size: bytes of memory on each side; the remote side's excludes the
+            headroom of its receives.
+        access: what the remote memory permits, an Access; LOCAL_WRITE and all REMOTE flags
+            that the device has unless given (add MW_BIND to bind windows to it).
+        depth: work requests that each queue must hold.
+        max_inline_data: bytes of one inline work request.
+        max_recv_sge: SGEs of one receive.
+        max_tso_header: bytes of the header of a TSO; 0 for no TSO.
+        srq_type: let the remote side take its receives from a shared queue: BASIC, or
+            TM for one with a matching list of `depth` tags.  XRC_SEND always has one.
+        port_num: the port of both, from 1.
+        gid_index: the GID of both; chosen by choose_gid unless given.
+        timeout: seconds for all waits together, more than 0.
+
+    Attributes:
+        local: the side that posts sends, reads, writes and atomics.
+        remote: the side that they go to.
+        address: the fields of a message that name the remote side.
+        srq: the remote side's shared receive queue, or None.
+        headroom: bytes in front of a received message: the GRH on UD.
+        timeout: as given.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range, the device has no such port, or it cannot
+            hold that many completions.
+        RdmaError: the port has no GID.
+        UnsupportedError: the device lacks what was asked for; the text says what.
+        VerbsError: the device refused; the text says what.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        qp_type: QPType = QPType.RC,
+        *,
+        local_size: int = 4096,
+        remote_size: int = 4096,
+        access: int | None = None,
+        depth: int = 16,
+        max_inline_data: int = 0,
+        max_recv_sge: int = 1,
+        max_tso_header: int = 0,
+        srq_type: SRQType | None = None,
+        port_num: int = 1,
+        gid_index: int | None = None,
+        timeout: float = 5.0,
+    ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
+        local_size = within("local_size", local_size, 0)
+        remote_size = within("remote_size", remote_size, 0)
+        depth = within("depth", depth, 1)
+        max_tso_header = within("max_tso_header", max_tso_header, 0)
+        self.timeout = time_limit(timeout)
+        if qp_type is QPType.XRC_SEND:
+            srq_type = SRQType.XRC
+        _require(context, qp_type, max_tso_header, srq_type)
+        if access is None:
+            access = _EVERY_ACCESS
+            if not context.attr.atomic_cap:
+                access &= ~Access.REMOTE_ATOMIC
+        # Sends and receives complete in the same queue; so do operations on a matching list.
+        tagged = srq_type is SRQType.TM
+        cqe = min((4 if tagged else 2) * depth, context.attr.max_cqe)
+        self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
+        self.address: dict[str, Any] = {}
+        self.srq: SRQ | None = None
+        options: dict[str, Any] = {
+            "max_send_wr": depth,
+            "max_recv_wr": depth,
+            "max_send_sge": 1,
+            "max_recv_sge": max_recv_sge,
+            "max_inline_data": max_inline_data,
+            "max_tso_header": max_tso_header,
+            "port_num": port_num,
+            "gid_index": gid_index,
+        }
+        super().__init__()
+        with self._stack.closed_on_error() as stack:
+            self._pd = stack.add(PD(context))
+            (cq, mr), (remote_cq, remote_mr) = (
+                (
+                    stack.add(CQ(context, cqe, tm_info=tm_info)),
+                    stack.add(MR(self._pd, max(1, size), allowed)),
+                )
+                for size, allowed, tm_info in (
+                    (local_size, int(Access.LOCAL_WRITE), False),
+                    (remote_size + depth * self.headroom, access, tagged),
+                )
+            )
+            # A window may be bound to any region, and a work request may name it.
+            self._regions = stack.add(ResourceStack())
+            remote_type, remote_options = qp_type, options
+            if srq_type is SRQType.XRC:
+                xrcd = stack.add(XRCD(context))
+                remote_type = QPType.XRC_RECV
+                remote_options = {**options, "xrcd": xrcd, "max_tso_header": 0}
+                self.srq = SRQ(
+                    self._pd, depth, max_recv_sge, srq_type=srq_type, xrcd=xrcd, cq=remote_cq
+                )
+            elif srq_type is not None:
+                more: dict[str, Any] = {}
+                if tagged:
+                    more = {"cq": remote_cq, "max_num_tags": depth, "max_ops": depth}
+                self.srq = SRQ(self._pd, depth, max_recv_sge, srq_type=srq_type, **more)
+                remote_options = {**options, "srq": self.srq}
+            if self.srq is not None:
+                stack.add(self.srq)
+            self.local, self.remote = (
+                Side(stack.add(QP(self._pd, kind, side_cq, **given)), side_cq, side_mr)
+                for kind, side_cq, side_mr, given in (
+                    (qp_type, cq, mr, options),
+                    (remote_type, remote_cq, remote_mr, remote_options),
+                )
+            )
+            # Windows and address handles go before the queue pairs: rxe takes 25 s
+            # to destroy a queue pair that has a window bound to it.
+            self._used = stack.add(ResourceStack())
+            for side in (self.remote, self.local):
+                stack.before_closing(side.qp._drop_outstanding)
+            self._connect(qp_type)
+        self._deadline = time.monotonic() + self.timeout
+
+    def _connect(self, qp_type: QPType) -> None:
+        here, there = self.local.qp, self.remote.qp
+        if qp_type is QPType.RAW_PACKET:
+            there.connect()
+            here.connect()
+            return
+        if qp_type is not QPType.UD:
+            there.connect(here.endpoint())
+            here.connect(there.endpoint())
+            if self.srq is not None and qp_type is QPType.XRC_SEND:
+                self.address = {"remote_srqn": self.srq.srq_num}
+            return
+        for qp in (there, here):
+            qp.connect(qkey=DEFAULT_QKEY)
+        self.address = {
+            "ah": self._used.add(here.ah_to(there.endpoint())),
+            "remote_qpn": there.qp_num,
+            "remote_qkey": DEFAULT_QKEY,
+        }
+
+    def window(self, mw_type: MWType = MWType.TYPE_2) -> MW:
+        """Make a memory window that is closed with the loopback.
+
+        Args:
+            mw_type: the kind of window.
+
+        Raises:
+            UnsupportedError: the device has no memory windows.
+            VerbsError: the device has no more.
+        """
+        return self._used.add(MW(self._pd, mw_type))
+
+    def region(self, length: int, access: int) -> MR:
+        """Make another region on both sides' PD; it is closed with the loopback.
+
+        Args:
+            length: bytes.
+            access: what is permitted, an Access.
+
+        Raises:
+            VerbsError: the device refused.
+        """
+        return self._regions.add(MR(self._pd, length, access))
+
+    def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
+        """Return the fields of a work request that name a place in the remote memory.
+
+        Args:
+            offset: bytes from its start.
+            rkey: the key to use; that of the region unless given.
+        """
+        mr = self.remote.mr
+        fields = {"remote_addr": mr.addr + offset, "rkey": mr.rkey if rkey is None else rkey}
+        if self.local.qp.qp_type is QPType.XRC_SEND:
+            fields |= self.address
+        return fields
+
+    # ---- receiving ----------------------------------------------------------
+
+    def receive(self, length: int, count: int = 1) -> None:
+        """Post receives on the remote side, one after the other in its memory.
+
+        Args:
+            length: bytes of message that each has room for.
+            count: how many; their wr_id counts from 1.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: length is negative.
+            PostError: the device refused.
+            IndexError: the remote memory is too small.
+        """
+        slot = self.headroom + within("length", length, 0)
+        self.post_receives(
+            [
+                RecvWR(self.cut(self.remote, index * slot, slot), wr_id=index + 1)
+                for index in range(count)
+            ]
+        )
+
+    def post_receives(self, wrs: Iterable[RecvWR]) -> None:
+        """Post receives to the queue that the remote side takes them from.
+
+        Args:
+            wrs: the receives.
+
+        Raises:
+            PostError: the device refused.
+        """
+        if self.srq is not None:
+            self.srq.post_srq_recv(wrs)
+        else:
+            self.remote.qp.post_recv(wrs)
+
+    def received(self, length: int, index: int = 0, room: int | None = None) -> bytes:
+        """Return the message that a receive took.
+
+        Args:
+            length: bytes of the message.
+            index: which receive, from 0.
+            room: what it had room for; length unless given.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: one is negative.
+        """
+        length, index = within("length", length, 0), within("index", index, 0)
+        room = length if room is None else within("room", room, 0)
+        start = index * (self.headroom + room) + self.headroom
+        return bytes(self.remote.mr.buffer[start : start + length])
+
+    @staticmethod
+    def cut(side: Side, offset: int, length: int) -> Sequence[SGE]:
+        """Return the sg_list for a range of a side's memory; it is empty for 0 bytes.
+
+        Args:
+            side: whose memory.
+            offset: bytes from its start.
+            length: bytes.
+        """
+        return [side.mr[offset : offset + length]] if length else []
+
+    # ---- waiting ------------------------------------------------------------
+
+    def sent(self, count: int = 1) -> list[WC]:
+        """Wait for completions of what the local side posted.
+
+        Args:
+            count: how many.
+
+        Raises:
+            WaitTimeout: they did not come in time.
+        """
+        return self._wait(self.local, count, "what was posted did not complete")
+
+    def arrived(self, count: int = 1) -> list[WC]:
+        """Wait for completions of the remote side.
+
+        Args:
+            count: how many.
+
+        Raises:
+            WaitTimeout: they did not come in time.
+        """
+        return self._wait(self.remote, count, "nothing arrived at the remote queue pair")
+
+    def settled(self, expected: bytes, offset: int = 0) -> bool:
+        """Wait until the remote memory holds these bytes; return whether it does.
+
+        There is no other way to see an unacknowledged write (UC).
+
+        Args:
+            expected: the bytes.
+            offset: where, from the start of the remote memory.
+        """
+        memory = self.remote.mr.buffer[offset : offset + len(expected)]
+        while memory != expected:
+            if time.monotonic() > self._deadline:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+        return True
+
+    def _wait(self, side: Side, count: int, otherwise: str) -> list[WC]:
+        try:
+            return side.cq.wait(count, max(0.0, self._deadline - time.monotonic()))
+        except WaitTimeout:
+            # The remaining time says little; report the whole timeout.
+            raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
+
+
+# ---- what the device lacks ----------------------------------------------------
+
+
+class _Lacking(UnsupportedError):
+    """The device lacks something; the text is one sentence."""
+
+    def __init__(self, call: str, what: str, context: Context) -> None:
+        super().__init__(call, errno.EOPNOTSUPP, f"{what} not supported by {context.name}")
+
+    def __str__(self) -> str:
+        return self.hint
+
+
+def _require(
+    context: Context, qp_type: QPType, max_tso_header: int, srq_type: SRQType | None
+) -> None:
+    """Raise UnsupportedError for what the device itself reports that it lacks.
+
+    Drivers are less clear: some ignore what they do not know.
+    """
+    attr = context.attr
+    if srq_type is SRQType.XRC and not attr.device_cap_flags & DeviceCap.XRC:
+        raise _Lacking("ibv_open_xrcd", "XRC is", context)
+    if srq_type is not None and not attr.max_srq:
+        raise _Lacking("ibv_create_srq", "shared receive queues are", context)
+    if not max_tso_header and srq_type is not SRQType.TM:
+        return
+    extended = ffi.new("struct ibv_device_attr_ex *")
+    context._provider.query_device_ex(context._live(), extended)
+    tso = extended.tso_caps
+    if max_tso_header and not (tso.max_tso and tso.supported_qpts >> qp_type & 1):
+        raise _Lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs is", context)
+    if srq_type is SRQType.TM and not extended.tm_caps.max_num_tags:
+        raise _Lacking("ibv_create_srq_ex", "tag matching is", context)

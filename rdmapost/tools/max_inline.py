@@ -1,0 +1,90 @@
+"""How many inline bytes a device grants.
+
+No device attribute reports it, and it depends on the queue pair's type and
+other limits; the only way to find out is to create queue pairs
+(ibv_create_qp(3)).  Drivers differ: some refuse a size that is too large, some
+grant more than was requested, and some grant less.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from .._arguments import within
+from ..enums import QPType
+from ..errors import VerbsError
+from ..resources.cq import CQ
+from ..resources.memory import PD
+from ..resources.qp import QP
+
+__all__ = ["max_inline"]
+
+_TOO_MUCH = frozenset(
+    {errno.EINVAL, errno.ENOMEM, errno.E2BIG, errno.ERANGE, errno.ENOSPC, errno.EOPNOTSUPP}
+)
+"""What drivers return for more inline data than they support."""
+_FIRST = 64
+"""Where the search begins: a cache line, which nearly every device grants."""
+
+
+def max_inline(
+    pd: PD, qp_type: QPType, send_cq: CQ, *, at_most: int = 1 << 16, **options: Any
+) -> int:
+    """Find the largest max_inline_data that a device grants.
+
+    It creates and closes queue pairs, at most two for each bit of at_most and
+    one more: some milliseconds on most devices.
+
+    Args:
+        pd: the protection domain.
+        qp_type: type of the queue pair; XRC_RECV has no sends.
+        send_cq: where its sends would complete.
+        at_most: how many bytes would be enough, 0..2^31.
+        options: QP's other options.  Pass those that the real one will have: a
+            device may grant less to a queue with more SGEs.
+
+    Returns:
+        bytes, at most at_most; 0 if the device takes no inline data.
+
+    Raises:
+        TypeError: at_most is not an integer; or as from QP.
+        ValueError: at_most is out of range; or as from QP.
+        VerbsError: the device refuses the queue pair without inline data too,
+            or for another reason than its size.
+    """
+    at_most = within("at_most", at_most, 0, 1 << 31)
+
+    def grants(size: int) -> int | None:
+        try:
+            qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
+        except VerbsError as error:
+            # Without inline data the size cannot be the reason.
+            if not size or error.errno not in _TOO_MUCH:
+                raise
+            return None
+        # Not "with", which calls Python: this way no interrupt can come before the close.
+        granted = qp.max_inline_data
+        try:
+            qp.close()
+        except BaseException:
+            # An interrupt may have cut that short.
+            qp._close_quietly()
+            raise
+        return granted
+
+    # The most known to be granted, and the least known not to be.
+    low, high = grants(0) or 0, at_most + 1
+    size = max(_FIRST, 2 * low)
+    while low + 1 < high:
+        # Double first, because limits are small; then bisect.
+        size = size if low < size < high else (low + high) // 2
+        granted = grants(size)
+        if granted is None:
+            high = size
+        elif granted < size:
+            return min(max(low, granted), at_most)
+        else:
+            low = granted
+        size = 2 * low if high > at_most else 0
+    return min(low, at_most)

@@ -1,0 +1,374 @@
+"""The exchange of ibv_rc_pingpong and its kin: who is where, as text over TCP.
+
+The client sends its address, 52 bytes; the server connects its queue pair and
+answers with its own; the client connects its own and says "done".  That is all,
+and the connection is closed.
+
+``Address`` and ``Exchange`` are the messages and their order, without a socket;
+``Line`` carries them over one, with a time limit for each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from ..._arguments import within
+from ...errors import RdmaError
+from ...resources.device import GID
+
+__all__ = [
+    "DONE",
+    "PORT",
+    "Address",
+    "Exchange",
+    "Line",
+    "PingpongError",
+    "accept",
+    "dial",
+    "listen",
+    "name_of",
+]
+
+PORT = 18515
+"""The TCP port of the stock programs."""
+
+DONE = b"done\0"
+_FORM = b"0000:000000:000000:" + 32 * b"0" + b"\0"
+_MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
+_HEX = frozenset(b"0123456789abcdefABCDEF")
+_MAY_BE = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _FORM)
+"""Which bytes each place of the message may have."""
+
+
+class PingpongError(RdmaError):
+    """The peer could not be reached, did not speak the exchange, or has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A queue pair's address in the form that the exchange has for it.
+
+    Attributes:
+        lid: the port's LID; 0 on Ethernet.
+        qpn: number of the queue pair.
+        psn: first packet sequence number that it sends.
+        gid: its GID; zero where the LID is enough (InfiniBand).
+    """
+
+    lid: int
+    qpn: int
+    psn: int
+    gid: GID
+
+    def encode(self) -> bytes:
+        """Return the message that tells it: 52 bytes, the last of them 0."""
+        return b"%04x:%06x:%06x:%s\0" % (self.lid, self.qpn, self.psn, self.gid.hex().encode())
+
+    @classmethod
+    def decode(cls, message: bytes) -> Address:
+        """Read the message that ``encode`` gives.
+
+        Args:
+            message: its bytes.
+
+        Raises:
+            ValueError: it is no such message.
+        """
+        match = _MESSAGE.fullmatch(message)
+        if match is None:
+            raise ValueError(f"not an address of the pingpong exchange: {message[:60]!r}")
+        lid, qpn, psn, gid = match.groups()
+        return cls(int(lid, 16), int(qpn, 16), int(psn, 16), GID(bytes.fromhex(gid.decode())))
+
+    def __str__(self) -> str:
+        return f"LID {self.lid:#06x}, QPN {self.qpn:#08x}, PSN {self.psn:#08x}, GID {self.gid}"
+
+
+class Exchange:
+    """What one side hears, in order; it has no socket of its own.
+
+    A byte that cannot be right is refused when it comes, and not when the message is
+    complete.
+
+    Args:
+        is_client: whether it is the side that speaks first, and hears no "done".
+
+    Attributes:
+        peer: the peer's address, as soon as it is there.
+    """
+
+    __slots__ = ("_heard", "_is_client", "peer")
+
+    def __init__(self, *, is_client: bool) -> None:
+        self._is_client = is_client
+        self._heard = bytearray()
+        self.peer: Address | None = None
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are still to come; 0 at the end."""
+        whole = len(_FORM) if self._is_client else len(_FORM) + len(DONE)
+        return whole - len(self._heard)
+
+    @property
+    def stage(self) -> str:
+        """What is being waited for, in words."""
+        heard = len(self._heard)
+        if heard < len(_FORM):
+            partly = f" ({heard} of {len(_FORM)} bytes came)" if heard else ""
+            return f"its address{partly}"
+        return '"done"'
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the peer, in pieces of any size.
+
+        Raises:
+            PingpongError: they are not what the exchange has.
+        """
+        heard, before = self._heard, bytes(self._heard)
+        whole = len(heard) + self.needed
+        for byte in data:
+            place = len(heard)
+            if place >= whole:
+                right = False
+            elif place < len(_FORM):
+                right = byte in _MAY_BE[place]
+            else:
+                right = byte == DONE[place - len(_FORM)]
+            if not right:
+                start, stage = (0, "its address") if place < len(_FORM) else (len(_FORM), '"done"')
+                raise PingpongError(
+                    f"it does not speak the exchange of ibv_rc_pingpong: "
+                    f"{(before + data)[start:][:40]!r} came instead of {stage}"
+                )
+            heard.append(byte)
+        if self.peer is None and len(heard) >= len(_FORM):
+            self.peer = Address.decode(bytes(heard[: len(_FORM)]))
+
+
+# ---- over TCP ---------------------------------------------------------------
+
+
+def name_of(address: tuple[object, ...]) -> str:
+    """Return HOST:PORT of a socket address.
+
+    Args:
+        address: what ``getsockname()`` gives.
+    """
+    host, port = str(address[0]), address[1]
+    # What an IPv6 socket says of an IPv4 peer.
+    host = host.removeprefix("::ffff:") if "." in host else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(host: str | None = None, port: int = PORT) -> socket.socket:
+    """Listen for one client.
+
+    Args:
+        host: the local address; every one unless given, as the stock programs do: the
+            peer is another machine, takes one connection, and gets no access to memory.
+        port: the TCP port; 0 for one that is free.
+
+    Returns:
+        The socket, for Pingpong.run_server().
+
+    Raises:
+        TypeError: port is not an integer.
+        ValueError: it is not in 0..65535.
+        PingpongError: the address is not there, or in use.
+    """
+    port = within("port", port, 0, 65535)
+    where = name_of((host, port)) if host else f"TCP port {port}"
+    try:
+        if not host and socket.has_dualstack_ipv6():
+            with suppress(OSError):
+                return socket.create_server(
+                    ("", port), family=socket.AF_INET6, backlog=1, dualstack_ipv6=True
+                )
+        family, *_, address = socket.getaddrinfo(
+            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=1)
+    except OSError as error:
+        raise PingpongError(f"cannot listen on {where}: {_why(error)}") from None
+
+
+def accept(listener: socket.socket, timeout: float, wait: float | None = None) -> Line:
+    """Take one client, and listen no more.
+
+    Args:
+        listener: from ``listen``; it is closed.
+        timeout: seconds for each message of the client's.
+        wait: seconds to wait for the client; None waits as long as it takes.
+
+    Raises:
+        PingpongError: none came.
+    """
+    with listener:
+        listener.settimeout(wait)
+        name = name_of(listener.getsockname())
+        try:
+            sock, address = listener.accept()
+        except TimeoutError:
+            raise PingpongError(f"no client came to {name} within {wait:g} s") from None
+        except OSError as error:
+            raise PingpongError(f"no client came: {_why(error)}") from None
+        finally:
+            # close() alone would leave it listening while a forked child has a copy of it.
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+    return Line(sock, name_of(address), timeout, is_client=False)
+
+
+def dial(host: str, port: int, timeout: float) -> Line:
+    """Connect to a server.
+
+    Args:
+        host, port: where it listens.
+        timeout: seconds for connecting, and for each message of the server's.
+
+    Raises:
+        TypeError: port is not an integer.
+        ValueError: it is not in 1..65535.
+        PingpongError: it cannot be found or reached.
+    """
+    port = within("port", port, 1, 65535)
+    who = name_of((host, port))
+    end = time.monotonic() + timeout
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise PingpongError(f"there is no host {host!r}: {_why(error)}") from None
+    why = ""
+    for family, kind, protocol, _, address in found:
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:
+            why = _why(error)
+            continue
+        try:
+            sock.settimeout(max(0.001, end - time.monotonic()))
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            why = why or _why(error)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return Line(sock, who, timeout, is_client=True)
+    if not why or why == "timed out":
+        why = f"no answer within {timeout:g} s; see that the host is up and lets the port through"
+    elif why == "Connection refused":
+        why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
+    raise PingpongError(f"cannot connect to {who}: {why}")
+
+
+class Line:
+    """A TCP connection to a peer, and the exchange over it; a context manager.
+
+    Args:
+        sock: the connection; it is closed at the end.
+        who: the peer's name.
+        timeout: seconds for each message.
+        is_client: which side this is.
+
+    Attributes:
+        who: as given.
+    """
+
+    def __init__(self, sock: socket.socket, who: str, timeout: float, *, is_client: bool) -> None:
+        self.who = who
+        self._sock = sock
+        self._timeout = timeout
+        self._is_client = is_client
+        self._exchange = Exchange(is_client=is_client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._sock.close()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, in one piece: the stock programs read it with one read(2).
+
+        Raises:
+            PingpongError: the peer has gone, or takes nothing.
+        """
+        try:
+            self._sock.settimeout(self._timeout)
+            self._sock.sendall(message)
+        except OSError as error:
+            raise self._gone(_why(error)) from None
+
+    def peer(self) -> Address:
+        """Return the peer's address when it has come.
+
+        Raises:
+            PingpongError: it did not, or it was something else.
+        """
+        # "done" is not to be read before the answer has gone out.
+        self._read(0 if self._is_client else len(DONE))
+        assert self._exchange.peer is not None
+        return self._exchange.peer
+
+    def done(self) -> None:
+        """Wait for the client's "done".
+
+        Raises:
+            PingpongError: it did not come.
+        """
+        self._read(0)
+
+    def _read(self, leave: int) -> None:
+        """Hear the peer until so many bytes are left to come."""
+        exchange = self._exchange
+        end = time.monotonic() + self._timeout
+        while (needed := exchange.needed - leave) > 0:
+            try:
+                # One limit for the whole message: a peer that sends a byte now and then ends too.
+                self._sock.settimeout(max(0.001, end - time.monotonic()))
+                data = self._sock.recv(needed)
+            except TimeoutError:
+                raise PingpongError(
+                    f"{self.who} did not send {exchange.stage} within {self._timeout:g} s"
+                ) from None
+            except OSError as error:
+                raise self._gone(_why(error)) from None
+            if not data:
+                raise self._gone("")
+            try:
+                exchange.feed(data)
+            except PingpongError as error:
+                raise PingpongError(f"{self.who}: {error}") from None
+
+    def _gone(self, why: str) -> PingpongError:
+        why = f" ({why})" if why else ""
+        hint = "it says why itself"
+        if self._is_client:
+            hint += "; on RoCE a stock server has to be started with -g INDEX"
+        return PingpongError(
+            f"{self.who} closed the connection{why} instead of sending {self._exchange.stage}: "
+            f"{hint}"
+        )
+
+
+def _why(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    # The numbers of getaddrinfo(3) are negative, and a time limit of ours has none.
+    code = error.errno or 0
+    return os.strerror(code) if code > 0 else error.strerror or str(error)

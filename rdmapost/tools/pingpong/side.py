@@ -1,0 +1,440 @@
+"""One side of a ping-pong: its queue pair, its memory, the run, and what can go wrong."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from ..._arguments import expect, index, member, seconds, time_limit
+from ...enums import MTU, Access, LinkLayer, QPState, QPType, SendFlags, WCStatus
+from ...errors import RdmaError, WaitTimeout
+from ...posting.wr import RecvWR, Send
+from ...resources.address import AH, AHAttr
+from ...resources.cq import CQ, WC
+from ...resources.device import GID, Context
+from ...resources.grh import GRH_BYTES
+from ...resources.memory import MR, PD
+from ...resources.qp import DEFAULT_QKEY, QP
+from ..resource_stack import ResourceStack, Together
+from .exchange import DONE, PORT, Address, PingpongError, accept, dial
+from .result import Latency, Result
+
+__all__ = ["Pingpong"]
+
+QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
+
+_RECV_ID, _SEND_ID = 1, 2
+_FILL, _POISON, _PAGE_START = 0x7B, 0xA5, 0
+_SMALLEST_PAGE = 4096
+_NO_GID = GID(bytes(16))
+_TELL_EVERY_NS = 200_000_000
+_RECEIVES_AT_ONCE = 16
+
+
+class Pingpong(Together):
+    """One side of a ping-pong; a context manager that runs once.
+
+    Args:
+        context: an open device.
+        qp_type: RC, UC or UD; that of the peer.
+        size: bytes of a message, at least 1, and on UD at most the port's MTU; 4096
+            unless given, on UD 1024, as in the stock programs.  The same on both sides.
+        iters: messages each way, at least 1; the same on both sides.
+        rx_depth: receives that are posted at a time, at least 1.
+        mtu: the path MTU of RC and UC, the same on both sides; 1024 unless given, as in
+            the stock programs, or less where the port has less.
+        validate: look at the data at the end.  The client marks the start of every page
+            with 0, as ``-c`` of the stock programs does; so a server that looks needs a
+            client that was told to, too.
+        events: sleep until a completion is announced; else poll without a pause.
+        sl: service level, 0..15.
+        port_num: the local port, from 1.
+        gid_index: the local GID; chosen by choose_gid unless given.  On InfiniBand the
+            peer is told of it only when it is given.
+        timeout: seconds for each step of the exchange, and for each message.
+
+    Attributes:
+        size: bytes of a message.
+        iters: messages each way.
+        local: the address that the peer is told.
+        remote: that of the peer; None until it is known.
+        gid_index: the local GID of that address; None where it has none.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: a number is out of range, or the type is none of the three.
+        RdmaError: the port has no GID, or not the one asked for.
+        VerbsError: the device refused.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        qp_type: QPType = QPType.RC,
+        *,
+        size: int | None = None,
+        iters: int = 1000,
+        rx_depth: int = 500,
+        mtu: MTU | None = None,
+        validate: bool = False,
+        events: bool = False,
+        sl: int = 0,
+        port_num: int = 1,
+        gid_index: int | None = None,
+        timeout: float = 5.0,
+    ) -> None:
+        expect("context", context, Context)
+        qp_type = member("qp_type", qp_type, QPType)
+        if qp_type not in QP_TYPES:
+            raise ValueError(f"there is no pingpong on {qp_type.name}, but on RC, UC and UD")
+        port = context.query_port(port_num)
+        self._ud = qp_type is QPType.UD
+        iters, rx_depth, sl = index("iters", iters), index("rx_depth", rx_depth), index("sl", sl)
+        if size is None:
+            size = 1024 if self._ud else 4096
+        self.size = index("size", size)
+        self._path_mtu = (
+            min(MTU.MTU_1024, port.active_mtu) if mtu is None else member("mtu", mtu, MTU)
+        )
+        if self._path_mtu > port.active_mtu:
+            raise ValueError(
+                f"mtu={self._path_mtu.bytes} is more than the active MTU of "
+                f"{context.name} port {port_num}, {port.active_mtu.bytes}"
+            )
+        longest, why = port.max_msg_sz, ""
+        if self._ud:
+            longest = port.active_mtu.bytes
+            why = f": a UD message is one packet, and {context.name} port {port_num} has this MTU"
+        for name, value, least, most in (
+            ("size", self.size, 1, longest),
+            ("iters", iters, 1, (1 << 31) - 1),
+            ("rx_depth", rx_depth, 1, min(context.attr.max_qp_wr, context.attr.max_cqe - 1)),
+            ("sl", sl, 0, 15),
+        ):
+            if not least <= value <= most:
+                reason = why if name == "size" and value > most else ""
+                raise ValueError(f"{name}={value} is not in {least}..{most}{reason}")
+        self.iters, self.validate, self.timeout = iters, validate, time_limit(timeout)
+        self._rx_depth, self._events, self._sl = rx_depth, events, sl
+        self._headroom = GRH_BYTES if self._ud else 0
+        self._who = "the peer"
+        self._ran = False
+        self.remote: Address | None = None
+        super().__init__()
+        with self._stack.closed_on_error() as stack:
+            self._pd = stack.add(PD(context))
+            self._cq = stack.add(CQ(context, rx_depth + 1))
+            # What its work requests name is closed after the queue pair. That is not reset before:
+            # in RESET Soft-RoCE drops what it was about to send, so the last acknowledgement too,
+            # and the peer would take this side for dead.
+            self._opened = stack.add(ResourceStack())
+            self._qp = stack.add(
+                QP(
+                    self._pd,
+                    qp_type,
+                    self._cq,
+                    max_send_wr=1,
+                    max_recv_wr=rx_depth,
+                    max_send_sge=1,
+                    max_recv_sge=1,
+                    port_num=port_num,
+                    gid_index=gid_index,
+                )
+            )
+            by_gid = port.link_layer is LinkLayer.ETHERNET or gid_index is not None
+            gid = self._qp.gid.gid if by_gid else _NO_GID
+            self.gid_index = self._qp.gid.index if by_gid else None
+            self._needs_gid = port.link_layer is LinkLayer.ETHERNET
+            self.local = Address(port.lid, self._qp.qp_num, self._qp.psn, gid)
+
+    def run_client(
+        self, host: str, port: int = PORT, *, progress: Callable[[int], None] | None = None
+    ) -> Result:
+        """Connect to a server and run the test.
+
+        Args:
+            host, port: where the server listens.
+            progress: called with 0 when the exchange is done, then occasionally with
+                the number of messages that have come back.
+
+        Returns:
+            What was measured.
+
+        Raises:
+            PingpongError: the server cannot be reached, does not speak the exchange, does
+                not answer, or has gone; or the data is not what was sent.
+            RdmaError: it has run before.
+            VerbsError: the device refused.
+        """
+        self._begin(is_client=True)
+        with dial(host, port, self.timeout) as line:
+            self._who = line.who
+            line.send(self.local.encode())
+            remote = line.peer()
+            self._connect(remote)
+            line.send(DONE)
+        return self._play("client", remote, progress)
+
+    def run_server(
+        self,
+        listener: socket.socket,
+        *,
+        wait: float | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Result:
+        """Wait for one client and run the test.
+
+        Args:
+            listener: a listening socket (``listen``); closed when a client has connected.
+            wait: seconds to wait for a client; None waits as long as it takes.
+            progress: called with 0 when the exchange is done, then occasionally with
+                the number of messages received.
+
+        Returns:
+            What was measured.
+
+        Raises:
+            PingpongError: no client came, it does not speak the exchange or has gone; or
+                the data is not that of a client that validates.
+            RdmaError: it has run before.
+            VerbsError: the device refused.
+        """
+        self._begin(is_client=False)
+        with accept(listener, self.timeout, seconds(wait, "wait")) as line:
+            self._who = line.who
+            remote = line.peer()
+            # Ready before the client hears of it, and may send.
+            self._connect(remote)
+            line.send(self.local.encode())
+            line.done()
+        return self._play("server", remote, progress)
+
+    # ---- before ---------------------------------------------------------------
+
+    def _begin(self, *, is_client: bool) -> None:
+        """Get the memory, and post the receives: the peer may send as soon as it knows us."""
+        if self._ran:
+            raise RdmaError("a Pingpong runs once; make another one")
+        self._ran = True
+        slot = self._headroom + self.size
+        # A server sends what it has received, from the place where it has; so do the stock
+        # programs.  A client keeps the two apart, to see what has really come.
+        self._mr = mr = self._opened.add(
+            MR(self._pd, slot * (2 if is_client else 1), Access.LOCAL_WRITE)
+        )
+        self._landing = slot if is_client else 0
+        if is_client:
+            mr.buffer[:slot] = bytes((_FILL,)) * slot
+            if self.validate:
+                pages = len(range(0, self.size, mmap.PAGESIZE))
+                mr.buffer[self._headroom : slot : mmap.PAGESIZE] = bytes((_PAGE_START,)) * pages
+        mr.buffer[self._landing :] = bytes((_POISON if self.validate else _FILL,)) * slot
+        self._receive = RecvWR(mr[self._landing : self._landing + slot], wr_id=_RECV_ID)
+        self._qp.to_init(0)
+        self._qp.post_recv([self._receive] * self._rx_depth)
+
+    def _connect(self, remote: Address) -> None:
+        qp, self.remote = self._qp, remote
+        by_gid = any(remote.gid[8:])
+        if self._needs_gid and not by_gid:
+            raise PingpongError(
+                f"{self._who} sent no GID, and on Ethernet (RoCE) there is no other address: start "
+                "it with -g INDEX"
+            )
+        path = AHAttr(
+            port_num=qp.port_num,
+            dlid=remote.lid,
+            sl=self._sl,
+            dgid=remote.gid if by_gid else None,
+            sgid_index=qp.gid.index if by_gid else 0,
+        )
+        attrs: dict[str, Any] = {}
+        if not self._ud:
+            attrs = {
+                "ah_attr": path,
+                "path_mtu": self._path_mtu,
+                "dest_qp_num": remote.qpn,
+                "rq_psn": remote.psn,
+            }
+        if qp.qp_type is QPType.RC:
+            attrs |= {"min_rnr_timer": 12, "max_dest_rd_atomic": 1}
+        qp.modify(qp_state=QPState.RTR, **attrs)
+        # Fewer attempts than the stock programs', because Soft-RoCE takes 7 for no end.
+        qp.to_rts(timeout=14, retry_cnt=6, rnr_retry=7, max_rd_atomic=1)
+        fields: dict[str, Any] = {}
+        if self._ud:
+            ah = self._opened.add(AH(self._pd, path))
+            fields = {"ah": ah, "remote_qpn": remote.qpn, "remote_qkey": DEFAULT_QKEY}
+        flags = SendFlags.SIGNALED
+        if qp.max_inline_data >= self.size:
+            flags |= SendFlags.INLINE
+        message = self._mr[self._headroom : self._headroom + self.size]
+        self._message = Send(message, wr_id=_SEND_ID, send_flags=flags, **fields)
+
+    # ---- the run --------------------------------------------------------------
+
+    def _play(self, role: str, remote: Address, progress: Callable[[int], None] | None) -> Result:
+        if progress is not None:
+            progress(0)
+        times, seconds = self._exchange_messages(role == "client", progress)
+        if self.validate:
+            self._look(role)
+        return Result(
+            role, self._who, self.local, remote, self.size, self.iters,
+            len(times), seconds, Latency.of(times) if times else None, self.validate,
+        )  # fmt: skip
+
+    def _exchange_messages(
+        self, send: bool, progress: Callable[[int], None] | None
+    ) -> tuple[array[int], float]:
+        """Send the message back and forth.
+
+        Args:
+            send: begin; else wait for the first one.
+            progress: as in run_client.
+
+        Returns:
+            the times of the round trips, and the seconds from the first to the last.
+        """
+        clock, qp, message, iters = time.perf_counter_ns, self._qp, self._message, self.iters
+        next_ones = self._sleep if self._events else self._spin
+        expected = self._headroom + self.size
+        # Posted while a message is under way, where it takes no time.
+        batch = max(1, min(_RECEIVES_AT_ONCE, self._rx_depth // 2))
+        receives, there = [self._receive] * batch, self._rx_depth
+        times = array("Q")
+        began = posted_at = received_at = left_out = 0
+        told_at, telling = clock(), False
+        received = posted = sent = 0
+        due = send
+        while received < iters or sent < iters:
+            if due:
+                if not there:
+                    qp.post_recv(receives)
+                    there += batch
+                before, posted_at = posted_at, clock()
+                if telling:
+                    left_out += posted_at - before
+                    telling = False
+                began = began or posted_at
+                qp.post_send(message)
+                posted += 1
+                due = False
+                if there + batch <= self._rx_depth:
+                    qp.post_recv(receives)
+                    there += batch
+                if progress is not None and posted_at - told_at > _TELL_EVERY_NS:
+                    progress(received)
+                    told_at, telling = posted_at, True
+            for wc in next_ones(received):
+                if wc.status:
+                    raise self._failure(wc, received)
+                if wc.wr_id == _SEND_ID:
+                    sent += 1
+                else:
+                    now = clock()
+                    if posted_at and not telling:
+                        times.append(now - posted_at)
+                        received_at = now
+                    there -= 1
+                    received += 1
+                    if wc.byte_len != expected:
+                        raise PingpongError(self._wrong_size(wc.byte_len - self._headroom))
+            due = posted < iters and sent == posted and received == posted + (not send)
+        return times, max(0, received_at - began - left_out) / 1e9
+
+    def _spin(self, received: int) -> list[WC]:
+        """Poll for completions; ``received`` messages have come."""
+        poll, clock = self._cq.poll, time.monotonic
+        end = clock() + self.timeout
+        while not (found := poll(2)):
+            if clock() > end:
+                raise self._silence(received)
+            # A peer in another thread of this process gets its turn.
+            os.sched_yield()
+        return found
+
+    def _sleep(self, received: int) -> list[WC]:
+        """Wait for a completion; ``received`` messages have come."""
+        try:
+            return self._cq.wait(1, self.timeout)
+        except WaitTimeout:
+            raise self._silence(received) from None
+
+    # ---- what went wrong ------------------------------------------------------
+
+    def _progress_of(self, received: int) -> str:
+        return f"after {received} of {self.iters} messages" if received else "from the start"
+
+    def _silence(self, received: int) -> PingpongError:
+        qp_type = self._qp.qp_type
+        text = (
+            f"no message from {self._who} within {self.timeout:g} s, "
+            f"{self._progress_of(received)}: it has died, or its link is down"
+        )
+        if received:
+            text += ", or it was given fewer iterations"
+        if qp_type is not QPType.RC:
+            text += f"; or a message was lost, which {qp_type.name} does not repeat"
+        return PingpongError(text)
+
+    def _failure(self, wc: WC, received: int) -> PingpongError:
+        if wc.status is WCStatus.RETRY_EXC_ERR:
+            likely = (
+                "it has died, its link is down, or it was given fewer iterations"
+                if received
+                else "see that the GIDs of both sides are of one network, and the MTUs the same"
+            )
+            return PingpongError(
+                f"{self._who} does not answer, {self._progress_of(received)} "
+                f"({wc.status.name}): {likely}"
+            )
+        too_long = wc.status in (WCStatus.LOC_LEN_ERR, WCStatus.REM_INV_REQ_ERR)
+        # Soft-RoCE says so of a receive that is too small.
+        if too_long or (wc.wr_id == _RECV_ID and wc.status is WCStatus.LOC_QP_OP_ERR):
+            return PingpongError(
+                f"a message did not fit into the receive ({wc.status.name}): give both sides "
+                f"the same size; here it is {self.size}"
+            )
+        what = "receive" if wc.wr_id == _RECV_ID else "send"
+        return PingpongError(
+            f"a {what} ended with {wc.status.name}, {self._progress_of(received)} with {self._who}"
+        )
+
+    def _wrong_size(self, size: int) -> str:
+        return f"{self._who} sent {size} bytes and not {self.size}: give both sides the same size"
+
+    def _look(self, role: str) -> None:
+        """Compare what has come with what a client that validates sends.
+
+        The stock programs mark the start of each page, and look at nothing else.  A peer
+        may have smaller pages.
+        """
+        start = self._landing + self._headroom
+        found = bytes(self._mr.buffer[start : start + self.size])
+        marks = found[:: mmap.PAGESIZE]
+        wrong = len(marks) - marks.count(_PAGE_START)
+        if wrong:
+            first = next(i for i, byte in enumerate(marks) if byte != _PAGE_START)
+            at, want = first * mmap.PAGESIZE, _PAGE_START
+        else:
+            rest = bytearray(found)
+            small = len(range(0, self.size, _SMALLEST_PAGE))
+            if set(rest[::_SMALLEST_PAGE]) <= {_PAGE_START, _FILL}:
+                rest[::_SMALLEST_PAGE] = bytes((_FILL,)) * small
+            wrong = self.size - rest.count(_FILL)
+            if not wrong:
+                return
+            at, want = next(i for i, byte in enumerate(rest) if byte != _FILL), _FILL
+        text = (
+            f"the data is wrong: {wrong} of {self.size} bytes, the first at {at}: "
+            f"{found[at]:#04x}, not {want:#04x}"
+        )
+        if role == "server" and found[at] == _FILL:
+            text += "; was the client told to validate (-c), and are its pages as large?"
+        raise PingpongError(text)

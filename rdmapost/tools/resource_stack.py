@@ -1,0 +1,133 @@
+"""Resources that are made together and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from ..errors import RdmaError
+
+__all__ = ["ClosedAtTheEnd", "ResourceStack", "Together"]
+
+
+class _Closable(Protocol):
+    def close(self) -> Any: ...
+
+
+_Resource = TypeVar("_Resource", bound=_Closable)
+
+
+class _Call:
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.close = function
+
+
+class ResourceStack:
+    """Resources in creation order, to be closed in reverse.
+
+    Unlike an ExitStack, it does not forget what it has closed: the next ``close()`` closes what an
+    error or an interrupt left open.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[_Closable] = []
+        self._enough = 1
+
+    def add(self, resource: _Resource) -> _Resource:
+        """Put a resource, or another stack, on top, and return it."""
+        self._held.append(resource)
+        if len(self._held) > self._enough:
+            self._drop_closed()
+        return resource
+
+    def before_closing(self, function: Callable[[], object]) -> None:
+        """Call a function before what is on the stack now is closed.
+
+        Every close() calls it, so it must be repeatable.
+        """
+        self._held.append(_Call(function))
+
+    def _drop_closed(self) -> None:
+        """Drop what other code has closed: it may keep memory.
+
+        That takes a while, so up to as many closed resources as open ones may stay.
+        """
+        for resource in tuple(self._held):
+            if getattr(resource, "closed", False):
+                # Another thread may do the same.
+                with suppress(ValueError):
+                    self._held.remove(resource)
+        self._enough = max(1, 2 * len(self._held))
+
+    def close(self) -> None:
+        """Close everything; one that cannot be closed does not keep the others open.
+
+        Raises:
+            Exception: the first that one of them raised.
+        """
+        failed: Exception | None = None
+        for resource in reversed(self._held):
+            try:
+                resource.close()
+            except Exception as error:
+                failed = failed or error
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # or the exception and this frame refer to each other
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[Self]:
+        """Close everything if the block raises."""
+        try:
+            yield self
+        except BaseException:
+            with suppress(RdmaError):
+                self.close()
+            raise
+
+
+class ClosedAtTheEnd:
+    """A context manager that closes itself."""
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The original error matters more than what follows from it.
+            with suppress(Exception):
+                error.add_note(str(failure))
+
+
+class Together(ClosedAtTheEnd):
+    """A base class for objects that hold resources on a stack."""
+
+    def __init__(self) -> None:
+        self._stack = ResourceStack()
+
+    def close(self) -> None:
+        """Close everything, the latest first; do nothing if that has been done.
+
+        If it was interrupted or failed, call it again: it closes what is still open.
+
+        Raises:
+            VerbsError: the device refused; the rest is closed.
+        """
+        self._stack.close()
