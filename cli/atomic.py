@@ -36,17 +36,25 @@ def atomic(ctx: click.Context) -> None:
 
 def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
-        "--initial", type=U64, metavar="N", default=0, show_default=True,
+        "--initial",
+        type=U64,
+        metavar="N",
+        default=0,
+        show_default=True,
         help="The value that stands there at first; without HOST.",
-    )(function)  # fmt: skip
+    )(function)
 
 
 @atomic.command("cas")
 @_initial_option
 @click.option(
-    "--compare", type=U64, metavar="N", default=0, show_default=True,
+    "--compare",
+    type=U64,
+    metavar="N",
+    default=0,
+    show_default=True,
     help="Swap if this value stands there.",
-)  # fmt: skip
+)
 @click.option(
     "--swap", type=U64, metavar="N", default=1, show_default=True, help="The value to put there."
 )
@@ -76,8 +84,17 @@ def compare_and_swap(
     def after(value: int) -> int:
         return swap if value == compare else value
 
-    _run(out, target, shot, peer, Opcode.ATOMIC_CMP_AND_SWP, initial, make, after,
-         {"initial": initial, "compare": compare, "swap": swap})  # fmt: skip
+    _run(
+        out,
+        target,
+        shot,
+        peer,
+        Opcode.ATOMIC_CMP_AND_SWP,
+        initial,
+        make,
+        after,
+        {"initial": initial, "compare": compare, "swap": swap},
+    )
 
 
 @atomic.command("fetch-add")
@@ -105,8 +122,17 @@ def fetch_and_add(
     def after(value: int) -> int:
         return (value + add) % (1 << 64)
 
-    _run(out, target, shot, peer, Opcode.ATOMIC_FETCH_AND_ADD, initial, make, after,
-         {"initial": initial, "add": add})  # fmt: skip
+    _run(
+        out,
+        target,
+        shot,
+        peer,
+        Opcode.ATOMIC_FETCH_AND_ADD,
+        initial,
+        make,
+        after,
+        {"initial": initial, "add": add},
+    )
 
 
 def _run(

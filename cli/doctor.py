@@ -105,9 +105,12 @@ def _outcome(device: str, pair: Loopback) -> Finding:
     failed = next((wc.status.name for wc in wcs if wc.status), None)
     if failed is not None:
         return Finding(
-            "message", "problem", f"a message of {size} bytes to the same device: {failed}",
-            f"rdmapost explain {failed}", device,
-        )  # fmt: skip
+            "message",
+            "problem",
+            f"a message of {size} bytes to the same device: {failed}",
+            f"rdmapost explain {failed}",
+            device,
+        )
     if pair.received(size) != _MESSAGE:
         return _failed(device, f"other data arrived than the {size} bytes that were sent")
     return Finding("message", "ok", f"a message of {size} bytes arrived", about=device)
@@ -139,9 +142,12 @@ def _text(found: Sequence[Finding], verbose: bool) -> str:
 
 def _fill(start: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=start, subsequent_indent=" " * len(start),
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def _summary(out: Output, counts: dict[str, int]) -> str:

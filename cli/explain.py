@@ -29,8 +29,11 @@ _CAUSES = {
 }
 _SOME_QP_TYPES = {"FENCE": "RC, XRC_SEND", "IP_CSUM": "where the device has it"}
 _SOME_FIELDS = {
-    "ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srqn": "XRC_SEND",
-}  # fmt: skip
+    "ah": "UD",
+    "remote_qpn": "UD",
+    "remote_qkey": "UD",
+    "remote_srqn": "XRC_SEND",
+}
 
 
 def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
@@ -154,6 +157,9 @@ def _block(title: str, texts: Iterable[str], *, numbered: bool = False, bullet: 
 
 def _fill(words: Iterable[str]) -> str:
     return textwrap.fill(
-        ", ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ",
+        ", ".join(words),
+        _WIDTH,
+        initial_indent="  ",
+        subsequent_indent="  ",
         break_on_hyphens=False,
-    )  # fmt: skip
+    )

@@ -44,9 +44,15 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
     if not length:
         raise click.UsageError("a memory window has at least 1 byte", click.get_current_context())
     with loopback(
-        out, target, shot, Opcode.BIND_MW, access=WINDOW_REGION, depth=4,
-        local_size=max(_LEAST, length), remote_size=max(_LEAST, length) + 2 * MARGIN,
-    ) as pair:  # fmt: skip
+        out,
+        target,
+        shot,
+        Opcode.BIND_MW,
+        access=WINDOW_REGION,
+        depth=4,
+        local_size=max(_LEAST, length),
+        remote_size=max(_LEAST, length) + 2 * MARGIN,
+    ) as pair:
         wr = bind_wr(pair, pair.window(), MARGIN, length, wr_id=1)
         wr.send_flags = send_flags(shot)
         post(out, pair, [wr], binder(pair))
@@ -88,9 +94,15 @@ def invalidate(out: Output, target: Target, shot: Shot) -> None:
     from .oneshot import loopback, post, send_flags, show
 
     with loopback(
-        out, target, shot, Opcode.LOCAL_INV, access=WINDOW_REGION, depth=4,
-        local_size=_LEAST, remote_size=_LEAST + 2 * MARGIN,
-    ) as pair:  # fmt: skip
+        out,
+        target,
+        shot,
+        Opcode.LOCAL_INV,
+        access=WINDOW_REGION,
+        depth=4,
+        local_size=_LEAST,
+        remote_size=_LEAST + 2 * MARGIN,
+    ) as pair:
         side = binder(pair)
         bind = bind_wr(pair, pair.window(), MARGIN, _LEAST)
         side.qp.post_send(bind)

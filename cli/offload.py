@@ -29,13 +29,19 @@ def _header(text: str) -> bytes:
 
 @click.command()
 @click.option(
-    "--mss", type=integer(1, 0xFFFF), metavar="N", default=1000, show_default=True,
+    "--mss",
+    type=integer(1, 0xFFFF),
+    metavar="N",
+    default=1000,
+    show_default=True,
     help="Bytes of data in each segment.",
-)  # fmt: skip
+)
 @click.option(
-    "--header", type=_header, metavar="HEX",
+    "--header",
+    type=_header,
+    metavar="HEX",
     help="Header of every segment.  [default: made-up Ethernet, IPv4, TCP]",
-)  # fmt: skip
+)
 @payload_options_for(4000)
 @shot_options_for("raw", "ud")
 @device_options
@@ -57,9 +63,15 @@ def tso(
     length, count = len(payload), max(1, -(-len(payload) // mss))
     room = len(hdr) + min(mss, length)
     with loopback(
-        out, target, shot, Opcode.TSO, local_size=length, remote_size=count * room, depth=count,
+        out,
+        target,
+        shot,
+        Opcode.TSO,
+        local_size=length,
+        remote_size=count * room,
+        depth=count,
         max_tso_header=len(hdr),
-    ) as pair:  # fmt: skip
+    ) as pair:
         pair.receive(room, count)
         sges = source(pair, shot, payload)
         post(out, pair, [TSO(sg_list=sges, hdr=hdr, mss=mss, wr_id=1, **pair.address)])

@@ -70,9 +70,15 @@ def loopback(
         options: as in Loopback.
     """
     out.doc.update(
-        device=None, kind=None, opcode=opcode.name, qp_type=shot.qp_type,
-        status=None, wr_id=None, byte_len=None, gid_index=None,
-    )  # fmt: skip
+        device=None,
+        kind=None,
+        opcode=opcode.name,
+        qp_type=shot.qp_type,
+        status=None,
+        wr_id=None,
+        byte_len=None,
+        gid_index=None,
+    )
     with open_target(out, target) as (context, port_num):
         attr = context.attr
         what = f"--count {shot.count}" if depth is None else f"{depth} segments"

@@ -193,9 +193,13 @@ def device_options(function: Command) -> Command:
     """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
 
     @click.option(
-        "-d", "--device", type=not_empty, metavar="NAME", shell_complete=_devices,
+        "-d",
+        "--device",
+        type=not_empty,
+        metavar="NAME",
+        shell_complete=_devices,
         help="Device, such as mlx5_0, rxe0 or soft0.",
-    )  # fmt: skip
+    )
     @click.option(
         "-p", "--port", type=_device_port, metavar="N", help="Port of the device, from 1."
     )
@@ -248,10 +252,10 @@ def check_token(token: str | None) -> None:
     Args:
         token: what --token or its variable gives, or None.
     """
-    from rdmapost.connect import conversation
+    from rdmapost.tools.connect.conversation import check_token
 
     try:
-        conversation.check_token(token)
+        check_token(token)
     except ValueError as error:
         _usage(f"{error} (--token, or the variable RDMAPOST_TOKEN)")
 

@@ -38,31 +38,55 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     help="Type of the queue pair: that of the program on the other side.",
 )
 @click.option(
-    "-s", "--size", type=size_in_bytes, metavar="N[K|M|G]",
+    "-s",
+    "--size",
+    type=size_in_bytes,
+    metavar="N[K|M|G]",
     help="Bytes of a message.  [default: 4096; on ud 1024]",
-)  # fmt: skip
+)
 @click.option(
-    "-n", "--iters", type=integer(1, (1 << 31) - 1), metavar="N", default=1000, show_default=True,
+    "-n",
+    "--iters",
+    type=integer(1, (1 << 31) - 1),
+    metavar="N",
+    default=1000,
+    show_default=True,
     help="Messages each way.",
-)  # fmt: skip
+)
 @click.option(
-    "-r", "--rx-depth", type=integer(1, 1 << 24), metavar="N", default=500, show_default=True,
+    "-r",
+    "--rx-depth",
+    type=integer(1, 1 << 24),
+    metavar="N",
+    default=500,
+    show_default=True,
     help="Receives to post at a time.",
-)  # fmt: skip
+)
 @click.option(
-    "-m", "--mtu", type=click.Choice(_MTUS),
+    "-m",
+    "--mtu",
+    type=click.Choice(_MTUS),
     help="Path MTU (rc, uc), the same on both sides.  [default: 1024]",
-)  # fmt: skip
+)
 @click.option(
-    "-l", "--sl", type=integer(0, 15), metavar="N", default=0, show_default=True,
+    "-l",
+    "--sl",
+    type=integer(0, 15),
+    metavar="N",
+    default=0,
+    show_default=True,
     help="Service level, 0 to 15.",
-)  # fmt: skip
+)
 @click.option("-c", "--validate", is_flag=True, help="Look at the data at the end.")
 @click.option("-e", "--events", is_flag=True, help="Sleep until a completion; else poll.")
 @click.option(
-    "--tcp-port", type=integer(0, 65535), metavar="N", default=18515, show_default=True,
+    "--tcp-port",
+    type=integer(0, 65535),
+    metavar="N",
+    default=18515,
+    show_default=True,
     help="TCP port of the exchange (-p of the stock programs).",
-)  # fmt: skip
+)
 @click.option(
     "--bind", type=not_empty, metavar="ADDRESS", help="Listen here.  [default: on every address]"
 )
@@ -109,9 +133,15 @@ def pingpong(
     from .session import open_target, usage_error
 
     out.doc.update(
-        device=None, kind=None, role="server" if host is None else "client", peer=None,
-        qp_type=qp_type.upper(), size=size, iters=iters, gid_index=None,
-    )  # fmt: skip
+        device=None,
+        kind=None,
+        role="server" if host is None else "client",
+        peer=None,
+        qp_type=qp_type.upper(),
+        size=size,
+        iters=iters,
+        gid_index=None,
+    )
     with open_target(out, target) as (context, port_num):
         if context.kind == "soft":
             click.echo(
@@ -120,10 +150,19 @@ def pingpong(
             )
         try:
             side = Pingpong(
-                context, QPType[qp_type.upper()], size=size, iters=iters, rx_depth=rx_depth,
-                mtu=None if mtu is None else MTU[f"MTU_{mtu}"], validate=validate, events=events,
-                sl=sl, port_num=port_num, gid_index=target.gid_index, timeout=timeout,
-            )  # fmt: skip
+                context,
+                QPType[qp_type.upper()],
+                size=size,
+                iters=iters,
+                rx_depth=rx_depth,
+                mtu=None if mtu is None else MTU[f"MTU_{mtu}"],
+                validate=validate,
+                events=events,
+                sl=sl,
+                port_num=port_num,
+                gid_index=target.gid_index,
+                timeout=timeout,
+            )
         except ValueError as error:
             usage_error(str(error))
         with side:
@@ -184,8 +223,11 @@ def _note_peer(out: Output, side: Pingpong) -> None:
 
 def _address(address: Address) -> dict[str, Any]:
     return {
-        "lid": address.lid, "qpn": address.qpn, "psn": address.psn, "gid": str(address.gid),
-    }  # fmt: skip
+        "lid": address.lid,
+        "qpn": address.qpn,
+        "psn": address.psn,
+        "gid": str(address.gid),
+    }
 
 
 def _show(out: Output, result: Result) -> None:

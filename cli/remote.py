@@ -57,9 +57,16 @@ def _dialled(
     qp_type = QPType[shot.qp_type]
     where = show_address((peer.host, peer.port))
     out.doc.update(
-        device=None, kind=None, opcode=opcode.name, qp_type=shot.qp_type, peer=where,
-        status=None, wr_id=None, byte_len=None, gid_index=None,
-    )  # fmt: skip
+        device=None,
+        kind=None,
+        opcode=opcode.name,
+        qp_type=shot.qp_type,
+        peer=where,
+        status=None,
+        wr_id=None,
+        byte_len=None,
+        gid_index=None,
+    )
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
         usage_error("with HOST, --qp-type is rc, uc or ud")
     with open_target(out, target) as (context, port_num):

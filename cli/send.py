@@ -74,9 +74,15 @@ def send(
     if invalidate:
         opcode = Opcode.SEND_WITH_INV
     with loopback(
-        out, target, shot, opcode, local_size=length, remote_size=count * length, inlined=length,
+        out,
+        target,
+        shot,
+        opcode,
+        local_size=length,
+        remote_size=count * length,
+        inlined=length,
         **_access(invalidate),
-    ) as pair:  # fmt: skip
+    ) as pair:
         rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {

@@ -53,30 +53,48 @@ def _access(value: str) -> str:
 
 @click.command()
 @click.option(
-    "--bind", type=not_empty, metavar="ADDRESS", default="127.0.0.1", show_default=True,
+    "--bind",
+    type=not_empty,
+    metavar="ADDRESS",
+    default="127.0.0.1",
+    show_default=True,
     help="Listen here; 0.0.0.0 or :: is everywhere.",
-)  # fmt: skip
+)
 @click.option(
-    "--tcp-port", type=integer(0, 65535), metavar="N", default=18600, show_default=True,
+    "--tcp-port",
+    type=integer(0, 65535),
+    metavar="N",
+    default=18600,
+    show_default=True,
     help="TCP port of the exchange; 0 takes a free one.",
-)  # fmt: skip
+)
 @click.option(
-    "--size", type=size_in_bytes, metavar="N[K|M|G]",
+    "--size",
+    type=size_in_bytes,
+    metavar="N[K|M|G]",
     help="Bytes of memory that a client can reach.  [default: 4096]",
-)  # fmt: skip
+)
 @click.option(
-    "--count", type=integer(0, 1 << 14), metavar="N", default=16, show_default=True,
+    "--count",
+    type=integer(0, 1 << 14),
+    metavar="N",
+    default=16,
+    show_default=True,
     help="Receives to post for each client; used ones are posted again.",
-)  # fmt: skip
+)
 @click.option(
-    "--receive-size", type=size_in_bytes, metavar="N[K|M|G]",
+    "--receive-size",
+    type=size_in_bytes,
+    metavar="N[K|M|G]",
     help="Bytes of message that each takes.  [default: --size, at most 64K]",
-)  # fmt: skip
+)
 @click.option(
-    "--access", type=_access, metavar="LIST",
+    "--access",
+    type=_access,
+    metavar="LIST",
     help="What clients may do with the memory: read,write,atomic, or none.  "
     "[default: all that the device can]",
-)  # fmt: skip
+)
 @click.option("--data", metavar="TEXT", help="What the memory holds at first, before zeros.")
 @click.option(
     "--data-file",
@@ -87,18 +105,28 @@ def _access(value: str) -> str:
 @click.option("--shared", is_flag=True, help="One memory for all clients, not one for each.")
 @token_option("Serve only those who give this token")
 @click.option(
-    "--max-clients", type=integer(1, 4096), metavar="N", default=16, show_default=True,
+    "--max-clients",
+    type=integer(1, 4096),
+    metavar="N",
+    default=16,
+    show_default=True,
     help="How many at once.",
-)  # fmt: skip
+)
 @click.option(
-    "--timeout", type=seconds, metavar="SECONDS", default=5.0, show_default=True,
+    "--timeout",
+    type=seconds,
+    metavar="SECONDS",
+    default=5.0,
+    show_default=True,
     help="Time for each step of the exchange with a client.",
-)  # fmt: skip
+)
 @click.option(
-    "--idle-timeout", type=seconds, metavar="SECONDS",
+    "--idle-timeout",
+    type=seconds,
+    metavar="SECONDS",
     help="Dismiss a client that asks and sends nothing for so long, alive or not.  "
     "[default: never]",
-)  # fmt: skip
+)
 @device_options
 def serve(
     out: Output,
@@ -158,12 +186,23 @@ def serve(
                 err=True,
             )
         with library.serve(
-            context, bind.strip("[]"), tcp_port,
-            size=size, access=flags, count=count, receive_size=receive_size, data=content,
-            shared=shared, token=token,
-            max_clients=max_clients, timeout=timeout, idle_timeout=idle_timeout,
-            port_num=port_num, gid_index=target.gid_index, on_event=printer.put,
-        ) as server:  # fmt: skip
+            context,
+            bind.strip("[]"),
+            tcp_port,
+            size=size,
+            access=flags,
+            count=count,
+            receive_size=receive_size,
+            data=content,
+            shared=shared,
+            token=token,
+            max_clients=max_clients,
+            timeout=timeout,
+            idle_timeout=idle_timeout,
+            port_num=port_num,
+            gid_index=target.gid_index,
+            on_event=printer.put,
+        ) as server:
             printer.serving(server)
             printer.run()
         # What the end of the server has brought.
@@ -268,15 +307,23 @@ class _Printer:
         host, port = server.address[:2]
         size, count = server.exposure.size, server.exposure.count
         access = access_names(server.exposure.access)
-        doc = {**self._out.doc, "host": host, "port": port, "size": size, "access": access,
-               "count": count, "receive_size": server.exposure.receive_size,
-               "warning": server.warning}  # fmt: skip
+        doc = {
+            **self._out.doc,
+            "host": host,
+            "port": port,
+            "size": size,
+            "access": access,
+            "count": count,
+            "receive_size": server.exposure.receive_size,
+            "warning": server.warning,
+        }
         allowed = ", ".join(access) or "no access"
         self._line(
-            "serving", doc,
+            "serving",
+            doc,
             f"serving on {server} ({self._out.doc['device']}): {size} bytes for {allowed}; "
             f"{count} receives",
-        )  # fmt: skip
+        )
 
     def ended(self) -> None:
         """Say that it is over."""
@@ -301,41 +348,61 @@ class _Printer:
             offer = event.offer
             self._line(
                 "joined",
-                {"client": event.client, "address": event.address, "qp_type": event.qp_type.name,
-                 "qpn": offer.endpoint.qpn, "addr": offer.addr, "rkey": offer.rkey,
-                 "size": offer.size, "access": access_names(offer.access),
-                 "receives": offer.receives, "receive_size": offer.receive_size},
+                {
+                    "client": event.client,
+                    "address": event.address,
+                    "qp_type": event.qp_type.name,
+                    "qpn": offer.endpoint.qpn,
+                    "addr": offer.addr,
+                    "rkey": offer.rkey,
+                    "size": offer.size,
+                    "access": access_names(offer.access),
+                    "receives": offer.receives,
+                    "receive_size": offer.receive_size,
+                },
                 f"client {event.client} from {event.address}: {event.qp_type.name}, "
                 f"address {offer.addr:#x}, rkey {offer.rkey:#x}, size {offer.size}",
-            )  # fmt: skip
+            )
         elif isinstance(event, Arrived):
             self._arrived(event.client, event.arrival)
         elif isinstance(event, Left):
-            doc: dict[str, Any] = {"client": event.client, "address": event.address,
-                                   "reason": event.reason, "changed": None}  # fmt: skip
+            doc: dict[str, Any] = {
+                "client": event.client,
+                "address": event.address,
+                "reason": event.reason,
+                "changed": None,
+            }
             text = f"client {event.client} left: {event.reason}"
             if (changed := event.changed) is not None:
                 shown, encoding = as_text(changed.data)
                 end = changed.offset + changed.length
-                doc["changed"] = {"offset": changed.offset, "length": changed.length,
-                                  "data": shown, "encoding": encoding}  # fmt: skip
+                doc["changed"] = {
+                    "offset": changed.offset,
+                    "length": changed.length,
+                    "data": shown,
+                    "encoding": encoding,
+                }
                 where = f"memory {changed.offset}..{end}"
                 text = f"client {event.client}: {where} holds {_quoted(shown, encoding)}\n{text}"
             self._line("left", doc, text)
         elif isinstance(event, Refused):
             self._line(
-                "refused", {"address": event.address, "code": event.code, "error": event.text},
+                "refused",
+                {"address": event.address, "code": event.code, "error": event.text},
                 f"refused {event.address}: {event.text}",
-            )  # fmt: skip
+            )
 
     def _arrived(self, client: int, arrival: Arrival) -> None:
         from .oneshot import as_text
 
         doc: dict[str, Any] = {
-            "client": client, "index": arrival.index, "status": arrival.status.name,
+            "client": client,
+            "index": arrival.index,
+            "status": arrival.status.name,
             "opcode": None if arrival.opcode is None else arrival.opcode.name,
-            "byte_len": arrival.byte_len, "imm_data": arrival.imm_data,
-        }  # fmt: skip
+            "byte_len": arrival.byte_len,
+            "imm_data": arrival.imm_data,
+        }
         if arrival.status:
             text = f"client {client}: its queue pair failed: {arrival.status.name}"
             self._line("arrived", doc, text)

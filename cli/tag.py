@@ -35,10 +35,14 @@ def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
         shot_options_for("rc"),
         payload_options,
         click.option(
-            "--tag", type=U64, metavar="N", default=1, show_default=True,
+            "--tag",
+            type=U64,
+            metavar="N",
+            default=1,
+            show_default=True,
             help="The tag of the buffer.",
         ),
-    ):  # fmt: skip
+    ):
         function = decorate(function)
     return function
 
@@ -126,9 +130,15 @@ def _tags(
     length = len(payload)
     size = TMH_BYTES + length
     with loopback(
-        out, target, shot, opcode, local_size=size, remote_size=length + 2 * size, depth=_DEPTH,
+        out,
+        target,
+        shot,
+        opcode,
+        local_size=size,
+        remote_size=length + 2 * size,
+        depth=_DEPTH,
         srq_type=SRQType.TM,
-    ) as pair:  # fmt: skip
+    ) as pair:
         mr = pair.remote.mr
         pair.post_receives(
             [RecvWR(mr[start : start + size], wr_id=start) for start in (length, length + size)]

@@ -156,9 +156,12 @@ def main(arguments: list[str] | None = None) -> int:
 def peer_options(args: argparse.Namespace, kernel: Path) -> list[str]:
     """Return the options of the second machine: those of the first."""
     options = {
-        "--kernel": kernel, "--timeout": args.timeout, "--boot-timeout": args.boot_timeout,
-        "--memory": args.memory, "--cpus": args.cpus,
-    }  # fmt: skip
+        "--kernel": kernel,
+        "--timeout": args.timeout,
+        "--boot-timeout": args.boot_timeout,
+        "--memory": args.memory,
+        "--cpus": args.cpus,
+    }
     switches = [f"--{name}" for name in ("kvm", "verbose") if getattr(args, name)]
     settings = [f"--env={setting}" for setting in args.env]
     return [f"{name}={value}" for name, value in options.items()] + switches + settings

@@ -101,13 +101,33 @@ def _declared(head: list[Token]) -> str:
 # ---- mutants ----------------------------------------------------------------------
 
 _OPERATORS = {
-    "<": ("<=", ">="), "<=": ("<", ">"), ">": (">=", "<="), ">=": (">", "<"),
-    "==": ("!=",), "!=": ("==",), "&&": ("||",), "||": ("&&",),
-    "+": ("-",), "-": ("+",), "*": ("+",), "/": ("*",), "%": ("+",),
-    "&": ("|",), "|": ("&",), "^": ("|",), "<<": (">>",), ">>": ("<<",),
-    "++": ("--",), "--": ("++",), "+=": ("-=",), "-=": ("+=",),
-    "&=": ("|=",), "|=": ("&=",), "<<=": (">>=",), ">>=": ("<<=",),
-}  # fmt: skip
+    "<": ("<=", ">="),
+    "<=": ("<", ">"),
+    ">": (">=", "<="),
+    ">=": (">", "<"),
+    "==": ("!=",),
+    "!=": ("==",),
+    "&&": ("||",),
+    "||": ("&&",),
+    "+": ("-",),
+    "-": ("+",),
+    "*": ("+",),
+    "/": ("*",),
+    "%": ("+",),
+    "&": ("|",),
+    "|": ("&",),
+    "^": ("|",),
+    "<<": (">>",),
+    ">>": ("<<",),
+    "++": ("--",),
+    "--": ("++",),
+    "+=": ("-=",),
+    "-=": ("+=",),
+    "&=": ("|=",),
+    "|=": ("&=",),
+    "<<=": (">>=",),
+    ">>=": ("<<=",),
+}
 _NEUTRAL = {"&&": "1", "||": "0"}
 _MARKS = {"==", "!=", "<", "<=", ">", ">=", "&&", "||", "!"}
 """What is in a condition has mutants of its own, so that the whole need not be the other way."""
@@ -404,17 +424,23 @@ class Selectable:
                 name = f"{function.name}_mutant_{number}"
                 parts += [
                     f'\n#line 1 "mutant-{number}"\n',
-                    self.source[function.start : function.name_at], name,
+                    self.source[function.start : function.name_at],
+                    name,
                     self.source[function.name_at + len(function.name) : edit.start],
-                    edit.text, self.source[edit.end : function.end], "\n",
-                ]  # fmt: skip
+                    edit.text,
+                    self.source[edit.end : function.end],
+                    "\n",
+                ]
                 cases.append(f"case {number}: return {name}({', '.join(function.arguments)});")
             line = self.source.count("\n", 0, function.body) + 1
             parts += [
-                '\n#line 1 "dispatch"\n', head,
+                '\n#line 1 "dispatch"\n',
+                head,
                 f"{{ mutant_reached[{place}] = 1; switch (mutant_selected) {{ {' '.join(cases)} }}",
-                f'\n#line {line} "file"\n', self.source[function.body : function.end], "}",
-            ]  # fmt: skip
+                f'\n#line {line} "file"\n',
+                self.source[function.body : function.end],
+                "}",
+            ]
             at = function.end
         return "".join([*parts, self.source[at:]])
 
@@ -449,11 +475,16 @@ class Build:
         self.compiler = shlex.split(os.environ.get("CC", "cc"))
         # So that an uninitialised variable is not right by chance.
         self.options = [
-            "-O1", "-fPIC", "-fwrapv", "-ftrivial-auto-var-init=pattern", "-w",
-            f"-I{sysconfig.get_path('include')}", "-I.",
+            "-O1",
+            "-fPIC",
+            "-fwrapv",
+            "-ftrivial-auto-var-init=pattern",
+            "-w",
+            f"-I{sysconfig.get_path('include')}",
+            "-I.",
             *(f"-D{name}={value}" for name, value in macros),
             *(option for option in extension["extra-compile-args"] if not option.startswith("-W")),
-        ]  # fmt: skip
+        ]
         self.libraries = [f"-l{name}" for name in extension["libraries"]]
         # As rdmapost/_verbs.abi3.so is called, where that is of the stable ABI.
         suffix = ".abi3.so" if macros else sysconfig.get_config_var("EXT_SUFFIX")
@@ -480,9 +511,12 @@ class Build:
 
     def _cc(self, *options: str, place: pathlib.Path) -> str:
         done = subprocess.run(
-            [*self.compiler, *self.options, *options], cwd=place,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [*self.compiler, *self.options, *options],
+            cwd=place,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise DoesNotCompile(done.stderr)
         return done.stdout

@@ -53,130 +53,234 @@ PROFILE, EXAMPLES = "mutants", 20
 """Of Hypothesis; what only more examples notice by chance is to get a test of its own."""
 
 MOMENTS = "6"
-"""Of each verb, at which test_soft_interrupts.py interrupts it; the same holds."""
+"""Of each verb, at which providers/soft0/test_soft_interrupts.py interrupts it; the same holds."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.posting.rules": (
-        "test_rules.py", "test_flags.py", "test_crashes.py", "test_sizes.py",
-        "test_soft_tag_ops.py", "test_windows.py",
+        "posting/test_rules.py",
+        "posting/test_flags.py",
+        "resources/test_crashes.py",
+        "posting/test_sizes.py",
+        "providers/soft0/test_soft_tag_ops.py",
+        "resources/test_windows.py",
     ),
     "rdmapost.providers.soft0.engine.memory": (
-        "test_soft_memory.py", "test_memory.py", "test_posting_refused.py", "test_posting.py",
-        "test_windows.py", "test_zero_based.py", "test_xrc.py",
+        "providers/soft0/test_soft_memory.py",
+        "resources/test_memory.py",
+        "posting/test_posting_refused.py",
+        "posting/test_posting.py",
+        "resources/test_windows.py",
+        "resources/test_zero_based.py",
+        "resources/test_xrc.py",
     ),
     "rdmapost.providers.soft0.engine.qp": (
-        "test_soft_queuepair.py", "test_states.py", "test_queuepair.py", "test_posting.py",
-        "test_soft_refuses.py", "test_posting_refused.py", "test_posting_lists.py",
-        "test_srq.py", "test_xrc.py", "test_datagrams.py", "test_memory.py", "test_events.py",
-        "test_windows.py", "test_soft_rendezvous.py", "test_soft_tags.py",
-        "test_soft_offload.py", "test_soft_tso.py", "test_soft_attempts.py",
+        "providers/soft0/test_soft_queuepair.py",
+        "resources/test_states.py",
+        "resources/test_queuepair.py",
+        "posting/test_posting.py",
+        "providers/soft0/test_soft_refuses.py",
+        "posting/test_posting_refused.py",
+        "posting/test_posting_lists.py",
+        "resources/test_srq.py",
+        "resources/test_xrc.py",
+        "resources/test_datagrams.py",
+        "resources/test_memory.py",
+        "resources/test_events.py",
+        "resources/test_windows.py",
+        "providers/soft0/test_soft_rendezvous.py",
+        "providers/soft0/test_soft_tags.py",
+        "providers/soft0/test_soft_offload.py",
+        "providers/soft0/test_soft_tso.py",
+        "providers/soft0/test_soft_attempts.py",
     ),
     "rdmapost.providers.soft0.engine.responder": (
-        "test_soft_queuepair.py", "test_soft_responder.py", "test_posting.py",
-        "test_posting_refused.py", "test_memory.py", "test_xrc.py", "test_events.py",
-        "test_datagrams.py", "test_queuepair.py", "test_states.py", "test_srq.py",
-        "test_soft_rendezvous.py", "test_soft_tags.py", "test_windows.py",
-        "test_soft_offload.py", "test_soft_tso.py", "test_soft_attempts.py",
+        "providers/soft0/test_soft_queuepair.py",
+        "providers/soft0/test_soft_responder.py",
+        "posting/test_posting.py",
+        "posting/test_posting_refused.py",
+        "resources/test_memory.py",
+        "resources/test_xrc.py",
+        "resources/test_events.py",
+        "resources/test_datagrams.py",
+        "resources/test_queuepair.py",
+        "resources/test_states.py",
+        "resources/test_srq.py",
+        "providers/soft0/test_soft_rendezvous.py",
+        "providers/soft0/test_soft_tags.py",
+        "resources/test_windows.py",
+        "providers/soft0/test_soft_offload.py",
+        "providers/soft0/test_soft_tso.py",
+        "providers/soft0/test_soft_attempts.py",
     ),
     "rdmapost.providers.soft0.engine.requester": (
-        "test_soft_queuepair.py", "test_soft_requester.py", "test_soft_responder.py",
-        "test_posting.py", "test_posting_refused.py", "test_posting_lists.py",
-        "test_memory.py", "test_queuepair.py", "test_datagrams.py", "test_xrc.py", "test_states.py",
-        "test_events.py", "test_windows.py", "test_soft_rendezvous.py",
-        "test_soft_offload.py", "test_soft_tso.py", "test_soft_attempts.py", "test_sizes.py",
-        "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+        "providers/soft0/test_soft_queuepair.py",
+        "providers/soft0/test_soft_requester.py",
+        "providers/soft0/test_soft_responder.py",
+        "posting/test_posting.py",
+        "posting/test_posting_refused.py",
+        "posting/test_posting_lists.py",
+        "resources/test_memory.py",
+        "resources/test_queuepair.py",
+        "resources/test_datagrams.py",
+        "resources/test_xrc.py",
+        "resources/test_states.py",
+        "resources/test_events.py",
+        "resources/test_windows.py",
+        "providers/soft0/test_soft_rendezvous.py",
+        "providers/soft0/test_soft_offload.py",
+        "providers/soft0/test_soft_tso.py",
+        "providers/soft0/test_soft_attempts.py",
+        "posting/test_sizes.py",
+        "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/completions.c": (
-        "test_completion_fields.py", "test_polling_failures.py", "test_errors.py",
-        "test_soft_tags.py",
+        "resources/test_completion_fields.py",
+        "resources/test_polling_failures.py",
+        "project/test_errors.py",
+        "providers/soft0/test_soft_tags.py",
     ),
-    "rdmapost/_c/rules.c": ("test_rules.py", "test_reading.py"),
+    "rdmapost/_c/rules.c": ("posting/test_rules.py", "posting/test_reading.py"),
     "rdmapost/_c/read.c": (
-        "test_fields.py", "test_reading.py", "test_rules.py", "test_crashes.py",
-        "test_prepared.py::test_sges_that_the_collector_shows_while_they_are_made_are_whole",
+        "posting/test_fields.py",
+        "posting/test_reading.py",
+        "posting/test_rules.py",
+        "resources/test_crashes.py",
+        "posting/test_prepared.py::test_sges_that_the_collector_shows_while_they_are_made_are_whole",
     ),
     "rdmapost/_c/post.c": (
-        "test_rules.py", "test_inflight.py", "test_fields.py", "test_reading.py",
-        "test_posting_lists.py", "test_windows.py", "test_soft_tag_ops.py", "test_prepared.py",
+        "posting/test_rules.py",
+        "posting/test_inflight.py",
+        "posting/test_fields.py",
+        "posting/test_reading.py",
+        "posting/test_posting_lists.py",
+        "resources/test_windows.py",
+        "providers/soft0/test_soft_tag_ops.py",
+        "posting/test_prepared.py",
         "soundness/test_windows_hold.py",
-        "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
     ),
     "rdmapost/_c/prepared.c": (
-        "test_prepared.py", "test_fields.py", "test_rules.py", "test_inflight.py",
-        "test_reading.py",
-        "soundness/test_fork.py::"
-        "test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do",
+        "posting/test_prepared.py",
+        "posting/test_fields.py",
+        "posting/test_rules.py",
+        "posting/test_inflight.py",
+        "posting/test_reading.py",
+        "soundness/test_fork.py::test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do",
     ),
     "rdmapost/_c/poll.c": (
-        "test_polling_failures.py",
-        "test_binding.py::test_polling_nothing_is_refused_by_the_shim",
-        "test_soft_tags.py",
+        "resources/test_polling_failures.py",
+        "project/test_binding.py::test_polling_nothing_is_refused_by_the_shim",
+        "providers/soft0/test_soft_tags.py",
     ),
     "rdmapost/_c/inflight.c": (
-        "test_inflight.py", "test_prepared.py", "test_soft_tag_ops.py",
+        "posting/test_inflight.py",
+        "posting/test_prepared.py",
+        "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_windows_hold.py",
     ),
     "rdmapost/_c/buffer.c": (
-        "test_reading.py", "test_values.py", "test_rules.py", "test_prepared.py",
-        "test_lifetimes.py::test_the_collector_may_take_a_memoryview_and_an_sge_over_it",
+        "posting/test_reading.py",
+        "posting/test_values.py",
+        "posting/test_rules.py",
+        "posting/test_prepared.py",
+        "resources/test_lifetimes.py::test_the_collector_may_take_a_memoryview_and_an_sge_over_it",
     ),
-    "rdmapost/_c/tag.c": ("test_soft_tag_ops.py", "test_soft_tags.py"),
-    "rdmapost/_c/region.c": ("test_memory.py", "test_values.py"),
-    "rdmapost/_c/wr.c": ("test_wr.py", "test_arguments.py", "test_fields.py"),
-    "rdmapost/_c/slots.c": ("test_wr.py", "test_fields.py"),
+    "rdmapost/_c/tag.c": (
+        "providers/soft0/test_soft_tag_ops.py",
+        "providers/soft0/test_soft_tags.py",
+    ),
+    "rdmapost/_c/region.c": ("resources/test_memory.py", "posting/test_values.py"),
+    "rdmapost/_c/wr.c": (
+        "posting/test_wr.py",
+        "project/test_arguments.py",
+        "posting/test_fields.py",
+    ),
+    "rdmapost/_c/slots.c": ("posting/test_wr.py", "posting/test_fields.py"),
     "rdmapost/_c/soft.c": (
-        "test_soft_from_c.py", "test_soft_queuepair.py", "test_soft_responder.py",
-        "test_soft_requester.py",
-        "test_posting.py", "test_soft_refuses.py", "test_queuepair.py", "test_srq.py",
-        "test_xrc.py", "test_datagrams.py", "test_windows.py", "test_zero_based.py",
-        "test_soft_rendezvous.py", "test_soft_tags.py", "test_soft_tag_ops.py",
-        "test_soft_offload.py", "test_soft_tso.py", "test_faults.py", "test_events.py",
-        "test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
-        "test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
-        "test_soft_interrupts.py::"
+        "providers/soft0/test_soft_from_c.py",
+        "providers/soft0/test_soft_queuepair.py",
+        "providers/soft0/test_soft_responder.py",
+        "providers/soft0/test_soft_requester.py",
+        "posting/test_posting.py",
+        "providers/soft0/test_soft_refuses.py",
+        "resources/test_queuepair.py",
+        "resources/test_srq.py",
+        "resources/test_xrc.py",
+        "resources/test_datagrams.py",
+        "resources/test_windows.py",
+        "resources/test_zero_based.py",
+        "providers/soft0/test_soft_rendezvous.py",
+        "providers/soft0/test_soft_tags.py",
+        "providers/soft0/test_soft_tag_ops.py",
+        "providers/soft0/test_soft_offload.py",
+        "providers/soft0/test_soft_tso.py",
+        "providers/soft0/test_faults.py",
+        "resources/test_events.py",
+        "resources/test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
+        "providers/soft0/test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
+        "providers/soft0/test_soft_interrupts.py::"
         "test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it",
-        "test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts.py::"
         "test_handler_of_another_signal_runs_whole_while_an_exception_waits",
-        "test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
-        "test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "providers/soft0/test_soft_interrupts.py::"
         "test_verb_happens_whole_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
-        "test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
-        "test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
+        "resources/test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
+        "resources/test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
     "rdmapost/_c/soft_verb.c": (
-        "test_soft_handlers.py", "test_soft_interrupts.py", "test_polling.py",
-        "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
-        "test_soft_robust.py::test_send_that_lacked_memory_even_to_fail_is_carried_out_later",
-        "test_soft_robust.py::test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another",
-        "test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
-        "test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+        "providers/soft0/test_soft_handlers.py",
+        "providers/soft0/test_soft_interrupts.py",
+        "resources/test_polling.py",
+        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "providers/soft0/test_soft_robust.py::test_send_that_lacked_memory_even_to_fail_is_carried_out_later",
+        "providers/soft0/test_soft_robust.py::test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another",
+        "providers/soft0/test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
+        "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
     "rdmapost/_c/soft_journal.c": (
-        "test_soft_queuepair.py", "test_faults.py", "test_soft_refuses.py", "test_soft_memory.py",
-        "test_memory.py", "test_events.py", "test_windows.py", "test_soft_interrupts.py",
+        "providers/soft0/test_soft_queuepair.py",
+        "providers/soft0/test_faults.py",
+        "providers/soft0/test_soft_refuses.py",
+        "providers/soft0/test_soft_memory.py",
+        "resources/test_memory.py",
+        "resources/test_events.py",
+        "resources/test_windows.py",
+        "providers/soft0/test_soft_interrupts.py",
     ),
-    "rdmapost/_c/lock.c": ("test_reading.py", "test_polling.py"),
+    "rdmapost/_c/lock.c": ("posting/test_reading.py", "resources/test_polling.py"),
     "rdmapost/_c/cq.c": (
-        "test_cq_batches.py", "test_cq_waits.py", "test_completions.py", "test_polling.py",
-        "test_polling_failures.py",
-        "test_completion_fields.py", "test_waiting.py", "test_aio.py", "test_aio_channels.py",
-        "test_async_events.py", "test_soft_tags.py", "test_events.py",
-        "test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
-        "test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
-        "soundness/test_fork.py::"
-        "test_forked_child_that_polls_takes_no_completion_of_its_parent",
-        "soundness/test_fork.py::"
-        "test_child_forked_while_threads_wait_starts_threads_and_ends",
+        "resources/test_cq_batches.py",
+        "resources/test_cq_waits.py",
+        "resources/test_completions.py",
+        "resources/test_polling.py",
+        "resources/test_polling_failures.py",
+        "resources/test_completion_fields.py",
+        "resources/test_waiting.py",
+        "resources/test_aio.py",
+        "resources/test_aio_channels.py",
+        "resources/test_async_events.py",
+        "providers/soft0/test_soft_tags.py",
+        "resources/test_events.py",
+        "resources/test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
+        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
+        "soundness/test_fork.py::test_child_forked_while_threads_wait_starts_threads_and_ends",
         "soundness/test_fork.py::"
         "test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is",
-        "soundness/test_close_races.py::"
-        "test_wait_that_is_released_gives_its_completions_to_none",
+        "soundness/test_close_races.py::test_wait_that_is_released_gives_its_completions_to_none",
         "soundness/test_finalizers.py::"
         "test_handler_that_closes_what_its_thread_waits_for_ends_the_wait",
     ),
     "rdmapost/_c/handle.c": (
-        "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
-        "test_windows.py", "test_soft_handlers.py", "test_binding.py", "soundness/test_exit.py",
+        "resources/test_resource.py",
+        "resources/test_handles.py",
+        "resources/test_making.py",
+        "resources/test_lifetimes.py",
+        "resources/test_windows.py",
+        "providers/soft0/test_soft_handlers.py",
+        "project/test_binding.py",
+        "soundness/test_exit.py",
         "soundness/test_fork.py",
         "soundness/test_windows_hold.py",
         "soundness/test_finalizers.py::"
@@ -193,27 +297,45 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "soundness/test_close_races.py::"
         "test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it",
     ),
-}  # fmt: skip
+}
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""
 
 
 # ---- mutants --------------------------------------------------------------------
 
 _OPERATORS: dict[type, tuple[type, ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,), ast.NotIn: (ast.In,),
-    ast.And: (ast.Or,), ast.Or: (ast.And,),
-    ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Add,), ast.Mod: (ast.Add,),
-    ast.BitAnd: (ast.BitOr,), ast.BitOr: (ast.BitAnd,), ast.BitXor: (ast.BitOr,),
-    ast.LShift: (ast.RShift,), ast.RShift: (ast.LShift,),
-}  # fmt: skip
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.And: (ast.Or,),
+    ast.Or: (ast.And,),
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Add,),
+    ast.Mod: (ast.Add,),
+    ast.BitAnd: (ast.BitOr,),
+    ast.BitOr: (ast.BitAnd,),
+    ast.BitXor: (ast.BitOr,),
+    ast.LShift: (ast.RShift,),
+    ast.RShift: (ast.LShift,),
+}
 _DROPPED = (
-    ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Return, ast.Continue, ast.Break,
+    ast.Expr,
+    ast.Assign,
+    ast.AugAssign,
+    ast.Raise,
+    ast.Return,
+    ast.Continue,
+    ast.Break,
     ast.Delete,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -508,12 +630,21 @@ def arguments(tests: tuple[str, ...]) -> list[str]:
     """Return those of pytest."""
     # Whether they fail is enough: nobody reads why, or needs the smallest example.
     return [
-        "-x", "-q", "--tb=no", "--assert=plain",
+        "-x",
+        "-q",
+        "--tb=no",
+        "--assert=plain",
         *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest", "junitxml")),
-        "--hypothesis-seed=0", f"--hypothesis-profile={PROFILE}",
-        "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
-        "-m", "not rdma and not two_hosts", *(str(TESTS / name) for name in tests),
-    ]  # fmt: skip
+        "--hypothesis-seed=0",
+        f"--hypothesis-profile={PROFILE}",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        "-m",
+        "not rdma and not two_hosts",
+        *(str(TESTS / name) for name in tests),
+    ]
 
 
 def start(put: Callable[[], None], stage: Stage) -> int:
@@ -589,9 +720,12 @@ class Selecting:
     """So many tests that noticed others go first."""
 
     def __init__(
-        self, library: pathlib.Path, numbers: dict[int, int], jobs: int,
+        self,
+        library: pathlib.Path,
+        numbers: dict[int, int],
+        jobs: int,
         tell: Callable[[int, str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.library, self.numbers, self.jobs, self.tell = library, numbers, jobs, tell
 
     def pytest_runtestloop(self, session: Any) -> bool:
@@ -749,18 +883,21 @@ def noticed_together(
             tell = os.fdopen(writing, "w", buffering=1)
             tell.writelines(f"{number}:\n" for number in wrong & numbered.keys())
             numbers = {
-                number: place for number, place in file.function_of.items()
+                number: place
+                for number, place in file.function_of.items()
                 if number in numbered and number not in wrong
-            }  # fmt: skip
+            }
             if numbers:
                 import pytest
 
                 said = os.dup(2)
                 be_quiet()
                 loop = Selecting(
-                    library, numbers, options.jobs,
+                    library,
+                    numbers,
+                    options.jobs,
                     lambda number, came: print(f"{number}:{came}", file=tell),
-                )  # fmt: skip
+                )
                 try:
                     # Also what it would capture is shared by all children.
                     code = pytest.main([*arguments(TARGETS[module]), "-s"], plugins=[loop])
@@ -779,8 +916,11 @@ def noticed_together(
                 if came != "not called":
                     found[mutant] = came
                 if came == "survived":
-                    print(f"  not noticed so far: line {mutant.line}: {mutant.name}",
-                          file=sys.stderr, flush=True)  # fmt: skip
+                    print(
+                        f"  not noticed so far: line {mutant.line}: {mutant.name}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     except BaseException:
         os.kill(pid, signal.SIGTERM)
         raise
@@ -898,9 +1038,10 @@ def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) 
     names = {mutant.name for mutant in survivors}
     partial = options.only or options.part != "1/1" or options.quick or options.again
     stale = [
-        name for name in equivalent
+        name
+        for name in equivalent
         if name.startswith(f"{module}: ") and not partial and name not in names
-    ]  # fmt: skip
+    ]
     for name in stale:
         print(f"  listed in {EQUIVALENT.name}, and noticed or gone: {name}", flush=True)
     return bool(new or stale)
@@ -909,19 +1050,25 @@ def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "modules", nargs="*", default=[*TARGETS], metavar="MODULE",
+        "modules",
+        nargs="*",
+        default=[*TARGETS],
+        metavar="MODULE",
         help="a module, or a C file by its path; all unless given",
-    )  # fmt: skip
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     parser.add_argument(
-        "--quick", action="store_true",
+        "--quick",
+        action="store_true",
         help="of C files: no second look, and none at those in mutants.txt",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--again", type=pathlib.Path, metavar="FILE",
+        "--again",
+        type=pathlib.Path,
+        metavar="FILE",
         help="those that survived an earlier run, whose output this is",
-    )  # fmt: skip
+    )
     parser.add_argument("--part", default="1/1", metavar="K/N", help="one of N parts, from 1")
     options = parser.parse_args()
     for module in options.modules:
@@ -934,10 +1081,13 @@ def main() -> int:
     import pytest  # noqa: F401
 
     hypothesis.settings.register_profile(
-        PROFILE, database=None, deadline=None, max_examples=EXAMPLES,
+        PROFILE,
+        database=None,
+        deadline=None,
+        max_examples=EXAMPLES,
         phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
         suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+    )
 
     os.environ["RDMAPOST_MOMENTS"] = MOMENTS
     sys.path.insert(0, str(TESTS))

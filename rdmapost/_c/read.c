@@ -628,7 +628,7 @@ static PyObject *describe_resource(PyObject *self, PyObject *args)
 		*known[i].at = Py_NewRef(type); /* held for ever */
 		Py_RETURN_NONE;
 	}
-	PyErr_Format(PyExc_RuntimeError, "%s is known, or nothing that work requests refer to", name);
+	PyErr_Format(PyExc_RuntimeError, "%s: already described, or not one of SGE, MR, MW and AH", name);
 	return NULL;
 }
 

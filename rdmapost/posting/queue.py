@@ -178,23 +178,40 @@ def _flags(wr_type: type, value: dict[Any, int], checked: bool) -> dict[type, in
 def send_queue(limits: Limits, depth: int, *, checked: bool, bounded: bool = True) -> PostQueue:
     """Return the send queue of a queue pair."""
     return PostQueue(
-        Verb.ibv_post_send, limits, depth, "max_send_wr", "max_send_sge",
-        _flags(SendWR, dict(limits.flags), checked), checked=checked, bounded=bounded,
-    )  # fmt: skip
+        Verb.ibv_post_send,
+        limits,
+        depth,
+        "max_send_wr",
+        "max_send_sge",
+        _flags(SendWR, dict(limits.flags), checked),
+        checked=checked,
+        bounded=bounded,
+    )
 
 
 def recv_queue(limits: Limits, depth: int, *, checked: bool, shared: bool = False) -> PostQueue:
     """Return the receive queue of a queue pair, or of an SRQ."""
     verb = Verb.ibv_post_srq_recv if shared else Verb.ibv_post_recv
     return PostQueue(
-        verb, limits, depth, "max_wr" if shared else "max_recv_wr", "max_recv_sge",
-        _flags(RecvWR, {}, checked), checked=checked,
-    )  # fmt: skip
+        verb,
+        limits,
+        depth,
+        "max_wr" if shared else "max_recv_wr",
+        "max_recv_sge",
+        _flags(RecvWR, {}, checked),
+        checked=checked,
+    )
 
 
 def ops_queue(limits: Limits, depth: int, *, checked: bool) -> PostQueue:
     """Return the queue of an SRQ's tag-matching operations."""
     return PostQueue(
-        Verb.ibv_post_srq_ops, limits, depth, "max_ops", "max_recv_sge",
-        _flags(OpsWR, {}, checked), checked=checked, tagged=door.InFlight(in_order=False),
-    )  # fmt: skip
+        Verb.ibv_post_srq_ops,
+        limits,
+        depth,
+        "max_ops",
+        "max_recv_sge",
+        _flags(OpsWR, {}, checked),
+        checked=checked,
+        tagged=door.InFlight(in_order=False),
+    )

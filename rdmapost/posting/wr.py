@@ -405,14 +405,29 @@ def _quicken(*kinds: Any) -> None:
         # In the order in which they can be passed.
         ordered = sorted(fields(kind), key=lambda field: bool(field.kw_only))
         door.quick_init(
-            kind, kind.__init__, sum(not field.kw_only for field in ordered),
+            kind,
+            kind.__init__,
+            sum(not field.kw_only for field in ordered),
             tuple((field.name, field.default) for field in ordered),
-        )  # fmt: skip
+        )
         del kind.__init__
 
 
 _quicken(
-    RdmaWrite, Send, RecvWR, RdmaRead, SendWithImm, RdmaWriteWithImm, SendWithInv,
-    AtomicCmpAndSwp, AtomicFetchAndAdd, LocalInv, BindMW, TSO,
-    _Message, _Remote, _WithBuffers, SendWR,
-)  # fmt: skip
+    RdmaWrite,
+    Send,
+    RecvWR,
+    RdmaRead,
+    SendWithImm,
+    RdmaWriteWithImm,
+    SendWithInv,
+    AtomicCmpAndSwp,
+    AtomicFetchAndAdd,
+    LocalInv,
+    BindMW,
+    TSO,
+    _Message,
+    _Remote,
+    _WithBuffers,
+    SendWR,
+)

@@ -104,10 +104,14 @@ class WC(NamedTuple):
 _RECV = int(WCOpcode.RECV)
 
 door.make_completions_of(
-    WC, {int(status): status for status in WCStatus}, WCStatus.GENERAL_ERR,
+    WC,
+    {int(status): status for status in WCStatus},
+    WCStatus.GENERAL_ERR,
     {int(opcode): opcode for opcode in WCOpcode},
-    {flags: WCFlags(flags) for flags in range(128)}, WCFlags, VerbsError,
-)  # fmt: skip
+    {flags: WCFlags(flags) for flags in range(128)},
+    WCFlags,
+    VerbsError,
+)
 
 _BATCH = 64
 """The most completions that one call polls (``_c/cq.c``)."""
@@ -141,8 +145,15 @@ class CQ(Resource, struct="ibv_cq"):
     """
 
     __slots__ = (
-        "_channel", "_drop", "_extended", "_overrun", "_poller", "channel", "context", "cqe",
-    )  # fmt: skip
+        "_channel",
+        "_drop",
+        "_extended",
+        "_overrun",
+        "_poller",
+        "channel",
+        "context",
+        "cqe",
+    )
 
     _kind = "CQ"
     _rank = 5
@@ -194,9 +205,11 @@ class CQ(Resource, struct="ibv_cq"):
         )
         create = provider.create_cq_ex if self._extended else provider.create_cq
         handle = self._make(
-            create, (context, cqe, announces, comp_vector), provider.destroy_cq,
+            create,
+            (context, cqe, announces, comp_vector),
+            provider.destroy_cq,
             (context, announces),
-        )  # fmt: skip
+        )
         self.cqe: int = handle.cqe
 
     def __str__(self) -> str:

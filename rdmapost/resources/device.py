@@ -262,8 +262,16 @@ class Context(Resource, struct="ibv_context"):
     """
 
     __slots__ = (
-        "_events", "_poller", "_provider", "_queues", "attr", "guid", "kind", "name", "node_type",
-    )  # fmt: skip
+        "_events",
+        "_poller",
+        "_provider",
+        "_queues",
+        "attr",
+        "guid",
+        "kind",
+        "name",
+        "node_type",
+    )
 
     _kind = "device"
     _rank = 9

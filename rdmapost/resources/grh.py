@@ -71,9 +71,15 @@ class GRH:
         if raw[_IPV4_AT] == _IPV4_BEGINS and (not is_ipv6 or _sums_up(raw[_IPV4_AT:])):
             _, tos, total, _, _, ttl, protocol, _, src, dst = _IPV4.unpack_from(raw, _IPV4_AT)
             return cls(
-                GID(_MAPPED + src), GID(_MAPPED + dst), tos, 0, max(0, total - _IPV4.size),
-                protocol, ttl, 4,
-            )  # fmt: skip
+                GID(_MAPPED + src),
+                GID(_MAPPED + dst),
+                tos,
+                0,
+                max(0, total - _IPV4.size),
+                protocol,
+                ttl,
+                4,
+            )
         if not is_ipv6:
             raise ValueError(
                 "these 40 bytes are no GRH: the message came without one, or they are not the "

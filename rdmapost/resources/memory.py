@@ -118,9 +118,18 @@ class MR(Resource, struct="ibv_mr"):
     """
 
     __slots__ = (
-        "_access", "_addr", "_end", "_given", "_length", "_lkey", "_memory", "_rkey", "_writable",
-        "buffer", "pd",
-    )  # fmt: skip
+        "_access",
+        "_addr",
+        "_end",
+        "_given",
+        "_length",
+        "_lkey",
+        "_memory",
+        "_rkey",
+        "_writable",
+        "buffer",
+        "pd",
+    )
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
@@ -140,9 +149,13 @@ class MR(Resource, struct="ibv_mr"):
         provider = pd.context._provider
         try:
             handle = self._make(
-                provider.reg_mr, (pd, ffi.cast("char *", start), length, self._access),
-                provider.dereg_mr, (pd,), held, self._access,
-            )  # fmt: skip
+                provider.reg_mr,
+                (pd, ffi.cast("char *", start), length, self._access),
+                provider.dereg_mr,
+                (pd,),
+                held,
+                self._access,
+            )
         except VerbsError as error:
             error.hint = error.hint or _why_not_registered(error.errno, length)
             raise
@@ -419,11 +432,13 @@ def refuse_posted(resource_: Resource, context: Context) -> None:
         queue for handle in open_handles() if handle._kind == "SRQ" for queue in handle._queues()
     }
     holders = " or ".join(
-        name for name, is_there in (
+        name
+        for name, is_there in (
             ("the QP", any(queue not in shared for _, queue in named)),
             ("the SRQ", any(queue in shared for _, queue in named)),
-        ) if is_there
-    )  # fmt: skip
+        )
+        if is_there
+    )
     if not wr_ids:
         raise InUseError(
             f"{resource_} cannot be closed: in use by an outstanding prepared list; poll its "

@@ -172,9 +172,13 @@ class QP(Multicast, struct="ibv_qp"):
             max_send_wr = max_send_sge = max_inline_data = 0
         cap = init.cap
         fill(
-            cap, max_send_wr=max_send_wr, max_recv_wr=max_recv_wr, max_send_sge=max_send_sge,
-            max_recv_sge=max_recv_sge, max_inline_data=max_inline_data,
-        )  # fmt: skip
+            cap,
+            max_send_wr=max_send_wr,
+            max_recv_wr=max_recv_wr,
+            max_send_sge=max_send_sge,
+            max_recv_sge=max_recv_sge,
+            max_inline_data=max_inline_data,
+        )
         init.qp_type = self.qp_type
         init.sq_sig_all = self.sq_sig_all
         given = (pd, send_cq, recv_cq, srq, xrcd)
@@ -198,14 +202,19 @@ class QP(Multicast, struct="ibv_qp"):
 
         device_cap = context.attr.device_cap_flags
         self._limits = Limits(
-            self.qp_type, pd, self.max_send_sge, self.max_recv_sge, self.max_inline_data,
+            self.qp_type,
+            pd,
+            self.max_send_sge,
+            self.max_recv_sge,
+            self.max_inline_data,
             {
                 opcode: int(flags_allowed(self.qp_type, opcode, device_cap))
                 for opcode in OPCODES_BY_QP_TYPE[self.qp_type]
             },
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
-            self.max_tso_header, sq_sig_all=self.sq_sig_all,
-        )  # fmt: skip
+            self.max_tso_header,
+            sq_sig_all=self.sq_sig_all,
+        )
         # If there is no queue, the check gives a better reason than that it is full.
         self._send = send_queue(
             self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
@@ -377,10 +386,14 @@ class QP(Multicast, struct="ibv_qp"):
             self._live()
             if self.checked and len(batch) > queue.depth:
                 raise PostError(
-                    queue.verb, errno.ENOMEM, too_long_a_list(queue, len(batch)),
-                    index=queue.depth, posted=0, count=len(batch),
+                    queue.verb,
+                    errno.ENOMEM,
+                    too_long_a_list(queue, len(batch)),
+                    index=queue.depth,
+                    posted=0,
+                    count=len(batch),
                     wr=wrs[queue.depth] if queue.depth else wrs,
-                )  # fmt: skip
+                )
         except RdmaError:
             # If another thread has closed the QP meanwhile, it may not have seen the list.
             batch.close()
@@ -435,9 +448,14 @@ class QP(Multicast, struct="ibv_qp"):
         See ibv_bind_mw(3).
         """
         wr = BindMW(
-            wr_id=wr_id, send_flags=send_flags, mw=mw, mr=mr, addr=addr, length=length,
+            wr_id=wr_id,
+            send_flags=send_flags,
+            mw=mw,
+            mr=mr,
+            addr=addr,
+            length=length,
             mw_access_flags=mw_access_flags,
-        )  # fmt: skip
+        )
         # rxe keeps what was posted before RTS, and carries it out in RTS.
         self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 

@@ -66,11 +66,24 @@ class QPAttr:
 
 
 QUERY_MASK = int(
-    QPAttrMask.STATE | QPAttrMask.CUR_STATE | QPAttrMask.CAP | QPAttrMask.AV
-    | QPAttrMask.PATH_MTU | QPAttrMask.QKEY | QPAttrMask.RQ_PSN | QPAttrMask.SQ_PSN
-    | QPAttrMask.DEST_QPN | QPAttrMask.ACCESS_FLAGS | QPAttrMask.PKEY_INDEX | QPAttrMask.PORT
-    | QPAttrMask.TIMEOUT | QPAttrMask.RETRY_CNT | QPAttrMask.RNR_RETRY
-    | QPAttrMask.MIN_RNR_TIMER | QPAttrMask.MAX_QP_RD_ATOMIC | QPAttrMask.MAX_DEST_RD_ATOMIC
+    QPAttrMask.STATE
+    | QPAttrMask.CUR_STATE
+    | QPAttrMask.CAP
+    | QPAttrMask.AV
+    | QPAttrMask.PATH_MTU
+    | QPAttrMask.QKEY
+    | QPAttrMask.RQ_PSN
+    | QPAttrMask.SQ_PSN
+    | QPAttrMask.DEST_QPN
+    | QPAttrMask.ACCESS_FLAGS
+    | QPAttrMask.PKEY_INDEX
+    | QPAttrMask.PORT
+    | QPAttrMask.TIMEOUT
+    | QPAttrMask.RETRY_CNT
+    | QPAttrMask.RNR_RETRY
+    | QPAttrMask.MIN_RNR_TIMER
+    | QPAttrMask.MAX_QP_RD_ATOMIC
+    | QPAttrMask.MAX_DEST_RD_ATOMIC
     | QPAttrMask.PATH_MIG_STATE
-)  # fmt: skip
+)
 """What a query asks for."""

@@ -27,8 +27,15 @@ class Steps(Resource):
     """A queue pair's addressing and states."""
 
     __slots__ = (
-        "_gid", "_gid_index", "_state", "pd", "port_num", "psn", "qp_num", "qp_type",
-    )  # fmt: skip
+        "_gid",
+        "_gid_index",
+        "_state",
+        "pd",
+        "port_num",
+        "psn",
+        "qp_num",
+        "qp_type",
+    )
 
     pd: PD
     port_num: int

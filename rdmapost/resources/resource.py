@@ -219,9 +219,16 @@ _open: dict[int, Any] = {}
 refused to destroy."""
 
 door.describe_handles(
-    ClosedError, RdmaError, InUseError, _failed, ffi,
-    functools.partial(ffi.cast, ffi.typeof("uintptr_t")), _open, ffi.typeof, _structs,
-)  # fmt: skip
+    ClosedError,
+    RdmaError,
+    InUseError,
+    _failed,
+    ffi,
+    functools.partial(ffi.cast, ffi.typeof("uintptr_t")),
+    _open,
+    ffi.typeof,
+    _structs,
+)
 
 
 def open_handles() -> list[Any]:

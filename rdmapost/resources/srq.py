@@ -66,9 +66,17 @@ class SRQ(Resource, struct="ibv_srq"):
     """
 
     __slots__ = (
-        "_ops", "_recv", "cq", "max_num_tags", "max_ops", "max_sge",
-        "max_wr", "pd", "srq_type", "xrcd",
-    )  # fmt: skip
+        "_ops",
+        "_recv",
+        "cq",
+        "max_num_tags",
+        "max_ops",
+        "max_sge",
+        "max_wr",
+        "pd",
+        "srq_type",
+        "xrcd",
+    )
 
     _kind = "SRQ"
     _rank = 3

@@ -22,9 +22,8 @@ import rdmapost as rp
 from rdmapost._binding import ffi
 
 ALL = (
-    rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ
-    | rp.Access.REMOTE_ATOMIC
-)  # fmt: skip
+    rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ | rp.Access.REMOTE_ATOMIC
+)
 KIB, MIB = 1 << 10, 1 << 20
 LIST = 32
 
@@ -90,20 +89,26 @@ class Bench:
         remote = self.remote
         found: list[tuple[str, Callable[[], tuple[float, float]]]] = [
             ("write 8 bytes", lambda: self.posted(lambda: remote(rp.RdmaWrite, 8), 1)),
-            ("write 8 bytes, list of 32", lambda: self.posted(
-                lambda: [remote(rp.RdmaWrite, 8) for _ in range(LIST)], LIST)),
+            (
+                "write 8 bytes, list of 32",
+                lambda: self.posted(lambda: [remote(rp.RdmaWrite, 8) for _ in range(LIST)], LIST),
+            ),
             ("read 8 bytes", lambda: self.posted(lambda: remote(rp.RdmaRead, 8), 1)),
-            ("fetch and add", lambda: self.posted(
-                lambda: remote(rp.AtomicFetchAndAdd, 8, compare_add=1), 1)),
+            (
+                "fetch and add",
+                lambda: self.posted(lambda: remote(rp.AtomicFetchAndAdd, 8, compare_add=1), 1),
+            ),
             ("send 8 bytes", lambda: self.sent(1)),
             ("send 8 bytes, list of 32", lambda: self.sent(LIST)),
-        ]  # fmt: skip
+        ]
         for size, label in ((4 * KIB, "4 KiB"), (64 * KIB, "64 KiB"), (MIB, "1 MiB")):
             found += [
-                (f"write {label}",
-                 lambda size=size: self.posted(lambda: remote(rp.RdmaWrite, size), 1)),
+                (
+                    f"write {label}",
+                    lambda size=size: self.posted(lambda: remote(rp.RdmaWrite, size), 1),
+                ),
                 (f"memmove {label}", lambda size=size: self.memmove(size)),
-            ]  # fmt: skip
+            ]
         return found
 
 

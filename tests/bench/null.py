@@ -59,15 +59,17 @@ GOALS: tuple[tuple[str, str, str, float | None], ...] = (
 
 PLAIN = "RDMA_WRITE"
 BESIDE_PLAIN = (
-    ("INLINE write", "RDMA_WRITE (INLINE)"), ("BIND_MW", "BIND_MW (key kept)"),
+    ("INLINE write", "RDMA_WRITE (INLINE)"),
+    ("BIND_MW", "BIND_MW (key kept)"),
     ("TSO, on UD", "TSO (UD)"),
-)  # fmt: skip
+)
 FORMS = (
     ("built and posted, checked", "build/{}/1/1/checked"),
     ("built and posted, unchecked", "build/{}/1/1/unchecked"),
-    ("kept, checked", "kept/{}/checked"), ("kept, unchecked", "kept/{}/unchecked"),
+    ("kept, checked", "kept/{}/checked"),
+    ("kept, unchecked", "kept/{}/unchecked"),
     ("prepared", "prepared/{}"),
-)  # fmt: skip
+)
 PLAIN_GOAL = 1.3
 """What each of these may cost of a plain write of the same form."""
 
@@ -85,9 +87,7 @@ def compile_c(into: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     null, loop = into / "null.so", into / "loop"
     run = [cc, "-O2", "-std=gnu11", "-Wall", "-Wextra"]
     subprocess.run([*run, "-shared", "-fPIC", "-o", null, HERE / "null.c"], check=True)
-    subprocess.run(
-        [*run, "-o", loop, HERE / "loop.c", null, f"-Wl,-rpath,{into}"], check=True
-    )  # fmt: skip
+    subprocess.run([*run, "-o", loop, HERE / "loop.c", null, f"-Wl,-rpath,{into}"], check=True)
     return null, loop
 
 
@@ -96,8 +96,10 @@ def find_pyverbs(null: pathlib.Path) -> str | None:
     for python in (sys.executable, "/usr/bin/python3"):
         found = subprocess.run(
             [python, "-c", "import pyverbs.wr"],
-            env={**os.environ, "LD_PRELOAD": str(null)}, capture_output=True, check=False,
-        )  # fmt: skip
+            env={**os.environ, "LD_PRELOAD": str(null)},
+            capture_output=True,
+            check=False,
+        )
         if found.returncode == 0:
             return python
     return None
@@ -123,14 +125,21 @@ def environment(tree: pathlib.Path | None = None) -> dict[str, str]:
 
 
 def run_python(
-    python: str, worker: str, runs: int, *more: str, env: Mapping[str, str],
+    python: str,
+    worker: str,
+    runs: int,
+    *more: str,
+    env: Mapping[str, str],
     tree: pathlib.Path | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Run a worker, on rdmapost as it is in a tree, and return its figures."""
     done = subprocess.run(
         [python, str(HERE / worker), str(runs), *more],
-        env={**environment(tree), **env}, stdout=subprocess.PIPE, check=True, timeout=600,
-    )  # fmt: skip
+        env={**environment(tree), **env},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=600,
+    )
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
 
@@ -140,8 +149,11 @@ def run_c(loop: pathlib.Path, runs: int) -> dict[str, float]:
     cpu = max(os.sched_getaffinity(0))
     done = subprocess.run(
         ["taskset", "-c", str(cpu), loop, str(runs)],
-        stdout=subprocess.PIPE, text=True, check=True, timeout=600,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+    )
     lines = (line.split("\t") for line in done.stdout.splitlines())
     return {name: float(ns) for name, ns in lines}
 
@@ -176,8 +188,9 @@ def print_goals(ours: Figures, pyverbs: Figures, c: Figures) -> None:
         print(line.rstrip())
 
 
-def print_wide(title: str, rows: list[tuple[str, str]], ours: Figures, pyverbs: Figures,
-               c: Figures) -> None:  # fmt: skip
+def print_wide(
+    title: str, rows: list[tuple[str, str]], ours: Figures, pyverbs: Figures, c: Figures
+) -> None:
     """Print a table of the cases that are built and posted, checked and unchecked."""
     print(f"\n{title:<25}  checked  ratio unchecked  ratio  pyverbs        C")
     for label, case in rows:
@@ -239,8 +252,10 @@ def build(into: pathlib.Path, ref: str | None) -> None:
     if ref is None:
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, stdout=subprocess.PIPE, check=True,
-        ).stdout  # fmt: skip
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
         there = [
             name for name in listed.split(b"\0") if name and os.path.exists(ROOT / name.decode())
         ]
@@ -254,9 +269,13 @@ def build(into: pathlib.Path, ref: str | None) -> None:
         )
     subprocess.run(["tar", "-x"], cwd=into, input=packed.stdout, check=True)
     built = subprocess.run(
-        [sys.executable, "build_ffi.py"], cwd=into, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "build_ffi.py"],
+        cwd=into,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if built.returncode:
         raise SystemExit(f"{ref or 'the checkout'} cannot be built:\n{built.stdout}")
 
@@ -268,9 +287,7 @@ def low(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def differ(before: Figures, after: Figures) -> list[str]:
     """Return the rows that both have and that are not within what counts as equal."""
-    return [
-        name for name in after if name in before and abs(after[name] / before[name] - 1) > SAME
-    ]  # fmt: skip
+    return [name for name in after if name in before and abs(after[name] / before[name] - 1) > SAME]
 
 
 def compare(ref: str, runs: int, rounds: int, growth: bool) -> list[tuple[str, Figures]]:
@@ -288,9 +305,13 @@ def compare(ref: str, runs: int, rounds: int, growth: bool) -> list[tuple[str, F
             trees.reverse()
             for tree, figures in trees:
                 found = run_python(
-                    sys.executable, "on_rdmapost.py", runs, *names, tree=tree,
+                    sys.executable,
+                    "on_rdmapost.py",
+                    runs,
+                    *names,
+                    tree=tree,
                     env={"RDMAPOST_LIBIBVERBS": str(null)},
-                )  # fmt: skip
+                )
                 for name, ns in found.items():
                     figures.setdefault(name, []).append(ns)
 
@@ -380,8 +401,9 @@ def main() -> None:
     print_goals(ours, theirs, c)
     rows = [
         (f"list of {length}, {sges} SGE{'s' * (sges > 1)}", f"build/RDMA_WRITE/{length}/{sges}")
-        for sges in (1, 4) for length in LENGTHS
-    ]  # fmt: skip
+        for sges in (1, 4)
+        for length in LENGTHS
+    ]
     print_wide("RDMA writes, each", rows, ours, theirs, c)
     cases = [name.removesuffix("/checked") for name in ours if name.endswith("/1/1/checked")]
     print_wide(

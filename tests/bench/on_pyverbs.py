@@ -69,15 +69,23 @@ class Bench:
         init = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=cap)
         self.qp = QP(self.pd, init)
         self.names: dict[str, Any] = {
-            "SendWR": SendWR, "RecvWR": RecvWR, "SGE": SGE, "MWBindInfo": MWBindInfo,
-            "mr": self.mr, "addr": self.mr.buf, "lkey": self.mr.lkey, "rkey": self.mr.rkey,
+            "SendWR": SendWR,
+            "RecvWR": RecvWR,
+            "SGE": SGE,
+            "MWBindInfo": MWBindInfo,
+            "mr": self.mr,
+            "addr": self.mr.buf,
+            "lkey": self.mr.lkey,
+            "rkey": self.mr.rkey,
             "sge": SGE(self.mr.buf, 8, self.mr.lkey),
             "mw": MW(self.pd, e.IBV_MW_TYPE_2),
             "inline": e.IBV_SEND_SIGNALED | e.IBV_SEND_INLINE,
             "ah": AH(self.pd, attr=AHAttr(dlid=1, port_num=1)),
-            "post": self.qp.post_send, "post_recv": self.qp.post_recv, "poll": self.cq.poll,
+            "post": self.qp.post_send,
+            "post_recv": self.qp.post_recv,
+            "poll": self.cq.poll,
             **{name.split()[0]: getattr(e, "IBV_WR_" + name.split()[0]) for name in BUILD},
-        }  # fmt: skip
+        }
 
     def case(self, name: str, statement: str, each: int, **names: Any) -> Case:
         return Case(name, statement, each, {**self.names, **names})

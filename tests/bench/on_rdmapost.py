@@ -20,9 +20,12 @@ from rdmapost._binding import ffi
 
 ALL = rp.Access(0)
 for _access in (
-    rp.Access.LOCAL_WRITE, rp.Access.REMOTE_WRITE, rp.Access.REMOTE_READ, rp.Access.REMOTE_ATOMIC,
+    rp.Access.LOCAL_WRITE,
+    rp.Access.REMOTE_WRITE,
+    rp.Access.REMOTE_READ,
+    rp.Access.REMOTE_ATOMIC,
     rp.Access.MW_BIND,
-):  # fmt: skip
+):
     ALL |= _access
 DEEP = 1 << 22
 
@@ -67,17 +70,19 @@ class Bench:
         self.mr = rp.MR(self.pd, 4096, ALL)
         self.names: dict[str, Any] = {
             **{name: getattr(rp, name) for name in rp.__all__},
-            "mr": self.mr, "sge": self.mr[0:8],
-            "mw": rp.MW(self.pd), "ah": rp.AH(self.pd, rp.AHAttr(dlid=1)),
-            "addr": self.mr.addr, "rkey": self.mr.rkey, "hdr": bytes(14),
+            "mr": self.mr,
+            "sge": self.mr[0:8],
+            "mw": rp.MW(self.pd),
+            "ah": rp.AH(self.pd, rp.AHAttr(dlid=1)),
+            "addr": self.mr.addr,
+            "rkey": self.mr.rkey,
+            "hdr": bytes(14),
             "inline": rp.SendFlags.SIGNALED | rp.SendFlags.INLINE,
-        }  # fmt: skip
+        }
         self.names["key"] = self.names["mw"].next_rkey()
 
     def qp(self, qp_type: rp.QPType = rp.QPType.RC, **options: Any) -> rp.QP:
-        made = rp.QP(
-            self.pd, qp_type, self.cq, max_send_wr=DEEP, max_recv_wr=DEEP, **options
-        )  # fmt: skip
+        made = rp.QP(self.pd, qp_type, self.cq, max_send_wr=DEEP, max_recv_wr=DEEP, **options)
         made.connect(made.endpoint())
         return made
 
@@ -146,9 +151,11 @@ class Bench:
         struct = ffi.new("struct ibv_send_wr *")
         names = {**self.names, "one": one, "struct": struct}
         for name, statement in (
-            ("remote_addr", "one.remote_addr = addr"), ("wr_id", "one.wr_id = 7"),
-            ("sg_list", "one.sg_list = sge"), ("struct", "struct.wr.rdma.remote_addr = addr"),
-        ):  # fmt: skip
+            ("remote_addr", "one.remote_addr = addr"),
+            ("wr_id", "one.wr_id = 7"),
+            ("sg_list", "one.sg_list = sge"),
+            ("struct", "struct.wr.rdma.remote_addr = addr"),
+        ):
             # Nothing is posted.
             yield Case(f"patch/{name}", statement, 0, names)
 
@@ -183,9 +190,13 @@ class Bench:
                 posted = one if length == 1 else f"[{one} for _ in range({length})]"
                 names = {**self.names, "post": post, "take": self.cq.poll}
                 yield Case(
-                    f"life/{name}/{length}", f"post({posted}); take({length})", length, names,
-                    lambda _: self.null.remember(True), lambda: self.drain(qp),
-                )  # fmt: skip
+                    f"life/{name}/{length}",
+                    f"post({posted}); take({length})",
+                    length,
+                    names,
+                    lambda _: self.null.remember(True),
+                    lambda: self.drain(qp),
+                )
 
     def cases(self) -> Iterator[Case]:
         for mode in ("checked", "unchecked"):
@@ -209,8 +220,10 @@ class Bench:
         post = f"post({build('RDMA_WRITE')})"
         for power in range(2, 7):
             for name, statement, each in (
-                ("outstanding", post, 1), ("before", post, 1), ("poll", "poll(16)", 16),
-            ):  # fmt: skip
+                ("outstanding", post, 1),
+                ("before", post, 1),
+                ("poll", "poll(16)", 16),
+            ):
                 taken = [self.grown(10**power, name, statement, each) for _ in range(runs)]
                 found[f"growth/{name}/{10**power}"] = min(taken)
         return found

@@ -86,9 +86,12 @@ def main() -> None:
             cpu_ms(python, statement, 1, env)
             times[statement] = cpu_ms(python, statement, options.runs, env)
     if options.json:
-        json.dump({name: times[statement] for name, statement, *_ in GOALS}
-                  | {name: times[statement] for _, _, name, statement, _ in GOALS},
-                  sys.stdout, indent=2)  # fmt: skip
+        json.dump(
+            {name: times[statement] for name, statement, *_ in GOALS}
+            | {name: times[statement] for _, _, name, statement, _ in GOALS},
+            sys.stdout,
+            indent=2,
+        )
         print()
         return
     print("ms of CPU time")

@@ -25,12 +25,17 @@ _IMM = (0, 1, 0xFFFFFFFF, 0x01020304)
 
 _OPS = {
     "RC": (
-        *["SEND"] * 3, *["RDMA_WRITE"] * 3, *["RDMA_READ"] * 3, "SEND_WITH_IMM",
-        *["RDMA_WRITE_WITH_IMM"] * 2, "ATOMIC_CMP_AND_SWP", *["ATOMIC_FETCH_AND_ADD"] * 2,
+        *["SEND"] * 3,
+        *["RDMA_WRITE"] * 3,
+        *["RDMA_READ"] * 3,
+        "SEND_WITH_IMM",
+        *["RDMA_WRITE_WITH_IMM"] * 2,
+        "ATOMIC_CMP_AND_SWP",
+        *["ATOMIC_FETCH_AND_ADD"] * 2,
     ),
     "UC": (*["SEND"] * 3, *["RDMA_WRITE"] * 3, "SEND_WITH_IMM", "RDMA_WRITE_WITH_IMM"),
     "UD": ("SEND", "SEND_WITH_IMM"),
-}  # fmt: skip
+}
 _WRONG_OPS = {
     "RC": ("BIND_MW", "LOCAL_INV", "SEND_WITH_INV"),
     "UC": ("RDMA_READ", "ATOMIC_FETCH_AND_ADD", "BIND_MW"),

@@ -18,9 +18,22 @@ from typing import NamedTuple
 from rdmapost import Access
 
 __all__ = [
-    "GRH", "REGIONS", "WINDOWS", "At", "End", "Move", "Pair", "Post", "Program", "R", "Recv",
-    "RegionSpec", "Sge", "Step", "W",
-]  # fmt: skip
+    "GRH",
+    "REGIONS",
+    "WINDOWS",
+    "At",
+    "End",
+    "Move",
+    "Pair",
+    "Post",
+    "Program",
+    "R",
+    "Recv",
+    "RegionSpec",
+    "Sge",
+    "Step",
+    "W",
+]
 
 GRH = 40
 """Bytes of the header that a datagram begins with in its receive."""

@@ -162,9 +162,13 @@ class Run(Stage):
         self.qps[step.qp].post_send(wrs)
         if refusal:
             raise rp.PostError(
-                "ibv_post_send", getattr(errno, refusal), "", index=len(wrs),
-                posted=len(wrs), count=len(step.wrs),
-            )  # fmt: skip
+                "ibv_post_send",
+                getattr(errno, refusal),
+                "",
+                index=len(wrs),
+                posted=len(wrs),
+                count=len(step.wrs),
+            )
 
     def _post_receives(self, number: int, step: Recv) -> None:
         wrs = []
@@ -258,9 +262,11 @@ class Run(Stage):
             return True
         # Each send has a completion here, where it is signaled, and one there.
         before = expected.counts[number - 1] if number else 0
-        silent = 0 if self.program.end(step.qp).sq_sig_all else sum(
-            "UNSIGNALED" in wr.flags for wr in step.wrs
-        )  # fmt: skip
+        silent = (
+            0
+            if self.program.end(step.qp).sq_sig_all
+            else sum("UNSIGNALED" in wr.flags for wr in step.wrs)
+        )
         return expected.counts[number] - before < 2 * len(step.wrs) - silent
 
     # ---- what happened ------------------------------------------------------
@@ -314,11 +320,15 @@ class Run(Stage):
         if wc.invalidated_rkey is not None:
             self._invalidated(wc.invalidated_rkey)
         return Done(
-            wc.wr_id, status, opcode, wc.byte_len, wc.imm_data,
+            wc.wr_id,
+            status,
+            opcode,
+            wc.byte_len,
+            wc.imm_data,
             "" if wc.invalidated_rkey is None else self._name_of(wc.invalidated_rkey),
             self._index_of.get(wc.src_qp) if datagram else None,
             datagram and bool(wc.wc_flags & rp.WCFlags.GRH),
-        )  # fmt: skip
+        )
 
     def _watch_silent_windows(self, number: int, step: Step) -> None:
         """Note what unsignaled work requests did; of one that fails there is a completion."""

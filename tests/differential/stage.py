@@ -34,10 +34,18 @@ _LETTERS = {
 _WR = {
     cls.opcode.name: cls
     for cls in (
-        rp.Send, rp.SendWithImm, rp.SendWithInv, rp.RdmaWrite, rp.RdmaWriteWithImm, rp.RdmaRead,
-        rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd, rp.LocalInv, rp.BindMW,
+        rp.Send,
+        rp.SendWithImm,
+        rp.SendWithInv,
+        rp.RdmaWrite,
+        rp.RdmaWriteWithImm,
+        rp.RdmaRead,
+        rp.AtomicCmpAndSwp,
+        rp.AtomicFetchAndAdd,
+        rp.LocalInv,
+        rp.BindMW,
     )
-}  # fmt: skip
+}
 
 
 def _access(letters: str) -> Access:
@@ -103,12 +111,19 @@ class Stage:
             srq = stack.enter_context(rp.SRQ(bench.pds[0], end.depth, MAX_SGE, checked=end.checked))
         qp = stack.enter_context(
             rp.QP(
-                bench.pds[0], QPType[qp_type], bench.cq, srq=srq,
-                max_send_wr=end.depth, max_recv_wr=end.depth,
-                max_send_sge=MAX_SGE, max_recv_sge=MAX_SGE, max_inline_data=MAX_INLINE,
-                sq_sig_all=end.sq_sig_all, checked=end.checked,
+                bench.pds[0],
+                QPType[qp_type],
+                bench.cq,
+                srq=srq,
+                max_send_wr=end.depth,
+                max_recv_wr=end.depth,
+                max_send_sge=MAX_SGE,
+                max_recv_sge=MAX_SGE,
+                max_inline_data=MAX_INLINE,
+                sq_sig_all=end.sq_sig_all,
+                checked=end.checked,
             )
-        )  # fmt: skip
+        )
         self._index_of[qp.qp_num] = len(self.qps)
         self.qps.append(qp)
         self._srqs.append(srq)
@@ -131,15 +146,19 @@ class Stage:
                     access if pair.type == "RC" else access & Access.REMOTE_WRITE
                 )
                 rtr = {
-                    "ah_attr": self.bench.path, "path_mtu": self.bench.mtu,
-                    "dest_qp_num": peer.qp_num, "rq_psn": peer.psn,
-                }  # fmt: skip
+                    "ah_attr": self.bench.path,
+                    "path_mtu": self.bench.mtu,
+                    "dest_qp_num": peer.qp_num,
+                    "rq_psn": peer.psn,
+                }
             if pair.type == "RC":
                 rtr |= {"min_rnr_timer": _SHORTEST, "max_dest_rd_atomic": 16}
                 rts |= {
-                    "timeout": _SHORTEST if self.bench.soft else _TIMEOUT, "retry_cnt": 1,
-                    "rnr_retry": pair.rnr_retry, "max_rd_atomic": 16,
-                }  # fmt: skip
+                    "timeout": _SHORTEST if self.bench.soft else _TIMEOUT,
+                    "retry_cnt": 1,
+                    "rnr_retry": pair.rnr_retry,
+                    "max_rd_atomic": 16,
+                }
             qp.modify(qp_state=QPState.INIT, **init)
             if end.state != "INIT":
                 qp.modify(qp_state=QPState.RTR, **rtr)
@@ -227,10 +246,14 @@ class Stage:
         window._handle.rkey = rkeys[-1]
         rkeys.append(rkey)
         return rp.BindMW(
-            mw=window, rkey=rkey, mr=region, length=wr.length,
+            mw=window,
+            rkey=rkey,
+            mr=region,
+            length=wr.length,
             addr=region.addr + (wr.at.offset if wr.at else 0),
-            mw_access_flags=int(_access(wr.access)), **fields,
-        )  # fmt: skip
+            mw_access_flags=int(_access(wr.access)),
+            **fields,
+        )
 
     def _unbind(self, wr: W) -> None:
         """Take back the key of a bind that failed."""

@@ -138,12 +138,25 @@ class _Worker:
         with self._said.open("wb") as said:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-X", "faulthandler", str(pathlib.Path(__file__).parent),
-                    "--worker", str(self._status), "--seed", str(options.seed), "--threads",
-                    str(options.threads), "--limit", str(options.limit), *arguments,
+                    sys.executable,
+                    "-P",
+                    "-X",
+                    "faulthandler",
+                    str(pathlib.Path(__file__).parent),
+                    "--worker",
+                    str(self._status),
+                    "--seed",
+                    str(options.seed),
+                    "--threads",
+                    str(options.threads),
+                    "--limit",
+                    str(options.limit),
+                    *arguments,
                 ],
-                stdout=output, stderr=said, env=env,
-            )  # fmt: skip
+                stdout=output,
+                stderr=said,
+                env=env,
+            )
 
     def end(self) -> tuple[int, int, Finding | None]:
         """Wait for its end; return its program, its calls, and what it found."""

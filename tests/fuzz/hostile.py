@@ -14,9 +14,19 @@ from world import Hostile
 import rdmapost as rp
 
 __all__ = [
-    "Acting", "Changing", "Counting", "Fake", "Finalizer", "Lying", "OnDemand", "header", "number",
-    "posing", "property_class", "sge_class",
-]  # fmt: skip
+    "Acting",
+    "Changing",
+    "Counting",
+    "Fake",
+    "Finalizer",
+    "Lying",
+    "OnDemand",
+    "header",
+    "number",
+    "posing",
+    "property_class",
+    "sge_class",
+]
 
 Act = Callable[[], Any]
 
@@ -177,9 +187,18 @@ def number(draw: Draw, value: int, other: int, act: Act) -> Any:
         return draw.among(None, "1", 1.0, b"1", [], object(), float("nan"), 1j, _Strange.BIT)
     if kind == 10:
         return draw.among(
-            -1, 1 << 31, 1 << 32, (1 << 32) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 1 << 200, True,
-            -(1 << 63), -(1 << 64),
-        )  # fmt: skip
+            -1,
+            1 << 31,
+            1 << 32,
+            (1 << 32) - 1,
+            1 << 63,
+            (1 << 64) - 1,
+            1 << 64,
+            1 << 200,
+            True,
+            -(1 << 63),
+            -(1 << 64),
+        )
     return np.asarray(value & (1 << 63) - 1)
 
 

@@ -14,9 +14,17 @@ import rdmapost as rp
 from rdmapost import Access, QPType, SRQType
 
 __all__ = [
-    "ALL", "NEVER", "acting", "closing", "join", "make_mr", "make_pair", "make_srq", "num",
+    "ALL",
+    "NEVER",
+    "acting",
+    "closing",
+    "join",
+    "make_mr",
+    "make_pair",
+    "make_srq",
+    "num",
     "wr_id",
-]  # fmt: skip
+]
 
 NEVER = 31
 """A timeout of hours, for an acknowledgement."""
@@ -72,10 +80,18 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
     """Register memory of some kind."""
     if access is None:
         access = draw.among(
-            ALL, ALL, ALL | Access.MW_BIND, ALL | Access.MW_BIND, ALL | Access.ZERO_BASED,
-            ALL | Access.MW_BIND | Access.ZERO_BASED, Access.LOCAL_WRITE, Access(0),
-            Access.REMOTE_READ, Access.REMOTE_WRITE, ALL | Access.ON_DEMAND,
-        )  # fmt: skip
+            ALL,
+            ALL,
+            ALL | Access.MW_BIND,
+            ALL | Access.MW_BIND,
+            ALL | Access.ZERO_BASED,
+            ALL | Access.MW_BIND | Access.ZERO_BASED,
+            Access.LOCAL_WRITE,
+            Access(0),
+            Access.REMOTE_READ,
+            Access.REMOTE_WRITE,
+            ALL | Access.ON_DEMAND,
+        )
     if draw.one_in(4):
         # Nobody else holds it: it is freed with its region.
         size = draw.among(64, 256, 4096)

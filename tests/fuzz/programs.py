@@ -54,9 +54,12 @@ def plan_of(seed: int, index: int, most_threads: int) -> Plan:
     flavour = draw.of(_FLAVOURS)
     count = 20 + draw.below(80)
     return Plan(
-        own, threads, flavour, interrupts,
+        own,
+        threads,
+        flavour,
+        interrupts,
         tuple(tuple(draw.bits() for _ in range(count // threads)) for _ in range(threads)),
-    )  # fmt: skip
+    )
 
 
 def run(
@@ -145,9 +148,14 @@ def begin(world: World, draw: Draw, flavour: str) -> None:
     for access in (ALL | Access.MW_BIND, ALL, ALL):
         make_mr(world, draw, pd, access)
     kinds = {
-        "rc": QPType.RC, "uc": QPType.UC, "ud": QPType.UD, "xrc": QPType.XRC_SEND,
-        "raw": QPType.RAW_PACKET, "srq": QPType.RC, "tm": QPType.RC,
-    }  # fmt: skip
+        "rc": QPType.RC,
+        "uc": QPType.UC,
+        "ud": QPType.UD,
+        "xrc": QPType.XRC_SEND,
+        "raw": QPType.RAW_PACKET,
+        "srq": QPType.RC,
+        "tm": QPType.RC,
+    }
     for kind in ("rc", "ud", "xrc") if flavour == "mixed" else (flavour,):
         shared = {"srq": SRQType.BASIC, "tm": SRQType.TM}.get(kind)
         make_pair(world, draw, pd, kinds[kind], shared)

@@ -304,17 +304,30 @@ def patch(world: World, draw: Draw, prepared: Any) -> None:
     maker.inline = True
     addr, length, rkey = world.pick("targets", draw) or (0, 0, 0)
     name = draw.among(
-        "sg_list", "sg_list", "wr_id", "imm_data", "remote_addr", "rkey", "compare_add", "swap",
-        "remote_qpn", "remote_qkey", "remote_srqn", "invalidate_rkey", "sg_list",
-    )  # fmt: skip
+        "sg_list",
+        "sg_list",
+        "wr_id",
+        "imm_data",
+        "remote_addr",
+        "rkey",
+        "compare_add",
+        "swap",
+        "remote_qpn",
+        "remote_qkey",
+        "remote_srqn",
+        "invalidate_rkey",
+        "sg_list",
+    )
     if not hasattr(prepared, name):
         return
     value = {
         "sg_list": maker.sges,
         "remote_addr": lambda: num(world, draw, addr + draw.below(length + 9), 8, 6),
-        "rkey": lambda: num(world, draw, rkey, 1, 6), "wr_id": lambda: wr_id(world, draw),
-        "compare_add": lambda: 0, "swap": lambda: 0,
-    }.get(name, lambda: num(world, draw, draw.below(1 << 33), 1, 6))()  # fmt: skip
+        "rkey": lambda: num(world, draw, rkey, 1, 6),
+        "wr_id": lambda: wr_id(world, draw),
+        "compare_add": lambda: 0,
+        "swap": lambda: 0,
+    }.get(name, lambda: num(world, draw, draw.below(1 << 33), 1, 6))()
     world.call(setattr, prepared, name, value)
     world.build(getattr, prepared, name)
 
@@ -368,9 +381,20 @@ def make_wrong(world: World, draw: Draw) -> None:
     kind = draw.below(8)
     if kind < 3:
         wrong: Any = draw.among(
-            b"readonly", 0, -1, None, "text", np.zeros(4, object), np.zeros((4, 4), np.uint8)[:, 1],
-            memoryview(bytearray(64))[::2], bytearray(0), [], 1.5, object(), np.array([None, "x"]),
-        )  # fmt: skip
+            b"readonly",
+            0,
+            -1,
+            None,
+            "text",
+            np.zeros(4, object),
+            np.zeros((4, 4), np.uint8)[:, 1],
+            memoryview(bytearray(64))[::2],
+            bytearray(0),
+            [],
+            1.5,
+            object(),
+            np.array([None, "x"]),
+        )
         made = world.call(rp.MR, pd, wrong, draw.among(int(ALL), 1, 0, 1 << 40, -1, None))
         if made is not None:
             if isinstance(wrong, np.ndarray) and wrong.dtype == object:
@@ -378,10 +402,14 @@ def make_wrong(world: World, draw: Draw) -> None:
             world.keep("MR", made, draw)
     elif kind == 3:
         options = draw.among(
-            {"max_send_wr": 1 << 20}, {"max_inline_data": 1 << 20}, {"max_send_sge": -1},
-            {"max_recv_wr": num(world, draw, 4, 1 << 30, 1)}, {"port_num": 2},
-            {"max_tso_header": 9}, {"gid_index": 77},
-        )  # fmt: skip
+            {"max_send_wr": 1 << 20},
+            {"max_inline_data": 1 << 20},
+            {"max_send_sge": -1},
+            {"max_recv_wr": num(world, draw, 4, 1 << 30, 1)},
+            {"port_num": 2},
+            {"max_tso_header": 9},
+            {"gid_index": 77},
+        )
         world.keep("QP", world.call(rp.QP, pd, QPType.RC, cq, **options), draw)
     elif kind == 4:
         world.call(rp.CQ, context, draw.among(0, -1, 1 << 30, 1 << 70), comp_vector=draw.below(2))
@@ -609,9 +637,10 @@ def traffic(world: World, draw: Draw) -> None:
             values |= {"remote_addr": (target[0] + 7) & ~7, "rkey": target[2]}
         if "ah" in names and a.qp_type is QPType.UD:
             values |= {
-                "ah": world.pick("AH", draw), "remote_qpn": b.qp_num,
+                "ah": world.pick("AH", draw),
+                "remote_qpn": b.qp_num,
                 "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
-            }  # fmt: skip
+            }
         if "remote_srqn" in names and a.qp_type is QPType.XRC_SEND and srq is not None:
             values["remote_srqn"] = world.build(getattr, srq, "srq_num") or 0
         if kind is rp.TSO:
@@ -655,17 +684,24 @@ def race(world: World, draw: Draw) -> None:
     elif kind < 4:
         thing = world.call(rp.PD, context)
         verb = draw.among(
-            lambda: rp.AH(thing, path), lambda: rp.MR(thing, 64), lambda: rp.MW(thing),
-            lambda: rp.SRQ(thing), lambda: rp.QP(thing, QPType.RC, cq),
-        )  # fmt: skip
+            lambda: rp.AH(thing, path),
+            lambda: rp.MR(thing, 64),
+            lambda: rp.MW(thing),
+            lambda: rp.SRQ(thing),
+            lambda: rp.QP(thing, QPType.RC, cq),
+        )
     elif kind == 4:
         thing = world.call(rp.QP, pd, QPType.RC, cq)
         region = world.pick("MR", draw)
         verb = draw.among(
-            lambda: thing.query(), lambda: thing.to_err(), lambda: thing.to_init(),
-            lambda: thing.post_recv(rp.RecvWR(region[:8])), lambda: thing.endpoint(),
-            lambda: thing.post_send(rp.RdmaWrite(region[:8])), lambda: thing.connect(end),
-        )  # fmt: skip
+            lambda: thing.query(),
+            lambda: thing.to_err(),
+            lambda: thing.to_init(),
+            lambda: thing.post_recv(rp.RecvWR(region[:8])),
+            lambda: thing.endpoint(),
+            lambda: thing.post_send(rp.RdmaWrite(region[:8])),
+            lambda: thing.connect(end),
+        )
     elif kind == 5:
         thing = world.call(rp.SRQ, pd)
         verb = draw.among(
@@ -681,10 +717,13 @@ def race(world: World, draw: Draw) -> None:
     else:
         thing = world.call(rp.open_device, "soft0")
         verb = draw.among(
-            lambda: thing.query_port(), lambda: rp.PD(thing), lambda: rp.CQ(thing, 4),
-            lambda: rp.get_async_event(thing), lambda: rp.CompChannel(thing),
+            lambda: thing.query_port(),
+            lambda: rp.PD(thing),
+            lambda: rp.CQ(thing, 4),
+            lambda: rp.get_async_event(thing),
+            lambda: rp.CompChannel(thing),
             lambda: rp.XRCD(thing),
-        )  # fmt: skip
+        )
     if thing is None:
         return
     world.made.append(weakref.ref(thing))
@@ -703,17 +742,48 @@ def race(world: World, draw: Draw) -> None:
 
 
 _STEPS: tuple[tuple[Callable[[World, Draw], None], int], ...] = (
-    (post_send, 30), (post_inline, 8), (post_recv, 10), (post_shared, 8), (bind_type_1, 2),
-    (bind_right, 4), (poll, 14), (wait, 2), (notify, 3), (async_event, 1), (in_asyncio, 1),
-    (prepare, 5), (use_batch, 7), (make, 10), (make_wrong, 2), (close, 8), (drop, 6), (collect, 2),
-    (change_state, 4), (query, 5), (duplicate, 1), (assign, 1), (change_shared, 3), (reconnect, 3),
-    (traffic, 20), (race, 8),
-)  # fmt: skip
+    (post_send, 30),
+    (post_inline, 8),
+    (post_recv, 10),
+    (post_shared, 8),
+    (bind_type_1, 2),
+    (bind_right, 4),
+    (poll, 14),
+    (wait, 2),
+    (notify, 3),
+    (async_event, 1),
+    (in_asyncio, 1),
+    (prepare, 5),
+    (use_batch, 7),
+    (make, 10),
+    (make_wrong, 2),
+    (close, 8),
+    (drop, 6),
+    (collect, 2),
+    (change_state, 4),
+    (query, 5),
+    (duplicate, 1),
+    (assign, 1),
+    (change_shared, 3),
+    (reconnect, 3),
+    (traffic, 20),
+    (race, 8),
+)
 _WEIGHTED = tuple(what for what, weight in _STEPS for _ in range(weight))
 _INNER = (
-    close, close, close, drop, post_inline, post_send, poll, collect, change_state, change_shared,
-    use_batch, traffic,
-)  # fmt: skip
+    close,
+    close,
+    close,
+    drop,
+    post_inline,
+    post_send,
+    poll,
+    collect,
+    change_state,
+    change_shared,
+    use_batch,
+    traffic,
+)
 
 
 def step(world: World, draw: Draw) -> None:

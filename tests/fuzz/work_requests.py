@@ -24,9 +24,19 @@ __all__ = ["ATOMICS", "EVERY_SEND", "INLINE", "SENDS", "Maker", "several"]
 
 INLINE = int(SendFlags.INLINE)
 _CONNECTED = (
-    rp.Send, rp.SendWithImm, rp.SendWithInv, rp.RdmaWrite, rp.RdmaWrite, rp.RdmaWriteWithImm,
-    rp.RdmaRead, rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd, rp.LocalInv, rp.BindMW, rp.BindMW,
-)  # fmt: skip
+    rp.Send,
+    rp.SendWithImm,
+    rp.SendWithInv,
+    rp.RdmaWrite,
+    rp.RdmaWrite,
+    rp.RdmaWriteWithImm,
+    rp.RdmaRead,
+    rp.AtomicCmpAndSwp,
+    rp.AtomicFetchAndAdd,
+    rp.LocalInv,
+    rp.BindMW,
+    rp.BindMW,
+)
 SENDS = {
     QPType.RC: _CONNECTED,
     QPType.UC: tuple(
@@ -96,9 +106,11 @@ class Maker:
             return self.outside()
         if kind < 36:
             return rp.SGE(
-                num(world, draw, addr, 8, 2, region), num(world, draw, count, 1 << 20, 2, region),
-                num(world, draw, region.lkey, 1, 4, region), region,
-            )  # fmt: skip
+                num(world, draw, addr, 8, 2, region),
+                num(world, draw, count, 1 << 20, 2, region),
+                num(world, draw, region.lkey, 1, 4, region),
+                region,
+            )
         if kind == 36:
             return hostile.sge_class()(addr, count, region.lkey, region)
         if kind == 37 and self.checked:
@@ -110,9 +122,14 @@ class Maker:
             self.plain = False
             posing = hostile.posing(rp.MR, region.pd)
         return draw.among(
-            (addr, count, region.lkey, region), None, 5, "sge", hostile.posing(rp.SGE),
-            rp.SGE(addr, 0, region.lkey, region), rp.SGE(addr, count, region.lkey, posing),
-        )  # fmt: skip
+            (addr, count, region.lkey, region),
+            None,
+            5,
+            "sge",
+            hostile.posing(rp.SGE),
+            rp.SGE(addr, 0, region.lkey, region),
+            rp.SGE(addr, count, region.lkey, posing),
+        )
 
     def outside(self) -> Any:
         """Make an SGE that lies outside of its region, by arithmetic that wraps."""
@@ -125,8 +142,10 @@ class Maker:
         try:
             return rp.SGE(
                 draw.among(np.uint64, np.uint64, np.int64, int)(start),
-                draw.among(np.uint32, np.uint64, int)(length), region.lkey, region,
-            )  # fmt: skip
+                draw.among(np.uint32, np.uint64, int)(length),
+                region.lkey,
+                region,
+            )
         except OverflowError:
             return self.buffer()
 
@@ -302,15 +321,20 @@ class Maker:
         kind = draw.among(rp.TagAdd, rp.TagAdd, rp.TagAdd, rp.TagDel, rp.TagSync)
         if kind is rp.TagAdd:
             values |= {
-                "recv_wr_id": wr_id(world, draw), "sg_list": self.sges(),
-                "tag": num(world, draw, draw.below(4)), "mask": draw.among((1 << 64) - 1, 3, 1),
-            }  # fmt: skip
+                "recv_wr_id": wr_id(world, draw),
+                "sg_list": self.sges(),
+                "tag": num(world, draw, draw.below(4)),
+                "mask": draw.among((1 << 64) - 1, 3, 1),
+            }
         elif kind is rp.TagDel:
             added = world.pick("tags", draw)
             values["handle"] = draw.among(
-                getattr(added, "handle", None), getattr(added, "handle", None), None, 5,
+                getattr(added, "handle", None),
+                getattr(added, "handle", None),
+                None,
+                5,
                 hostile.posing(rp.TagHandle),
-            )  # fmt: skip
+            )
         wr = world.build(kind, **values)
         if kind is rp.TagAdd:
             world.keep("tags", wr, draw)

@@ -46,8 +46,14 @@ class Hostile(Exception):
 
 
 ALLOWED = (
-    rp.RdmaError, ValueError, TypeError, IndexError, OverflowError, Hostile, KeyboardInterrupt,
-)  # fmt: skip
+    rp.RdmaError,
+    ValueError,
+    TypeError,
+    IndexError,
+    OverflowError,
+    Hostile,
+    KeyboardInterrupt,
+)
 """What a call may raise."""
 
 ORDER = ("Batch", "MW", "QP", "SRQ", "AH", "MR", "CQ", "CompChannel", "XRCD", "PD", "Context")
@@ -569,10 +575,11 @@ class World:
         for qp in qps:
             if any(qp.outstanding):
                 self.found(
-                    "drain", None,
+                    "drain",
+                    None,
                     f"outstanding for ever after {'reset' if reset else 'ERR'}"
                     f": {qp} checked={qp.checked} {qp.outstanding}",
-                )  # fmt: skip
+                )
                 return
 
 

@@ -119,16 +119,22 @@ class Guest:
         script.write_text(guest_script(args), encoding="utf-8", errors="surrogateescape")
         command = [
             "vng",
-            "--run", str(kernel),
-            "--name", "guest",
-            "--cpus", str(args.cpus),
-            "--memory", args.memory,
+            "--run",
+            str(kernel),
+            "--name",
+            "guest",
+            "--cpus",
+            str(args.cpus),
+            "--memory",
+            args.memory,
             "--disable-microvm",
             "--force-9p",
             "--verbose",
-            "--append", f"modprobe.blacklist={UNUSED_MODULES}",
-            "--rodir", str(self._directory),
-        ]  # fmt: skip
+            "--append",
+            f"modprobe.blacklist={UNUSED_MODULES}",
+            "--rodir",
+            str(self._directory),
+        ]
         if not kvm:
             command.append("--disable-kvm")
         for index, directory in enumerate(args.writable):

@@ -57,15 +57,22 @@ class Peer:
         self._line = b""
         self._process = subprocess.Popen(
             [
-                sys.executable, sys.argv[0], *options, "--network", self._directory.name,
-                "--host", "2", "--", *shlex.split(command),
+                sys.executable,
+                sys.argv[0],
+                *options,
+                "--network",
+                self._directory.name,
+                "--host",
+                "2",
+                "--",
+                *shlex.split(command),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             # A Ctrl-C on the terminal is for the first; this one is ended by it.
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
         os.set_blocking(self._output, False)

@@ -85,9 +85,12 @@ def run_python(arguments: list[Any], seconds: float, env: dict[str, str]) -> tup
     with subprocess.Popen(
         # -P: what is installed is tested, whatever the current directory holds.
         [sys.executable, "-P", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, **env}, start_new_session=True,
-    ) as process:  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+        start_new_session=True,
+    ) as process:
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

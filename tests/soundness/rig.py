@@ -71,10 +71,12 @@ class Rig:
         return rp.RdmaWrite(
             self.mr[:1],
             **{
-                "wr_id": number, "remote_addr": self.mr.addr + 1024 + number, "rkey": self.mr.rkey,
+                "wr_id": number,
+                "remote_addr": self.mr.addr + 1024 + number,
+                "rkey": self.mr.rkey,
                 **fields,
             },
-        )  # fmt: skip
+        )
 
     def written(self) -> set[int]:
         """Return the numbers of the writes that have arrived."""
@@ -170,3 +172,38 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {LIMIT:g} s"
         time.sleep(0.001)
+
+
+class Number:
+    """A number that runs code when it is read, as a caller's own type may."""
+
+    def __init__(self, value: int, run: Callable[[], object]) -> None:
+        self.value, self.run = value, run
+
+    def __index__(self) -> int:
+        self.run()
+        return self.value
+
+    __int__ = __index__
+    __hash__ = None  # type: ignore[assignment]
+
+    def __lt__(self, other: Any) -> bool:
+        return self.__index__() < other
+
+    def __le__(self, other: Any) -> bool:
+        return self.__index__() <= other
+
+    def __gt__(self, other: Any) -> bool:
+        return self.__index__() > other
+
+    def __ge__(self, other: Any) -> bool:
+        return self.__index__() >= other
+
+    def __and__(self, other: Any) -> int:
+        return self.__index__() & other
+
+    def __rshift__(self, other: Any) -> int:
+        return self.__index__() >> other
+
+    def __mod__(self, other: Any) -> int:
+        return self.__index__() % other

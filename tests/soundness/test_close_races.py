@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from isolated import TIMES, isolated
 from moments import Moment, interrupt_at_each_moment
-from rig import LIMIT, Rig, thread, until
-from test_inline_memory import Number
+from rig import LIMIT, Number, Rig, thread, until
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -79,7 +78,8 @@ VERBS: dict[str, tuple[Callable[[Rig], Any], Callable[[Rig], Callable[[Any], obj
     "req_notify": (_channel_cq, lambda rig: lambda cq: cq.req_notify()),
     "poll": (lambda rig: rp.CQ(rig.context), lambda rig: lambda cq: cq.poll()),
     "get_cq_event": (
-        lambda rig: rp.CompChannel(rig.context), lambda rig: lambda channel: channel.get_cq_event(0)
+        lambda rig: rp.CompChannel(rig.context),
+        lambda rig: lambda channel: channel.get_cq_event(0),
     ),
     "create_cq": (
         lambda rig: rp.CompChannel(rig.context),
@@ -91,7 +91,8 @@ VERBS: dict[str, tuple[Callable[[Rig], Any], Callable[[Rig], Callable[[Any], obj
     "create_qp": (_pd, lambda rig: lambda pd: _made(lambda: rp.QP(pd, QPType.RC, rig.cq))),
     "query_qp": (lambda rig: rig.queue_pair(), lambda rig: lambda qp: qp.query()),
     "modify_qp": (
-        lambda rig: rig.queue_pair(), lambda rig: lambda qp: (qp.to_init(), qp.to_reset())
+        lambda rig: rig.queue_pair(),
+        lambda rig: lambda qp: (qp.to_init(), qp.to_reset()),
     ),
     "post_send": (lambda rig: _rts(rig), _post_and_poll),
     "prepared": (lambda rig: rig.a.prepare([rig.write(1), rig.write(2)]), _use_batch),
@@ -110,11 +111,14 @@ VERBS: dict[str, tuple[Callable[[Rig], Any], Callable[[Rig], Callable[[Any], obj
     ),
     "bind_mw": (
         lambda rig: rp.MW(rig.pd, rp.MWType.TYPE_1),
-        lambda rig: lambda mw: (
-            rig.a.bind_mw(mw, rig.mr, rig.mr.addr, 64, rp.Access.REMOTE_READ), rig.drain()
+        lambda rig: (
+            lambda mw: (
+                rig.a.bind_mw(mw, rig.mr, rig.mr.addr, 64, rp.Access.REMOTE_READ),
+                rig.drain(),
+            )
         ),
     ),
-}  # fmt: skip
+}
 
 
 def _attr(rig: Rig) -> rp.AHAttr:
@@ -258,9 +262,11 @@ def test_number_that_closes_the_address_handle_of_its_post_gets_no_destroyed_one
                 gone = ah.closed
 
         fields: dict[str, Any] = {
-            "wr_id": 7, "remote_qpn": receiver.qp_num, "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
+            "wr_id": 7,
+            "remote_qpn": receiver.qp_num,
+            "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
             "send_flags": int(rp.SendFlags.SIGNALED),
-        }  # fmt: skip
+        }
         odd = {**fields, field: Number(fields[field], close)}
         try:
             sender.post_send([rp.Send(rig.mr[:8], ah=ah, **odd)])
@@ -544,4 +550,6 @@ def test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_
             thing.close()
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, handler=make_on_it, within="/rdmapost/resources/srq.py")
+    interrupt_at_each_moment(
+        make, act, check, handler=make_on_it, within="/rdmapost/resources/srq.py"
+    )

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from isolated import TIMES, isolated
 from moments import Interrupted, Moment, interrupt_at_each_moment
-from rig import ALL, INLINE, Rig
-from test_inline_memory import Number
+from rig import ALL, INLINE, Number, Rig
 
 import rdmapost as rp
 from rdmapost.loopback import Loopback
@@ -29,9 +28,12 @@ def _victims(rig: Rig) -> dict[str, Any]:
     qp.to_init()
     qp.post_recv([rig.receive(1), rig.receive(2)])
     return {
-        "qp": qp, "mr": rp.MR(rig.pd, bytearray(64), ALL), "cq": rp.CQ(rig.context),
-        "srq": rp.SRQ(rig.pd), "batch": rig.b.prepare(rig.write(5)),
-    }  # fmt: skip
+        "qp": qp,
+        "mr": rp.MR(rig.pd, bytearray(64), ALL),
+        "cq": rp.CQ(rig.context),
+        "srq": rp.SRQ(rig.pd),
+        "batch": rig.b.prepare(rig.write(5)),
+    }
 
 
 class Nested:

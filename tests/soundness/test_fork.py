@@ -539,6 +539,9 @@ def test_child_opens_a_device_where_a_thread_was_opening_the_first_at_the_fork()
     done = subprocess.run(
         # -P: what is installed is tested, whatever the current directory holds.
         [sys.executable, "-P", "-W", "ignore", "-c", LOADING],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout.split() == ["0"], done.stderr[-600:]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from isolated import isolated
-from rig import INLINE, Rig
+from rig import INLINE, Number, Rig
 
 import rdmapost as rp
 
@@ -101,9 +101,11 @@ def test_inline_post_against_closing_its_region_never_reads_freed_memory(checked
         memory[:8] = b"is there"
         mr = rp.MR(rig.pd, memory)
         wr = rp.RdmaWrite(
-            [mr[:8], mr[8:16]], send_flags=INLINE, remote_addr=rig.mr.addr + 1024,
+            [mr[:8], mr[8:16]],
+            send_flags=INLINE,
+            remote_addr=rig.mr.addr + 1024,
             rkey=rig.mr.rkey,
-        )  # fmt: skip
+        )
         started = threading.Event()
         raised: list[BaseException] = []
 
@@ -138,41 +140,6 @@ def test_inline_post_against_closing_its_region_never_reads_freed_memory(checked
     rig.close()
 
 
-class Number:
-    """A number that runs code when it is read, as a caller's own type may."""
-
-    def __init__(self, value: int, run: Callable[[], object]) -> None:
-        self.value, self.run = value, run
-
-    def __index__(self) -> int:
-        self.run()
-        return self.value
-
-    __int__ = __index__
-    __hash__ = None  # type: ignore[assignment]
-
-    def __lt__(self, other: Any) -> bool:
-        return self.__index__() < other
-
-    def __le__(self, other: Any) -> bool:
-        return self.__index__() <= other
-
-    def __gt__(self, other: Any) -> bool:
-        return self.__index__() > other
-
-    def __ge__(self, other: Any) -> bool:
-        return self.__index__() >= other
-
-    def __and__(self, other: Any) -> int:
-        return self.__index__() & other
-
-    def __rshift__(self, other: Any) -> int:
-        return self.__index__() >> other
-
-    def __mod__(self, other: Any) -> int:
-        return self.__index__() % other
-
-
 @pytest.mark.parametrize("field", ["wr_id", "remote_addr", "rkey", "send_flags"])
 @isolated(silent=True)
 def test_number_that_closes_the_region_of_an_inline_post_never_has_freed_memory_read(field, device):
@@ -196,9 +163,11 @@ def test_number_that_closes_the_region_of_an_inline_post_never_has_freed_memory_
                     memory.close()
 
         fields = {
-            "wr_id": 7, "remote_addr": rig.mr.addr + 1024, "rkey": rig.mr.rkey,
+            "wr_id": 7,
+            "remote_addr": rig.mr.addr + 1024,
+            "rkey": rig.mr.rkey,
             "send_flags": int(INLINE),
-        }  # fmt: skip
+        }
         fields[field] = Number(fields[field], close)  # type: ignore[assignment]
         reads = 0
         try:

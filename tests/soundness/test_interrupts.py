@@ -38,9 +38,7 @@ RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
 def _tag_matching(rig: Rig) -> rp.SRQ:
     cq = rp.CQ(rig.context, tm_info=True)
     rig.more.append(cq)
-    return rp.SRQ(
-        rig.pd, 8, 2, srq_type=SRQType.TM, cq=cq, max_num_tags=8, max_ops=8
-    )  # fmt: skip
+    return rp.SRQ(rig.pd, 8, 2, srq_type=SRQType.TM, cq=cq, max_num_tags=8, max_ops=8)
 
 
 def _with_channel(rig: Rig) -> rp.CQ:
@@ -140,9 +138,13 @@ def _close(kind: str, device: str, raises: str, most: int) -> None:
         rig.close()
 
     interrupt_at_each_moment(
-        make, lambda rig: rig.more[-1].close(), check,
-        handler=RAISES[raises], most=most, seconds=8 * TIMES,
-    )  # fmt: skip
+        make,
+        lambda rig: rig.more[-1].close(),
+        check,
+        handler=RAISES[raises],
+        most=most,
+        seconds=8 * TIMES,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -348,9 +350,7 @@ def test_interrupted_region_keeps_its_memory_as_long_as_it_is_registered(device)
             things.pd.close()
             things.context.close()
 
-        interrupt_at_each_moment(
-            Things, act, check, most=100 // TIMES, seconds=8 * TIMES
-        )  # fmt: skip
+        interrupt_at_each_moment(Things, act, check, most=100 // TIMES, seconds=8 * TIMES)
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -404,9 +404,14 @@ def _window(rig: Rig) -> rp.BindMW:
     rig.more.append(rp.MW(rig.pd))
     mw = rig.more[-1]
     return rp.BindMW(
-        mw=mw, rkey=mw.next_rkey(), mr=rig.mr, addr=rig.mr.addr, length=64,
-        mw_access_flags=rp.Access.REMOTE_READ, wr_id=1,
-    )  # fmt: skip
+        mw=mw,
+        rkey=mw.next_rkey(),
+        mr=rig.mr,
+        addr=rig.mr.addr,
+        length=64,
+        mw_access_flags=rp.Access.REMOTE_READ,
+        wr_id=1,
+    )
 
 
 POSTS: dict[str, Callable[[Rig], Callable[[], object]]] = {
@@ -457,18 +462,24 @@ def _post_rig(how: str, device: str) -> Any:
 def test_interrupted_post_leaves_outstanding_what_the_device_has(how, raises, soft):
     """And all of that completes."""
     interrupt_at_each_moment(
-        lambda: _post_rig(how, soft), lambda rig: rig.post(), _post_check,
-        handler=RAISES[raises], most=120 if raises == "KeyboardInterrupt" else 40,
-    )  # fmt: skip
+        lambda: _post_rig(how, soft),
+        lambda rig: rig.post(),
+        _post_check,
+        handler=RAISES[raises],
+        most=120 if raises == "KeyboardInterrupt" else 40,
+    )
 
 
 @pytest.mark.parametrize("how", ["list", "inline", "bind-mw"])
 @isolated(silent=True, timeout=60)
 def test_interrupted_post_leaves_outstanding_what_a_real_device_has(how, real):
     interrupt_at_each_moment(
-        lambda: _post_rig(how, real), lambda rig: rig.post(), _post_check,
-        most=25, seconds=8 * TIMES,
-    )  # fmt: skip
+        lambda: _post_rig(how, real),
+        lambda rig: rig.post(),
+        _post_check,
+        most=25,
+        seconds=8 * TIMES,
+    )
 
 
 @isolated(silent=True)
@@ -486,7 +497,7 @@ def test_interrupted_bind_of_a_type_1_window_leaves_outstanding_what_the_device_
 
 @isolated(silent=True)
 def test_interrupted_tso_leaves_outstanding_what_the_device_has(soft):
-    from packets import ETHERNET, IPV4, ipv4, tcp
+    from support.packets import ETHERNET, IPV4, ipv4, tcp
 
     def make() -> Rig:
         rig = Rig(soft)
@@ -526,8 +537,10 @@ def test_interrupted_post_of_receives_leaves_outstanding_what_the_device_has(rai
     interrupt_at_each_moment(
         lambda: Rig(soft),
         lambda rig: rig.b.post_recv([rig.receive(number) for number in (1, 2, 3)]),
-        check, handler=RAISES[raises], most=80,
-    )  # fmt: skip
+        check,
+        handler=RAISES[raises],
+        most=80,
+    )
 
 
 class Shared(Rig):
@@ -582,8 +595,10 @@ def test_interrupted_post_to_a_shared_receive_queue_leaves_what_the_device_has(r
     interrupt_at_each_moment(
         lambda: Shared(soft),
         lambda rig: rig.srq.post_srq_recv([rig.receive(number) for number in (1, 2, 3)]),
-        check, handler=RAISES[raises], most=80,
-    )  # fmt: skip
+        check,
+        handler=RAISES[raises],
+        most=80,
+    )
 
 
 @isolated(silent=True)
@@ -649,9 +664,12 @@ def test_interrupted_poll_or_wait_loses_no_completion(how, raises, soft):
         rig.close()
 
     interrupt_at_each_moment(
-        make, TAKES[how], check,
-        handler=RAISES[raises], most=150 if raises == "KeyboardInterrupt" else 50,
-    )  # fmt: skip
+        make,
+        TAKES[how],
+        check,
+        handler=RAISES[raises],
+        most=150 if raises == "KeyboardInterrupt" else 50,
+    )
 
 
 @pytest.mark.parametrize("raises", RAISES)
@@ -895,9 +913,14 @@ def test_handler_in_the_middle_of_a_post_changes_nothing_of_it(outer, nested, wa
         rig.close()
 
     interrupt_at_each_moment(
-        lambda: _ordered_rig(soft, waits), act, check, handler=IN_THE_MIDDLE[nested], most=40,
-        seconds=5, within="/rdmapost/providers/soft0/",
-    )  # fmt: skip
+        lambda: _ordered_rig(soft, waits),
+        act,
+        check,
+        handler=IN_THE_MIDDLE[nested],
+        most=40,
+        seconds=5,
+        within="/rdmapost/providers/soft0/",
+    )
     assert sum(tried) > 3, "the handler has not run in the middle of posts"
 
 
@@ -993,9 +1016,12 @@ def test_ctrl_c_ends_a_program_that_polls(verb):
     ended = []
     for number in range(8):
         with subprocess.Popen(
-            [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, env={**os.environ},
-        ) as process:  # fmt: skip
+            [sys.executable, "-P", "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ},
+        ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "polls\n"
             time.sleep(0.001 * number)  # So that they come at other moments.

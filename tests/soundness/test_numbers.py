@@ -49,10 +49,13 @@ def test_sge_of_numpy_integers_cannot_reach_outside_its_region(inline, soft):
     sge = rp.SGE(numpy.uint64(mr.addr), numpy.uint32(8), numpy.uint32(mr.lkey), mr)
     rig.a.post_send(
         rp.RdmaWrite(
-            sge, send_flags=flags, remote_addr=numpy.uint64(rig.mr.addr + 1024),
-            rkey=numpy.uint32(rig.mr.rkey), wr_id=numpy.uint64(7),
+            sge,
+            send_flags=flags,
+            remote_addr=numpy.uint64(rig.mr.addr + 1024),
+            rkey=numpy.uint32(rig.mr.rkey),
+            wr_id=numpy.uint64(7),
         )
-    )  # fmt: skip
+    )
     assert rig.cq.wait(1)[0].check().wr_id == 7
     assert bytes(rig.mr.buffer[1024:1032]) == b"is right"
     mr.close()
@@ -90,9 +93,11 @@ def test_flags_whose_int_and_index_differ_are_checked_as_they_are_posted(device)
     length = rig.a.max_inline_data + 512
     for flags in (TwoFaced(inline, plain), TwoFaced(plain, inline)):
         wr = rp.RdmaWrite(
-            rig.mr[:length], send_flags=flags,  # type: ignore[arg-type]
-            remote_addr=rig.mr.addr + 2048, rkey=rig.mr.rkey,
-        )  # fmt: skip
+            rig.mr[:length],
+            send_flags=flags,  # type: ignore[arg-type]
+            remote_addr=rig.mr.addr + 2048,
+            rkey=rig.mr.rkey,
+        )
         try:
             rig.a.post_send(wr)
         except (rp.PostError, TypeError) as error:
@@ -123,9 +128,11 @@ def test_flags_that_change_as_they_are_read_are_read_once(soft):
         __rand__ = __and__
 
     wr = rp.RdmaWrite(
-        rp.SGE(8, 16, rig.mr.lkey), send_flags=Changing(),  # type: ignore[arg-type]
-        remote_addr=rig.mr.addr + 1024, rkey=rig.mr.rkey,
-    )  # fmt: skip
+        rp.SGE(8, 16, rig.mr.lkey),
+        send_flags=Changing(),  # type: ignore[arg-type]
+        remote_addr=rig.mr.addr + 1024,
+        rkey=rig.mr.rkey,
+    )
     try:
         rig.a.post_send(wr)
     except (rp.PostError, TypeError):
@@ -239,9 +246,11 @@ def test_widened_region_does_not_widen_what_may_be_posted(soft):
     for addr in (start - 32, start + 64):
         for flags in (SendFlags.SIGNALED, SendFlags.SIGNALED | SendFlags.INLINE):
             wr = rp.RdmaWrite(
-                rp.SGE(addr, 32, mr.lkey, mr), send_flags=flags,
-                remote_addr=rig.mr.addr + 1024, rkey=rig.mr.rkey,
-            )  # fmt: skip
+                rp.SGE(addr, 32, mr.lkey, mr),
+                send_flags=flags,
+                remote_addr=rig.mr.addr + 1024,
+                rkey=rig.mr.rkey,
+            )
             with pytest.raises(rp.PostError, match="outside"):
                 rig.a.post_send(wr)
 

@@ -26,10 +26,14 @@ def bind(rig: Rig, mw: rp.MW, mr: rp.MR) -> None:
     else:
         rig.b.post_send(
             rp.BindMW(
-                mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=mr.length,
+                mw=mw,
+                rkey=mw.next_rkey(),
+                mr=mr,
+                addr=mr.addr,
+                length=mr.length,
                 mw_access_flags=READ_WRITE,
             )
-        )  # fmt: skip
+        )
     rig.cq.wait(1)[0].check()
 
 
@@ -205,10 +209,15 @@ def rebind(rig: Rig, mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
     """Post a bind of a window to the whole region, without a look at the completion."""
     rig.b.post_send(
         rp.BindMW(
-            mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=mr.length,
-            mw_access_flags=READ_WRITE, **fields,
+            mw=mw,
+            rkey=mw.next_rkey(),
+            mr=mr,
+            addr=mr.addr,
+            length=mr.length,
+            mw_access_flags=READ_WRITE,
+            **fields,
         )
-    )  # fmt: skip
+    )
 
 
 def held_until_closed(rig: Rig, mw: rp.MW, ref: weakref.ref[Memory]) -> None:

@@ -6,9 +6,8 @@ import os
 import socket
 import time
 
-import agents
 import pytest
-from support import LIMIT
+from support import LIMIT, agents
 
 AGENT_PORT = 18700
 DEVICE = "rxe0"

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from cli_runner import Ran, run
+from support.cli_runner import Ran, run
 
 import rdmapost as rp
 from rdmapost import connect
@@ -49,9 +49,19 @@ def servers(peer: str) -> Iterator[Serve]:
 
         def start(*args: str) -> Serving:
             remote = stack.enter_context(
-                Remote("rdmapost", "serve", "--json", "-d", DEVICE, "--bind", peer,
-                       "--tcp-port", "0", *args)
-            )  # fmt: skip
+                Remote(
+                    "rdmapost",
+                    "serve",
+                    "--json",
+                    "-d",
+                    DEVICE,
+                    "--bind",
+                    peer,
+                    "--tcp-port",
+                    "0",
+                    *args,
+                )
+            )
             serving = json.loads(remote.until("out", '"event": "serving"'))
             assert serving["host"] == peer
             return Serving(remote, serving["port"], peer)
@@ -105,9 +115,17 @@ def test_send(serving: Serving, qp_type: str) -> None:
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
 def test_write(serving: Serving, qp_type: str) -> None:
     doc = done(
-        "write", serving.where, "--data", "abc", "--offset", "16", "--count", "3",
-        "--qp-type", qp_type,
-    )  # fmt: skip
+        "write",
+        serving.where,
+        "--data",
+        "abc",
+        "--offset",
+        "16",
+        "--count",
+        "3",
+        "--qp-type",
+        qp_type,
+    )
     assert doc["received"] == "abc"
     changed = serving.event("left")["changed"]
     assert (changed["offset"], changed["data"]) == (16, "abcabcabc")

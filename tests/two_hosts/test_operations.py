@@ -39,9 +39,12 @@ def test_ten_thousand_operations(device: rp.Context) -> None:
             if counter % 2:
                 return rp.SendWithImm(mr[slot], imm_data=counter, wr_id=counter)
             return rp.RdmaWriteWithImm(
-                mr[slot], remote_addr=there["addr"] + slot.start, rkey=there["rkey"],
-                imm_data=counter, wr_id=counter,
-            )  # fmt: skip
+                mr[slot],
+                remote_addr=there["addr"] + slot.start,
+                rkey=there["rkey"],
+                imm_data=counter,
+                wr_id=counter,
+            )
 
         done: list[int] = []
         for start in range(0, COUNT, BATCH):

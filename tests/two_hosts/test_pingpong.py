@@ -13,9 +13,9 @@ import time
 from typing import Any
 
 import pytest
-from cli_runner import run
-from ports import free_port
-from ports import wait_for_port as local_port
+from support.cli_runner import run
+from support.ports import free_port
+from support.ports import wait_for_port as local_port
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -36,9 +36,19 @@ TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 def ours(qp_type: str, *more: str) -> list[str]:
     """The options of rdmapost pingpong on either side; without -e two emulated machines crawl."""
     return [
-        "-d", DEVICE, "--qp-type", qp_type, "-n", ITERS, "-c", "-e", "--timeout", "30", "--json",
+        "-d",
+        DEVICE,
+        "--qp-type",
+        qp_type,
+        "-n",
+        ITERS,
+        "-c",
+        "-e",
+        "--timeout",
+        "30",
+        "--json",
         *more,
-    ]  # fmt: skip
+    ]
 
 
 def stock(qp_type: str, *more: str) -> list[str]:
@@ -172,9 +182,13 @@ def test_server_killed_before_the_exchange(peer, device):
 
 @pytest.mark.parametrize(
     ("hears", "says", "stage"),
-    [(0, 0, "its address"), (52, 0, "its address"), (52, 20, r"its address \(20 of 52 bytes"),
-     (52, 51, r"its address \(51 of 52 bytes")],
-)  # fmt: skip
+    [
+        (0, 0, "its address"),
+        (52, 0, "its address"),
+        (52, 20, r"its address \(20 of 52 bytes"),
+        (52, 51, r"its address \(51 of 52 bytes"),
+    ],
+)
 def test_server_killed_in_the_exchange(peer, device, hears, says, stage):
     with Remote("python", "-c", HALTING_SERVER, str(hears), str(says)) as other:
         port = int(other.until("out", r"^\d+$"))
@@ -330,7 +344,10 @@ def test_the_device_was_left_as_it_was(device: rp.Context):
             ["rdma", "-j", "resource", "show", kind, "link", f"{DEVICE}/1"]
             if kind == "qp"
             else ["rdma", "-j", "resource", "show", kind, "dev", DEVICE],
-            capture_output=True, text=True, timeout=LIMIT, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=True,
+        )
         held = [entry for entry in json.loads(done.stdout or "[]") if entry.get("pid")]
         assert held == [], kind

@@ -30,7 +30,7 @@ from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
 from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, Queues
-from .state import (  # fmt: skip
+from .state import (
     OpenHandles,
     bind_verbs,
     bound,
@@ -53,11 +53,19 @@ MAX_RD_ATOMIC = 16
 PKEY = 0xFFFF
 
 _CAPS = (
-    DeviceCap.RC_RNR_NAK_GEN | DeviceCap.MEM_WINDOW | DeviceCap.MEM_WINDOW_TYPE_2B
-    | DeviceCap.MEM_MGT_EXTENSIONS | DeviceCap.XRC | DeviceCap.UD_IP_CSUM
-    | DeviceCap.RAW_IP_CSUM | DeviceCap.RAW_MULTI | DeviceCap.PORT_ACTIVE_EVENT
-    | DeviceCap.SYS_IMAGE_GUID | DeviceCap.SRQ_RESIZE | DeviceCap.CURR_QP_STATE_MOD
-)  # fmt: skip
+    DeviceCap.RC_RNR_NAK_GEN
+    | DeviceCap.MEM_WINDOW
+    | DeviceCap.MEM_WINDOW_TYPE_2B
+    | DeviceCap.MEM_MGT_EXTENSIONS
+    | DeviceCap.XRC
+    | DeviceCap.UD_IP_CSUM
+    | DeviceCap.RAW_IP_CSUM
+    | DeviceCap.RAW_MULTI
+    | DeviceCap.PORT_ACTIVE_EVENT
+    | DeviceCap.SYS_IMAGE_GUID
+    | DeviceCap.SRQ_RESIZE
+    | DeviceCap.CURR_QP_STATE_MOD
+)
 
 _DEVICE_ATTR = {
     "max_mr_size": 1 << 62,

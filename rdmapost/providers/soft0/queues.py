@@ -30,8 +30,10 @@ MAX_TSO_HEADER = 512
 _SEGMENTING = frozenset({QPType.UD, QPType.RAW_PACKET})
 _SRQ_TYPE, _SRQ_PD = lib.IBV_SRQ_INIT_ATTR_TYPE, lib.IBV_SRQ_INIT_ATTR_PD
 _SRQ_XRCD, _SRQ_CQ, _SRQ_TM = (
-    lib.IBV_SRQ_INIT_ATTR_XRCD, lib.IBV_SRQ_INIT_ATTR_CQ, lib.IBV_SRQ_INIT_ATTR_TM,
-)  # fmt: skip
+    lib.IBV_SRQ_INIT_ATTR_XRCD,
+    lib.IBV_SRQ_INIT_ATTR_CQ,
+    lib.IBV_SRQ_INIT_ATTR_TM,
+)
 _SRQ_FIELDS: dict[int, int] = {
     SRQType.BASIC: _SRQ_TYPE | _SRQ_PD,
     SRQType.XRC: _SRQ_TYPE | _SRQ_PD | _SRQ_XRCD | _SRQ_CQ,
@@ -61,9 +63,10 @@ class Queues:
             1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
         ):
             raise VerbsError(
-                "ibv_create_srq_ex", errno.EINVAL,
+                "ibv_create_srq_ex",
+                errno.EINVAL,
                 f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}",
-            )  # fmt: skip
+            )
         name = "ibv_create_srq_ex"
         srq = self._create_srq(context, init.pd, init.attr)
         made: SharedReceiveQueue = bound(srq, name)
@@ -81,15 +84,19 @@ class Queues:
     def _create_srq(self, context: Any, pd: Any, attr: Any) -> Any:
         if not 1 <= attr.max_wr <= MAX_SRQ_WR or not 1 <= attr.max_sge <= MAX_SGE:
             raise VerbsError(
-                "ibv_create_srq", errno.EINVAL,
+                "ibv_create_srq",
+                errno.EINVAL,
                 f"max_wr is in 1..{MAX_SRQ_WR} and max_sge in 1..{MAX_SGE}",
-            )  # fmt: skip
+            )
         srq = ffi.new("struct ibv_srq *")
         srq.context, srq.pd = context, pd
         made = SharedReceiveQueue(
-            context_of(context, "ibv_create_srq"), bound(pd, "ibv_create_srq"), attr.max_wr,
-            attr.max_sge, next(device.numbers),
-        )  # fmt: skip
+            context_of(context, "ibv_create_srq"),
+            bound(pd, "ibv_create_srq"),
+            attr.max_wr,
+            attr.max_sge,
+            next(device.numbers),
+        )
         made.handle = srq
         device.srqs[made.number] = made
         return keep(srq, made)
@@ -108,9 +115,10 @@ class Queues:
         if mask & SRQAttrMask.LIMIT:
             if attr.srq_limit > depth:
                 raise VerbsError(
-                    "ibv_modify_srq", errno.EINVAL,
+                    "ibv_modify_srq",
+                    errno.EINVAL,
                     f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
-                )  # fmt: skip
+                )
             made.limit = attr.srq_limit
 
     @verb
@@ -181,9 +189,10 @@ class Queues:
         header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
         if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
             raise VerbsError(
-                "ibv_create_qp_ex", errno.EINVAL,
+                "ibv_create_qp_ex",
+                errno.EINVAL,
                 f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}",
-            )  # fmt: skip
+            )
         pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
         has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
         domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
@@ -218,13 +227,18 @@ class Queues:
             for cq in (init.send_cq, init.recv_cq)
         )
         made = QueuePair(
-            device, context_of(context, name), next(device.numbers) & 0xFFFFFF,
-            QPType(init.qp_type), bound(pd, name) if pd else ProtectionDomain(),
-            send_cq, recv_cq, srq,
+            device,
+            context_of(context, name),
+            next(device.numbers) & 0xFFFFFF,
+            QPType(init.qp_type),
+            bound(pd, name) if pd else ProtectionDomain(),
+            send_cq,
+            recv_cq,
+            srq,
             WorkQueue(cap.max_send_wr, cap.max_send_sge),
             WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
             bool(init.sq_sig_all),
-        )  # fmt: skip
+        )
         made.sq.max_inline = cap.max_inline_data
         made.handle, made.xrcd = qp, domain
         device.qps[made.number] = made
@@ -249,9 +263,10 @@ class Queues:
             attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
         if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
             raise VerbsError(
-                "ibv_modify_qp", errno.EINVAL,
+                "ibv_modify_qp",
+                errno.EINVAL,
                 f"qp_access_flags has bits that are not access flags: 0x{unknown:x}",
-            )  # fmt: skip
+            )
         if not made.modify(QPAttrMask(mask), attrs):
             raise VerbsError("ibv_modify_qp", errno.EINVAL)
         door.on_commit(setattr, qp, "state", made.state)
@@ -299,9 +314,13 @@ class Queues:
         ah = ffi.new("struct ibv_ah *")
         ah.context, ah.pd = pd.context, pd
         way = AddressHandle(
-            device.gids[grh.sgid_index], bytes(grh.dgid.raw), attr.sl,
-            grh.flow_label & 0xFFFFF, grh.hop_limit, grh.traffic_class,
-        )  # fmt: skip
+            device.gids[grh.sgid_index],
+            bytes(grh.dgid.raw),
+            attr.sl,
+            grh.flow_label & 0xFFFFF,
+            grh.hop_limit,
+            grh.traffic_class,
+        )
         return keep(ah, way)
 
     @verb

@@ -23,9 +23,18 @@ from .engine.device import Device, OpenDevice, ready
 from .engine.table import Table
 
 __all__ = [
-    "OpenHandles", "bind_verbs", "bound", "context_of", "contexts", "device", "drop", "keep",
-    "objects", "table", "verb",
-]  # fmt: skip
+    "OpenHandles",
+    "bind_verbs",
+    "bound",
+    "context_of",
+    "contexts",
+    "device",
+    "drop",
+    "keep",
+    "objects",
+    "table",
+    "verb",
+]
 
 _log = logging.getLogger("rdmapost.providers.soft0.engine")
 
@@ -174,15 +183,24 @@ def _reset() -> bool:
 
 def _refuse(function: Callable[..., Any], *_: Any) -> None:
     raise VerbsError(
-        f"ibv_{function.__name__}", errno.EBUSY,
+        f"ibv_{function.__name__}",
+        errno.EBUSY,
         "this thread is in the middle of a verb of soft0 (this is a finalizer or a signal "
         "handler); do it when that is over",
-    )  # fmt: skip
+    )
 
 
 os.register_at_fork(after_in_child=door.after_fork)
 
 door.soft_device(
-    objects, ready, device.step, _give_up, _tell, _reset, _refuse,
-    setattr, delattr, deque.pop,
-)  # fmt: skip
+    objects,
+    ready,
+    device.step,
+    _give_up,
+    _tell,
+    _reset,
+    _refuse,
+    setattr,
+    delattr,
+    deque.pop,
+)

@@ -88,8 +88,16 @@ def _require_type(trial: Trial) -> str:
         raise Unsupported(f"{name} has no XRC queue pairs")
     try:
         with PD(trial.context) as pd, CQ(trial.context, 2) as cq:
-            QP(pd, qp_type, cq, max_send_wr=1, max_recv_wr=1, max_send_sge=1, max_recv_sge=1,
-               port_num=trial.port_num).close()  # fmt: skip
+            QP(
+                pd,
+                qp_type,
+                cq,
+                max_send_wr=1,
+                max_recv_wr=1,
+                max_send_sge=1,
+                max_recv_sge=1,
+                port_num=trial.port_num,
+            ).close()
     except VerbsError as error:
         code = error.errno or 0
         created = error.call in ("ibv_create_qp", "ibv_create_qp_ex")

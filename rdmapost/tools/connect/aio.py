@@ -106,9 +106,16 @@ async def aserve(
         raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
     port = check_where(host, port, 0)
     exposure = make_exposure(
-        context, size=size, access=access, count=count, receive_size=receive_size, data=data,
-        shared=shared, port_num=port_num, gid_index=gid_index,
-    )  # fmt: skip
+        context,
+        size=size,
+        access=access,
+        count=count,
+        receive_size=receive_size,
+        data=data,
+        shared=shared,
+        port_num=port_num,
+        gid_index=gid_index,
+    )
     loop = asyncio.get_running_loop()
 
     def tell(event: Any) -> None:
@@ -118,9 +125,14 @@ async def aserve(
                 loop.call_soon_threadsafe(on_event, event)
 
     reception = Reception(
-        context, exposure, token=token, max_clients=max_clients, timeout=timeout,
-        idle_timeout=idle_timeout, on_event=None if on_event is None else tell,
-    )  # fmt: skip
+        context,
+        exposure,
+        token=token,
+        max_clients=max_clients,
+        timeout=timeout,
+        idle_timeout=idle_timeout,
+        on_event=None if on_event is None else tell,
+    )
     opening = _Opening(host, port)
     try:
         await asyncio.to_thread(opening.run)
@@ -231,9 +243,16 @@ async def adial(
     port = check_where(host, port)
     check_token(token)
     connection = AsyncConnection(
-        context, qp_type, timeout=timeout, local_size=local_size, local_access=local_access,
-        depth=depth, max_inline_data=max_inline_data, port_num=port_num, gid_index=gid_index,
-    )  # fmt: skip
+        context,
+        qp_type,
+        timeout=timeout,
+        local_size=local_size,
+        local_access=local_access,
+        depth=depth,
+        max_inline_data=max_inline_data,
+        port_num=port_num,
+        gid_index=gid_index,
+    )
     try:
         await connection._connect(host, port, token)
     except BaseException:

@@ -78,10 +78,19 @@ def dial(
     port = check_where(host, port)
     check_token(token)
     return Connection(
-        context, host, port, token,
-        qp_type=qp_type, timeout=timeout, local_size=local_size, local_access=local_access,
-        depth=depth, max_inline_data=max_inline_data, port_num=port_num, gid_index=gid_index,
-    )  # fmt: skip
+        context,
+        host,
+        port,
+        token,
+        qp_type=qp_type,
+        timeout=timeout,
+        local_size=local_size,
+        local_access=local_access,
+        depth=depth,
+        max_inline_data=max_inline_data,
+        port_num=port_num,
+        gid_index=gid_index,
+    )
 
 
 def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
@@ -319,9 +328,12 @@ class Connection(Dialled, ClosedAtTheEnd):
         return self._answer(sock, self.timeout + more_time, broken, leaving)
 
     def _answer(
-        self, sock: socket.socket, limit: float, broken: OSError | None = None,
+        self,
+        sock: socket.socket,
+        limit: float,
+        broken: OSError | None = None,
         leaving: bool = False,
-    ) -> Message:  # fmt: skip
+    ) -> Message:
         session, teller = self._session, self._teller
         deadline = time.monotonic() + limit
         poller = select.poll()

@@ -36,8 +36,11 @@ def why_apart(server: str, client: str) -> str | None:
     """
     if server == client:
         return None
-    inside = [(who, name.split(":")[1]) for who, name in
-              (("server", server), ("client", client)) if name.count(":") == 2]  # fmt: skip
+    inside = [
+        (who, name.split(":")[1])
+        for who, name in (("server", server), ("client", client))
+        if name.count(":") == 2
+    ]
     if not inside:
         return f"the devices cannot reach each other: {server} and {client}"
     who = " and ".join(f"the {who} uses {name}" for who, name in inside)

@@ -66,8 +66,17 @@ MAX_TOKEN = 256
 """Characters in a token."""
 HEAD_BYTES = 1024
 """The most bytes of data in a message: the first ones."""
-CODES = ("format", "version", "token", "device", "unsupported", "busy", "timeout", "closing",
-         "failed")  # fmt: skip
+CODES = (
+    "format",
+    "version",
+    "token",
+    "device",
+    "unsupported",
+    "busy",
+    "timeout",
+    "closing",
+    "failed",
+)
 """What an error message can be about."""
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 _LONGEST_WAIT_MS = 60_000
@@ -217,9 +226,7 @@ class Error:
     text: str
 
 
-Message = (
-    Hello | Offer | Ready | Report | Arrival | Nothing | Look | Seen | Bye | Error
-)  # fmt: skip
+Message = Hello | Offer | Ready | Report | Arrival | Nothing | Look | Seen | Bye | Error
 
 
 # ---- the form of each field -----------------------------------------------------
@@ -289,8 +296,7 @@ def _read_endpoint(value: Any) -> Endpoint:
     return Endpoint.parse(value) if isinstance(value, str) and len(value) < 160 else _refuse()
 
 
-_ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE,
-           "atomic": Access.REMOTE_ATOMIC}  # fmt: skip
+_ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE, "atomic": Access.REMOTE_ATOMIC}
 
 
 def access_names(access: Access) -> list[str]:
@@ -335,47 +341,62 @@ _DATA = _Form(
 _DIGEST = _Form(_as_it_is, _read_digest, "64 hexadecimal digits, or nothing")
 
 _FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
-    Hello: ("hello", {
-        "token": _optional(_text(MAX_TOKEN)),
-        "fabric": _shown(_NAME),
-        "qp_type": _member({kind.name: kind for kind in QP_TYPES}),
-        "endpoint": _ENDPOINT,
-    }),
-    Offer: ("offer", {
-        "client": _U64,
-        "device": _shown(_NAME),
-        "endpoint": _ENDPOINT,
-        "qkey": _U32,
-        "addr": _U64,
-        "rkey": _U32,
-        "size": _U64,
-        "access": _Form(access_names, _read_access, "a list of read, write and atomic"),
-        "receives": _U32,
-        "receive_size": _U32,
-    }),
+    Hello: (
+        "hello",
+        {
+            "token": _optional(_text(MAX_TOKEN)),
+            "fabric": _shown(_NAME),
+            "qp_type": _member({kind.name: kind for kind in QP_TYPES}),
+            "endpoint": _ENDPOINT,
+        },
+    ),
+    Offer: (
+        "offer",
+        {
+            "client": _U64,
+            "device": _shown(_NAME),
+            "endpoint": _ENDPOINT,
+            "qkey": _U32,
+            "addr": _U64,
+            "rkey": _U32,
+            "size": _U64,
+            "access": _Form(access_names, _read_access, "a list of read, write and atomic"),
+            "receives": _U32,
+            "receive_size": _U32,
+        },
+    ),
     Ready: ("ready", {}),
-    Report: ("report", {
-        "index": _integer((1 << 64) - 1, 1),
-        "timeout_ms": _integer(_LONGEST_WAIT_MS),
-    }),
-    Arrival: ("arrival", {
-        "index": _integer((1 << 64) - 1, 1),
-        "status": _member({status.name: status for status in WCStatus}),
-        "opcode": _optional(_member({opcode.name: opcode for opcode in WCOpcode})),
-        "byte_len": _U32,
-        "imm_data": _optional(_U32),
-        "sha256": _DIGEST,
-        "data": _DATA,
-    }),
+    Report: (
+        "report",
+        {
+            "index": _integer((1 << 64) - 1, 1),
+            "timeout_ms": _integer(_LONGEST_WAIT_MS),
+        },
+    ),
+    Arrival: (
+        "arrival",
+        {
+            "index": _integer((1 << 64) - 1, 1),
+            "status": _member({status.name: status for status in WCStatus}),
+            "opcode": _optional(_member({opcode.name: opcode for opcode in WCOpcode})),
+            "byte_len": _U32,
+            "imm_data": _optional(_U32),
+            "sha256": _DIGEST,
+            "data": _DATA,
+        },
+    ),
     Nothing: ("nothing", {"arrived": _U64}),
     Look: ("look", {"offset": _U64, "length": _U64}),
     Seen: ("seen", {"offset": _U64, "length": _U64, "sha256": _DIGEST, "data": _DATA}),
     Bye: ("bye", {}),
-    Error: ("error", {
-        "code": _member({code: code for code in CODES}),
-        "text": _shown(_MAX_TEXT),
-    }),
-}  # fmt: skip
+    Error: (
+        "error",
+        {
+            "code": _member({code: code for code in CODES}),
+            "text": _shown(_MAX_TEXT),
+        },
+    ),
+}
 
 
 # ---- lines --------------------------------------------------------------------

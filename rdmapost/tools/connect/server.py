@@ -120,13 +120,25 @@ def serve(
     """
     port = check_where(host, port, 0)
     exposure = make_exposure(
-        context, size=size, access=access, count=count, receive_size=receive_size, data=data,
-        shared=shared, port_num=port_num, gid_index=gid_index,
-    )  # fmt: skip
+        context,
+        size=size,
+        access=access,
+        count=count,
+        receive_size=receive_size,
+        data=data,
+        shared=shared,
+        port_num=port_num,
+        gid_index=gid_index,
+    )
     reception = Reception(
-        context, exposure, token=token, max_clients=max_clients, timeout=timeout,
-        idle_timeout=idle_timeout, on_event=on_event,
-    )  # fmt: skip
+        context,
+        exposure,
+        token=token,
+        max_clients=max_clients,
+        timeout=timeout,
+        idle_timeout=idle_timeout,
+        on_event=on_event,
+    )
     return Server(reception, open_listener(host, port))
 
 
@@ -404,9 +416,11 @@ class _Threads:
 
     def _start_client(self, sock: socket.socket, conversation: Conversation) -> bool:
         thread = threading.Thread(
-            target=self._talk, args=(sock, conversation), name=f"serve {self}: a client",
+            target=self._talk,
+            args=(sock, conversation),
+            name=f"serve {self}: a client",
             daemon=True,
-        )  # fmt: skip
+        )
         if len(self._clients) >= self.reception.max_clients + _MAX_LEAVING:
             return False
         self._clients.add(thread)

@@ -27,8 +27,12 @@ LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
 """How long, and for how many bytes, to read on after the last message, so that it is not lost."""
 
-_KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3),
-              ("TCP_USER_TIMEOUT", 30_000))  # fmt: skip
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 15),
+    ("TCP_KEEPINTVL", 5),
+    ("TCP_KEEPCNT", 3),
+    ("TCP_USER_TIMEOUT", 30_000),
+)
 
 
 def prepare(sock: socket.socket) -> None:

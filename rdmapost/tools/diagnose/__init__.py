@@ -64,17 +64,21 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
     except FAILURES as error:
         return [
             Finding(
-                "not-readable", "problem", f"it cannot be read: {error}",
-                "see that the device is still there ('rdmapost devices')", about,
+                "not-readable",
+                "problem",
+                f"it cannot be read: {error}",
+                "see that the device is still there ('rdmapost devices')",
+                about,
             )
-        ]  # fmt: skip
+        ]
     for check in _CHECKS:
         try:
             findings += check(seen)
         except FAILURES as error:
             what = check.__name__.removeprefix("check_").replace("_", " ")
             findings.append(
-                Finding("not-checked", "info", f"{what} could not be looked at: {error}",
-                        about=about)
-            )  # fmt: skip
+                Finding(
+                    "not-checked", "info", f"{what} could not be looked at: {error}", about=about
+                )
+            )
     return worst_first(findings)

@@ -28,9 +28,12 @@ def check_path_mtu(seen: Seen) -> Iterable[Finding]:
     evidence = f"path_mtu {path.bytes}, and the port's active_mtu {active.bytes}"
     if path > active:
         yield Finding(
-            "mtu-mismatch", "problem", f"{evidence}: larger packets than the port sends",
-            f"connect again, with path_mtu at most {active.bytes} on both sides", seen.about,
-        )  # fmt: skip
+            "mtu-mismatch",
+            "problem",
+            f"{evidence}: larger packets than the port sends",
+            f"connect again, with path_mtu at most {active.bytes} on both sides",
+            seen.about,
+        )
     else:
         yield Finding("path-mtu", "ok", evidence, about=seen.about)
 
@@ -46,9 +49,12 @@ def check_gids(seen: Seen) -> Iterable[Finding]:
         return
     if path.dgid is None:
         yield Finding(
-            "gid-wrong", "problem", "its path has no dgid, and on Ethernet the GID is the address",
-            "qp.connect(remote), with what the peer's qp.endpoint() says", seen.about,
-        )  # fmt: skip
+            "gid-wrong",
+            "problem",
+            "its path has no dgid, and on Ethernet the GID is the address",
+            "qp.connect(remote), with what the peer's qp.endpoint() says",
+            seen.about,
+        )
         return
     source = seen.source
     chosen = qp._gid
@@ -72,9 +78,13 @@ def _chosen(seen: Seen) -> Iterable[Finding]:
     except RdmaError as error:
         wanted = qp._gid_index is not None
         yield Finding(
-            "gid-wrong" if wanted else "gid-none", "problem", str(error),
-            "give a gid_index that 'rdmapost devices' shows" if wanted else
-            "ip addr add 10.0.0.1/24 dev NETDEV; ip link set NETDEV up", seen.about,
-        )  # fmt: skip
+            "gid-wrong" if wanted else "gid-none",
+            "problem",
+            str(error),
+            "give a gid_index that 'rdmapost devices' shows"
+            if wanted
+            else "ip addr add 10.0.0.1/24 dev NETDEV; ip link set NETDEV up",
+            seen.about,
+        )
         return
     yield from check_gid(chosen, seen.table, seen.system, seen.about)

@@ -27,10 +27,28 @@ _MACHINE = "machine"
 _ROCE_PORT = 4791
 _CAP_IPC_LOCK, _SMALL_LOCK, _USUAL_LOCK = 14, 64 << 10, 8 << 20
 _DRIVERS = (
-    "rdma_rxe", "siw", "mlx4_ib", "mlx5_ib", "bnxt_re", "irdma", "i40iw", "iw_cxgb4", "efa",
-    "erdma", "hfi1", "hns_roce", "hns_roce_hw_v2", "ib_mthca", "ib_qib", "ionic_rdma", "mana_ib",
-    "ocrdma", "qedr", "usnic_verbs", "vmw_pvrdma",
-)  # fmt: skip
+    "rdma_rxe",
+    "siw",
+    "mlx4_ib",
+    "mlx5_ib",
+    "bnxt_re",
+    "irdma",
+    "i40iw",
+    "iw_cxgb4",
+    "efa",
+    "erdma",
+    "hfi1",
+    "hns_roce",
+    "hns_roce_hw_v2",
+    "ib_mthca",
+    "ib_qib",
+    "ionic_rdma",
+    "mana_ib",
+    "ocrdma",
+    "qedr",
+    "usnic_verbs",
+    "vmw_pvrdma",
+)
 _GROUP_MAY = stat.S_IRGRP | stat.S_IWGRP
 _EVERYONE = "0 0 4294967295"
 _FOR_GOOD = "or in /etc/security/limits.conf, LimitMEMLOCK= of a service, --ulimit memlock=-1"
@@ -77,10 +95,13 @@ def diagnose_machine(
     except VerbsError as error:
         findings.append(
             Finding(
-                "devices-not-listed", "problem", str(error),
-                "see 'dmesg', and that /sys is mounted", _MACHINE,
+                "devices-not-listed",
+                "problem",
+                str(error),
+                "see 'dmesg', and that /sys is mounted",
+                _MACHINE,
             )
-        )  # fmt: skip
+        )
     chosen = _choose(system, device, infos)
     checks: tuple[Callable[[], Iterable[Finding]], ...] = (
         partial(_check_modules, system, infos),
@@ -100,10 +121,13 @@ def diagnose_machine(
     elif device is not None and not software and system.devices():
         findings.append(
             Finding(
-                "no-such-device", "problem", f"there is no device {device}; {_listed(infos)}",
-                "rdmapost devices", _MACHINE,
+                "no-such-device",
+                "problem",
+                f"there is no device {device}; {_listed(infos)}",
+                "rdmapost devices",
+                _MACHINE,
             )
-        )  # fmt: skip
+        )
     if not infos and not system.devices():
         findings.append(_no_device(system))
     if software:
@@ -140,25 +164,32 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
     loaded = f"drivers loaded: {', '.join(drivers) or 'none'}"
     if not (system.module("ib_uverbs") or system.path("sys/class/infiniband_verbs").exists()):
         yield Finding(
-            "module-missing", "problem" if system.devices() else "warning",
-            f"the kernel module ib_uverbs is not loaded; {loaded}", "modprobe ib_uverbs", _MACHINE,
-        )  # fmt: skip
+            "module-missing",
+            "problem" if system.devices() else "warning",
+            f"the kernel module ib_uverbs is not loaded; {loaded}",
+            "modprobe ib_uverbs",
+            _MACHINE,
+        )
     elif not drivers and not system.devices():
         yield Finding(
-            "module-missing", "warning",
+            "module-missing",
+            "warning",
             "ib_uverbs is loaded, and the driver of no RDMA device",
-            "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe", _MACHINE,
-        )  # fmt: skip
+            "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe",
+            _MACHINE,
+        )
     else:
         yield Finding("modules", "ok", f"ib_uverbs is loaded; {loaded}", about=_MACHINE)
     hidden = [name for name in system.devices() if name not in [info.name for info in infos]]
     if hidden and system.module("ib_uverbs"):
         yield Finding(
-            "provider-missing", "problem",
+            "provider-missing",
+            "problem",
             f"the kernel has {', '.join(hidden)}, and libibverbs does not list it",
             "apt install ibverbs-providers (dnf install libibverbs), which has its user-space "
-            "driver", _MACHINE,
-        )  # fmt: skip
+            "driver",
+            _MACHINE,
+        )
 
 
 def _check_nodes(system: System) -> Iterable[Finding]:
@@ -167,10 +198,12 @@ def _check_nodes(system: System) -> Iterable[Finding]:
     if not names:
         if system.devices():
             yield Finding(
-                "node-missing", "problem",
+                "node-missing",
+                "problem",
                 f"the kernel has {', '.join(system.devices())}, and {place} has no uverbs node",
-                "modprobe ib_uverbs; in a container, --device=/dev/infiniband", str(place),
-            )  # fmt: skip
+                "modprobe ib_uverbs; in a container, --device=/dev/infiniband",
+                str(place),
+            )
         return
     for name in names:
         yield _check_node(place / name)
@@ -200,9 +233,12 @@ def _check_node(node: Path) -> Finding:
         )
     except OSError as error:
         return Finding(
-            "node-broken", "problem", f"it cannot be opened: {error.strerror}",
-            "see 'dmesg'; load the device's driver again", str(node),
-        )  # fmt: skip
+            "node-broken",
+            "problem",
+            f"it cannot be opened: {error.strerror}",
+            "see 'dmesg'; load the device's driver again",
+            str(node),
+        )
     return Finding("permission", "ok", evidence, about=str(node))
 
 
@@ -224,9 +260,12 @@ def _check_ports(system: System, chosen: str | None) -> Iterable[Finding]:
             evidence = f"{about} is {port.state} ({port.phys_state}), {port.link_layer}{behind}"
             active = port.state == "ACTIVE"
             yield Finding(
-                "port-active" if active else "port-down", "ok" if active else "info", evidence,
-                "" if active else f"ip link set {port.netdev or 'NETDEV'} up", about,
-            )  # fmt: skip
+                "port-active" if active else "port-down",
+                "ok" if active else "info",
+                evidence,
+                "" if active else f"ip link set {port.netdev or 'NETDEV'} up",
+                about,
+            )
 
 
 def _no_device(system: System) -> Finding:
@@ -238,10 +277,13 @@ def _no_device(system: System) -> Finding:
         release = os.uname().release
         remedy = f"load the NIC's driver (kernel {release} has no rdma_rxe module here); or "
     return Finding(
-        "no-rdma-device", "problem", "there is no RDMA device on this machine",
+        "no-rdma-device",
+        "problem",
+        "there is no RDMA device on this machine",
         f"{remedy}run in a virtual machine that has one (README, 'A real device in a virtual "
-        "machine'), or use the software device soft0: -d soft0, open_device(\"soft0\")", _MACHINE,
-    )  # fmt: skip
+        'machine\'), or use the software device soft0: -d soft0, open_device("soft0")',
+        _MACHINE,
+    )
 
 
 # ---- the limits of the process ----------------------------------------------
@@ -253,9 +295,10 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
         yield Finding("memlock", "ok", "no limit on locked memory", about=_MACHINE)
         return
     status = dict(
-        line.split(":", 1) for line in (system.read("proc/self/status") or "").splitlines()
+        line.split(":", 1)
+        for line in (system.read("proc/self/status") or "").splitlines()
         if ":" in line
-    )  # fmt: skip
+    )
     pinned = status.get("VmPin", "").strip() or "unknown"
     evidence = f"RLIMIT_MEMLOCK is {_kib(limit)} (at most {_kib(hard)}), pinned now: {pinned}"
     capable = int(status.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1
@@ -271,10 +314,12 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
     elif limit > _SMALL_LOCK:
         small = limit <= _USUAL_LOCK and memory is None
         yield Finding(
-            "memlock", "info" if small else "ok",
+            "memlock",
+            "info" if small else "ok",
             f"{evidence}; more cannot be registered in all (ENOMEM)",
-            f"ulimit -l unlimited, {_FOR_GOOD}" if small else "", _MACHINE,
-        )  # fmt: skip
+            f"ulimit -l unlimited, {_FOR_GOOD}" if small else "",
+            _MACHINE,
+        )
         return
     remedy = f"ulimit -l unlimited, {_FOR_GOOD}"
     yield Finding(
@@ -291,10 +336,12 @@ def _check_files(system: System) -> Iterable[Finding]:
     used = len(system.names("proc/self/fd"))
     if limit != resource.RLIM_INFINITY and used + 16 > limit:
         yield Finding(
-            "files-low", "problem",
+            "files-low",
+            "problem",
             f"{used} of {limit} files are open; a device takes two, and a CQ one",
-            "ulimit -n 65536", _MACHINE,
-        )  # fmt: skip
+            "ulimit -n 65536",
+            _MACHINE,
+        )
 
 
 # ---- the device that will be used -------------------------------------------
@@ -311,9 +358,12 @@ def _check_device(
         yield Finding("no-such-device", "problem", str(error), "rdmapost devices", _MACHINE)
     except FAILURES as error:
         yield Finding(
-            "not-opened", "problem", str(error), "what is found about /dev/infiniband, or 'dmesg'",
+            "not-opened",
+            "problem",
+            str(error),
+            "what is found about /dev/infiniband, or 'dmesg'",
             name,
-        )  # fmt: skip
+        )
 
 
 def _check_open(
@@ -322,9 +372,12 @@ def _check_open(
     count = context.attr.phys_port_cnt
     if port_num is not None and port_num > count:
         yield Finding(
-            "no-such-port", "problem", f"{context.name} has {count} ports, and no port {port_num}",
-            "rdmapost devices", context.name,
-        )  # fmt: skip
+            "no-such-port",
+            "problem",
+            f"{context.name} has {count} ports, and no port {port_num}",
+            "rdmapost devices",
+            context.name,
+        )
         return
     ports = [context.query_port(number) for number in range(1, count + 1)]
     active = [port for port in ports if port.state.name.startswith("ACTIVE")]
@@ -338,10 +391,14 @@ def _check_open(
     except RdmaError as error:
         netdev = system.netdev_of(context.name, port.port_num) or "NETDEV"
         yield Finding(
-            "gid-none" if gid_index is None else "gid-wrong", "problem", str(error),
+            "gid-none" if gid_index is None else "gid-wrong",
+            "problem",
+            str(error),
             f"ip addr add 10.0.0.1/24 dev {netdev}; ip link set {netdev} up"
-            if gid_index is None else "rdmapost devices", about,
-        )  # fmt: skip
+            if gid_index is None
+            else "rdmapost devices",
+            about,
+        )
         return
     yield from check_gid(chosen, context.query_gid_table(port.port_num), system, about)
     if context.kind != "soft":
@@ -351,9 +408,11 @@ def _check_open(
 def _firewall(system: System, about: str) -> Finding:
     loaded = [name for name in ("nf_tables", "ip_tables", "ip6_tables") if system.module(name)]
     return Finding(
-        "firewall", "info",
+        "firewall",
+        "info",
         f"RoCE v2 is UDP to port {_ROCE_PORT}; "
         + (f"rules of {', '.join(loaded)} may drop it" if loaded else "no packet filter is loaded")
         + ", and so may the network or a cloud's security group",
-        f"nft list ruleset; allow UDP {_ROCE_PORT} on both sides" if loaded else "", about,
-    )  # fmt: skip
+        f"nft list ruleset; allow UDP {_ROCE_PORT} on both sides" if loaded else "",
+        about,
+    )

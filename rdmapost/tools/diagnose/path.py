@@ -43,19 +43,24 @@ def check_port(context: Context, port: PortAttr, system: System) -> list[Finding
     if not system.has_netdev(netdev):
         findings.append(
             Finding(
-                "netdev-hidden", "info",
+                "netdev-hidden",
+                "info",
                 f"{netdev}, the network device behind it, is not in this network namespace",
-                "look at it where it is ('ip netns'), or move the RDMA device here", about,
+                "look at it where it is ('ip netns'), or move the RDMA device here",
+                about,
             )
-        )  # fmt: skip
+        )
         return findings
     if not system.netdev_is_up(netdev):
         findings.append(
             Finding(
-                "netdev-down", "problem", f"{netdev}, the network device behind it, is down",
-                f"ip link set {netdev} up", about,
+                "netdev-down",
+                "problem",
+                f"{netdev}, the network device behind it, is down",
+                f"ip link set {netdev} up",
+                about,
             )
-        )  # fmt: skip
+        )
     return findings + _check_mtu(port, netdev, system, about)
 
 
@@ -68,11 +73,13 @@ def _check_mtu(port: PortAttr, netdev: str, system: System, about: str) -> list[
     if needed > mtu:
         return [
             Finding(
-                "mtu-mismatch", "problem",
+                "mtu-mismatch",
+                "problem",
                 f"{seen}: packets of {active} bytes need {needed} with their headers",
-                f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides", about,
+                f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides",
+                about,
             )
-        ]  # fmt: skip
+        ]
     return [Finding("mtu", "ok", seen, about=about)]
 
 
@@ -94,26 +101,33 @@ def check_gid(
         there = ", ".join(str(entry.index) for entry in table) or "none"
         return [
             Finding(
-                "gid-stale", "problem",
+                "gid-stale",
+                "problem",
                 f"{name} is not in the port's table any more; valid there: {there}",
-                f"give the address back to the network device, or {again}", about,
+                f"give the address back to the network device, or {again}",
+                about,
             )
-        ]  # fmt: skip
+        ]
     if entry.gid != chosen.gid:
         return [
             Finding(
-                "gid-stale", "problem",
+                "gid-stale",
+                "problem",
                 f"GID {chosen.index} was {chosen.gid} when it was chosen, and is {entry.gid} now",
-                again, about,
+                again,
+                about,
             )
-        ]  # fmt: skip
+        ]
     if entry.ndev and _address_is_gone(entry, system):
         return [
             Finding(
-                "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}",
-                f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}", about,
+                "gid-stale",
+                "problem",
+                f"{entry.ndev} does not have the address of {name}",
+                f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}",
+                about,
             )
-        ]  # fmt: skip
+        ]
     kind = "" if entry.gid_type is None else entry.gid_type.name
     # A reason may begin with the kind.
     kind = "" if not kind or chosen.reason.startswith(kind) else f", {kind}"
@@ -128,20 +142,24 @@ def check_gid(
     if entry.gid_type is GIDType.ROCE_V1:
         return [
             Finding(
-                "gid-roce-v1", "warning",
+                "gid-roce-v1",
+                "warning",
                 f"{seen}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
-                use or "let the peer use RoCE v1 too", about,
+                use or "let the peer use RoCE v1 too",
+                about,
             )
-        ]  # fmt: skip
+        ]
     if entry.gid.is_link_local:
         address = f"give {entry.ndev or 'the network device'} an address: ip addr add 10.0.0.1/24"
         return [
             Finding(
-                "gid-link-local", "warning",
+                "gid-link-local",
+                "warning",
                 f"{seen}; a link-local address reaches only its own Ethernet segment",
-                use or address + (f" dev {entry.ndev}" if entry.ndev else ""), about,
+                use or address + (f" dev {entry.ndev}" if entry.ndev else ""),
+                about,
             )
-        ]  # fmt: skip
+        ]
     return [Finding("gid", "ok", seen, about=about)]
 
 
@@ -162,9 +180,13 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
 
 
 def check_way(
-    source: GIDTableEntry, dgid: GID, table: list[GIDTableEntry], kind: str, system: System,
+    source: GIDTableEntry,
+    dgid: GID,
+    table: list[GIDTableEntry],
+    kind: str,
+    system: System,
     about: str,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Look at whether a GID can be reached from another at all.
 
     Args:
@@ -202,11 +224,12 @@ def check_way(
         (
             route.network
             for route in routes
-            if route.netdev == source.ndev and not route.gateway
+            if route.netdev == source.ndev
+            and not route.gateway
             and _ipv4(source.gid) in route.network
         ),
         None,
-    )  # fmt: skip
+    )
     if local:
         if network is not None and to not in network:
             return wrong(

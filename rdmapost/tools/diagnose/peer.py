@@ -27,19 +27,23 @@ def check_peer(seen: Seen) -> Iterable[Finding]:
         if seen.connected:
             path = seen.attr.ah_attr
             yield Finding(
-                "peer-unknown", "info",
+                "peer-unknown",
+                "info",
                 f"its peer, QP {seen.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
                 "this process: its state and its receives cannot be seen from here",
                 "diagnose it where it is, and compare; or qp.diagnose(endpoint) with what it said",
                 seen.about,
-            )  # fmt: skip
+            )
     elif isinstance(peer, Endpoint):
         yield from _check_endpoint(seen, peer)
     elif seen.local_peer is None:
         yield Finding(
-            "peer-closed", "problem", f"its peer {peer} is closed",
-            "make a new queue pair there, and connect both", seen.about,
-        )  # fmt: skip
+            "peer-closed",
+            "problem",
+            f"its peer {peer} is closed",
+            "make a new queue pair there, and connect both",
+            seen.about,
+        )
     else:
         yield from _check_qp(seen, *seen.local_peer)
 
@@ -58,9 +62,12 @@ def _check_endpoint(seen: Seen, peer: Endpoint) -> Iterable[Finding]:
         wrong.append(("mtu-mismatch", f"path_mtu {attr.path_mtu.bytes}", f"{peer.mtu.bytes}"))
     for name, here, there in wrong:
         yield Finding(
-            name, "problem", f"{here}, and the peer said {there}",
-            "qp.to_reset(), and qp.connect() with the endpoint that the peer has now", seen.about,
-        )  # fmt: skip
+            name,
+            "problem",
+            f"{here}, and the peer said {there}",
+            "qp.to_reset(), and qp.connect() with the endpoint that the peer has now",
+            seen.about,
+        )
     if not wrong:
         yield Finding("peer", "ok", f"connected to {peer}", about=seen.about)
 
@@ -69,33 +76,43 @@ def _check_qp(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
     qp, about = seen.qp, seen.about
     if peer.qp_type is not seen.peer_type:
         yield Finding(
-            "qp-type-mismatch", "problem",
+            "qp-type-mismatch",
+            "problem",
             f"it is {qp.qp_type.name}, and its peer {peer.qp_type.name}",
-            f"make the peer one of type {seen.peer_type.name}", about,
-        )  # fmt: skip
+            f"make the peer one of type {seen.peer_type.name}",
+            about,
+        )
         return
     if there.qp_state not in RECEIVES:
         yield Finding(
-            "peer-state", "problem",
+            "peer-state",
+            "problem",
             f"its peer {peer} is in {there.qp_state.name}: it does not receive",
-            "peer.connect(qp.endpoint())" if there.qp_state < QPState.RTR else
-            "peer.to_reset() and qp.to_reset(), then connect both again", about,
-        )  # fmt: skip
+            "peer.connect(qp.endpoint())"
+            if there.qp_state < QPState.RTR
+            else "peer.to_reset() and qp.to_reset(), then connect both again",
+            about,
+        )
     if qp.pd is not peer.pd:
         yield Finding(
-            "other-pd", "info", f"its peer {peer} is of another PD",
-            "the rkey of a region works only through queue pairs of the region's own PD", about,
-        )  # fmt: skip
+            "other-pd",
+            "info",
+            f"its peer {peer} is of another PD",
+            "the rkey of a region works only through queue pairs of the region's own PD",
+            about,
+        )
     if seen.connected:
         yield from _check_crossing(seen, peer, there)
         yield from _check_terms(seen, peer, there)
     elif qp.qp_type is QPType.UD and seen.attr.qkey != there.qkey:
         yield Finding(
-            "qkey-mismatch", "warning",
+            "qkey-mismatch",
+            "warning",
             f"qkey={seen.attr.qkey:#x}, and the peer's qkey={there.qkey:#x}: a message must carry "
             "the peer's, or it is dropped",
-            f"Send(..., remote_qkey={there.qkey:#x})", about,
-        )  # fmt: skip
+            f"Send(..., remote_qkey={there.qkey:#x})",
+            about,
+        )
     if qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
         yield from _check_no_receive(seen, peer)
 
@@ -116,9 +133,12 @@ def _check_no_receive(seen: Seen, peer: QP) -> Iterable[Finding]:
     else:
         evidence += str(sends)
     yield Finding(
-        "recv-none-posted", severity, evidence,
-        "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)", seen.about,
-    )  # fmt: skip
+        "recv-none-posted",
+        severity,
+        evidence,
+        "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)",
+        seen.about,
+    )
 
 
 def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
@@ -131,10 +151,13 @@ def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
         if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
             crossed = False
             yield Finding(
-                "dest-qp-num", "problem",
+                "dest-qp-num",
+                "problem",
                 f"{side} has dest_qp_num={attr.dest_qp_num:#x}, and not {other.qp_num:#x}, the "
-                f"number of {other}", again, about,
-            )  # fmt: skip
+                f"number of {other}",
+                again,
+                about,
+            )
     gid = None if peer._gid is None else peer._gid.gid
     if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
         crossed = False
@@ -155,12 +178,16 @@ def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
     again = "to_reset() both, and connect them with what the other's endpoint() says"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
         yield Finding(
-            "mtu-mismatch", "problem",
-            f"path_mtu {here.path_mtu.bytes}, and the peer's {there.path_mtu.bytes}", again, about,
-        )  # fmt: skip
+            "mtu-mismatch",
+            "problem",
+            f"path_mtu {here.path_mtu.bytes}, and the peer's {there.path_mtu.bytes}",
+            again,
+            about,
+        )
     for sender, sending, expecting, side in (
-        (qp, here, there, f"{qp} sends"), (peer, there, here, f"its peer {peer} sends")
-    ):  # fmt: skip
+        (qp, here, there, f"{qp} sends"),
+        (peer, there, here, f"its peer {peer} sends"),
+    ):
         if sending.qp_state is not QPState.RTS or qp.qp_type is QPType.UC:
             # A connection that may lose packets takes any number.
             continue
@@ -169,18 +196,23 @@ def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
         sent = {sending.sq_psn & _PSN_MASK, sender.psn}
         if not sender.outstanding.send and expecting.rq_psn & _PSN_MASK not in sent:
             yield Finding(
-                "psn-mismatch", "problem",
+                "psn-mismatch",
+                "problem",
                 f"{side} from sq_psn={sending.sq_psn:#x}, and rq_psn={expecting.rq_psn:#x} is "
-                "expected: packets are dropped, and nothing is acknowledged", again, about,
-            )  # fmt: skip
+                "expected: packets are dropped, and nothing is acknowledged",
+                again,
+                about,
+            )
     kinds = [_gid_type(seen, here), _gid_type(seen, there)]
     if qp.pd.context.name == peer.pd.context.name and None not in kinds and kinds[0] != kinds[1]:
         yield Finding(
-            "gid-type-mismatch", "problem",
+            "gid-type-mismatch",
+            "problem",
             f"its GID is {getattr(kinds[0], 'name', '')}, and the peer's "
             f"{getattr(kinds[1], 'name', '')}: they do not hear each other",
-            "give both a gid_index of one type ('rdmapost devices')", about,
-        )  # fmt: skip
+            "give both a gid_index of one type ('rdmapost devices')",
+            about,
+        )
     if qp.qp_type is not QPType.XRC_RECV:
         lacking = [
             flag.name or ""
@@ -190,11 +222,13 @@ def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
         ]
         if lacking:
             yield Finding(
-                "peer-access", "info",
+                "peer-access",
+                "info",
                 f"its peer {peer} does not allow {', '.join(lacking)}: such work requests end "
                 "with REM_ACCESS_ERR",
-                "connect the peer with access=...", about,
-            )  # fmt: skip
+                "connect the peer with access=...",
+                about,
+            )
 
 
 def _gid_type(seen: Seen, attr: QPAttr) -> GIDType | None:

@@ -56,11 +56,13 @@ def check_process(qp: QP, about: str) -> Iterable[Finding]:
     maker = qp._pid
     if maker != os.getpid():
         yield Finding(
-            "other-process", "problem",
+            "other-process",
+            "problem",
             f"process {maker} made it, and this is its child {os.getpid()}: the memory and the "
             "queues are copies",
-            "open the device and create the queue pair after the fork", about,
-        )  # fmt: skip
+            "open the device and create the queue pair after the fork",
+            about,
+        )
 
 
 def check_state(seen: Seen) -> Iterable[Finding]:
@@ -72,10 +74,12 @@ def check_state(seen: Seen) -> Iterable[Finding]:
     connect = "qp.connect(remote)" if qp.qp_type in CONNECTED else "qp.connect()"
     if state in _FAILED and _overrun(qp):
         yield Finding(
-            "qp-state", severity,
+            "qp-state",
+            severity,
             f"in {state.name}, and its CQ has overrun: the completion that says why may be lost",
-            _ANEW, seen.about,
-        )  # fmt: skip
+            _ANEW,
+            seen.about,
+        )
         return
     remedy = {
         QPState.RESET: f"{connect}, with what the peer's qp.endpoint() says",
@@ -99,11 +103,13 @@ def check_retries(seen: Seen) -> Iterable[Finding]:
     timeout, retry_cnt = seen.attr.timeout, seen.attr.retry_cnt
     if timeout == 0:
         yield Finding(
-            "timeout-0", "problem",
+            "timeout-0",
+            "problem",
             "timeout=0: an acknowledgement is waited for for ever, and a send that nothing "
             "answers never ends",
-            "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)", seen.about,
-        )  # fmt: skip
+            "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)",
+            seen.about,
+        )
         return
     total = until_retry_exc(timeout, retry_cnt)
     evidence = (
@@ -112,20 +118,25 @@ def check_retries(seen: Seen) -> Iterable[Finding]:
     )
     if retry_cnt == 7 and seen.qp.pd.context.attr.vendor_id == _RXE_VENDOR:
         yield Finding(
-            "retry-for-ever", "warning",
+            "retry-for-ever",
+            "warning",
             "retry_cnt=7: Soft-RoCE takes that for ever, and a send that nothing answers never "
             "ends",
-            "connect with retry_cnt=6 or less", seen.about,
-        )  # fmt: skip
+            "connect with retry_cnt=6 or less",
+            seen.about,
+        )
     elif total > _LONG_S:
         yield Finding(
             "timeout-long", "warning", evidence, "connect with timeout=14 (67.1 ms)", seen.about
         )
     elif retry_cnt == 0:
         yield Finding(
-            "retry-cnt-0", "warning", f"{evidence}; one lost packet is the end",
-            "connect with retry_cnt=6", seen.about,
-        )  # fmt: skip
+            "retry-cnt-0",
+            "warning",
+            f"{evidence}; one lost packet is the end",
+            "connect with retry_cnt=6",
+            seen.about,
+        )
     else:
         yield Finding("timeout", "ok", evidence, about=seen.about)
 
@@ -139,15 +150,19 @@ def check_rnr(seen: Seen) -> Iterable[Finding]:
         timer = f"min_rnr_timer={attr.min_rnr_timer} ({duration(rnr_timer(attr.min_rnr_timer))})"
         if attr.min_rnr_timer == 0:
             yield Finding(
-                "min-rnr-timer-0", "warning",
+                "min-rnr-timer-0",
+                "warning",
                 f"{timer}: 0 is the longest that there is; a peer that finds no receive waits it",
-                "connect with min_rnr_timer=12 (0.64 ms)", seen.about,
-            )  # fmt: skip
+                "connect with min_rnr_timer=12 (0.64 ms)",
+                seen.about,
+            )
         else:
             yield Finding(
-                "min-rnr-timer", "ok", f"{timer} is what a peer waits that finds no receive",
+                "min-rnr-timer",
+                "ok",
+                f"{timer} is what a peer waits that finds no receive",
                 about=seen.about,
-            )  # fmt: skip
+            )
 
 
 def _rnr_retry(seen: Seen) -> Finding:
@@ -165,10 +180,12 @@ def _rnr_retry(seen: Seen) -> Finding:
         return Finding("rnr-retry-for-ever", severity, evidence, remedy, seen.about)
     if retry == 0:
         return Finding(
-            "rnr-retry-0", "warning",
+            "rnr-retry-0",
+            "warning",
             "rnr_retry=0: the first send that finds no receive ends with RNR_RETRY_EXC_ERR",
-            "connect with rnr_retry=6, or post receives before the peer can send", seen.about,
-        )  # fmt: skip
+            "connect with rnr_retry=6, or post receives before the peer can send",
+            seen.about,
+        )
     whose, timer = "the peer's", seen.attr.min_rnr_timer
     if local is not None:
         timer = local[1].min_rnr_timer
@@ -176,16 +193,19 @@ def _rnr_retry(seen: Seen) -> Finding:
         whose = "if the peer has the same"
     else:
         return Finding(
-            "rnr-retry", "ok", f"rnr_retry={retry} x the peer's min_rnr_timer until "
-            "RNR_RETRY_EXC_ERR", about=seen.about,
-        )  # fmt: skip
+            "rnr-retry",
+            "ok",
+            f"rnr_retry={retry} x the peer's min_rnr_timer until RNR_RETRY_EXC_ERR",
+            about=seen.about,
+        )
     total = until_rnr_retry_exc(retry, timer)
     return Finding(
-        "rnr-retry", "ok",
+        "rnr-retry",
+        "ok",
         f"rnr_retry={retry} x {whose} min_rnr_timer={timer} ({duration(rnr_timer(timer))}) = "
         f"{duration(total)} until RNR_RETRY_EXC_ERR",
         about=seen.about,
-    )  # fmt: skip
+    )
 
 
 def check_rd_atomic(seen: Seen) -> Iterable[Finding]:
@@ -195,20 +215,23 @@ def check_rd_atomic(seen: Seen) -> Iterable[Finding]:
     here = seen.attr.max_rd_atomic
     if not here:
         yield Finding(
-            "max-rd-atomic-0", "warning",
+            "max-rd-atomic-0",
+            "warning",
             "max_rd_atomic=0: an RDMA read or atomic fails, or never starts",
-            "connect with max_rd_atomic=1 or more", seen.about,
-        )  # fmt: skip
+            "connect with max_rd_atomic=1 or more",
+            seen.about,
+        )
         return
     if (local := seen.responder) is not None and here > local[1].max_dest_rd_atomic:
         there = local[1].max_dest_rd_atomic
         yield Finding(
-            "rd-atomic-mismatch", "problem",
+            "rd-atomic-mismatch",
+            "problem",
             f"max_rd_atomic={here}, and the peer's max_dest_rd_atomic={there}: it may refuse the "
             f"read or atomic number {there + 1}",
             f"connect here with max_rd_atomic={there}, or there with max_dest_rd_atomic={here}",
             seen.about,
-        )  # fmt: skip
+        )
         return
     yield Finding("max-rd-atomic", "ok", f"max_rd_atomic={here}", about=seen.about)
 
@@ -232,29 +255,39 @@ def check_sends(seen: Seen) -> Iterable[Finding]:
         yield Finding("outstanding", "info", f"{evidence}; {_LOST}", about=seen.about)
     elif count and failed:
         yield Finding(
-            "not-polled", "warning", f"{evidence}; they have failed, and wait in the CQ",
-            "poll send_cq", seen.about,
-        )  # fmt: skip
+            "not-polled",
+            "warning",
+            f"{evidence}; they have failed, and wait in the CQ",
+            "poll send_cq",
+            seen.about,
+        )
     elif count >= qp.max_send_wr:
         doubt = "; if none of them is SIGNALED, no slot ever comes free" if unsure else ""
         yield Finding(
-            "send-queue-full", "warning", evidence + doubt,
+            "send-queue-full",
+            "warning",
+            evidence + doubt,
             "poll send_cq: a slot comes free with the completion of a later SIGNALED send"
             + (", so make every n-th one SIGNALED, n below max_send_wr" if unsure else ""),
             seen.about,
-        )  # fmt: skip
+        )
     elif count and unsure:
         yield Finding(
-            "outstanding", "info",
+            "outstanding",
+            "info",
             f"{evidence}: under way, or their completions are not polled; ones without SIGNALED "
             "count until a later SIGNALED one completes",
-            "poll send_cq; make every n-th send SIGNALED", seen.about,
-        )  # fmt: skip
+            "poll send_cq; make every n-th send SIGNALED",
+            seen.about,
+        )
     elif count:
         yield Finding(
-            "outstanding", "info", f"{evidence}: under way, or their completions are not polled",
-            "poll send_cq", seen.about,
-        )  # fmt: skip
+            "outstanding",
+            "info",
+            f"{evidence}: under way, or their completions are not polled",
+            "poll send_cq",
+            seen.about,
+        )
     else:
         yield Finding("outstanding", "ok", evidence, about=seen.about)
 
@@ -275,19 +308,24 @@ def check_receives(seen: Seen) -> Iterable[Finding]:
         yield Finding("receives", "info", f"{evidence}; {_LOST}", about=seen.about)
     elif flushed:
         yield Finding(
-            "not-polled", "warning", f"{evidence}; they have been flushed, and wait in the CQ",
-            "poll recv_cq", seen.about,
-        )  # fmt: skip
+            "not-polled",
+            "warning",
+            f"{evidence}; they have been flushed, and wait in the CQ",
+            "poll recv_cq",
+            seen.about,
+        )
     elif count or state is QPState.ERR:
         yield Finding("receives", "ok", evidence, about=seen.about)
     else:
         what = "makes its sender wait (RNR)" if qp.qp_type is QPType.RC else "is dropped"
         post = "qp.post_recv" if qp.srq is None else "srq.post_srq_recv"
         yield Finding(
-            "recv-none-posted", "info",
-            f"{evidence}; a message that arrives {what}", f"{post}(...) before the peer sends",
+            "recv-none-posted",
+            "info",
+            f"{evidence}; a message that arrives {what}",
+            f"{post}(...) before the peer sends",
             seen.about,
-        )  # fmt: skip
+        )
 
 
 def check_completions(seen: Seen) -> Iterable[Finding]:
@@ -330,10 +368,12 @@ def _check_cq(cq: CQ, seen: Seen) -> Finding:
     if outstanding > cq.cqe:
         failed = seen.attr.qp_state is QPState.ERR
         return Finding(
-            "cq-too-small", "problem" if failed else "warning",
+            "cq-too-small",
+            "problem" if failed else "warning",
             f"{evidence}: when more complete than it holds, it overruns and they fail",
-            remedy, seen.about,
-        )  # fmt: skip
+            remedy,
+            seen.about,
+        )
     if capacity > cq.cqe:
         return Finding("cq-too-small", "info", evidence, remedy, seen.about)
     return Finding("cq", "ok", evidence, about=seen.about)
@@ -367,11 +407,13 @@ def check_access(seen: Seen) -> Iterable[Finding]:
         yield Finding("access", "ok", evidence, about=seen.about)
     else:
         yield Finding(
-            "access-none", "info",
+            "access-none",
+            "info",
             "qp_access_flags has no REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC: a peer can send, "
             "and its writes, reads and atomics end with REM_ACCESS_ERR",
-            "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ", seen.about,
-        )  # fmt: skip
+            "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ",
+            seen.about,
+        )
 
 
 def waiting_sends(seen: Seen) -> int | None:

@@ -14,9 +14,14 @@ __all__ = ["Port", "Route", "System", "phys_state_name"]
 _IFF_UP = 1
 _LOCAL = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 _PHYS_STATES = {
-    1: "Sleep", 2: "Polling", 3: "Disabled", 4: "Training", 5: "LinkUp", 6: "LinkErrorRecovery",
+    1: "Sleep",
+    2: "Polling",
+    3: "Disabled",
+    4: "Training",
+    5: "LinkUp",
+    6: "LinkErrorRecovery",
     7: "PhyTest",
-}  # fmt: skip
+}
 
 
 class Port(NamedTuple):

@@ -285,9 +285,17 @@ class Pingpong(Together):
         if self.validate:
             self._look(role)
         return Result(
-            role, self._who, self.local, remote, self.size, self.iters,
-            len(times), seconds, Latency.of(times) if times else None, self.validate,
-        )  # fmt: skip
+            role,
+            self._who,
+            self.local,
+            remote,
+            self.size,
+            self.iters,
+            len(times),
+            seconds,
+            Latency.of(times) if times else None,
+            self.validate,
+        )
 
     def _exchange_messages(
         self, send: bool, progress: Callable[[int], None] | None

@@ -104,9 +104,17 @@ def _ip_header(address: AddressHandle, size: int) -> bytes:
 
     def header(checksum: int) -> bytes:
         return _IPV4.pack(
-            0x45, address.traffic_class, _IPV4.size + length, 0, _DONT_FRAGMENT,
-            address.hop_limit, _UDP, checksum, sgid[12:], dgid[12:],
-        )  # fmt: skip
+            0x45,
+            address.traffic_class,
+            _IPV4.size + length,
+            0,
+            _DONT_FRAGMENT,
+            address.hop_limit,
+            _UDP,
+            checksum,
+            sgid[12:],
+            dgid[12:],
+        )
 
     # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
     checksum = -int.from_bytes(header(0)) % 0xFFFF

@@ -196,9 +196,15 @@ def _local_invalidate(qp: QueuePair, wqe: WQE) -> int:
 
 def _bind(qp: QueuePair, wqe: WQE) -> int:
     qp.device.memory.bind(
-        wqe.window, wqe.region, wqe.bind_addr, wqe.bind_length, wqe.bind_access,
-        pd=qp.pd, qpn=qp.number, rkey=wqe.bind_rkey,
-    )  # fmt: skip
+        wqe.window,
+        wqe.region,
+        wqe.bind_addr,
+        wqe.bind_length,
+        wqe.bind_access,
+        pd=qp.pd,
+        qpn=qp.number,
+        rkey=wqe.bind_rkey,
+    )
     return 0
 
 

@@ -163,9 +163,20 @@ def fill(
             # failure and breaks.
             status = WCStatus.REM_INV_REQ_ERR
     fields = (
-        wqe.wr_id, status, opcode, 0, byte_len, imm, qp.number,
-        request.src_qpn if datagrams else 0, flags, 0, 0, request.sl, 0,
-    )  # fmt: skip
+        wqe.wr_id,
+        status,
+        opcode,
+        0,
+        byte_len,
+        imm,
+        qp.number,
+        request.src_qpn if datagrams else 0,
+        flags,
+        0,
+        0,
+        request.sl,
+        0,
+    )
     qp.push(cq, (fields, queue, 1, request.solicited, tag_info))
     if status:
         qp.fail()
@@ -200,9 +211,20 @@ def _write(qp: QueuePair, request: Request) -> Ack | None:
     copy(request.data, target)
     wqe, queue, _, cq = taken
     fields = (
-        wqe.wr_id, _SUCCESS, WCOpcode.RECV_RDMA_WITH_IMM, 0, request.length, request.imm,
-        qp.number, 0, _WITH_IMM, 0, 0, 0, 0,
-    )  # fmt: skip
+        wqe.wr_id,
+        _SUCCESS,
+        WCOpcode.RECV_RDMA_WITH_IMM,
+        0,
+        request.length,
+        request.imm,
+        qp.number,
+        0,
+        _WITH_IMM,
+        0,
+        0,
+        0,
+        0,
+    )
     qp.push(cq, (fields, queue, 1, request.solicited, NO_TAG))
     return ACK
 

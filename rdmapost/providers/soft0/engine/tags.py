@@ -244,9 +244,20 @@ class MatchingList(door.Record):
 
     def _complete_match(self, qp: QueuePair, entry: _Entry, tag_info: bytes) -> None:
         fields = (
-            entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, 0, qp.number, 0, _MATCH,
-            0, 0, 0, 0,
-        )  # fmt: skip
+            entry.wr_id,
+            WCStatus.SUCCESS,
+            WCOpcode.TM_RECV,
+            0,
+            0,
+            0,
+            qp.number,
+            0,
+            _MATCH,
+            0,
+            0,
+            0,
+            0,
+        )
         # The entry keeps its place in the list until its data has arrived.
         self._push((fields, self.slots, 0, False, tag_info))
 
@@ -255,9 +266,14 @@ class MatchingList(door.Record):
     ) -> None:
         """Complete a tagged receive, however its message ended."""
         qp.complete_recv(
-            entry, status, opcode=WCOpcode.TM_RECV, byte_len=byte_len,
-            flags=flags, queue=self.slots, cq=self.srq.cq,
-        )  # fmt: skip
+            entry,
+            status,
+            opcode=WCOpcode.TM_RECV,
+            byte_len=byte_len,
+            flags=flags,
+            queue=self.slots,
+            cq=self.srq.cq,
+        )
 
     # ---- rendezvous ---------------------------------------------------------
 

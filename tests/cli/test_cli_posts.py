@@ -1,0 +1,359 @@
+"""The commands on a device: what they print, and that the bytes arrive."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from support.cli_runner import done, on, run
+
+import rdmapost as rp
+from rdmapost.tools import check as checks
+
+TUTORIAL_RC = {
+    "SEND",
+    "SEND_WITH_IMM",
+    "RDMA_WRITE",
+    "RDMA_WRITE_WITH_IMM",
+    "RDMA_READ",
+    "ATOMIC_CMP_AND_SWP",
+    "ATOMIC_FETCH_AND_ADD",
+}
+EVERY_DEVICE = {
+    *((opcode, "RC") for opcode in TUTORIAL_RC),
+    *((opcode, "UC") for opcode in TUTORIAL_RC if opcode.startswith(("SEND", "RDMA_WRITE"))),
+    *((opcode, "UD") for opcode in TUTORIAL_RC if opcode.startswith("SEND")),
+}
+
+
+# ---- check ------------------------------------------------------------------
+
+
+def test_check(context: rp.Context) -> None:
+    doc = done(context, "check")
+    results = doc["results"]
+    assert (doc["device"], doc["kind"]) == (context.name, context.kind)
+    assert [r for r in results if r["status"] == "fail"] == []
+    assert all(r["detail"] for r in results)
+    passed = {(r["opcode"], r["qp_type"]) for r in results if r["status"] == "pass"}
+    assert passed >= EVERY_DEVICE
+    assert doc["failed"] == 0
+    assert doc["passed"] == len(passed)
+    assert doc["passed"] + doc["unsupported"] == len(results)
+
+
+def test_check_prints_a_table(context: rp.Context) -> None:
+    ran = on(context, "check")
+    assert ran.code == 0
+    assert ran.err == ""
+    lines = ran.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split()[:4] == ["OPCODE", "RC", "UC", "UD"]
+    assert lines[1].split()[:4] == ["SEND", "pass", "pass", "pass"]
+    assert lines[0].split()[4:] == ["XRC_SEND", "RAW_PACKET"]
+    assert " 0 failed" in lines[-1]
+
+
+def test_a_failing_check_fails_alone(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(trial: checks.Trial) -> str:
+        raise ZeroDivisionError("on purpose")
+
+    def late(trial: checks.Trial) -> str:
+        with trial.loopback() as pair:
+            pair.receive(8)
+            pair.arrived()
+        return "never"
+
+    rows = [
+        checks.Row("BROKEN", (rp.QPType.RC,), broken),
+        checks.Row("LATE", (rp.QPType.RC,), late),
+        checks.ROWS[0],
+    ]
+    monkeypatch.setattr("rdmapost.tools.check.runner.ROWS", rows)
+    ran = on(context, "check", "--json", "--timeout", "0.2")
+    assert ran.code == 1
+    assert "ZeroDivisionError: on purpose" in ran.doc["results"][0]["detail"]
+    assert "nothing arrived" in ran.doc["results"][1]["detail"]
+    assert "within 0.2 s" in ran.doc["results"][1]["detail"]
+    assert ran.doc["results"][2]["status"] == "pass"
+    assert ran.doc["failed"] == 2
+    assert ran.doc["error"].startswith("2 of ")
+    text = on(context, "check", "--timeout", "0.2")
+    assert text.code == 1
+    assert "FAIL [1]" in text.out
+    assert "ZeroDivisionError: on purpose" in text.out
+
+
+def test_check_says_what_it_saw(context: rp.Context) -> None:
+    ran = on(context, "check", "-v", "--json")
+    assert ran.doc["passed"]
+    assert "SEND on RC: pass: " in ran.err
+
+
+# ---- devices ----------------------------------------------------------------
+
+
+def test_devices(context: rp.Context) -> None:
+    doc = done(context, "devices")
+    (device,) = doc["devices"]
+    assert (device["name"], device["kind"]) == (context.name, context.kind)
+    port = device["ports"][0]
+    now = context.query_port(1)
+    assert port["state"] == "ACTIVE"
+    assert port["link_layer"] == now.link_layer.name
+    assert port["active_mtu"] == now.active_mtu.bytes
+    assert port["gid_index"] == rp.choose_gid(context).index
+    assert [gid["gid"] for gid in port["gids"]] == [
+        str(entry.gid) for entry in context.query_gid_table(1)
+    ]
+
+
+def test_devices_prints_a_table(context: rp.Context) -> None:
+    ran = on(context, "devices")
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= 80
+    (row,) = [line for line in ran.out.splitlines() if line.startswith(f"{context.name} ")]
+    assert row.split()[1] == ("software" if context.kind == "soft" else "verbs")
+    assert f"*  GID {rp.choose_gid(context).index} " in ran.out
+
+
+def test_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
+    choice = rp.choose_gid(context)
+    quiet, verbose = on(context, "devices"), on(context, "devices", "-v")
+    assert quiet.err == ""
+    assert verbose.out == quiet.out
+    kind = "" if choice.gid_type is None else f" ({choice.gid_type.name})"
+    assert verbose.err == (
+        f"{context.name} port 1: GID {choice.index}, {choice.gid}{kind}: {choice.reason}\n"
+    )
+
+
+def test_devices_lists_all(context: rp.Context) -> None:
+    names = [device["name"] for device in run("devices", "--json").doc["devices"]]
+    assert {context.name, "soft0"} <= set(names)
+
+
+def test_devices_shows_one_gid(context: rp.Context) -> None:
+    index = context.query_gid_table(1)[0].index
+    (device,) = done(context, "devices", "-p", "1", "-g", str(index))["devices"]
+    assert [gid["index"] for gid in device["ports"][0]["gids"]] == [index]
+
+
+@pytest.mark.parametrize(("option", "says"), [("-p", "no port 99"), ("-g", "no GID")])
+def test_devices_has_no_such_entry(context: rp.Context, option: str, says: str) -> None:
+    ran = on(context, "devices", option, "99")
+    assert ran.code == 2
+    assert says in ran.err
+
+
+# ---- send, write, read ------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+@pytest.mark.parametrize("more", [[], ["--inline"], ["--solicited"]], ids=["", "inline", "sol"])
+def test_send(context: rp.Context, qp_type: str, more: list[str]) -> None:
+    assert done(context, "send", "--data", "hällo", "--qp-type", qp_type, *more) == {
+        "device": context.name,
+        "kind": context.kind,
+        "opcode": "SEND",
+        "qp_type": qp_type.upper(),
+        "status": "SUCCESS",
+        "wr_id": 1,
+        "byte_len": 6,
+        "gid_index": rp.choose_gid(context).index,
+        "data": "hällo",
+        "encoding": "utf-8",
+        "received": "hällo",
+    }
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+def test_send_with_immediate_data(context: rp.Context, qp_type: str) -> None:
+    doc = done(context, "send", "--imm", "0xdeadbeef", "--qp-type", qp_type)
+    assert doc["opcode"] == "SEND_WITH_IMM"
+    assert doc["imm_data"] == 0xDEADBEEF
+
+
+@pytest.mark.parametrize("command", ["send", "write", "read"])
+def test_no_bytes(context: rp.Context, command: str) -> None:
+    doc = done(context, command, "--data", "")
+    assert (doc["status"], doc["byte_len"], doc["received"]) == ("SUCCESS", 0, "")
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc"])
+@pytest.mark.parametrize("command", ["send", "write"])
+def test_many_packets(context: rp.Context, command: str, qp_type: str) -> None:
+    doc = done(context, command, "--size", "64K", "--qp-type", qp_type)
+    assert doc["byte_len"] == 65536
+    assert doc["encoding"] == "hex"
+    assert doc["truncated"] is True
+    assert bytes.fromhex(doc["received"]) == bytes(range(256)) * 16
+
+
+@pytest.mark.parametrize("command", ["send", "write", "read"])
+def test_a_file_that_is_no_text(context: rp.Context, command: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"\x00\xff\x1b[2J")
+    doc = done(context, command, "--data-file", str(file))
+    assert (doc["received"], doc["encoding"]) == ("00ff1b5b324a", "hex")
+    assert "truncated" not in doc
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc"])
+@pytest.mark.parametrize("more", [[], ["--inline"]], ids=["", "inline"])
+def test_write(context: rp.Context, qp_type: str, more: list[str]) -> None:
+    doc = done(context, "write", "--data", "xyz", "--qp-type", qp_type, *more)
+    assert doc["opcode"] == "RDMA_WRITE"
+    assert (doc["byte_len"], doc["received"]) == (3, "xyz")
+    assert "imm_data" not in doc
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc"])
+def test_write_with_immediate_data(context: rp.Context, qp_type: str) -> None:
+    doc = done(context, "write", "--imm", "7", "--qp-type", qp_type)
+    assert doc["opcode"] == "RDMA_WRITE_WITH_IMM"
+    assert doc["imm_data"] == 7
+
+
+def test_read(context: rp.Context) -> None:
+    doc = done(context, "read", "--data", "over there", "--fence")
+    assert doc["opcode"] == "RDMA_READ"
+    assert (doc["byte_len"], doc["received"]) == (10, "over there")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["send"],
+        ["send", "--qp-type", "ud"],
+        ["send", "--qp-type", "uc"],
+        ["write"],
+        ["write", "--imm", "1"],
+        ["read"],
+        ["atomic", "fetch-add"],
+    ],
+    ids=" ".join,
+)
+def test_a_list(context: rp.Context, args: list[str]) -> None:
+    doc = done(context, *args, "--count", "9")
+    assert doc["count"] == doc["wr_id"] == 9
+    assert doc["completions"] == [{"wr_id": n, "status": "SUCCESS"} for n in range(1, 10)]
+
+
+def test_a_list_longer_than_the_queue(context: rp.Context) -> None:
+    ran = on(context, "send", "--count", "0x7fffffff", "--json")
+    assert ran.code == 2
+    assert f"more than {context.name} can hold in a queue (max_" in ran.doc["error"]
+
+
+# ---- atomics ----------------------------------------------------------------
+
+
+def test_fetch_and_add(context: rp.Context) -> None:
+    doc = done(context, "atomic", "fetch-add", "--initial", "10", "--add", "5")
+    assert (doc["opcode"], doc["byte_len"]) == ("ATOMIC_FETCH_AND_ADD", 8)
+    assert (doc["old"], doc["new"]) == (10, 15)
+
+
+def test_fetch_and_add_wraps(context: rp.Context) -> None:
+    doc = done(context, "atomic", "fetch-add", "--initial", hex((1 << 64) - 1), "--add", "0x2")
+    assert (doc["old"], doc["new"]) == ((1 << 64) - 1, 1)
+
+
+def test_fetch_and_add_repeatedly(context: rp.Context) -> None:
+    doc = done(context, "atomic", "fetch-add", "--add", "3", "--count", "4")
+    assert (doc["old"], doc["new"], doc["olds"]) == (0, 12, [0, 3, 6, 9])
+
+
+@pytest.mark.parametrize(("compare", "new"), [("7", 9), ("8", 7)])
+def test_compare_and_swap(context: rp.Context, compare: str, new: int) -> None:
+    doc = done(context, "atomic", "cas", "--initial", "7", "--compare", compare, "--swap", "9")
+    assert doc["opcode"] == "ATOMIC_CMP_AND_SWP"
+    assert (doc["old"], doc["new"]) == (7, new)
+
+
+# ---- text -------------------------------------------------------------------
+
+
+def test_text(context: rp.Context) -> None:
+    ran = on(context, "send", "--data", "two\nlines", "--imm", "16")
+    assert ran.err == ""
+    assert ran.out.splitlines() == [
+        f"SEND_WITH_IMM of 9 bytes on RC, {context.name}: SUCCESS",
+        '  data      "two\\nlines"',
+        '  received  "two\\nlines"',
+        "  imm_data  16 (0x10)",
+    ]
+
+
+def test_text_is_cut_to_80_columns(context: rp.Context) -> None:
+    ran = on(context, "read", "--size", "1K")
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+def test_verbose_says_what_was_chosen_and_why(context: rp.Context, qp_type: str) -> None:
+    ran = on(context, "send", "-v", "--json", "--qp-type", qp_type)
+    gid = rp.choose_gid(context)
+    assert ran.doc["status"] == "SUCCESS"
+    assert f"{context.name} ({context.kind}), asked for" in ran.err
+    assert f"{gid.index}, {gid.gid}" in ran.err
+    assert gid.reason in ran.err
+    assert "state RTS" in ran.err
+
+
+def test_the_variable_chooses_the_device(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RDMAPOST_DEVICE", context.name)
+    ran = run("send", "-v")
+    assert ran.code == 0
+    assert f"{context.name} ({context.kind}), named by RDMAPOST_DEVICE" in ran.err
+
+
+def test_a_given_gid_is_used(context: rp.Context) -> None:
+    index = context.query_gid_table(1)[-1].index
+    assert done(context, "send", "--gid-index", str(index))["gid_index"] == index
+
+
+# ---- what does not go -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["send", "--qp-type", "ud", "--fence"], "FENCE has no meaning on UD QPs"),
+        (["send", "--qp-type", "ud", "--size", "64K"], "a message on this UD QP holds at most"),
+        (["atomic", "cas", "--qp-type", "uc"], "ATOMIC_CMP_AND_SWP is not an opcode of UC QPs"),
+        (["read", "--qp-type", "uc"], "RDMA_READ is not an opcode of UC QPs"),
+        (["write", "--qp-type", "ud"], "RDMA_WRITE is not an opcode of UD QPs"),
+        (["write", "--solicited"], "SOLICITED has no meaning on RDMA_WRITE"),
+    ],
+)
+def test_refused_by_the_post(context: rp.Context, args: list[str], says: str) -> None:
+    text = on(context, *args)
+    assert (text.code, text.out) == (1, "")
+    assert says in text.err
+    ran = on(context, *args, "--json")
+    assert ran.code == 1
+    assert says in ran.doc["error"]
+    assert (ran.doc["errno"], ran.doc["index"], ran.doc["posted"]) == ("EINVAL", 0, 0)
+    assert ran.doc["status"] is None
+
+
+def test_more_inline_than_the_device_takes(context: rp.Context) -> None:
+    ran = on(context, "send", "--inline", "--size", "1M")
+    assert (ran.code, ran.out) == (1, "")
+    assert "max_inline_data" in ran.err
+
+
+@pytest.mark.parametrize("command", [["send"], ["check"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("option", "says"), [("--port", "has no port 99"), ("-g", "no GID with index 99")]
+)
+def test_no_such_port_or_gid(
+    context: rp.Context, command: list[str], option: str, says: str
+) -> None:
+    ran = on(context, *command, option, "99")
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err

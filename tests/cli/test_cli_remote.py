@@ -1,0 +1,246 @@
+"""The one-shots with HOST: what they print, and their errors.
+
+The server is in this process, on the same device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.cli_runner import done, on, run
+from support.ports import HOST, free_port
+
+import rdmapost as rp
+from rdmapost import Access, connect
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve(context: rp.Context) -> Iterator[Serve]:
+    """Serve in this process, and return HOST:PORT."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> str:
+            server = stack.enter_context(connect.serve(context, port=0, **options))
+            return str(server)
+
+        yield make
+
+
+# ---- the one-shots -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+@pytest.mark.parametrize("more", [[], ["--inline"], ["--imm", "0x12"]], ids=["", "inline", "imm"])
+def test_send(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) -> None:
+    where = serve()
+    doc = done(context, "send", where, "--data", "h\u00e4llo", "--qp-type", qp_type, *more)
+    imm = {"imm_data": 18} if "--imm" in more else {}
+    assert doc == {
+        "device": context.name,
+        "kind": context.kind,
+        "opcode": "SEND_WITH_IMM" if imm else "SEND",
+        "qp_type": qp_type.upper(),
+        "peer": where,
+        "status": "SUCCESS",
+        "wr_id": 1,
+        "byte_len": 6,
+        "gid_index": rp.choose_gid(context).index,
+        "data": "h\u00e4llo",
+        "encoding": "utf-8",
+        "received": "h\u00e4llo",
+        **imm,
+    }
+
+
+def test_send_says_where_to(context: rp.Context, serve: Serve) -> None:
+    where = serve()
+    ran = on(context, "send", "--count", "3", "--size", "5000", where)
+    assert ran.code == 1
+    ran = on(context, "send", "--count", "20", "--size", "3000", where)
+    assert ran.code == 0
+    head, *lines = ran.out.splitlines()
+    assert head == f"20 x SEND of 3000 bytes on RC, {context.name} to {where}: SUCCESS"
+    assert [line.split()[0] for line in lines] == ["data", "received"]
+
+
+@pytest.mark.parametrize("qp_type", ["rc", "uc"])
+@pytest.mark.parametrize("more", [[], ["--imm", "7"]], ids=["", "imm"])
+def test_write(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) -> None:
+    seen: list[connect.Event] = []
+    where = serve(on_event=seen.append)
+    doc = done(
+        context,
+        "write",
+        where,
+        "--data",
+        "abc",
+        "--offset",
+        "0x10",
+        "--count",
+        "2",
+        "--qp-type",
+        qp_type,
+        *more,
+    )
+    assert (doc["peer"], doc["status"], doc["count"]) == (where, "SUCCESS", 2)
+    assert (doc["data"], doc["received"]) == ("abc", "abc")
+    assert doc.get("imm_data") == (7 if more else None)
+    (joined,) = [event for event in seen if isinstance(event, connect.Joined)]
+    assert doc["remote_addr"] == joined.offer.addr + 16
+    # When the command ends, the server has released everything.
+    (left,) = [event for event in seen if isinstance(event, connect.Left)]
+    assert left.changed == connect.Changed(16, 6, b"abcabc")
+
+
+def test_a_write_that_cannot_be_looked_at(context: rp.Context, serve: Serve) -> None:
+    where = serve(access=Access.REMOTE_WRITE, data=b"secret")
+    doc = done(context, "write", where, "--data", "abc")
+    assert doc["status"] == "SUCCESS"
+    assert "received" not in doc
+
+
+def test_write_of_nothing_and_of_everything(context: rp.Context, serve: Serve) -> None:
+    where = serve()
+    assert done(context, "write", where, "--data", "")["byte_len"] == 0
+    assert done(context, "write", where, "--size", "4096")["byte_len"] == 4096
+    assert done(context, "send", where, "--data", "")["byte_len"] == 0
+
+
+def test_read(context: rp.Context, serve: Serve) -> None:
+    where = serve(data=b"what stands there", size=17)
+    doc = done(context, "read", where)
+    assert (doc["byte_len"], doc["received"]) == (17, "what stands there")
+    assert "data" not in doc
+    doc = done(context, "read", where, "--offset", "5", "--size", "6", "--count", "2")
+    assert (doc["byte_len"], doc["received"], doc["count"]) == (6, "stands", 2)
+    ran = on(context, "read", where, "--offset", "18")
+    assert ran.code == 2
+    assert "behind the end of the 17 bytes" in ran.err
+
+
+def test_atomic(context: rp.Context, serve: Serve) -> None:
+    where = serve(shared=True)
+    doc = done(context, "atomic", "fetch-add", where, "--add", "5", "--count", "3", "--offset", "8")
+    assert (doc["add"], doc["old"], doc["new"], doc["olds"]) == (5, 0, 15, [0, 5, 10])
+    assert "initial" not in doc
+    again = ["atomic", "cas", where, "--compare", "15", "--swap", "99", "--offset", "8"]
+    doc = done(context, *again)
+    assert (doc["compare"], doc["swap"], doc["old"], doc["new"]) == (15, 99, 15, 99)
+    doc = done(context, *again)
+    assert (doc["old"], doc["new"]) == (99, 99)
+
+
+@pytest.mark.parametrize(
+    ("access", "command"),
+    [
+        (Access.REMOTE_READ, ["write"]),
+        (Access.REMOTE_WRITE, ["read"]),
+        (Access.REMOTE_READ, ["atomic", "cas"]),
+    ],
+    ids=lambda v: v[0] if isinstance(v, list) else "",
+)
+def test_what_is_not_exposed_is_refused_by_the_device(
+    context: rp.Context, serve: Serve, access: Access, command: list[str]
+) -> None:
+    ran = on(context, *command, serve(access=access), "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
+    if ran.doc["status"] == "REM_ACCESS_ERR":
+        assert "exposes 4096 bytes at 0x" in ran.doc["error"]
+
+
+def test_a_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "write", serve(), "--offset", "4090", "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] == "REM_ACCESS_ERR"
+
+
+def test_a_message_that_does_not_fit(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "send", serve(receive_size=4), "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] not in (None, "SUCCESS")
+
+
+def test_a_message_that_nobody_takes(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "send", serve(count=0), "--qp-type", "ud", "--timeout", "0.5")
+    assert ran.code == 1
+    assert "the message did not arrive at 127.0.0.1:" in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_verbose_says_what_is_exposed(context: rp.Context, serve: Serve) -> None:
+    ran = on(context, "read", serve(access=Access.REMOTE_READ, size=100), "-v")
+    assert ran.code == 0
+    assert "exposed  100 bytes at 0x" in ran.err
+    assert "for read" in ran.err
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_the_token(
+    context: rp.Context, serve: Serve, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = serve(token="secret")
+    for ran in (on(context, "send", where), on(context, "send", where, "--token", "Secret")):
+        assert ran.code == 1
+        assert "token" in ran.err
+        assert len(ran.err.splitlines()) == 1
+    monkeypatch.setenv("RDMAPOST_TOKEN", "secret" if how == "variable" else "wrong")
+    more = ["--token", "secret"] if how == "option" else []
+    assert done(context, "send", where, *more)["status"] == "SUCCESS"
+
+
+# ---- what cannot be reached ---------------------------------------------------
+
+
+def test_nothing_listens(context: rp.Context) -> None:
+    where = f"{HOST}:{free_port()}"
+    ran = on(context, "send", where, "--json")
+    assert ran.code == 1
+    says = "refused the connection: start 'rdmapost serve' there, or name its port"
+    assert ran.err == f"rdmapost: {where} {says}\n"
+    assert (ran.doc["peer"], ran.doc["status"]) == (where, None)
+    assert ran.doc["error"] in ran.err
+
+
+def test_something_else_listens(context: rp.Context) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # It accepts the connection, and does nothing else.
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        ran = on(context, "send", where, "--timeout", "0.3")
+    assert ran.code == 1
+    assert "did not answer within 0.3 s: is it 'rdmapost serve'?" in ran.err
+    assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["send", "::1"], "an IPv6 address stands in brackets: [::1]"),
+        (["send", "host:port"], "'port' is not a port"),
+        (["write", ":5"], "has no host"),
+        (["read", "127.0.0.1", "--data", "x"], "say what is read without HOST"),
+        (["atomic", "cas", "127.0.0.1", "--initial", "5"], "gives the old value without HOST"),
+        (["send", "127.0.0.1", "--invalidate"], "without HOST"),
+        (["write", "--offset", "5"], "--offset needs a HOST"),
+        (["send", "--token", "x"], "--token needs a HOST"),
+        (["send", "127.0.0.1", "--token", "x" * 257], "a token has 1 to 256 characters, not 257"),
+        (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "--qp-type is rc, uc or ud"),
+        (["serve", "--tcp-port", "99999"], "at most 65535"),
+        (["serve", "--access", "read,everything"], "'everything' is not read, write or atomic"),
+        (["serve", "--size", "2", "--data", "abc"], "too small for 3 bytes of data"),
+        (["serve", "--size", "0"], "at least one byte"),
+        (["serve", "--token", ""], "1 to 256 characters"),
+        (["serve", "--count", "99999"], "at most 16384"),
+    ],
+    ids=lambda v: " ".join(v)[:40] if isinstance(v, list) else "",
+)
+def test_wrong_usage(args: list[str], says: str) -> None:
+    ran = run(*args)
+    assert ran.code == 2
+    assert says in ran.err

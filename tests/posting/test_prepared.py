@@ -1,0 +1,953 @@
+"""Prepared lists: posted repeatedly, changed in place, and never with memory that is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import signal
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import pytest
+from support import ALL, Connect, Pair, needs
+
+import rdmapost as rp
+from rdmapost import QPState, QPType, SendFlags, WCStatus
+from rdmapost.posting.fields import NUMBERS
+
+
+def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
+    """Make a write of 8 bytes to the same place of the peer's memory."""
+    return rp.RdmaWrite(
+        pair.mine[at : at + 8],
+        wr_id=wr_id,
+        remote_addr=pair.theirs.addr + at,
+        rkey=pair.theirs.rkey,
+    )
+
+
+def test_list_is_posted_many_times(rc):
+    """Each post sends the memory's current contents, and completes with the caller's wr_ids."""
+    batch = rc.a.prepare([write(rc, 8 * i, wr_id=100 + i) for i in range(4)])
+    for turn in range(10):
+        rc.mine.buffer[:32] = bytes([turn]) * 32
+        batch.post()
+        assert [wc.wr_id for wc in rc.wait(4)] == [100, 101, 102, 103]
+        assert bytes(rc.theirs.buffer[:32]) == bytes([turn]) * 32
+    assert rc.a.outstanding.send == 0
+
+
+def test_posts_mix_with_others(rc):
+    """Prepared lists and plain posts share a queue, and complete in the order of their posts."""
+    batch = rc.a.prepare([write(rc, wr_id=1), write(rc, wr_id=2)])
+    rc.a.post_send(write(rc, wr_id=3))
+    batch.post()
+    rc.a.post_send([write(rc, wr_id=4), write(rc, wr_id=5)])
+    batch.post()
+    assert rc.a.outstanding.send == 7
+    assert [wc.wr_id for wc in rc.wait(7)] == [3, 1, 2, 4, 5, 1, 2]
+
+
+def test_unsignaled_ones_are_done_with_the_next_completion(rc):
+    silent, last = write(rc, wr_id=1), write(rc, wr_id=2)
+    silent.send_flags = SendFlags(0)
+    batch = rc.a.prepare([silent, silent, last])
+    batch.post()
+    batch.post()
+    assert rc.a.outstanding.send == 6
+    assert [wc.wr_id for wc in rc.wait(2)] == [2, 2]
+    assert rc.a.outstanding.send == 0
+
+
+def test_fields_are_changed_in_place(rc):
+    """A change affects later posts, not outstanding ones."""
+    batch = rc.a.prepare([write(rc, wr_id=1)])
+    batch.post()
+    batch[0].wr_id = 2
+    batch[0].remote_addr = rc.theirs.addr + 64
+    batch[0].sg_list = rc.mine[256:264]
+    rc.mine.buffer[:8], rc.mine.buffer[256:264] = b"the old!", b"the new!"
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait(2)] == [1, 2]
+    assert bytes(rc.theirs.buffer[64:72]) == b"the new!"
+    assert batch[0].wr_id == 2
+    assert batch[0].remote_addr == rc.theirs.addr + 64
+    assert batch[0].sg_list == (rc.mine[256:264],)
+
+
+def test_immediate_data_is_changed_in_place(rc):
+    """In host order, as in the work request."""
+    batch = rc.a.prepare(rp.SendWithImm(rc.mine[:8], imm_data=0x01020304))
+    for imm in (0x01020304, 0xFFFF_FFFF, 7):
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:64]))
+        batch[0].imm_data = imm
+        assert batch[0].imm_data == imm
+        batch.post()
+        assert {wc.imm_data for wc in rc.wait(2)} == {None, imm}
+
+
+def test_atomic_is_changed_in_place(rc):
+    rc.theirs.buffer[:16] = struct.pack("=QQ", 5, 70)
+    swap = rp.AtomicCmpAndSwp(
+        rc.mine[:8], remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey, compare_add=5, swap=6
+    )
+    batch = rc.a.prepare(swap)
+    batch.post()
+    batch[0].compare_add, batch[0].swap = 70, 71
+    batch[0].remote_addr += 8
+    batch[0].rkey = rc.theirs.rkey
+    batch.post()
+    rc.wait(2)
+    assert struct.unpack("=QQ", rc.theirs.buffer[:16]) == (6, 71)
+    with pytest.raises(ValueError, match="not a multiple of 8"):
+        batch[0].remote_addr = rc.theirs.addr + 4
+
+
+def test_receives_are_prepared_too(rc):
+    receives = rc.b.prepare_recv([rp.RecvWR(rc.theirs[i * 8 : i * 8 + 8], wr_id=i) for i in (0, 1)])
+    for turn in (b"first...", b"second.."):
+        receives.post()
+        assert rc.b.outstanding.recv == 2
+        rc.mine.buffer[:8] = turn
+        rc.a.post_send([rc.send(rc.mine[:8], wr_id=10), rc.send(rc.mine[:8], wr_id=11)])
+        assert sorted(wc.wr_id for wc in rc.wait(4)) == [0, 1, 10, 11]
+        assert bytes(rc.theirs.buffer[:16]) == turn * 2
+
+
+def test_datagrams_are_prepared_too(connect: Connect):
+    ud = connect(QPType.UD)
+    batch = ud.a.prepare(ud.send(ud.mine[:8], wr_id=1))
+    ud.b.post_recv(rp.RecvWR(ud.theirs[:128], wr_id=2))
+    batch.post()
+    assert {wc.wr_id for wc in ud.wait(2)} == {1, 2}
+    assert ud.ah is not None
+    with pytest.raises(rp.InUseError, match="prepared list of 1"):
+        ud.ah.close()
+
+
+def test_inline_data_is_read_at_each_post(connect: Connect):
+    pair = connect(max_inline_data=64)
+    data = bytearray(b"inline 1")
+    batch = pair.a.prepare(
+        pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=SendFlags(10))
+    )
+    batch.post()
+    pair.wait()
+    data[-1:] = b"2"
+    batch.post()
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:8]) == b"inline 2"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("wr_id", -1, "wr_id=-1 is not in"),
+        ("wr_id", 1.5, "wr_id: expected int, got float"),
+        ("rkey", 1 << 32, r"rkey=4294967296 is not in 0\.\.2\^32-1"),
+        ("remote_addr", -1, "remote_addr=-1 is not in"),
+        ("remote_addr", "there", "remote_addr: expected int, got str"),
+        ("sg_list", (), "0 SGEs, but it was prepared with 1"),
+        ("sg_list", rp.SGE(1, 0, 2), "length 0"),
+        ("sg_list", 5, "sg_list"),
+    ],
+)
+def test_wrong_values_are_refused_and_change_nothing(rc, field, value, text):
+    batch = rc.a.prepare(write(rc))
+    before = getattr(batch[0], field)
+    with pytest.raises((ValueError, TypeError), match=text):
+        setattr(batch[0], field, value)
+    assert getattr(batch[0], field) == before
+    batch.post()
+    rc.wait()
+
+
+def test_fields_that_the_opcode_does_not_have(rc):
+    batch = rc.a.prepare(write(rc))
+    with pytest.raises(AttributeError, match="imm_data"):
+        batch[0].imm_data = 1
+
+
+def test_region_of_another_domain_is_refused(rc, context, stack):
+    other = stack.enter_context(rp.MR(stack.enter_context(rp.PD(context)), 64))
+    batch = rc.a.prepare(write(rc))
+    with pytest.raises(ValueError, match="another PD"):
+        batch[0].sg_list = other[:8]
+    batch.post()
+    rc.wait()
+
+
+def test_what_cannot_be_posted_cannot_be_prepared(rc):
+    """The error names the work request, as a post's does."""
+    with pytest.raises(rp.PostError, match="9 SGEs") as caught:
+        rc.a.prepare([write(rc), rp.Send([rc.mine[:8]] * 9)])
+    assert (caught.value.index, caught.value.posted) == (1, 0)
+    with pytest.raises(rp.PostError, match="BIND_MW changes"):
+        rc.a.prepare(rp.BindMW())
+    with pytest.raises(rp.PostError, match="expected SendWR"):
+        rc.a.prepare([rp.RecvWR()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="at least one"):
+        rc.a.prepare([])
+
+
+def test_list_that_does_not_fit_is_refused_whole(connect: Connect):
+    pair = connect(max_send_wr=4)
+    room = pair.a.max_send_wr
+    batch = pair.a.prepare([write(pair)] * 3)
+    for _ in range(room // 3):
+        batch.post()
+    with pytest.raises(rp.PostError, match="the queue is full") as caught:
+        batch.post()
+    assert caught.value.posted == 0
+    assert caught.value.index == room % 3
+    pair.wait(room // 3 * 3)
+    batch.post()
+    pair.wait(3)
+
+
+def test_state_is_looked_at_when_it_is_posted(connect: Connect):
+    """A list can be prepared before the queue pair is connected, but not posted."""
+    pair = connect(to=QPState.RESET)
+    batch = pair.a.prepare(write(pair))
+    with pytest.raises(rp.PostError, match="the QP is in RESET"):
+        batch.post()
+    pair.connect()
+    batch.post()
+    pair.wait()
+    pair.a.to_err()
+    batch.post()
+    assert pair.cq.wait(1)[0].status is WCStatus.WR_FLUSH_ERR
+    pair.a.to_reset()
+    with pytest.raises(rp.PostError, match="the QP is in RESET"):
+        batch.post()
+
+
+def test_closing(rc):
+    """What a list names stays open until the list is closed, but not the queue pair."""
+    with rc.a.prepare(write(rc)) as batch:
+        post = batch.post
+        post()
+        with pytest.raises(rp.InUseError, match="prepared list of 1 still open"):
+            rc.mine.close()
+    assert batch.closed
+    for call in (batch.post, post):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+            call()
+    rc.wait()
+    other = rc.a.prepare(write(rc))
+    rc.a.close()
+    assert other.closed
+    with pytest.raises(rp.ClosedError, match="is closed"):
+        other.post()
+    rc.b.close()
+    rc.mine.close()
+
+
+def test_nothing_of_a_closed_list_can_be_changed(rc):
+    batch = rc.a.prepare([write(rc), write(rc, wr_id=5)])
+    item = batch[1]
+    batch.close()
+    for name, value in (("wr_id", 6), ("remote_addr", 8), ("rkey", 1), ("sg_list", rc.mine[8:16])):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 2 is closed"):
+            setattr(item, name, value)
+    assert item.wr_id == 5
+    assert item.remote_addr == rc.theirs.addr
+    assert item.sg_list == ()
+
+
+def test_wr_id_that_closes_its_list_is_told(rc):
+    batch = rc.a.prepare(write(rc, wr_id=3))
+
+    class Closing:
+        def __index__(self) -> int:
+            batch.close()
+            return 5
+
+    with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+        batch[0].wr_id = Closing()  # type: ignore[assignment]
+
+
+def test_largest_wr_id_can_be_put_into_a_list(rc):
+    batch = rc.a.prepare(write(rc, wr_id=3))
+    batch[0].wr_id = (1 << 64) - 1
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait()] == [(1 << 64) - 1]
+
+
+def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
+    """Whatever object its descriptor is given, nothing else is read or written."""
+    [swap, send] = rc.a.prepare([rp.AtomicCmpAndSwp(rc.mine[:8], swap=7), rp.Send()])
+    field = type(swap).__dict__["swap"]
+    assert field.__get__(swap) == 7
+    assert field.__get__(None, type(swap)) is field
+    fresh = rp.PreparedWR.__new__(type(swap))
+    others = [
+        type(field)(rp.AtomicCmpAndSwp, index)
+        for index in (-1, len(NUMBERS[rp.AtomicCmpAndSwp]), 99, 1 << 30)
+    ]
+    for descriptor, wrong in (
+        *((field, wrong) for wrong in (send, fresh, 5, rc.a, rp.AtomicCmpAndSwp())),
+        *((other, swap) for other in others),
+        (type(field)(rp.Send, 0), swap),
+    ):
+        with pytest.raises(TypeError, match="a work request of another class"):
+            descriptor.__get__(wrong)
+        with pytest.raises(TypeError, match="a work request of another class"):
+            descriptor.__set__(wrong, 5)
+    assert swap.swap == 7
+    for wrong in ((), (5, 0), (rp.Send,), (rp.Send, "x")):
+        with pytest.raises(TypeError):
+            type(field)(*wrong)
+    with pytest.raises(TypeError, match="it has been initialised"):
+        field.__init__(rp.Send, 0)
+
+
+def test_inline_memory_of_a_closed_list_is_free_while_it_is_outstanding(connect: Connect, pd):
+    """It has been copied, unlike that of receives, whatever their flags."""
+    pair = connect(max_inline_data=64)
+    inline, other = rp.MR(pd, 64, ALL), rp.MR(pd, 64, ALL)
+    wr = pair.wr(rp.RdmaWrite, inline[:8], send_flags=SendFlags.INLINE)
+    with pair.a.prepare([wr] * 2) as batch:
+        batch.post()
+    with pair.b.prepare_recv([rp.RecvWR(other[:8])] * 2) as batch:
+        batch.post()
+    assert (pair.a.outstanding.send, pair.b.outstanding.recv) == (2, 2)
+    inline.close()
+    with pytest.raises(rp.InUseError):
+        other.close()
+    pair.b.to_reset()
+    pair.a.to_reset()
+    other.close()
+
+
+def test_region_says_which_open_lists_name_it(rc, pd):
+    first, second, third, unnamed = (rp.MR(pd, 64) for _ in range(4))
+    send = rc.a.prepare
+    batches = [
+        send([rp.LocalInv()]),
+        send([rp.LocalInv(), rp.Send(first[:8])]),
+        send([rp.Send([second[:8], first[:8]])] * 3),
+        send([rp.Send(third[:8]), *[rp.Send([first[:8], third[:8]])] * 3]),
+    ]
+    for mr, lists in ((first, {2, 3, 4}), (second, {3}), (third, {4})):
+        with pytest.raises(rp.InUseError) as caught:
+            mr.close()
+        assert {int(n) for n in re.findall(r"prepared list of (\d+)", str(caught.value))} == lists
+    unnamed.close()
+    batches[2].close()
+    second.close()
+    with pytest.raises(rp.InUseError) as caught:
+        first.close()
+    assert re.findall(r"prepared list of (\d)", str(caught.value)) in (["2", "4"], ["4", "2"])
+    for batch in batches:
+        batch.close()
+    first.close()
+    third.close()
+
+
+def test_work_request_of_a_list_is_within_it(rc):
+    batch = rc.a.prepare([write(rc, wr_id=i) for i in range(3)])
+    assert [rp.PreparedWR(batch, i).wr_id for i in range(3)] == [0, 1, 2]
+    for wrong in (-1, -3, 3, 4, 1 << 32, sys.maxsize, -sys.maxsize):
+        with pytest.raises(IndexError):
+            rp.PreparedWR(batch, wrong)
+        with pytest.raises((IndexError, OverflowError)):
+            batch._type_of(wrong)
+    for too_large in (1 << 64, (1 << 64) - 1, -1):
+        with pytest.raises((IndexError, OverflowError)):
+            batch._type_of(too_large)
+    with pytest.raises(TypeError):
+        batch._type_of("0")
+    assert [batch._type_of(i) for i in range(3)] == [rp.RdmaWrite] * 3
+    item = rp.PreparedWR(batch, 1)
+    with pytest.raises(TypeError, match="it has been initialised"):
+        item.__init__(batch, 2)  # type: ignore[misc]
+    assert item.wr_id == 1
+
+
+def test_list_is_made_of_a_queue_and_its_owner(rc):
+    send = rc.a._send
+    for wrong in ((), (send, rc.a), (rc.a, send, []), (send, 5, []), (5, rc.a, [])):
+        with pytest.raises(TypeError):
+            rp.Batch()._prepare(*wrong)
+    with pytest.raises(TypeError, match="the queue has not been initialised"):
+        rp.Batch()._prepare(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
+
+
+def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
+    """Not as misaligned, if it is not a number at all."""
+    [item] = rc.a.prepare(rp.AtomicFetchAndAdd(rc.mine[:8], rkey=rc.theirs.rkey))
+
+    class Odd:
+        def __index__(self) -> int:
+            raise KeyError("mine")
+
+    for wrong, said in (
+        ("x", "remote_addr: expected int, got str"),
+        (-8, r"remote_addr=-8 is not in 0..2\^64-1"),
+        (1 << 64, r"remote_addr=\d+ is not in 0..2\^64-1"),
+        (9, "remote_addr=0x9 is not a multiple"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            item.remote_addr = wrong
+    with pytest.raises(KeyError, match="mine"):
+        item.remote_addr = Odd()
+    assert item.remote_addr == 0
+
+
+def test_sges_that_close_their_list_while_they_are_read_are_told(rc):
+    for sges in ((rc.mine[:8],), (rc.mine[:8], 5), (5,)):
+        batch = rc.a.prepare(write(rc))
+
+        def closing(batch: rp.Batch = batch, sges: tuple[object, ...] = sges) -> Iterator[object]:
+            batch.close()
+            yield from sges
+
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+            batch[0].sg_list = closing()  # type: ignore[assignment]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between calls only")
+def test_sges_that_the_collector_shows_while_they_are_made_are_whole(connect: Connect):
+    """Reading a tuple with an empty slot crashes."""
+    pair, seen = connect(max_send_sge=13), []
+    wr = rp.Send([pair.mine[i : i + 1] for i in range(13)])
+    first = []
+
+    def look(phase: str, _: object) -> None:
+        if phase == "start":
+            for found in gc.get_objects():
+                if type(found) is tuple and len(found) == 13 and found[12] is None:
+                    seen.append(sum(item is None for item in found))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(look)
+    try:
+        # It runs at different moments each time.
+        for threshold in (1, 2, 3, 4, 5, 6, 7) * 3:
+            gc.set_threshold(threshold)
+            batch = pair.a.prepare(wr)
+            gc.set_threshold(*before)
+            first.append(max(seen))
+            seen.clear()
+            assert len(batch[0].sg_list) == 13
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(look)
+    assert max(first) == 13
+
+
+class Memory(bytearray):
+    """Memory that can have attributes."""
+
+    batch: object
+
+
+def test_the_collector_takes_a_list_whose_memory_leads_back_to_it(connect: Connect):
+    """Through each of its work requests."""
+    pair = connect(max_inline_data=64)
+    for count in (1, 2, 5):
+        memory = [Memory(8) for _ in range(count)]
+        batch = pair.a.prepare(
+            [
+                pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(at), send_flags=SendFlags.INLINE)
+                for at in memory
+            ]
+        )
+        for item, at in zip(batch, memory, strict=True):
+            at.batch = item
+        refs = [weakref.ref(at) for at in memory]
+        batch.post()
+        del memory, batch, item, at
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * count
+        pair.a.to_reset()
+        pair.a.connect(pair.b.endpoint())
+
+
+def test_method_alone_keeps_the_list(rc):
+    """``post = qp.prepare(...).post`` is all that is needed; dropping it drops the list."""
+    post = rc.a.prepare(write(rc, wr_id=9)).post
+    gc.collect()
+    post()
+    assert [wc.wr_id for wc in rc.wait()] == [9]
+    del post
+    rc.b.close()
+    rc.a.close()
+    rc.mine.close()
+
+
+def test_a_list_that_nobody_holds_lets_go_at_once(rc):
+    """This needs no collector, even if its work requests have been accessed."""
+    batch = rc.a.prepare(write(rc))
+    batch[0].wr_id = 5
+    del batch
+    rc.mine.close()
+
+
+def test_the_collector_may_take_a_list_together_with_its_region(rc, pd, monkeypatch):
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    data = bytearray(64)
+    region = rp.MR(pd, data)
+    garbage: list[object] = [rc.a.prepare(rp.Send(region[:8]))]
+    garbage.append(garbage)
+    del region, garbage
+    gc.collect()
+    assert told == []
+    data.extend(b"nobody holds it")
+
+
+def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
+    """A list in a cycle is collected while its own queue is being posted to; nothing deadlocks."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.providers.soft0.engine import responder
+
+    copy = responder.copy
+
+    def collect(*arguments: object) -> None:
+        gc.collect()
+        copy(*arguments)
+
+    class Holder:
+        """Refers to itself, by way of a list."""
+
+    holder = Holder()
+    holder.itself, holder.batch = holder, rc.a.prepare(write(rc))  # type: ignore[attr-defined]
+    del holder
+    monkeypatch.setattr(responder, "copy", collect)
+    rc.a.post_send(write(rc, wr_id=3))
+    assert [wc.wr_id for wc in rc.wait()] == [3]
+    with rp.PD(context):
+        # What had to wait is closed with the next resource.
+        rc.mine.close()
+
+
+def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
+    """Code that runs in the middle of a post, such as a finalizer, can post to the same queue."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.providers.soft0.engine import responder
+
+    copy, batch, posted = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
+
+    def post(*arguments: object) -> None:
+        if not posted:
+            posted.append(True)
+            batch.post()
+            batch.close()
+            rc.a.post_send(write(rc, wr_id=6))
+            rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=4))
+        copy(*arguments)
+
+    monkeypatch.setattr(responder, "copy", post)
+    rc.a.post_send(write(rc, wr_id=3))
+    monkeypatch.undo()
+    assert [wc.wr_id for wc in rc.wait(3)] == [3, 5, 6]
+    rc.a.post_send(rp.Send(rc.mine[:8]))
+    assert {wc.wr_id for wc in rc.wait(2)} == {0, 4}
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
+def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
+    """What was posted is still carried out."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.providers.soft0.engine import responder
+
+    copy, struck = responder.copy, []
+
+    def strike(*arguments: object) -> None:
+        copy(*arguments)
+        if not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    wr = write(rc, wr_id=3)
+    batch = rc.a.prepare(wr)
+    post = batch.post if prepared else lambda: rc.a.post_send(wr)
+    monkeypatch.setattr(responder, "copy", strike)
+    with pytest.raises(KeyboardInterrupt):
+        post()
+    monkeypatch.undo()
+    assert [wc.check().wr_id for wc in rc.wait()] == [3]
+
+
+@pytest.mark.parametrize("what", ["batch.post", "batch.close", "post_send", "post_recv", "close"])
+def test_nothing_waits_for_itself(context, rc, monkeypatch, what):
+    """What a finalizer does in the middle of a post to the same queue takes effect."""
+    needs(context.kind == "soft", "verb that is written in Python", context)
+    from rdmapost.providers.soft0.engine import responder
+
+    copy, batch, said = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
+    call = {
+        "batch.post": batch.post,
+        "batch.close": batch.close,
+        "close": rc.a.close,
+        "post_send": lambda: rc.a.post_send(write(rc, wr_id=6)),
+        "post_recv": lambda: rc.a.post_recv(rp.RecvWR(wr_id=7)),
+    }[what]
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            call()
+            said.append(what)
+
+    def collect(*arguments: object) -> None:
+        gc.collect()
+        copy(*arguments)
+
+    Finalized()
+    monkeypatch.setattr(responder, "copy", collect)
+    rc.a.post_send(write(rc, wr_id=3))
+    posted = {"batch.post": {3, 5}, "post_send": {3, 6}}.get(what, {3})
+    assert {wc.wr_id for wc in rc.wait(len(posted))} == posted
+    assert said == [what]
+
+
+def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
+    """A region can be closed once the work request that names it is done, even if others are
+    not."""
+    regions = [stack.enter_context(rp.MR(pd, 64)) for _ in range(2)]
+    wrs = [
+        rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey)
+        for i, mr in enumerate(regions)
+    ]
+    rc.a.post_send(wrs)
+    with pytest.raises(rp.InUseError, match=r"1 outstanding .* \(wr_id 1\)"):
+        regions[1].close()
+    assert [wc.wr_id for wc in rc.wait(1)] == [0]
+    regions[0].close()
+    with pytest.raises(rp.InUseError, match=r"1 outstanding .* \(wr_id 1\)"):
+        regions[1].close()
+    assert [wc.wr_id for wc in rc.wait(1)] == [1]
+
+
+def test_device_refuses(context, rc):
+    """What the device did not accept is undone, and named."""
+    needs(context.kind == "soft", "way to make a post fail", context)
+    batch = rc.a.prepare([write(rc, wr_id=i) for i in range(4)])
+    context.faults.fail_post(12, after=2)
+    with pytest.raises(rp.PostError) as caught:
+        batch.post()
+    context.faults.clear()
+    assert (caught.value.index, caught.value.posted) == (2, 2)
+    assert rc.a.outstanding.send == 2
+    assert [wc.wr_id for wc in rc.wait(2)] == [0, 1]
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait(4)] == [0, 1, 2, 3]
+
+
+def test_threads_share_a_queue(connect: Connect):
+    """Single posts, lists and prepared lists from several threads: nothing is lost or mixed up."""
+    pair = connect(max_send_wr=512)
+    turns, failed = 200, []
+
+    def run(number: int) -> None:
+        try:
+            wrs = [write(pair, wr_id=number * 10 + i) for i in range(3)]
+            batch = pair.a.prepare(wrs)
+            for turn in range(turns):
+                while pair.a.outstanding.send > 400:
+                    pass
+                if turn % 2:
+                    batch.post()
+                else:
+                    pair.a.post_send(wrs)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    found = [wc.check().wr_id for wc in pair.cq.wait(4 * 3 * turns, timeout=60)]
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for number in range(4):
+        mine = [wr_id for wr_id in found if wr_id // 10 == number]
+        assert mine == [number * 10 + i for i in range(3)] * turns
+
+
+def test_unchecked_list_goes_out_as_it_is(connect: Connect):
+    pair = connect(checked=False)
+    wr = write(pair)
+    wr.rkey ^= 0xFF00
+    pair.a.prepare(wr).post()
+    assert pair.cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_index_counts_from_either_end(rc):
+    batch = rc.a.prepare([write(rc, wr_id=n) for n in range(3)])
+    assert [batch[n].wr_id for n in (0, 2, -1, -3, True)] == [0, 2, 2, 0, 1]
+    for wrong in (3, -4, 1 << 80, -(1 << 80), 1 << 63, -(1 << 31)):
+        with pytest.raises(IndexError, match=f"^index {wrong} is not in a prepared list of 3"):
+            batch[wrong]
+    for wrong in (1.0, "1", None, Fraction(1)):
+        with pytest.raises(TypeError, match=f"^index: expected int, got {type(wrong).__name__}"):
+            batch[wrong]
+    with pytest.raises(TypeError, match=r"^a prepared list has no slices"):
+        batch[0:2]
+
+
+def test_refused_list_that_never_fits_holds_nothing(connect: Connect, pd):
+    pair = connect()
+    with rp.MR(pd, 64, ALL) as mr:
+        wr = rp.RdmaWrite(mr[:8], remote_addr=pair.theirs.addr, rkey=pair.theirs.rkey)
+        for prepare, wrs in (
+            (pair.a.prepare, [wr] * (pair.a.max_send_wr + 1)),
+            (pair.a.prepare_recv, [rp.RecvWR(mr[:8])] * (pair.a.max_recv_wr + 1)),
+        ):
+            with pytest.raises(rp.PostError, match="cannot fit a queue"):
+                prepare(wrs)
+            prepare(wrs[1:]).close()
+
+
+def test_full_queue_says_how_many_more_the_list_has(connect: Connect):
+    pair = connect(max_send_wr=8)
+    room = pair.a.max_send_wr
+    pair.a.post_send([write(pair)] * (room - 1))
+    batch = pair.a.prepare([write(pair)] * 2)
+    with pytest.raises(rp.PostError) as caught:
+        batch.post()
+    assert caught.value.reason.startswith(
+        f"the queue is full: max_send_wr={room} and {room - 1} work requests are outstanding, "
+        "and the list has 2 more; "
+    )
+
+
+def test_list_says_what_it_is(rc):
+    batch = rc.a.prepare([write(rc)] * 2)
+    assert len(batch) == len(list(batch)) == 2
+    assert str(batch) == "prepared list of 2"
+    assert "PreparedWR 1 of a prepared list of 2" in repr(batch[1])
+
+
+def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, stack):
+    """Posts have the wr_ids and hold the regions of both changes, in either order."""
+    changed = 0
+    acts = False
+    regions = [stack.enter_context(rp.MR(pd, 64, ALL)) for _ in range(40)]
+    other = stack.enter_context(rp.MR(pd, 64, ALL))
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            nonlocal changed, acts
+            if acts and changed < len(regions):
+                acts = False
+                second.sg_list = regions[changed][:8]
+                second.wr_id = 1000 + changed
+                changed += 1
+                Finalized()
+                acts = True
+
+    for turn in range(40):
+        batch = rc.b.prepare_recv([rp.RecvWR(rc.theirs[:8]), rp.RecvWR(rc.theirs[8:16])])
+        first, second = batch
+        gc.collect()
+        before = gc.get_threshold()
+        Finalized()
+        acts = True
+        gc.set_threshold(1, 1, 1)
+        try:
+            if turn % 2:
+                first.sg_list = other[:8]
+            else:
+                first.wr_id = turn
+        finally:
+            acts = False
+            gc.set_threshold(*before)
+        shown = second.sg_list[0].owner
+        wanted = [first.wr_id, second.wr_id]
+        batch.post()
+        batch.close()
+        with pytest.raises(rp.InUseError):
+            shown.close()
+        rc.a.post_send([rc.send(rc.mine[:8], wr_id=7), rc.send(rc.mine[:8], wr_id=7)])
+        done = [wc.check() for wc in rc.wait(4)]
+        assert [wc.wr_id for wc in done if wc.opcode is rp.WCOpcode.RECV] == wanted
+    # From Python 3.12 on the collector runs between the interpreter's instructions only.
+    assert changed or sys.version_info >= (3, 12)
+
+
+class Finder:
+    """A number that finds the list that reads it, and does something with it."""
+
+    def __init__(self, act: Callable[[rp.Batch], object]) -> None:
+        self.act = act
+        self.said: list[str] = []
+        self.found: list[rp.Batch] = []
+        self.others = self.lists()
+
+    @staticmethod
+    def lists() -> list[rp.Batch]:
+        return [found for found in gc.get_objects() if isinstance(found, rp.Batch)]
+
+    def __index__(self) -> int:
+        [found] = [batch for batch in self.lists() if batch not in self.others]
+        self.found.append(found)
+        assert found.closed
+        try:
+            self.act(found)
+        except TypeError as error:
+            self.said.append(str(error))
+        return 5
+
+
+PARTS: dict[str, Callable[[rp.Batch], object]] = {
+    "post": lambda batch: batch.post(),
+    "close": lambda batch: batch.close(),
+    "len": len,
+    "first": lambda batch: batch[0],
+    "second": lambda batch: batch[1],
+    "item": lambda batch: rp.PreparedWR(batch, 0),
+    "all": list,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_list_that_is_being_made_says_so(rc, part):
+    """The collector exposes it to anyone; it is completed all the same."""
+    finder = Finder(PARTS[part])
+    wrs = [write(rc, 0, 1), write(rc, 8, 2), write(rc, 16, 3)]
+    wrs[1].remote_addr = finder  # type: ignore[assignment]
+    batch = rc.a.prepare(wrs)
+    # Closing it does nothing yet.
+    assert finder.said == ([] if part == "close" else ["the list has not been prepared"])
+    assert finder.found == [batch]
+    assert not batch.closed
+    assert len(batch) == 3
+    batch[1].remote_addr = rc.theirs.addr
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait(3)] == [1, 2, 3]
+
+
+def test_refused_list_stays_closed(rc):
+    """Code that finds it under construction can do nothing with it, and it holds nothing."""
+    finder = Finder(lambda batch: None)
+    wrs = [write(rc, 0, 1), object()]
+    wrs[0].remote_addr = finder  # type: ignore[union-attr,assignment]
+    with pytest.raises(rp.PostError):
+        rc.a.prepare(wrs)  # type: ignore[arg-type]
+    [batch] = finder.found
+    assert batch.closed
+    batch.close()
+    for part in ("post", "len", "first", "second", "item", "all"):
+        with pytest.raises(TypeError, match="the list has not been prepared"):
+            PARTS[part](batch)
+    with pytest.raises(TypeError):
+        rp.Batch.__init__(batch, rc.a._send, rc.a, [write(rc)])
+    rc.mine.close()
+
+
+def test_list_and_item_that_were_never_initialised_say_so():
+    batch = rp.Batch.__new__(rp.Batch)
+    assert batch.closed
+    batch.close()
+    for part in ("post", "len", "first", "item", "all"):
+        with pytest.raises(TypeError, match="the list has not been prepared"):
+            PARTS[part](batch)
+    item = rp.PreparedWR.__new__(rp.PreparedWR)
+    assert (item.wr_id, item.sg_list) == (None, ())
+    for name in ("wr_id", "sg_list"):
+        with pytest.raises(TypeError, match="it has not been initialised"):
+            setattr(item, name, 1)
+
+
+def test_fields_of_an_item_cannot_be_deleted(rc):
+    [item] = rc.a.prepare(write(rc))
+    for name in ("wr_id", "sg_list", "rkey"):
+        with pytest.raises(AttributeError, match=f"{name} cannot be deleted"):
+            delattr(item, name)
+
+
+def test_threads_change_close_and_post_a_list(connect: Connect):
+    """One thread posts lists, others change and close them: each post's regions are held."""
+    pair = connect(max_send_wr=512)
+    lists = [pair.a.prepare([write(pair, 0, 1), write(pair, 8, 2)])]
+    rounds, posted = 300, 0
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            try:
+                item = lists[-1][number % 2]
+                item.sg_list = pair.mine[number % 8 : number % 8 + 8]
+                item.wr_id = number
+                assert len(item.sg_list) in (0, 1)
+                assert item.wr_id >= 0
+            except rp.ClosedError:
+                pass
+            except BaseException as error:
+                failed.append(error)
+                return
+
+    def close() -> None:
+        while not over.is_set():
+            lists[-1].close()
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (change, change, close)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(rounds):
+            batch = pair.a.prepare([write(pair, 0, 1), write(pair, 8, 2)])
+            lists.append(batch)
+            for _ in range(3):
+                with contextlib.suppress(rp.ClosedError):
+                    batch.post()
+                    posted += 2
+            del lists[:-1]
+            while pair.a.outstanding.send > 400:
+                pair.cq.poll()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failed == []
+    lists[-1].close()
+    deadline = time.monotonic() + 10
+    while pair.a.outstanding.send and time.monotonic() < deadline:
+        assert all(wc.status is WCStatus.SUCCESS for wc in pair.cq.poll(64))
+    assert posted
+    assert pair.a.outstanding.send == 0
+    pair.mine.close()
+
+
+def test_finalizer_of_a_list_that_is_being_prepared_does_nothing(connect):
+    """Any code can find it through the collector."""
+    pair = connect(max_inline_data=64)
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
+    found = []
+
+    class Finder:
+        def __index__(self) -> int:
+            batches = [each for each in gc.get_objects() if type(each) is rp.Batch]
+            found.extend(each.__del__() for each in batches if each.closed)
+            first.sg_list = ()
+            return 1
+
+    inline = rp.SendFlags.INLINE | rp.SendFlags.SIGNALED
+    first = rp.Send(rp.SGE.from_buffer(bytearray(b"x" * 40)), send_flags=inline)
+    second = pair.wr(
+        rp.RdmaWrite, pair.mine[:1], wr_id=Finder(), remote_addr=pair.theirs.addr + 100
+    )
+    with pair.a.prepare([first, second]) as batch:
+        assert found
+        batch.post()
+        pair.wait(3)
+    assert bytes(pair.theirs.buffer[:40]) == b"x" * 40

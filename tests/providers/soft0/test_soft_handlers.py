@@ -1,0 +1,297 @@
+"""Exceptions of signal handlers that come while soft0 carries out posts: each is raised, once.
+
+A work request is carried out whatever a handler raises.  The exceptions come out of the main thread
+when the post is over, or out of the thread in which they were set.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support import prints
+from test_soft_interrupts import FORKED, STEP
+
+STRUCK = (
+    STEP
+    + """
+planned, chain = [], []
+complete = qp.QueuePair.complete_send
+
+def fail(*_):
+    raise planned.pop(0)
+
+def complete_send(self, *args):
+    # A step is made again on another thread.
+    if planned and threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.SIGUSR1)
+    return complete(self, *args)
+
+def post(count):
+    try:
+        try:
+            try:
+                a.post_send([rp.Send(mr[:8], wr_id=i) for i in range(count)])
+                for _ in range(99): pass
+            finally:
+                for _ in range(99): pass
+        finally:
+            for _ in range(99): pass
+    except BaseException as error:
+        while error is not None:
+            chain.append(error)
+            error = error.__context__
+
+signal.signal(signal.SIGUSR1, fail)
+qp.QueuePair.complete_send = complete_send
+b.post_recv([rp.RecvWR(mr[:8])] * 8)
+"""
+)
+"""A post in which the handler of a signal raises what is planned, once for each work request."""
+
+
+def test_exceptions_of_several_kinds_all_come_out_of_one_post_in_their_order():
+    code = """
+planned[:] = LookupError("1"), ArithmeticError("2"), OSError("3")
+post(3)
+print([repr(error) for error in reversed(chain)], [wc.wr_id for wc in cq.wait(3)])
+"""
+    assert prints(STRUCK + code) == (
+        "[\"LookupError('1')\", \"ArithmeticError('2')\", \"OSError('3')\"] [0, 1, 2]"
+    )
+
+
+def test_of_exceptions_of_one_kind_the_first_comes_out():
+    code = """
+planned[:] = LookupError("1"), ArithmeticError("2"), ArithmeticError("3"), LookupError("4")
+post(4)
+print(*(error.args[0] for error in reversed(chain)), planned, len(cq.wait(4)))
+chain.clear()
+post(1)
+print(chain)
+"""
+    assert prints(STRUCK + code).splitlines() == ["1 2 [] 4", "[]"]
+
+
+def test_exception_that_another_thread_sets_comes_out_of_the_thread_that_posts():
+    """PyThreadState_SetAsyncExc while the step runs; the main thread goes on undisturbed."""
+    code = """
+import ctypes
+
+def complete_send(self, *args):
+    if not planned:
+        planned.append(threading.get_ident())
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(planned[0]), ctypes.py_object(LookupError)
+        )
+    return complete(self, *args)
+
+qp.QueuePair.complete_send = complete_send
+thread = threading.Thread(target=post, args=(2,))
+thread.start()
+thread.join(20)
+for _ in range(99): pass
+print([type(error).__name__ for error in chain], planned == [thread.ident])
+print([wc.wr_id for wc in cq.wait(2)])
+"""
+    assert prints(STRUCK + code).splitlines() == ["['LookupError'] True", "[0, 1]"]
+
+
+def test_handler_that_polls_while_an_exception_waits_gets_what_is_complete():
+    """The first work request's is there, and the second is being carried out."""
+    code = """
+polled = []
+
+def poll_too(*_):
+    if len(planned) == 1:
+        polled.extend(wc.wr_id for wc in cq.poll())
+    raise planned.pop(0)
+
+signal.signal(signal.SIGUSR1, poll_too)
+planned[:] = LookupError("1"), ArithmeticError("2")
+post(2)
+print(polled, *(error.args[0] for error in reversed(chain)), [wc.wr_id for wc in cq.wait(1)])
+"""
+    assert prints(STRUCK + code) == "[0] 1 2 [1]"
+
+
+def test_work_requests_are_carried_out_in_the_thread_that_posts_them():
+    code = """
+here = []
+carry_out = requester._carry_out
+
+def carried_out(self, wqe):
+    here.append(threading.get_ident())
+    return carry_out(self, wqe)
+
+requester._carry_out = carried_out
+post(3)
+print(chain, [ident == threading.get_ident() for ident in here], len(cq.wait(3)))
+"""
+    assert prints(STRUCK + code) == "[] [True, True, True] 3"
+
+
+def test_work_request_is_carried_out_where_no_other_thread_can_be_started():
+    code = """
+threading.stack_size(1 << 46)  # more than there is
+planned[:] = [LookupError("1")]
+post(2)
+print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
+"""
+    assert prints(STRUCK + code) == "['1'] ['SUCCESS', 'SUCCESS']"
+
+
+@pytest.mark.parametrize("ends", ["raise LookupError", "return"])
+def test_child_of_a_handler_that_forks_in_the_middle_of_a_step_carries_out_nothing_more(ends):
+    """Neither that step again, nor the next, nor what is posted to other queue pairs."""
+    code = """
+def fork(*_):
+    global pid
+    b.post_send(rp.Send(mr[:8]))
+    pid = os.fork()
+    if not pid:
+        ENDS
+
+pid, steps = None, []
+carry_out = requester._carry_out
+
+def carried_out(self, wqe):
+    steps.append(os.getpid())
+    if len(steps) == 1:
+        signal.raise_signal(signal.SIGUSR1)
+    return carry_out(self, wqe)
+
+signal.signal(signal.SIGUSR1, fork)
+requester._carry_out = carried_out
+a.post_recv(rp.RecvWR(mr[:8]))
+post(2)
+if pid:
+    os.waitpid(pid, 0)
+print(type(chain[0]).__name__ if chain else "nothing", len(steps), flush=True)
+if not pid:
+    os._exit(0)
+print(len(cq.wait(3)), len(announced.poll()))
+"""
+    raised = "LookupError" if "raise" in ends else "nothing"
+    said = prints(STRUCK + code.replace("ENDS", ends)).splitlines()
+    assert said == [f"{raised} 1", "nothing 3", "3 3"]
+
+
+@pytest.mark.parametrize("error", ["MemoryError", "ZeroDivisionError"])
+def test_child_of_a_fork_that_fails_to_begin_anew_does_so_in_its_next_verb(error):
+    code = """
+import contextlib, logging
+from rdmapost.providers.soft0.engine import device
+from rdmapost._binding import ffi
+from rdmapost.providers import soft_provider
+from rdmapost.providers.soft0 import state as soft_state
+
+def failing(self, name):
+    tries.append(name)
+    if len(tries) < 3:
+        raise ERROR
+    begin(self, name)
+
+tries, begin = [], device.Device.__init__
+device.Device.__init__ = failing
+logging.getLogger("rdmapost.providers.soft0.engine").disabled = True
+pid = os.fork()
+if not pid:
+    with contextlib.suppress(rp.VerbsError):
+        soft_provider().alloc_pd(ffi.NULL)
+    with rp.open_device("soft0") as mine, rp.CQ(mine) as own:
+        print(len(tries), own.poll(), [*soft_state.device.qps], flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    assert prints(STRUCK + code.replace("ERROR", error)) == "3 [] []"
+
+
+def test_child_of_a_fork_in_the_middle_of_a_step_of_another_thread_carries_out_only_its_own():
+    code = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+inside, go, steps = threading.Event(), threading.Event(), []
+carry_out = requester._carry_out
+
+def carried_out(self, wqe):
+    steps.append(os.getpid())
+    if len(steps) == 1:
+        b.post_send(rp.Send(mr[:8]))  # It is its turn after this step.
+        inside.set()
+    assert go.wait(20)
+    return carry_out(self, wqe)
+
+requester._carry_out = carried_out
+a.post_recv(rp.RecvWR(mr[:8]))
+thread = threading.Thread(target=post, args=(1,))
+thread.start()
+assert inside.wait(20)
+pid = os.fork()
+if not pid:
+    go.set()
+    with rp.open_device("soft0") as mine, rp.PD(mine) as own, rp.CQ(mine) as done:
+        print(done.poll(), len(steps))
+        with rp.QP(own, rp.QPType.RC, done) as pair:
+            pair.connect(pair.endpoint())
+            pair.post_recv(rp.RecvWR())
+            pair.post_send(rp.Send())
+            print(len(done.poll()), len(steps), flush=True)
+    os._exit(0)
+os.waitpid(pid, 0)
+go.set()
+thread.join(20)
+print(len(cq.wait(2)), len(steps))
+"""
+    assert prints(STRUCK + code).splitlines() == ["[] 1", "2 2", "2 2"]
+
+
+def test_exception_out_of_the_log_of_a_fault_of_the_device_comes_out_of_the_post():
+    """A handler of the log's raises, or a signal's while it runs; the work request has ended."""
+    code = """
+import logging
+
+class Raises(logging.Handler):
+    def emit(self, record):
+        raise LookupError(type(record.exc_info[1]).__name__)
+
+logging.getLogger("rdmapost.providers.soft0.engine").addHandler(Raises())
+requester._carry_out = lambda *_: 1 // 0
+post(1)
+print([error.args[0] for error in chain], [wc.status.name for wc in cq.poll()])
+"""
+    assert prints(STRUCK + code) == "['ZeroDivisionError'] ['FATAL_ERR']"
+
+
+def test_exception_of_a_handler_that_forks_in_a_control_verb_comes_out_in_the_child():
+    code = """
+def alloc(self, context):
+    global pid
+    pid = os.fork()
+    if not pid:
+        raise LookupError
+
+rp.PD  # Loads what tells ClosedError to the C.
+try:
+    door.verb(alloc, provider, context)
+except LookupError:
+    child()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert prints(FORKED + code) == "7"
+
+
+def test_exception_of_a_handler_comes_out_with_its_traceback_and_its_context():
+    code = """
+import traceback
+planned[:] = [LookupError("1")]
+try:
+    1 // 0
+except ZeroDivisionError:
+    post(1)
+said = traceback.extract_tb(chain[0].__traceback__)
+print([frame.name for frame in said if frame.name in ("post", "fail")])
+print([type(error).__name__ for error in chain])
+"""
+    assert prints(STRUCK + code).splitlines() == [
+        "['post', 'fail']",
+        "['LookupError', 'ZeroDivisionError']",
+    ]

@@ -1,0 +1,283 @@
+"""What the software device refuses when its resources are made and changed, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+
+import pytest
+from support import prints, soft_context
+from support.findings import named
+
+import rdmapost as rp
+from rdmapost import EventType, QPState, QPType, WCStatus
+
+context = soft_context
+
+
+def refused(caught: pytest.ExceptionInfo[rp.VerbsError], call: str, words: str = "") -> None:
+    """Check that a call was refused with EINVAL, and the reason in the text."""
+    assert (caught.value.call, caught.value.errno) == (call, errno.EINVAL)
+    assert words in str(caught.value)
+
+
+# ---- making -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(16385, 1), (1, 33), (0, 1), (1, 0)])
+def test_shared_queue_of_a_size_that_it_does_not_have(pd, sizes):
+    with pytest.raises(rp.VerbsError) as caught:
+        rp.SRQ(pd, *sizes)
+    refused(caught, "ibv_create_srq", "max_wr is in 1..16384 and max_sge in 1..32")
+    rp.SRQ(pd, 16384, 32).close()
+
+
+@pytest.mark.parametrize("tm_info", [False, True])
+def test_cq_of_a_size_that_it_does_not_have(context, tm_info):
+    with pytest.raises(ValueError, match=r"cqe=1048577 is not in 1\.\.1048576"):
+        rp.CQ(context, (1 << 20) + 1, tm_info=tm_info)
+    with rp.CQ(context, 1 << 20, tm_info=tm_info) as cq:
+        assert cq.cqe == 1 << 20
+
+
+@pytest.mark.parametrize("attr", [{"sgid_index": 99}, {"port_num": 2}, {"dgid": None, "dlid": 7}])
+def test_address_handle_without_a_way(pd, context, attr):
+    gid = rp.choose_gid(context).gid
+    with pytest.raises((rp.VerbsError, ValueError)) as caught:
+        rp.AH(pd, rp.AHAttr(**{"dgid": gid, **attr}))
+    if isinstance(caught.value, rp.VerbsError):
+        refused(caught, "ibv_create_ah")
+
+
+def test_pkey_table_has_one_entry(context):
+    assert context.query_pkey(1, 0) == 0xFFFF
+    with pytest.raises(rp.VerbsError) as caught:
+        context.query_pkey(1, 1)
+    refused(caught, "ibv_query_pkey")
+
+
+def test_channel_without_a_file_for_it():
+    """Its descriptor is a real one, and a process has only so many."""
+    said = prints(
+        "import resource, rdmapost as rp\n"
+        "with rp.open_device('soft0') as context:\n"
+        "    rp.CompChannel(context).close()\n"
+        "    import os; files = len(os.listdir('/proc/self/fd')) - 1\n"
+        "    limits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))\n"
+        "    try: rp.CompChannel(context)\n"
+        "    except rp.VerbsError as error: print(error)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, limits)\n"
+        "    rp.CompChannel(context).close()\n"
+    )
+    assert said.startswith("ibv_create_comp_channel: EMFILE (24, Too many open files)")
+
+
+# ---- changing ---------------------------------------------------------------------
+
+
+def test_limit_beyond_the_shared_queue(pd):
+    with rp.SRQ(pd, 8) as srq:
+        with pytest.raises(rp.VerbsError) as caught:
+            srq.arm_limit(9)
+        refused(caught, "ibv_modify_srq", "srq_limit=9 is more than max_wr=8")
+        assert srq.query().srq_limit == 0
+        srq.arm_limit(8)
+        assert srq.query().srq_limit == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("path_mtu", 1, 5),
+        ("timeout", 0, 31),
+        ("retry_cnt", 0, 7),
+        ("rnr_retry", 0, 7),
+        ("min_rnr_timer", 0, 31),
+        ("max_rd_atomic", 0, 16),
+        ("max_dest_rd_atomic", 0, 16),
+        ("dest_qp_num", 0, 0xFFFFFF),
+        ("pkey_index", 0, 0),
+        ("qp_access_flags", 0, 0x3FF003FF),
+    ],
+)
+def test_attribute_has_its_range(pd, cq, name, low, high):
+    """Both ends are accepted; values beyond leave the queue pair unchanged."""
+    with rp.QP(pd, QPType.RC, cq) as qp:
+        steps = {
+            QPState.INIT: {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0},
+            QPState.RTR: {
+                "ah_attr": qp.path_to(qp.endpoint()),
+                "path_mtu": 3,
+                "dest_qp_num": qp.qp_num,
+                "rq_psn": 0,
+                "min_rnr_timer": 12,
+                "max_dest_rd_atomic": 1,
+            },
+            QPState.RTS: {
+                "sq_psn": 0,
+                "timeout": 14,
+                "retry_cnt": 7,
+                "rnr_retry": 7,
+                "max_rd_atomic": 1,
+            },
+        }
+        for value, fits in ((low - 1, False), (high + 1, False), (low, True), (high, True)):
+            if value < 0:
+                continue
+            qp.to_reset()
+            for state, attrs in steps.items():
+                if name not in attrs:
+                    qp.modify(qp_state=state, **attrs)
+                    continue
+                before = qp.state
+                changed = {**attrs, name: value}
+                if fits:
+                    qp.modify(qp_state=state, **changed)
+                    assert qp.state is state
+                else:
+                    with pytest.raises(rp.VerbsError) as caught:
+                        qp.modify(qp_state=state, **changed)
+                    refused(caught, "ibv_modify_qp")
+                    assert qp.state is before
+                break
+
+
+def test_attribute_that_the_step_does_not_take(pd, cq):
+    with rp.QP(pd, QPType.RC, cq) as qp:
+        with pytest.raises(rp.VerbsError) as caught:
+            qp.modify(qp_state=QPState.INIT, port_num=1, pkey_index=0, qp_access_flags=0, timeout=3)
+        refused(caught, "ibv_modify_qp")
+        assert qp.state is QPState.RESET
+
+
+def test_state_that_it_is_not_in(rc):
+    with pytest.raises(rp.VerbsError) as caught:
+        rc.a.modify(cur_qp_state=QPState.SQD, qp_state=QPState.RTS)
+    refused(caught, "ibv_modify_qp")
+    rc.a.modify(cur_qp_state=QPState.RTS, qp_state=QPState.RTS)
+    rc.works()
+
+
+# ---- events -----------------------------------------------------------------------
+
+
+def event(context: rp.Context) -> rp.AsyncEvent:
+    found = rp.get_async_event(context, 5)
+    assert found is not None
+    return found
+
+
+def test_drained_queue_is_told_where_that_is_asked_for():
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+        while rp.get_async_event(context, 0) is not None:
+            pass
+        qp.to_sqd()
+        assert rp.get_async_event(context, 0) is None
+        qp.to_rts()
+        qp.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
+        told = event(context)
+        assert (told.event_type, told.element) == (EventType.SQ_DRAINED, qp)
+        # The wish was for that step alone.
+        qp.modify(qp_state=QPState.SQD, timeout=9)
+        qp.to_rts()
+        qp.to_sqd()
+        assert rp.get_async_event(context, 0) is None
+
+
+@contextlib.contextmanager
+def small_cq(qp_type):
+    """Open a device, and give a CQ for one completion, memory, and a queue pair."""
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context, 1) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, qp_type, cq) as qp,
+    ):
+        yield context, cq, mr, qp
+
+
+def test_cq_that_overruns_breaks_its_queue_pair():
+    """A completion that finds no room is lost, and so is the queue pair."""
+    with small_cq(QPType.UD) as (context, cq, mr, qp):
+        qp.connect()
+        while rp.get_async_event(context, 0) is not None:
+            pass
+        ah = qp.ah_to(qp.endpoint())
+        send = rp.Send(mr[:8], ah=ah, remote_qpn=1, remote_qkey=1)
+        qp.post_send([send, send])
+        kinds = [event(context).event_type for _ in range(2)]
+        assert kinds == [EventType.CQ_ERR, EventType.QP_FATAL]
+        assert qp.state is QPState.ERR
+        # It breaks once, whatever else is lost.
+        qp.post_send(send)
+        assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
+        assert rp.get_async_event(context, 0) is None
+        assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
+        assert_points_at_the_overrun(qp)
+        qp.close()
+        ah.close()
+
+
+def assert_points_at_the_overrun(qp):
+    findings = qp.diagnose()
+    assert not [finding for finding in findings if finding.name == "not-polled"]
+    state = named(findings, "qp-state")
+    assert "its CQ has overrun" in state.evidence
+    assert "poll" not in state.remedy
+
+
+def test_wait_for_what_an_overrun_has_lost_says_so():
+    """And leaves the event to whoever waits for it."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        with pytest.raises(rp.WaitTimeout, match=r"0 of 3 completions came within 0 s$"):
+            cq.wait(3, timeout=0)
+        qp.to_err()
+        words = r"1 of 3 completions came within 0 s; the CQ has overrun"
+        with pytest.raises(rp.WaitTimeout, match=words):
+            cq.wait(3, timeout=0)
+        with pytest.raises(rp.WaitTimeout, match=words):
+            asyncio.run(cq.completions(3, timeout=0))
+        assert_points_at_the_overrun(qp)
+        told = event(context)
+        assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
+def test_overrun_that_only_an_event_tells_is_known_once_that_is_taken(monkeypatch, returned):
+    """As with libibverbs."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        with pytest.raises(rp.WaitTimeout, match=r"within 0 s$"):
+            cq.wait(2, timeout=0)
+        if returned:
+            assert event(context).event_type == EventType.CQ_ERR
+        else:
+            # A signal handler has ended get_async_event().
+            assert context._take_event()
+        with pytest.raises(rp.WaitTimeout, match="the CQ has overrun"):
+            cq.wait(2, timeout=0)
+
+
+def test_cq_that_overruns_when_a_queue_pair_is_flushed_says_so():
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        told = event(context)
+        assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
+        assert rp.get_async_event(context, 0) is None
+        assert [wc.status for wc in cq.poll()] == [WCStatus.WR_FLUSH_ERR]

@@ -1,0 +1,178 @@
+"""Requests that the software device does not carry out: what both sides see, and what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import ALL, Pair
+
+import rdmapost as rp
+from rdmapost import Access, EventType, QPState, QPType, WCStatus
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[rp.Context]:
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def no_old_events(context):
+    """Take what earlier tests have left."""
+    while rp.get_async_event(context) is not None:
+        pass
+
+
+def again(pair: Pair, **options: Any) -> None:
+    """Connect a pair anew, b with options of its own."""
+    pair.a.to_reset()
+    pair.b.to_reset()
+    pair.a.connect(pair.b.endpoint(), rnr_retry=1)
+    pair.b.connect(pair.a.endpoint(), **options)
+
+
+def statuses(pair: Pair, count: int) -> dict[int, WCStatus]:
+    return {wc.wr_id: wc.status for wc in pair.cq.wait(count)}
+
+
+# ---- what the queue pair does not take --------------------------------------------
+
+
+READ, ATOMIC, WRITE = Access.REMOTE_READ, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (rp.RdmaWrite, {"access": READ | ATOMIC}),
+        (rp.RdmaWriteWithImm, {"access": READ | ATOMIC}),
+        (rp.RdmaRead, {"access": WRITE | ATOMIC}),
+        (rp.AtomicFetchAndAdd, {"access": READ | WRITE}),
+        (rp.AtomicCmpAndSwp, {"access": READ | WRITE}),
+        (rp.RdmaRead, {"max_dest_rd_atomic": 0}),
+        (rp.AtomicFetchAndAdd, {"max_dest_rd_atomic": 0}),
+        (rp.AtomicCmpAndSwp, {"max_dest_rd_atomic": 0}),
+    ],
+)
+def test_request_that_the_queue_pair_does_not_take(rc, context, kind, options):
+    """The region would allow it; it is an invalid request, and breaks the connection."""
+    again(rc, **options)
+    rc.mine.buffer[:8] = rc.theirs.buffer[:8] = b"12345678"
+    rc.mine.buffer[8:16] = b"abcdefgh"
+    rc.b.post_recv(rp.RecvWR(wr_id=2))
+    rc.a.post_send(rc.wr(kind, rc.mine[8:16], wr_id=1))
+    assert statuses(rc, 2) == {1: WCStatus.REM_INV_REQ_ERR, 2: WCStatus.WR_FLUSH_ERR}
+    assert bytes(rc.theirs.buffer[:8]) == b"12345678"
+    assert bytes(rc.mine.buffer[8:16]) == b"abcdefgh"
+    event = rp.get_async_event(context, 0)
+    assert event == rp.AsyncEvent(EventType.QP_REQ_ERR, rc.b)
+
+
+@pytest.mark.parametrize("offset", [1, 4, 7])
+def test_atomic_at_an_address_that_is_not_aligned(connect, context, offset):
+    pair = connect(checked=False)
+    addr = pair.theirs.addr + offset
+    pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, pair.mine[:8], remote_addr=addr, compare_add=5))
+    assert [wc.status for wc in pair.cq.wait()] == [WCStatus.REM_INV_REQ_ERR]
+    assert not any(pair.theirs.buffer)
+    event = rp.get_async_event(context, 0)
+    assert event == rp.AsyncEvent(EventType.QP_REQ_ERR, pair.b)
+
+
+@pytest.mark.parametrize("wrong", [{"rkey": 1}, {"access": READ}], ids=["key", "access"])
+def test_unreliable_service_drops_it_in_silence(connect, context, wrong):
+    """The sender sees nothing, and the receiver continues."""
+    pair = connect(QPType.UC, access=wrong.get("access", WRITE))
+    fields = {name: value for name, value in wrong.items() if name == "rkey"}
+    pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=1, **fields))
+    assert statuses(pair, 1) == {1: WCStatus.SUCCESS}
+    assert not any(pair.theirs.buffer)
+    assert pair.b.query().qp_state is QPState.RTS
+    assert rp.get_async_event(context, 0) is None
+    pair.works()
+
+
+def test_message_of_no_bytes_needs_no_key(rc):
+    """It touches no memory, so its key and address are not checked (IBA, C9-88)."""
+    nowhere = {"remote_addr": 5, "rkey": 7}
+    rc.b.post_recv(rp.RecvWR(wr_id=4))
+    rc.a.post_send(
+        [
+            rp.RdmaWrite(**nowhere, wr_id=1),
+            rp.RdmaRead(**nowhere, wr_id=2),
+            rp.RdmaWriteWithImm(**nowhere, imm_data=1, wr_id=3),
+        ]
+    )
+    assert statuses(rc, 4) == dict.fromkeys([1, 2, 3, 4], WCStatus.SUCCESS)
+
+
+# ---- receives that cannot take a message ------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
+def test_write_with_immediate_without_a_receive_writes_nothing(connect, qp_type):
+    pair = connect(qp_type)
+    pair.mine.buffer[:8] = b"12345678"
+    pair.a.post_send(pair.wr(rp.RdmaWriteWithImm, pair.mine[:8], wr_id=1))
+    ends = WCStatus.RNR_RETRY_EXC_ERR if qp_type is QPType.RC else WCStatus.SUCCESS
+    assert statuses(pair, 1) == {1: ends}
+    assert not any(pair.theirs.buffer)
+
+
+@pytest.mark.parametrize(
+    ("length", "wrong_key", "status"),
+    [
+        (7, False, WCStatus.LOC_LEN_ERR),
+        (7, True, WCStatus.LOC_LEN_ERR),
+        (8, True, WCStatus.LOC_PROT_ERR),
+        (0, True, WCStatus.LOC_PROT_ERR),
+    ],
+)
+def test_receive_that_is_too_short_or_has_a_wrong_key(connect, length, wrong_key, status):
+    """Whether the message fits is determined first; a length of 0 is 2^31 bytes."""
+    pair = connect(checked=False)
+    key = pair.theirs.lkey ^ (0xA5 if wrong_key else 0)
+    pair.b.post_recv(rp.RecvWR(rp.SGE(pair.theirs.addr, length, key), wr_id=2))
+    pair.a.post_send(rp.Send(pair.mine[:8], wr_id=1))
+    short = status is WCStatus.LOC_LEN_ERR
+    sender = WCStatus.REM_INV_REQ_ERR if short else WCStatus.REM_OP_ERR
+    assert statuses(pair, 2) == {1: sender, 2: status}
+
+
+def test_receive_into_memory_that_may_not_be_written(connect, stack):
+    pair = connect(checked=False)
+    mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
+    pair.mine.buffer[:8] = b"12345678"
+    pair.b.post_recv(rp.RecvWR(mr[:8], wr_id=2))
+    pair.a.post_send(rp.Send(pair.mine[:8], wr_id=1))
+    assert statuses(pair, 2) == {1: WCStatus.REM_OP_ERR, 2: WCStatus.LOC_PROT_ERR}
+    assert not any(mr.buffer)
+
+
+# ---- SEND_WITH_INV ----------------------------------------------------------------
+
+
+def test_message_that_does_not_arrive_invalidates_nothing(rc, stack):
+    mr = stack.enter_context(rp.MR(rc.pd, 64, ALL))
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:4], wr_id=2))
+    rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=mr.rkey, wr_id=1))
+    assert statuses(rc, 2) == {1: WCStatus.REM_INV_REQ_ERR, 2: WCStatus.LOC_LEN_ERR}
+    again(rc)
+    rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=mr.addr, rkey=mr.rkey, wr_id=3))
+    assert statuses(rc, 1) == {3: WCStatus.SUCCESS}
+
+
+def test_key_that_cannot_be_invalidated_breaks_the_receiver_alone(rc):
+    """The message has arrived by then."""
+    rc.mine.buffer[:8] = b"12345678"
+    rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=i) for i in (2, 3)])
+    rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=rc.theirs.rkey ^ 0xA5, wr_id=1))
+    assert statuses(rc, 3) == {
+        1: WCStatus.SUCCESS,
+        2: WCStatus.REM_INV_REQ_ERR,
+        3: WCStatus.WR_FLUSH_ERR,
+    }
+    assert bytes(rc.theirs.buffer[:8]) == b"12345678"
+    assert (rc.a.query().qp_state, rc.b.query().qp_state) == (QPState.RTS, QPState.ERR)

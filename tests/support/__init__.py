@@ -1,0 +1,228 @@
+"""Helpers that the tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import Access, QPType, WCStatus
+from rdmapost.resources.resource import Resource, _all_open
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+LOCAL_ERROR = {
+    WCStatus.LOC_PROT_ERR,
+    # rxe reports the local error of a send or write so,
+    WCStatus.LOC_QP_OP_ERR,
+    # and on 6.12 it may flush the very work request that failed.
+    WCStatus.WR_FLUSH_ERR,
+}
+"""How a wrong lkey, or a work request that the queue pair cannot carry out, may end."""
+
+GRH = 40
+"""Bytes that a UD receive starts with."""
+
+
+LIMIT = 120.0
+"""Seconds to wait for something that must come."""
+
+
+def kernel() -> str:
+    """Return the kernel's version, because devices in it differ between versions."""
+    return platform.release()
+
+
+def resident() -> int:
+    """Return this process's resident memory in bytes."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for something that another thread does and nothing reports."""
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def needs(condition: object, what: str, context: rp.Context) -> None:
+    """Skip a test by name if the device lacks what it needs."""
+    if not condition:
+        pytest.skip(f"{context.name} has no {what}")
+
+
+@pytest.fixture(scope="module")
+def soft_context() -> Iterator[rp.Context]:
+    """soft0, for files about what only it does: ``context = soft_context``."""
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+class Connect(Protocol):
+    def __call__(self, qp_type: QPType = QPType.RC, **options: Any) -> Pair: ...
+
+
+class Pair:
+    """Two queue pairs that are connected to each other, and memory for each.
+
+    Attributes:
+        a, b: the queue pairs; both complete on ``cq``.
+        mine, theirs: a memory region for each side, all accesses allowed.
+        ah: the way from a to b, on UD.
+    """
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        pd: rp.PD,
+        cq: rp.CQ,
+        qp_type: QPType = QPType.RC,
+        *,
+        size: int = 8192,
+        to: rp.QPState = rp.QPState.RTS,
+        rnr_retry: int = 1,
+        access: int = ALL & ~Access.LOCAL_WRITE,
+        b_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.pd, self.cq, self.type = pd, cq, qp_type
+        self._connect_options = {"rnr_retry": rnr_retry, "access": access}
+        self.mine = stack.enter_context(rp.MR(pd, size, ALL))
+        self.theirs = stack.enter_context(rp.MR(pd, size, ALL))
+        self.a = stack.enter_context(rp.QP(pd, qp_type, cq, **options))
+        self.b = stack.enter_context(rp.QP(pd, qp_type, cq, **{**options, **(b_options or {})}))
+        self.ah: rp.AH | None = None
+        if to is rp.QPState.RTS:
+            self.connect()
+        if qp_type is QPType.UD:
+            self.ah = stack.enter_context(self.a.ah_to(self.b.endpoint()))
+        # Queue pairs first: outstanding work requests name the regions.
+        stack.callback(self.b.close)
+        stack.callback(self.a.close)
+
+    def connect(self) -> None:
+        """Bring both sides to RTS."""
+        self.a.connect(self.b.endpoint(), **self._connect_options)
+        self.b.connect(self.a.endpoint(), **self._connect_options)
+
+    def wr(self, kind: type, *args: Any, **fields: Any) -> Any:
+        """Make a work request for a to post, with b's address or memory filled in."""
+        if self.type is QPType.UD and issubclass(kind, rp.Send | rp.SendWithImm):
+            assert self.ah is not None
+            fields = {
+                "ah": self.ah,
+                "remote_qpn": self.b.qp_num,
+                "remote_qkey": rp.resources.qp.DEFAULT_QKEY,
+                **fields,
+            }
+        remote = rp.RdmaWrite | rp.RdmaWriteWithImm | rp.RdmaRead
+        if issubclass(kind, remote | rp.AtomicCmpAndSwp | rp.AtomicFetchAndAdd):
+            fields = {"remote_addr": self.theirs.addr, "rkey": self.theirs.rkey, **fields}
+        return kind(*args, **fields)
+
+    def send(self, *args: Any, **fields: Any) -> Any:
+        """Make a SEND for a to post."""
+        return self.wr(rp.Send, *args, **fields)
+
+    def works(self) -> None:
+        """Send a message and see that it arrives: the pair is usable."""
+        grh = GRH if self.type is QPType.UD else 0
+        self.mine.buffer[-8:] = b"still ok"
+        self.b.post_recv(rp.RecvWR(self.theirs[:256], wr_id=901))
+        self.a.post_send(self.send(self.mine[-8:], wr_id=900))
+        done = {wc.wr_id: wc.status for wc in self.cq.wait(2)}
+        assert done == {900: WCStatus.SUCCESS, 901: WCStatus.SUCCESS}
+        assert bytes(self.theirs.buffer[grh : grh + 8]) == b"still ok"
+
+    def wait(self, count: int = 1, timeout: float = 10.0) -> list[rp.WC]:
+        """Wait for successes."""
+        return [wc.check() for wc in self.cq.wait(count, timeout)]
+
+    def finish(self) -> dict[int, WCStatus]:
+        """Let outstanding work requests end, in ERR if need be; return the statuses by wr_id."""
+        found: dict[int, WCStatus] = {}
+        for qp in (self.a, self.b):
+            qp.to_err()
+        while any(self.a.outstanding) or any(self.b.outstanding):
+            found |= {wc.wr_id: wc.status for wc in self.cq.wait(1)}
+        return found
+
+
+LOSES_MEMORY = {"ASAN_OPTIONS": "detect_leaks=0"}
+"""For a program in which Python itself loses some: what a thread holds that the end of the
+interpreter stops, and locks that are replaced in the child of a fork."""
+
+
+def run_python(
+    code: str, *args: str, timeout: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a separate Python; return its output."""
+    return subprocess.run(
+        # -P: test what is installed, whatever the current directory holds.
+        [sys.executable, "-P", "-W", "error", "-c", code, *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+def prints(code: str, *args: str, **env: str) -> str:
+    """Run a program that must succeed with nothing on standard error; return its output."""
+    done = run_python(code, *args, **env)
+    assert done.returncode == 0, done.stderr or f"ended with {done.returncode}"
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupt_everywhere(call: Callable[[], object]) -> int:
+    """Interrupt a call at each moment at which Python runs signal handlers, once each.
+
+    It must leave nothing open, though what was raised is kept, and its tracebacks with it.
+
+    Returns:
+        how many moments there were.
+    """
+    kept: list[Interrupted] = []
+    before = _all_open()
+    while True:
+        seen = 0
+
+        def look(_: object, event: str, __: object) -> None:
+            nonlocal seen
+            # As a Python function begins, and as a C function has returned.
+            seen += event in ("call", "c_return")
+            if seen > len(kept):
+                sys.setprofile(None)
+                raise Interrupted
+
+        sys.setprofile(look)
+        try:
+            made = call()
+        except Interrupted as error:
+            kept.append(error)
+        else:
+            sys.setprofile(None)
+            if isinstance(made, Resource):
+                made.close()
+            return len(kept)
+        finally:
+            sys.setprofile(None)
+        assert _all_open() == before, f"at moment {seen}"

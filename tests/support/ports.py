@@ -1,0 +1,64 @@
+"""Ports of this machine: free ones, ones in use, and a test's listener."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support import LIMIT
+
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    """Return the number of a port with no listener."""
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def wait_for_port(port: int) -> None:
+    """Wait for a listener without connecting: it may accept only one connection."""
+    end = time.monotonic() + LIMIT
+    state = f":{port:04X} "
+    while time.monotonic() < end:
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with contextlib.suppress(FileNotFoundError):
+                for line in Path(table).read_text().splitlines()[1:]:
+                    # Local address and state, 0A for one that listens.
+                    if state in line.split()[1] + " " and line.split()[3] == "0A":
+                        return
+        time.sleep(0.02)
+    pytest.fail(f"nobody listens on {port}")
+
+
+@contextlib.contextmanager
+def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """Listen as something else, and send this to the first client; yield the address."""
+    with socket.create_server((HOST, 0)) as listener:
+
+        def run() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(LIMIT)
+                talk(sock)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            thread.join()
+
+
+def heard(sock: socket.socket) -> None:
+    """Read until the other side has gone."""
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(4096):
+            pass

@@ -1,0 +1,193 @@
+"""Intercepting a device's posting calls: what it is handed, and refusals on demand.
+
+``tap.c`` is compiled for it.  The chains are looked at through cffi's own view of the structs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost._binding import address_of, ffi
+
+SEND, RECV, SRQ_RECV, SRQ_OPS = range(4)
+STRUCTS = ("struct ibv_send_wr", "struct ibv_recv_wr", "struct ibv_recv_wr", "struct ibv_ops_wr")
+NULL, LEFT_ALONE, NAMED, NOWHERE = range(4)
+
+
+class _Answer(ctypes.Structure):
+    _fields_ = (
+        ("refuse", ctypes.c_int),
+        ("passed", ctypes.c_uint32),
+        ("rc", ctypes.c_int),
+        ("bad", ctypes.c_int),
+    )
+
+
+_See = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Answer))
+
+
+class Record:
+    """A work request as the device was handed it: a copy, and where it was.
+
+    Attributes:
+        wr: the struct, by cffi; its pointers are those that the device saw.
+        address: where it was.
+        data: its bytes.
+        sges: (addr, length, lkey) of each of its SGEs.
+        hdr: the bytes behind a TSO's header pointer, or None.
+    """
+
+    def __init__(self, verb: int, at: Any) -> None:
+        ctype = STRUCTS[verb]
+        self.address = address_of(at)
+        self.data = bytes(ffi.buffer(at, ffi.sizeof(ctype)))
+        self.wr = ffi.new(f"{ctype} *")
+        ffi.memmove(self.wr, self.data, len(self.data))
+        holder = at.tm.add if verb == SRQ_OPS else at
+        # For other operations the union holds none.
+        count = holder.num_sge if verb != SRQ_OPS or at.opcode == rp.OpsOpcode.TAG_ADD else 0
+        sges = [holder.sg_list[i] for i in range(count)]
+        self.sges = [(sge.addr, sge.length, sge.lkey) for sge in sges]
+        tso = verb == SEND and at.opcode == rp.Opcode.TSO
+        self.hdr = bytes(ffi.buffer(at.tso.hdr, at.tso.hdr_sz)) if tso and at.tso.hdr_sz else None
+
+
+class Tap:
+    """What intercepts the posts of an open device.
+
+    Attributes:
+        context: the device.
+        chains: (verb, records) of each post, in order.
+        answer: what is answered to the next posts: None for the device's own answer, or how many
+            work requests it gets, what is returned then, and what becomes of ``*bad``.
+    """
+
+    def __init__(self, library: Any, context: rp.Context) -> None:
+        self._library, self.context = library, context
+        self.chains: list[tuple[int, list[Record]]] = []
+        self.answer: tuple[int, int, int] | None = None
+        self._see = _See(self._look)
+        library.tap_open(ctypes.c_void_p(address_of(context._handle)), self._see)
+
+    def _look(self, verb: int, first: int, answer: Any) -> None:
+        records = []
+        at = ffi.cast(f"{STRUCTS[verb]} *", first)
+        while at != ffi.NULL:
+            records.append(Record(verb, at))
+            at = at.next
+        self.chains.append((verb, records))
+        if self.answer is not None:
+            answer[0].refuse = 1
+            answer[0].passed, answer[0].rc, answer[0].bad = self.answer
+
+    def refuse(self, passed: int = 0, rc: int = 22, bad: int = NAMED) -> None:
+        """Answer the following posts in this way."""
+        self.answer = passed, rc, bad
+
+    def last(self) -> list[Record]:
+        """Return the records of the last post."""
+        return self.chains[-1][1]
+
+    def close(self) -> None:
+        self._library.tap_close(ctypes.c_void_p(address_of(self.context._handle)))
+
+
+@functools.cache
+def _compiled() -> Any:
+    cc = os.environ.get("CC", "cc").split()
+    source = pathlib.Path(__file__).with_name("tap.c")
+    if shutil.which(cc[0]) is None:
+        return "there is no C compiler"
+    with tempfile.TemporaryDirectory() as into:
+        library = f"{into}/tap.so"
+        done = subprocess.run(
+            [
+                *cc,
+                "-O2",
+                "-std=gnu11",
+                "-Wall",
+                "-Wextra",
+                "-shared",
+                "-fPIC",
+                "-o",
+                library,
+                str(source),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            # Ignore what the compiler itself leaks (.ci/sanitize).
+            env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
+        )
+        if done.returncode:
+            return f"tap.c does not compile here: are libibverbs' headers there? {done.stderr}"
+        # It stays mapped once its file is deleted.
+        return ctypes.CDLL(library)
+
+
+def open_tap(context: rp.Context) -> Tap:
+    """Intercept a device's posts; skip the test, by name, if that cannot be compiled."""
+    library = _compiled()
+    if isinstance(library, str):
+        pytest.skip(library)
+    return Tap(library, context)
+
+
+class PolledCQ:
+    """A completion queue without a device, which answers each poll as told.
+
+    Its completions have the ``wr_id`` 0, 1, 2, ...; those that are odd have failed.
+
+    Args:
+        extended: whether it is a ``struct ibv_cq_ex``.
+        answers: how many completions the polls return, one after the other, and below 0 that they
+            fail; later ones return none.
+        tells_tags: whether it has ``read_tm_info``.
+
+    Attributes:
+        address: of its struct.
+    """
+
+    def __init__(self, extended: bool, answers: list[int], tells_tags: bool = True) -> None:
+        self._library = _compiled()
+        if isinstance(self._library, str):
+            pytest.skip(self._library)
+        self._library.tap_cq.restype = ctypes.c_void_p
+        self._library.tap_asked.restype = ctypes.POINTER(ctypes.c_int)
+        given = (ctypes.c_int * len(answers))(*answers)
+        self.address: int = self._library.tap_cq(extended, tells_tags, given, len(answers))
+
+    @property
+    def polls(self) -> int:
+        """How many polls there were."""
+        return int(self._library.tap_polls())
+
+    @property
+    def asked(self) -> list[int]:
+        """How many completions the polls asked for; of an extended queue, their comp_mask."""
+        return list(self._library.tap_asked()[: self.polls])
+
+    @property
+    def ended(self) -> int:
+        """How often ibv_end_poll() was called."""
+        return int(self._library.tap_ended())
+
+
+@pytest.fixture
+def tap() -> Iterator[Tap]:
+    """A tap on a separate soft0: ``tap.context``."""
+    with rp.open_device("soft0") as context:
+        tapped = open_tap(context)
+        yield tapped
+        tapped.close()

@@ -1,0 +1,153 @@
+"""Whether the other side is alive: silent clients, and sides that go."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from support import LIMIT, soft_context
+from support.serving import Served, both_servers
+
+import rdmapost as rp
+from rdmapost import connect
+
+context = soft_context
+serve = both_servers
+
+
+def test_a_client_stays_that_only_reads_and_writes(serve: Callable[..., Served]) -> None:
+    served = serve(timeout=0.3)
+    with served.dial() as peer:
+        served.until(connect.Joined)
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
+            peer.wait()[0].check()
+        assert not peer.closed
+        assert served.told.empty()
+        assert peer.look(0, 1).data == b"\0"
+    assert served.until(connect.Left).reason == "done"
+
+
+@pytest.mark.parametrize("face", [connect.serve, connect.aserve])
+def test_silence_ends_no_client_unless_the_owner_says_so(face: Callable[..., object]) -> None:
+    assert inspect.signature(face).parameters["idle_timeout"].default is None
+
+
+def test_a_client_that_is_dismissed_sees_it_without_asking(serve: Callable[..., Served]) -> None:
+    served = serve(idle_timeout=0.3)
+    with served.dial() as peer:
+        assert not peer.closed
+        assert served.until(connect.Left).reason == "nothing came from the client within 0.3 s"
+        assert peer.closed
+        # To have seen it takes nothing from what the next question is told.
+        with pytest.raises(connect.ConnectError, match="nothing came from the client"):
+            peer.look()
+        assert peer.closed
+
+
+def test_the_end_of_a_server_is_seen_without_asking(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with served.dial() as peer:
+        assert not peer.closed
+        served.server.close()
+        assert peer.closed
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            peer.report()
+
+
+def test_a_connection_is_not_closed_while_it_asks(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with served.dial() as peer:
+        asking = threading.Thread(target=peer.report, args=(1, LIMIT))
+        asking.start()
+        while asking.is_alive():
+            assert not peer.closed
+            peer.qp.post_send(rp.Send(peer.mr[:1]))
+            peer.wait()[0].check()
+            asking.join(1.0)
+        assert not peer.closed
+
+
+def test_asyncio_the_end_of_a_server_is_seen_without_asking(context: rp.Context) -> None:
+    async def main() -> None:
+        async with await connect.aserve(context, port=0) as server:
+            peer = await connect.adial(context, *server.address[:2])
+            assert (await peer.look(0, 1)).data == b"\0"
+            assert not peer.closed
+        async with asyncio.timeout(LIMIT):
+            while not peer.closed:
+                await asyncio.sleep(0)
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            await peer.look()
+        assert peer.closed
+        await peer.close()
+
+    asyncio.run(main())
+
+
+def test_asyncio_a_server_ends_with_its_event_loop(context: rp.Context) -> None:
+    async def main() -> tuple[connect.AsyncServer, connect.Connection]:
+        server = await connect.aserve(context, port=0)
+        return server, await asyncio.to_thread(connect.dial, context, *server.address[:2])
+
+    server, peer = asyncio.run(main())
+    with peer:
+        assert peer.closed
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            peer.look()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("serve ")] == []
+    del server
+
+
+NETWORK_THAT_GOES = """
+import fcntl, queue, socket, struct, time
+import rdmapost as rp
+from rdmapost import connect
+
+def loopback(up):
+    with socket.socket() as sock:
+        # SIOCSIFFLAGS; IFF_UP is 1.
+        fcntl.ioctl(sock, 0x8914, struct.pack("16sh14x", b"lo", up))
+
+loopback(1)
+told = queue.Queue()
+with rp.open_device("soft0") as context:
+    with connect.serve(context, port=0, on_event=told.put) as server:
+        with connect.dial(context, *server.address) as peer:
+            assert isinstance(told.get(timeout=60), connect.Joined)
+            assert not peer.closed
+            loopback(0)
+            left = told.get(timeout=60)
+            assert isinstance(left, connect.Left), left
+            print(left.reason)
+            until = time.monotonic() + 60
+            while not peer.closed:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+"""
+
+
+def test_both_sides_notice_that_the_network_between_them_is_gone() -> None:
+    unshare = shutil.which("unshare")
+    apart = [unshare or "unshare", "--user", "--map-root-user", "--net"]
+    if unshare is None or subprocess.run([*apart, "true"], check=False).returncode:
+        pytest.skip("no network namespace of one's own (unshare --user --net)")
+    began = time.monotonic()
+    done = subprocess.run(
+        [*apart, sys.executable, "-P", "-W", "error", "-c", NETWORK_THAT_GOES],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("the connection broke: ")
+    assert time.monotonic() - began < 60

@@ -1,0 +1,253 @@
+"""Serving and dialling with asyncio: the same exchange, and the same ways to break it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import socket
+import threading
+import warnings
+
+import pytest
+from support import LIMIT
+from support.ports import HOST, free_port, heard, impostor
+from support.serving import STEPS, hello
+
+import rdmapost as rp
+from rdmapost import connect
+from rdmapost.tools.connect.messages import encode
+
+
+def test_asyncio_both_sides(context: rp.Context) -> None:
+    async def main() -> list[connect.Event]:
+        told: list[connect.Event] = []
+        async with await connect.aserve(
+            context, port=0, token="secret", on_event=told.append
+        ) as server:
+            address = server.address[:2]
+            async with await connect.adial(context, *address, token="secret") as peer:
+                peer.mr.buffer[:5] = b"hello"
+                asked = asyncio.create_task(peer.report(1, LIMIT))
+                await asyncio.sleep(0)
+                peer.qp.post_send(rp.Send(peer.mr[:5]))
+                arrival = await asked
+                assert arrival is not None
+                assert arrival.data == b"hello"
+                peer.qp.post_send(rp.RdmaWrite(peer.mr[:5], **peer.target(3)))
+                (await asyncio.to_thread(peer.wait))[0].check()
+                assert (await peer.look(3, 5)).data == b"hello"
+                assert await peer.report(2, 0.05) is None
+                with pytest.raises(connect.ConnectError, match="token"):
+                    await connect.adial(context, *address, token="Secret")
+            assert server.clients == []
+            assert peer.closed
+        return told
+
+    told = asyncio.run(main())
+    # The refusal may be reported after the other has left.
+    assert sorted(type(event).__name__ for event in told) == [
+        "Arrived",
+        "Joined",
+        "Left",
+        "Refused",
+    ]
+
+
+def test_asyncio_server_serves_clients_of_any_kind_at_once(context: rp.Context) -> None:
+    def work(address: tuple[str, int]) -> bytes:
+        with connect.dial(context, *address) as peer:
+            peer.mr.buffer[:2] = b"hi"
+            peer.qp.post_send(rp.Send(peer.mr[:2]))
+            peer.wait()[0].check()
+            arrival = peer.report()
+            assert arrival is not None
+            return arrival.data
+
+    async def main() -> None:
+        async with await connect.aserve(context, port=0, timeout=1.5) as server:
+            address = server.address[:2]
+            reader, writer = await asyncio.open_connection(*address)
+            garbage, other = await asyncio.open_connection(*address)
+            other.write(b"garbage")
+            found = await asyncio.gather(*(asyncio.to_thread(work, address) for _ in range(4)))
+            assert found == [b"hi"] * 4
+            assert json.loads(await garbage.readline())["code"] == "format"
+            # The one that says nothing has its time.
+            assert json.loads(await reader.readline())["code"] == "timeout"
+            for w in (writer, other):
+                w.close()
+                with contextlib.suppress(ConnectionError):
+                    await w.wait_closed()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_asyncio_server_outlives_its_clients(context: rp.Context, step: str) -> None:
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        def tell(event: connect.Event) -> None:
+            if isinstance(event, connect.Left | connect.Refused):
+                gone.set()
+
+        async with await connect.aserve(context, port=0, on_event=tell) as server:
+            _, writer = await asyncio.open_connection(*server.address[:2])
+            for said in STEPS[step](hello(context)):
+                writer.write(said if isinstance(said, bytes) else encode(said))
+            await writer.drain()
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+            await asyncio.wait_for(gone.wait(), LIMIT)
+            assert server.clients == []
+            async with await connect.adial(context, *server.address[:2]) as peer:
+                assert (await peer.look(0, 1)).data == b"\0"
+
+    asyncio.run(main())
+
+
+def test_asyncio_server_ends_with_clients_there(context: rp.Context) -> None:
+    async def main() -> None:
+        server = await connect.aserve(context, port=0)
+        peer = await connect.adial(context, *server.address[:2])
+        (client,) = server.clients
+        await server.close()
+        assert client.mr.closed
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            await peer.look()
+        await peer.close()
+        assert peer.qp.closed
+
+    asyncio.run(main())
+
+
+def test_asyncio_dialling_can_be_cancelled(context: rp.Context) -> None:
+    async def main(address: tuple[str, int]) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await connect.adial(context, *address, timeout=LIMIT)
+
+    with impostor(heard) as address:
+        asyncio.run(main(address))
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve'"),
+        (b'{"type":"off', "closed the connection in the middle of a message"),
+        (None, r"did not answer within 0\.3 s"),
+    ],
+    ids=["ssh", "half", "silent"],
+)
+def test_asyncio_dialling_what_is_no_server(
+    context: rp.Context, said: bytes | None, says: str
+) -> None:
+    def talk(sock: socket.socket) -> None:
+        sock.recv(4096)
+        if said is not None:
+            with contextlib.suppress(OSError):
+                sock.sendall(said)
+                sock.shutdown(socket.SHUT_WR)
+        heard(sock)
+
+    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=says):
+        asyncio.run(connect.adial(context, *address, timeout=0.3))
+
+
+def test_asyncio_dialling_nothing(context: rp.Context) -> None:
+    with pytest.raises(connect.ConnectError, match="refused the connection"):
+        asyncio.run(connect.adial(context, HOST, free_port()))
+
+
+# ---- another event loop -------------------------------------------------------------
+
+
+async def _call(peer: connect.AsyncConnection, method: str) -> object:
+    return await getattr(peer, method)()
+
+
+@pytest.mark.parametrize("method", ["report", "look", "close"])
+def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, method: str) -> None:
+    """It says so, and works on in its own."""
+
+    async def main() -> None:
+        async with (
+            await connect.aserve(context, port=0) as server,
+            await connect.adial(context, *server.address[:2]) as peer,
+        ):
+            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+                await asyncio.to_thread(asyncio.run, asyncio.wait_for(_call(peer, method), 5))
+            assert (await peer.look(0, 1)).data == b"\0"
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
+@pytest.mark.parametrize("method", ["report", "look", "close"])
+def test_asyncio_connection_outlives_its_event_loop_only_to_be_closed(
+    context: rp.Context, method: str
+) -> None:
+    left = threading.Event()
+
+    def tell(event: connect.Event) -> None:
+        if isinstance(event, connect.Left):
+            left.set()
+
+    with connect.serve(context, port=0, on_event=tell) as server:
+        peer = asyncio.run(connect.adial(context, *server.address[:2]))
+        with pytest.raises(RuntimeError, match="belongs to an event loop that is closed"):
+            asyncio.run(asyncio.wait_for(_call(peer, method), 5))
+        assert peer.qp.closed == (method == "close")
+        if method != "close":
+            with pytest.raises(RuntimeError, match="is closed"):
+                asyncio.run(peer.close())
+        # The server is not left in the belief that the client is there.
+        assert left.wait(LIMIT)
+        assert peer.qp.closed
+        assert peer.closed
+        asyncio.run(peer.close())
+        del peer
+        gc.collect()
+
+
+def test_asyncio_server_can_be_closed_in_another_event_loop(context: rp.Context) -> None:
+    server = asyncio.run(connect.aserve(context, port=0))
+    asyncio.run(server.close())
+
+    async def main() -> None:
+        server = await connect.aserve(context, port=0)
+        await asyncio.to_thread(asyncio.run, server.close())
+        with pytest.raises(connect.ConnectError):
+            await connect.adial(context, *server.address[:2])
+
+    asyncio.run(main(), debug=True)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, steps: int) -> None:
+    """After any number of the event loop's steps; a listener left to the collector warns."""
+    port = free_port()
+    threads = threading.active_count()
+
+    async def main() -> None:
+        task = asyncio.create_task(connect.aserve(context, port=port))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        (server,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(server, connect.AsyncServer):
+            await server.close()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        gc.collect()
+    assert [str(one.message) for one in warned] == []
+    assert threading.active_count() == threads
+    # With another socket there this would fail: it does not set SO_REUSEPORT.
+    with socket.create_server((HOST, port)):
+        pass

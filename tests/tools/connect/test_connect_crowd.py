@@ -1,0 +1,224 @@
+"""Crowds of connections without the token: clients with it get in regardless.
+
+The strangers are in a separate process (crowd.py), so that they are as fast as possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import LIMIT, ROOT, soft_context
+from support.serving import Served, answers, both_servers, hello, one_error, stranger
+
+import rdmapost as rp
+from rdmapost import connect
+from rdmapost.tools.connect.messages import Look, Ready, encode
+
+context = soft_context
+serve = both_servers
+
+HOLDERS = 100
+MORE_THAN_ARE_HELD = 400
+"""More strangers than a server keeps waiting at once."""
+
+
+class Crowd:
+    """What has come of a crowd, once it has gone."""
+
+    told: dict[str, int]
+    seconds: float
+
+
+@contextlib.contextmanager
+def crowd(served: Served, kind: str, many: int, sources: int = 0) -> Iterator[Crowd]:
+    """A crowd connects, and stays until the end of the block."""
+    host, port = served.server.address[:2]
+    said = encode(hello(served.context)).decode()
+    program = ROOT / "tests" / "support" / "crowd.py"
+    argv = [sys.executable, "-P", str(program), host, str(port), kind, str(many), str(sources)]
+    found = Crowd()
+    with subprocess.Popen(
+        [*argv, said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "here\n"
+            yield found
+            last, _ = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    vars(found).update(json.loads(last))
+
+
+@pytest.mark.parametrize(
+    ("kind", "many"),
+    [("idle", 64), ("half", 64), ("idle", MORE_THAN_ARE_HELD), ("churn", MORE_THAN_ARE_HELD)],
+)
+def test_every_holder_of_the_token_gets_in_through_a_crowd(
+    serve: Callable[..., Served], kind: str, many: int
+) -> None:
+    served = serve(token="secret", timeout=5.0)
+    with crowd(served, kind, many):
+        for _ in range(HOLDERS):
+            with served.dial(timeout=5.0) as peer:
+                assert peer.look(0, 1).data == b"\0"
+    served.works()
+
+
+def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> None:
+    served = serve(timeout=5.0)
+    with crowd(served, "idle", MORE_THAN_ARE_HELD) as strangers:
+        event = served.until(connect.Refused)
+        assert event.code == "busy"
+        assert "too many connections wait at this server" in event.text
+    assert strangers.told["busy"] > 0
+
+
+def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> None:
+    served = serve(token="secret", timeout=5.0)
+    # This one has its own address, and says nothing for long.
+    with stranger(served) as patient, crowd(served, "churn", MORE_THAN_ARE_HELD, sources=1):
+        for _ in range(10):
+            served.dial().close()
+        patient.sendall(encode(dataclasses.replace(hello(served.context), token="no")))
+        assert one_error(patient)[0] == "token"
+
+
+def test_a_server_that_runs_out_of_descriptors_serves_on(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(token="secret")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd.name) for fd in Path("/proc/self/fd").iterdir()}
+    *_, few = itertools.islice((fd for fd in itertools.count() if fd not in used), 20)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with crowd(served, "idle", 64):
+            assert served.until(connect.Refused).code == "busy"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "cannot accept: [Errno 24] Too many open files" in caplog.messages
+    served.works()
+
+
+# ---- guessing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sources", "per_second"), [(0, 32), (16, 64)], ids=["one", "several"])
+def test_tokens_are_guessed_slowly_and_holders_get_in_meanwhile(
+    serve: Callable[..., Served], sources: int, per_second: int
+) -> None:
+    served = serve(token="secret", timeout=5.0)
+    with crowd(served, "guess", 16, sources) as guessers:
+        started = time.monotonic()
+        while time.monotonic() < started + 2.0:
+            served.dial(timeout=5.0).close()
+    # A burst of one second's worth is allowed.
+    most = per_second * (guessers.seconds + 1.5)
+    assert 16 <= guessers.told["token"] <= most
+    served.works()
+
+
+def test_a_wrong_token_now_and_then_costs_no_time(serve: Callable[..., Served]) -> None:
+    served = serve(token="secret")
+    started = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(connect.ConnectError, match="wrong token"):
+            served.dial(token="Secret")
+    assert time.monotonic() - started < 20 * 0.5
+    served.works()
+
+
+# ---- long looks ---------------------------------------------------------------------
+
+
+LARGE = 1 << 28
+
+
+@pytest.fixture
+def lookers(
+    serve: Callable[..., Served], context: rp.Context
+) -> Iterator[tuple[Served, list[Any]]]:
+    """A server, and clients that have asked for a look at a large memory."""
+    served = serve(
+        size=LARGE, shared=True, max_clients=20, access=rp.Access.REMOTE_READ, timeout=LIMIT
+    )
+    with contextlib.ExitStack() as stack:
+        said = hello(context), Ready(), Look(0, LARGE)
+        socks = [stack.enter_context(stranger(served, *said)) for _ in range(14)]
+        for _ in socks:
+            served.until(connect.Joined)
+        yield served, socks
+
+
+def test_long_looks_of_many_keep_one_core_busy_and_no_new_client_waiting(
+    lookers: tuple[Served, list[Any]],
+) -> None:
+    served, socks = lookers
+    with served.dial(timeout=LIMIT) as peer:
+        assert peer.look(0, 16).data == bytes(16)
+        done = [sock for sock in socks if _answered(sock)]
+    assert len(done) < len(socks) // 2
+    # One of the looking threads runs at a time; a few are between two pieces.
+    assert statistics.median(_running() for _ in range(200)) <= len(socks) / 2
+    for sock in socks:
+        heard = b""
+        while heard.count(b"\n") < 3:
+            heard += sock.recv(65536)
+        seen = json.loads(heard.splitlines()[2])
+        assert (seen["type"], seen["length"]) == ("seen", LARGE)
+
+
+def _running() -> int:
+    """Return how many other threads of this process run, or could."""
+    found = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            found += state == "R" and int(thread.name) != threading.get_native_id()
+    return found
+
+
+def _answered(sock: socket.socket) -> bool:
+    """Whether all three answers are there."""
+    flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+    try:
+        return sock.recv(65536, flags).count(b"\n") == 3
+    except BlockingIOError:
+        return False
+
+
+def test_long_looks_do_not_keep_the_server_from_ending(lookers: tuple[Served, list[Any]]) -> None:
+    served, socks = lookers
+    served.server.close()
+    last = [answers(sock)[-1] for sock in socks]
+    assert {message.get("code") for message in last} == {"closing"}
+
+
+def test_a_look_ends_with_the_client_that_asked_for_it(lookers: tuple[Served, list[Any]]) -> None:
+    served, socks = lookers
+    for sock in socks:
+        sock.close()
+    began = time.process_time()
+    for _ in socks:
+        assert served.until(connect.Left).reason != "done"
+    spent = time.process_time() - began
+    with served.dial(timeout=LIMIT) as peer:
+        began = time.process_time()
+        peer.look()
+        one = time.process_time() - began
+    assert spent < len(socks) / 2 * one

@@ -1,0 +1,528 @@
+"""How servers and connections end: interrupted, dropped, forked, and closed by others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support import LIMIT, until
+from support.serving import Served, both_servers
+
+import rdmapost as rp
+from rdmapost import connect
+
+serve = both_servers
+
+
+@pytest.fixture
+def context() -> Iterator[rp.Context]:
+    """The test's own device, which it may close."""
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+def server_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("serve ")]
+
+
+class Interrupted(BaseException):
+    pass
+
+
+class Alarm:
+    """An exception from a signal handler, at most one for each time that it is set."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._before = signal.signal(signal.SIGALRM, self._handle)
+
+    def _handle(self, *args: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise Interrupted
+
+    def set(self, seconds: float) -> None:
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def clear(self) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def end(self) -> None:
+        self.clear()
+        signal.signal(signal.SIGALRM, self._before)
+
+
+@pytest.fixture
+def alarm() -> Iterator[Alarm]:
+    one = Alarm()
+    yield one
+    one.end()
+
+
+# ---- a connection ------------------------------------------------------------------------
+
+
+def test_a_dropped_connection_gives_everything_back_at_once(
+    serve: Callable[..., Served],
+) -> None:
+    """Without the collector of cycles, and with one warning."""
+    served = serve()
+    peer = served.dial()
+    where, dropped = peer._teller.where, weakref.ref(peer)
+    qp, mr = peer.qp, peer.mr
+    qp.post_recv(rp.RecvWR(mr[:64]))
+    peer.look()
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning) as warned:
+            del peer
+        said = [str(one.message) for one in warned]
+        # What is recorded of a warning has its source.
+        del warned
+        assert dropped() is None
+    finally:
+        gc.enable()
+    assert said == [f"the connection to {where} was not closed"]
+    assert qp.closed
+    assert mr.closed
+    assert served.until(connect.Left).reason == "the connection ended without a bye"
+
+
+def test_asyncio_a_dropped_connection_gives_everything_back(
+    serve: Callable[..., Served],
+) -> None:
+    """In any thread that drops it."""
+    served = serve()
+
+    async def main() -> None:
+        held = [await connect.adial(served.context, *served.server.address[:2])]
+        await held[0].look()
+        where, dropped, qp = held[0]._teller.where, weakref.ref(held[0]), held[0].qp
+        with pytest.warns(ResourceWarning) as warned:
+            await asyncio.to_thread(held.clear)
+        said = [str(one.message) for one in warned]
+        del warned
+        assert dropped() is None
+        assert said == [f"the connection to {where} was not closed"]
+        assert qp.closed
+        left = await asyncio.to_thread(served.until, connect.Left)
+        assert left.reason == "the connection ended without a bye"
+
+    asyncio.run(main())
+
+
+def test_a_dropped_connection_in_a_cycle_gives_everything_back(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    peer = served.dial()
+    peer.qp.post_recv(rp.RecvWR(peer.mr[:64]))
+    peer.itself = peer  # type: ignore[attr-defined]
+    del peer
+    with pytest.warns(ResourceWarning, match=r"the connection to .* was not closed"):
+        gc.collect()
+    assert served.until(connect.Left).reason == "the connection ended without a bye"
+
+
+def test_a_closed_connection_warns_of_nothing(serve: Callable[..., Served]) -> None:
+    """Nor does one that was never established."""
+    served = serve(token="secret")
+    where = (served.context, *served.server.address[:2])
+    served.dial().close()
+    with pytest.raises(connect.ConnectError, match="token"):
+        served.dial(token="wrong")
+
+    async def main() -> None:
+        await (await connect.adial(*where, token="secret")).close()
+        with pytest.raises(connect.ConnectError, match="token"):
+            await connect.adial(*where, token="wrong")
+
+    asyncio.run(main())
+    gc.collect()
+
+
+# ---- a server ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clients", [0, 1])
+def test_a_server_that_nobody_can_reach_ends(context: rp.Context, clients: int) -> None:
+    server = connect.serve(context, port=0)
+    address, dropped = server.address, weakref.ref(server)
+    peers = [connect.dial(context, *address) for _ in range(clients)]
+    with pytest.warns(ResourceWarning, match=f"unclosed .*Server 127.0.0.1:{address[1]}"):
+        del server
+    assert dropped() is None
+    until(lambda: not server_threads())
+    for peer in peers:
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            peer.look()
+        peer.close()
+    connect.serve(context, port=address[1]).close()
+    context.close()
+
+
+def test_asyncio_a_server_that_nobody_can_reach_ends(context: rp.Context) -> None:
+    async def main() -> None:
+        server = await connect.aserve(context, port=0)
+        with pytest.warns(ResourceWarning, match="unclosed .*AsyncServer 127.0.0.1:"):
+            del server
+        until(lambda: not server_threads())
+
+    asyncio.run(main())
+    context.close()
+
+
+def test_a_closed_server_warns_of_nothing(context: rp.Context) -> None:
+    server = connect.serve(context, port=0)
+    server.close()
+    server.close()
+    del server
+    gc.collect()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("wrong")])
+def test_what_a_callback_raises_is_logged_and_ends_nothing(
+    context: rp.Context, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the client's thread nor the one that accepts."""
+    told: queue.Queue[connect.Event] = queue.Queue()
+
+    def on_event(event: connect.Event) -> None:
+        told.put(event)
+        raise error
+
+    with connect.serve(context, port=0, token="secret", on_event=on_event) as server:
+        for _ in range(2):
+            with pytest.raises(connect.ConnectError, match="token"):
+                connect.dial(context, *server.address, token="wrong")
+            with connect.dial(context, *server.address, token="secret") as peer:
+                assert peer.look(0, 1).length == 1
+        kinds = [type(told.get(timeout=LIMIT)) for _ in range(6)]
+    assert kinds == [connect.Refused, connect.Joined, connect.Left] * 2
+    assert caplog.messages == ["on_event failed"] * 6
+    assert {record.exc_info[1] for record in caplog.records if record.exc_info} == {error}
+
+
+def test_a_callback_may_close_its_server(context: rp.Context) -> None:
+    closed = threading.Event()
+
+    def close(event: connect.Event) -> None:
+        if isinstance(event, connect.Arrived):
+            server.close()
+            closed.set()
+
+    server = connect.serve(context, port=0, on_event=close)
+    with connect.dial(context, *server.address) as peer:
+        peer.qp.post_send(rp.Send(peer.mr[:1]))
+        assert closed.wait(LIMIT)
+    until(lambda: not server_threads())
+    context.close()
+
+
+def test_a_device_is_not_closed_under_a_server_without_clients(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    port = served.server.address[1]
+    with pytest.raises(rp.InUseError, match=f"server 127.0.0.1:{port} still open"):
+        served.context.close()
+    served.works()
+    served.server.close()
+    served.context.close()
+    assert served.context.closed
+
+
+# ---- the child of a fork -----------------------------------------------------------
+
+FORK = """
+import os, sys
+import rdmapost as rp
+from rdmapost import connect
+context = rp.open_device("soft0")
+server = connect.serve(context, port=0)
+peer = connect.dial(context, port=server.address[1])
+child = os.fork()
+if child == 0:
+    what = sys.argv[1]
+    try:
+        exec(what)
+        print("did it")
+    except rp.ClosedError as error:
+        print(error)
+    sys.exit(0)
+sys.stdout.flush()
+assert os.waitpid(child, 0)[1] == 0
+assert peer.look(0, 4).data == bytes(4)
+assert not peer.closed
+connect.dial(context, port=server.address[1]).close()
+peer.close()
+server.close()
+context.close()
+"""
+
+
+def in_a_child(what: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore::DeprecationWarning", "-c", FORK, what],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("what", ["server.close()", "del server", "sys.exit(0)"])
+def test_a_child_cannot_end_its_parents_server(what: str) -> None:
+    assert in_a_child(what) in ("did it", "")
+
+
+@pytest.mark.parametrize("what", ["server.clients", "server.memory", "server.__enter__()"])
+def test_a_child_cannot_use_its_parents_server(what: str) -> None:
+    text = in_a_child(what)
+    assert text.startswith("server 127.0.0.1:")
+    assert " was opened by process " in text
+
+
+@pytest.mark.parametrize("what", ["peer.close()", "del peer"])
+def test_a_child_cannot_end_its_parents_connection(what: str) -> None:
+    assert in_a_child(what) == "did it"
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["peer.look()", "peer.report()", "peer.target()", "peer.wait()", "peer.__enter__()"],
+)
+def test_a_child_cannot_use_its_parents_connection(what: str) -> None:
+    assert " was opened by process " in in_a_child("assert peer.closed\n" + what)
+
+
+# ---- interrupted questions ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question", ["report", "look"])
+def test_an_interrupted_question_leaves_the_connection_usable(
+    serve: Callable[..., Served], alarm: Alarm, question: str
+) -> None:
+    size = 1 << 28 if question == "look" else 4096
+    served = serve(size=size)
+    with served.dial(timeout=LIMIT) as peer:
+        alarm.set(0.05)
+        with pytest.raises(Interrupted):
+            peer.look() if question == "look" else peer.report(1)
+        assert not peer.closed
+        began = time.monotonic()
+        assert peer.look(3, 5).offset == 3
+        assert time.monotonic() - began < LIMIT / 2
+        peer.qp.post_send(rp.Send(peer.mr[:7]))
+        arrival = peer.report(1)
+        assert arrival is not None
+        assert arrival.byte_len == 7
+        assert not peer.closed
+    assert served.until(connect.Left).reason == "done"
+
+
+def test_a_late_answer_is_not_taken_for_the_end(serve: Callable[..., Served], alarm: Alarm) -> None:
+    served = serve()
+    with served.dial(timeout=LIMIT) as peer:
+        alarm.set(0.05)
+        with pytest.raises(Interrupted):
+            peer.report(1)
+        peer.qp.post_send(rp.Send(peer.mr[:7]))
+        served.until(connect.Arrived)
+        # Its answer comes now.
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            assert not peer.closed
+        assert peer.report(2, timeout=0) is None
+        alarm.set(0.05)
+        with pytest.raises(Interrupted):
+            peer.report(2)
+        served.server.close()
+        until(lambda: peer.closed)
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            peer.look()
+
+
+@pytest.mark.parametrize("question", ["report", "look"])
+def test_asyncio_a_cancelled_question_leaves_the_connection_usable(
+    serve: Callable[..., Served], question: str
+) -> None:
+    served = serve(size=1 << 28 if question == "look" else 4096)
+
+    async def main() -> None:
+        address = served.server.address[:2]
+        async with await connect.adial(served.context, *address, timeout=LIMIT) as peer:
+            asked = peer.look() if question == "look" else peer.report(1)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asked, 0.05)
+            assert not peer.closed
+            assert (await peer.look(3, 5)).offset == 3
+            peer.qp.post_send(rp.Send(peer.mr[:7]))
+            arrival = await peer.report(1)
+            assert arrival is not None
+            assert arrival.byte_len == 7
+            assert not peer.closed
+
+    asyncio.run(main())
+    assert served.until(connect.Left).reason == "done"
+
+
+# ---- closed while another asks ----------------------------------------------------------
+
+
+def test_close_ends_the_question_of_another_thread(serve: Callable[..., Served]) -> None:
+    served = serve()
+    peer = served.dial()
+    said: list[Any] = []
+
+    def ask() -> None:
+        try:
+            said.append(peer.report(1, timeout=60))
+        except connect.ConnectError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for one in threads:
+        one.start()
+    until(lambda: len(peer._turns) == 3)
+    began = time.monotonic()
+    peer.close()
+    for one in threads:
+        one.join(LIMIT)
+    assert time.monotonic() - began < 30
+    assert said[0] == "the connection was closed before the answer came"
+    assert set(said[1:]) == {"the connection is closed"}
+    assert served.until(connect.Left).reason == "done"
+
+
+def test_asyncio_close_ends_the_question_of_another_task(serve: Callable[..., Served]) -> None:
+    served = serve()
+
+    async def main() -> None:
+        peer = await connect.adial(served.context, *served.server.address[:2])
+        asking = asyncio.create_task(peer.report(1, timeout=60))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await peer.close()
+            with pytest.raises(connect.ConnectError, match="closed before the answer came"):
+                await asking
+
+    asyncio.run(main())
+    assert served.until(connect.Left).reason == "done"
+
+
+# ---- arguments --------------------------------------------------------------------------
+
+REPORTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"index": 0}, ValueError, "index=0 is not in 1"),
+    ({"index": 1 << 64}, ValueError, r"index=18446744073709551616 is not in 1\.\.2\^64-1"),
+    ({"index": 1.5}, TypeError, "index: expected int, got float"),
+    ({"index": "1"}, TypeError, "index: expected int, got str"),
+    ({"timeout": float("nan")}, ValueError, "timeout: expected seconds or None, got NaN"),
+    ({"timeout": "1"}, TypeError, "timeout: expected seconds or None, got str"),
+]
+LOOKS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"offset": -1}, ValueError, "offset=-1 is not within the 4096 bytes"),
+    ({"offset": 5000}, ValueError, "offset=5000 is not within the 4096 bytes"),
+    ({"offset": 1.5}, TypeError, "offset: expected int, got float"),
+    ({"offset": None}, TypeError, "offset: expected int, got NoneType"),
+    ({"length": -1}, ValueError, "length=-1 is not in 0"),
+    ({"length": 1 << 64}, ValueError, r"\[0:18446744073709551616\] is not within"),
+    ({"length": 1.5}, TypeError, "length: expected int, got float"),
+]
+
+
+@pytest.mark.parametrize(
+    ("question", "arguments", "error", "text"),
+    [("report", *one) for one in REPORTS] + [("look", *one) for one in LOOKS],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_sent(
+    context: rp.Context, question: str, arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with connect.serve(context, port=0) as server:
+        with connect.dial(context, *server.address) as peer:
+            with pytest.raises(error, match=text):
+                getattr(peer, question)(**arguments)
+            assert peer.look(0, True).data == b"\0"
+            assert peer.report(True, timeout=-1.0) is None
+
+        async def main() -> None:
+            async with await connect.adial(context, *server.address) as peer:
+                with pytest.raises(error, match=text):
+                    await getattr(peer, question)(**arguments)
+                assert (await peer.look(0, True)).data == b"\0"
+                assert await peer.report(True, timeout=-1.0) is None
+
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("max_clients", 0, ValueError),
+        ("max_clients", 1 << 64, ValueError),
+        ("max_clients", float("nan"), TypeError),
+        ("on_event", "x", TypeError),
+    ],
+)
+def test_serve_names_the_argument_that_is_wrong(
+    context: rp.Context, name: str, value: object, error: type[Exception]
+) -> None:
+    options: dict[str, Any] = {"port": 0, name: value}
+    with pytest.raises(error, match=name):
+        connect.serve(context, **options)
+
+    async def main() -> None:
+        with pytest.raises(error, match=name):
+            await connect.aserve(context, **options)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("size", "error"), [(-1, ValueError), (1.5, TypeError)])
+def test_dial_refuses_a_size_that_cannot_be(
+    context: rp.Context, size: Any, error: type[Exception]
+) -> None:
+    with connect.serve(context, port=0) as server, pytest.raises(error, match="local_size"):
+        connect.dial(context, *server.address, local_size=size)
+
+
+@pytest.mark.parametrize(
+    ("offset", "error"), [(-1, ValueError), (1 << 64, ValueError), (1.5, TypeError)]
+)
+def test_a_target_is_an_address(context: rp.Context, offset: Any, error: type[Exception]) -> None:
+    with (
+        connect.serve(context, port=0) as server,
+        connect.dial(context, *server.address) as peer,
+    ):
+        assert peer.target(4096)["remote_addr"] == peer.offer.addr + 4096
+        with pytest.raises(error, match="offset"):
+            peer.target(offset)
+
+
+def test_an_address_to_parse_is_text() -> None:
+    text: Any = None
+    with pytest.raises(TypeError, match="text: expected str, got NoneType"):
+        connect.parse_address(text)
+
+
+@pytest.mark.parametrize("access", [-1, 1 << 60])
+def test_a_region_takes_no_other_bits_than_those_of_access(
+    context: rp.Context, access: int
+) -> None:
+    with rp.PD(context) as pd, pytest.raises(ValueError, match="not made of Access flags"):
+        rp.MR(pd, 64, access)

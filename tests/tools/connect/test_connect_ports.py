@@ -1,0 +1,334 @@
+"""What a server's port and its descriptors are to others: to forked children, and when there are
+none left."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import errno
+import gc
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import LIMIT, prints
+
+import rdmapost as rp
+from rdmapost import connect
+
+# ---- the port of a closed server -----------------------------------------------------
+
+WORKER = """
+import asyncio, os, warnings
+import rdmapost as rp
+from rdmapost import connect
+from rdmapost.pingpong import Pingpong, PingpongError, listen
+warnings.simplefilter("ignore", DeprecationWarning)  # fork() with threads
+
+context = rp.open_device("soft0")
+
+def fork_worker():
+    "Fork a child that lives until the end of this script."
+    global done
+    wait, done = os.pipe()
+    if os.fork() == 0:
+        os.close(done)
+        os.read(wait, 1)
+        os._exit(0)
+    os.close(wait)
+
+def refused(port):
+    try:
+        connect.dial(context, port=port, timeout=5).close()
+    except connect.ConnectError as error:
+        return error.code == "refused"
+"""
+SERVE = """
+server = connect.serve(context, port=0)
+port = server.address[1]
+fork_worker()
+server.close()
+print(refused(port))
+with connect.serve(context, port=port), connect.dial(context, port=port) as peer:
+    print(peer.look(0, 1).data)
+"""
+ASERVE = """
+async def main():
+    server = await connect.aserve(context, port=0)
+    port = server.address[1]
+    fork_worker()
+    await server.close()
+    print(refused(port))
+    async with (
+        await connect.aserve(context, port=port),
+        await connect.adial(context, port=port) as peer,
+    ):
+        print((await peer.look(0, 1)).data)
+asyncio.run(main())
+"""
+DROP = """
+warnings.simplefilter("ignore", ResourceWarning)
+server = connect.serve(context, port=0)
+port, threads = server.address[1], server._threads
+fork_worker()
+del server
+threads.close()
+print(refused(port))
+with connect.serve(context, port=port), connect.dial(context, port=port) as peer:
+    print(peer.look(0, 1).data)
+"""
+
+
+@pytest.mark.parametrize("ends", [SERVE, ASERVE, DROP], ids=["serve", "aserve", "dropped"])
+def test_a_closed_servers_port_is_free_while_a_forked_child_lives(ends: str) -> None:
+    assert prints(WORKER + ends).split() == ["True", r"b'\x00'"]
+
+
+def test_a_pingpong_servers_port_is_free_while_a_forked_child_lives() -> None:
+    used = """
+listener = listen("127.0.0.1", 0)
+port = listener.getsockname()[1]
+fork_worker()
+with Pingpong(context) as side:
+    try:
+        side.run_server(listener, wait=0.01)
+    except PingpongError as error:
+        print("no client came" in str(error))
+print(refused(port))
+listen("127.0.0.1", port).close()
+"""
+    assert prints(WORKER + used).split() == ["True", "True"]
+
+
+# ---- an address that cannot be had -----------------------------------------------------
+
+
+def of_aserve(context: rp.Context, *where: Any) -> None:
+    async def main() -> None:
+        await (await connect.aserve(context, *where)).close()
+
+    asyncio.run(main())
+
+
+def of_serve(context: rp.Context, *where: Any) -> None:
+    connect.serve(context, *where).close()
+
+
+@pytest.mark.parametrize("start", [of_serve, of_aserve])
+def test_an_address_in_use_has_its_errno_and_the_remedy(
+    start: Callable[..., None], context: rp.Context
+) -> None:
+    with connect.serve(context, port=0) as server:
+        port = server.address[1]
+        with pytest.raises(connect.ConnectError) as caught:
+            start(context, "127.0.0.1", port)
+    assert caught.value.errno == errno.EADDRINUSE
+    assert str(caught.value) == (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "give another port, or 0 for a free one"
+    )
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.errno, str(again), again.code) == (
+        errno.EADDRINUSE,
+        str(caught.value),
+        "unreachable",
+    )
+    with pytest.raises(connect.ConnectError, match=r"192\.0\.2\.1.*: Cannot assign") as caught:
+        start(context, "192.0.2.1", 0)
+    assert caught.value.errno == errno.EADDRNOTAVAIL
+
+
+def test_a_refused_connection_has_its_errno(context: rp.Context) -> None:
+    async def main() -> None:
+        await connect.adial(context, port=port)
+
+    server = connect.serve(context, port=0)
+    port = server.address[1]
+    server.close()
+    with pytest.raises(connect.ConnectError, match="refused the connection") as caught:
+        connect.dial(context, port=port)
+    assert caught.value.errno == errno.ECONNREFUSED
+    with pytest.raises(connect.ConnectError, match="refused the connection") as caught:
+        asyncio.run(main())
+    assert caught.value.errno == errno.ECONNREFUSED
+
+
+def test_a_host_that_cannot_be_found_has_no_errno(context: rp.Context) -> None:
+    """What getaddrinfo gives is none."""
+    with pytest.raises(connect.ConnectError, match="cannot be found") as caught:
+        connect.serve(context, "nowhere.invalid", 0)
+    assert caught.value.errno is None
+
+
+# ---- no descriptors ------------------------------------------------------------------
+
+FEW = """
+import asyncio, contextlib, errno, gc, os, resource, sys
+import rdmapost as rp
+from rdmapost import connect
+context = rp.open_device("soft0")
+server = connect.serve(context, port=0)
+port = server.address[1]
+connect.dial(context, port=port).close()
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+
+def open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+@contextlib.contextmanager
+def few(left):
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.dup(0))
+    for _ in range(left):
+        os.close(held.pop())
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+def attempt(call, left):
+    with few(left):
+        try:
+            return call()
+        except OSError as error:
+            assert error.errno == errno.EMFILE, repr(error)
+            assert "Too many open files" in str(error), str(error)
+            assert "cannot be found" not in str(error), str(error)
+            assert "thread" not in str(error), str(error)
+            return None
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_serve_without_descriptors_names_the_cause_and_leaves_none_open(host: str) -> None:
+    swept = f"""
+server.close()
+refused = 0
+for left in range(12):
+    before = open_fds()
+    made = attempt(lambda: connect.serve(context, {host!r}, 0), left)
+    if made is None:
+        refused += 1
+        gc.collect()
+        assert open_fds() == before, (left, open_fds(), before)
+    else:
+        connect.dial(context, {host!r}, made.address[1]).close()
+        made.close()
+context.close()
+print(refused > 2, refused < 12)
+"""
+    assert prints(FEW + swept).split() == ["True", "True"]
+
+
+def test_dial_without_descriptors_names_the_cause_and_leaves_none_open() -> None:
+    swept = """
+server.close()
+nobody = port
+before = open_fds()
+refused = 0
+for left in range(12):
+    try:
+        assert attempt(lambda: connect.dial(context, port=nobody), left) is None
+        refused += 1
+    except AssertionError as error:
+        assert "refused the connection" in str(error), error
+        break
+    gc.collect()
+    assert open_fds() == before, (left, open_fds(), before)
+context.close()
+print(refused > 2, refused < 12)
+"""
+    assert prints(FEW + swept).split() == ["True", "True"]
+
+
+def test_a_server_without_descriptors_says_so_to_the_client_that_it_refuses() -> None:
+    full = """
+import socket
+from rdmapost.connect.messages import MAX_LINE
+idle = socket.create_connection(("127.0.0.1", port))
+another = socket.socket()
+idle.settimeout(60)
+with few(0):
+    # The server can accept no more, and drops the oldest that has not sent its hello.
+    another.connect(("127.0.0.1", port))
+    print(idle.recv(MAX_LINE).decode())
+idle.close()
+another.close()
+server.close()
+context.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FEW + full],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the server cannot accept connections: Too many open files" in done.stdout
+    assert "too many connections" not in done.stdout
+
+
+# ---- copies ----------------------------------------------------------------------------
+
+
+def refuse_copies(thing: Any) -> None:
+    name = type(thing).__name__
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=f"^cannot copy or pickle '{name}' object"):
+            way(thing)
+
+
+def test_servers_and_connections_cannot_be_copied_or_pickled(context: rp.Context) -> None:
+    with (
+        connect.serve(context, port=0) as server,
+        connect.dial(context, port=server.address[1]) as peer,
+    ):
+        refuse_copies(server)
+        refuse_copies(peer)
+        gc.collect()
+        assert peer.look(0, 1).data == bytes(1)
+
+
+def test_asyncio_servers_and_connections_cannot_be_copied_or_pickled(context: rp.Context) -> None:
+    async def main() -> None:
+        async with (
+            await connect.aserve(context, port=0) as server,
+            await connect.adial(context, port=server.address[1]) as peer,
+        ):
+            refuse_copies(server)
+            refuse_copies(peer)
+            gc.collect()
+            assert (await peer.look(0, 1)).data == bytes(1)
+
+    asyncio.run(main())
+
+
+# ---- the warning ---------------------------------------------------------------------------
+
+
+def test_the_warning_of_an_unclosed_server_does_not_call_it_closed(context: rp.Context) -> None:
+    server = connect.serve(context, port=0)
+    text = re.escape(f"unclosed <rdmapost.tools.connect.Server {server}>")
+    with pytest.warns(ResourceWarning, match=f"^{text}$"):
+        del server
+
+
+def test_asyncio_the_warning_of_an_unclosed_server_does_not_call_it_closed(
+    context: rp.Context,
+) -> None:
+    async def main() -> None:
+        server = await connect.aserve(context, port=0)
+        text = re.escape(f"unclosed <rdmapost.tools.connect.AsyncServer {server}>")
+        with pytest.warns(ResourceWarning, match=f"^{text}$"):
+            del server
+
+    asyncio.run(main())

@@ -1,0 +1,566 @@
+"""The exchange without a network: its messages, both state machines, and invalid messages.
+
+Each of 100,000 malformed inputs is refused by name, or is a valid message after all.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost.connect import ConnectError, ProtocolError, parse_address
+from rdmapost.tools.connect.address import is_loopback, show_address
+from rdmapost.tools.connect.conversation import check_token
+from rdmapost.tools.connect.fabric import why_apart
+from rdmapost.tools.connect.messages import (
+    CODES,
+    HEAD_BYTES,
+    MAX_LINE,
+    MAX_TOKEN,
+    Arrival,
+    Bye,
+    Error,
+    Hello,
+    Look,
+    Message,
+    Nothing,
+    Offer,
+    Ready,
+    Report,
+    Seen,
+    decode,
+    encode,
+    fields_of,
+)
+from rdmapost.tools.connect.protocol import ClientSession, Lines, ServerSession, Step, same_token
+
+MALFORMED = 100_000
+"""Inputs of the fuzz test."""
+
+ENDPOINT = rp.Endpoint(0x11, 0xABCDEF, rp.GID("::ffff:10.0.0.1"), 0, rp.MTU.MTU_1024)
+HELLO = Hello("secret", "verbs", rp.QPType.RC, ENDPOINT)
+OFFER = Offer(
+    1,
+    "rxe0",
+    ENDPOINT,
+    0,
+    (1 << 64) - 4096,
+    (1 << 32) - 1,
+    4096,
+    rp.Access.REMOTE_READ | rp.Access.REMOTE_ATOMIC,
+    16,
+    4096,
+)
+MESSAGES: list[Message] = [
+    HELLO,
+    Hello(None, "verbs", rp.QPType.UD, ENDPOINT),
+    OFFER,
+    Ready(),
+    Report(1, 60_000),
+    Arrival(3, rp.WCStatus.SUCCESS, rp.WCOpcode.RECV, 5, 7, "0a" * 32, b"hello"),
+    Arrival(1, rp.WCStatus.WR_FLUSH_ERR, None, 0, None, "", b""),
+    Nothing(0),
+    Look(0, 4096),
+    Seen(0, 4096, "ff" * 32, bytes(HEAD_BYTES)),
+    Bye(),
+    Error("busy", "try again later"),
+]
+
+
+def read(line: bytes, *kinds: type[Message]) -> Message:
+    return decode(fields_of(line), *(kinds or tuple(map(type, MESSAGES))))
+
+
+# ---- messages -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_message_is_one_short_line_and_is_read_back(message: Message) -> None:
+    line = encode(message)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert len(line) <= MAX_LINE
+    assert line.isascii()
+    assert read(line, type(message)) == message
+
+
+def test_the_longest_messages_fit_into_a_line() -> None:
+    assert (
+        len(encode(Hello("\U0001f600" * MAX_TOKEN, "x" * 128, rp.QPType.RC, ENDPOINT))) < MAX_LINE
+    )
+    assert len(encode(Error("failed", "\U0001f600" * 9999))) <= MAX_LINE
+    head = Seen((1 << 64) - 1, (1 << 64) - 1, "ff" * 32, b"x" * 99999)
+    assert len(encode(head)) <= MAX_LINE
+    assert read(encode(head)).data == b"x" * HEAD_BYTES  # type: ignore[union-attr]
+
+
+def test_an_error_cannot_write_on_the_terminal_but_in_its_line() -> None:
+    sent = Error("failed", "red \x1b[31m\nnext\u202eline")
+    assert read(encode(sent)) == Error("failed", "red  [31m next line")
+    for text in ("\x1b[31m", "a\nb", "\u202e"):
+        line = json.dumps({"rdmapost": 1, "type": "error", "code": "failed", "text": text})
+        with pytest.raises(ProtocolError, match="text of error"):
+            read(line.encode(), Error)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_of_an_error_is_read(code: str) -> None:
+    assert read(encode(Error(code, "why"))) == Error(code, "why")
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("token", 5),
+    ("token", "x" * (MAX_TOKEN + 1)),
+    ("token", ["secret"]),
+    ("fabric", None),
+    ("fabric", "x" * 129),
+    ("fabric", "a\nb"),
+    ("qp_type", "XRC_SEND"),
+    ("qp_type", 2),
+    ("qp_type", None),
+    ("qp_type", {}),
+    ("endpoint", "qpn=0x1000000 psn=0x0 gid=::1 lid=0x0 mtu=1024"),
+    ("endpoint", "qpn=0x11 psn=0x0 gid=:::1 lid=0x0 mtu=1024"),
+    ("endpoint", "qpn=0x11 psn=0x0 gid=::1 lid=0x0 mtu=1000"),
+    ("endpoint", "x" * 4000),
+    ("endpoint", 17),
+    ("endpoint", None),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda v: str(v)[:24])
+def test_each_field_of_a_hello_is_checked(field: str, value: Any) -> None:
+    fields = {**json.loads(encode(HELLO)), field: value}
+    with pytest.raises(ProtocolError, match=f"^{field} of hello is .*, and not "):
+        decode(fields, Hello)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("addr", 1 << 64),
+        ("addr", -1),
+        ("addr", 1.0),
+        ("addr", True),
+        ("addr", "0x10"),
+        ("rkey", 1 << 32),
+        ("size", None),
+        ("client", []),
+        ("receives", -1),
+        ("access", "read"),
+        ("access", ["read", "read"]),
+        ("access", ["local"]),
+        ("access", [["read"]]),
+        ("access", ["read", "write", "atomic", "read"]),
+    ],
+    ids=str,
+)
+def test_each_field_of_an_offer_is_checked(field: str, value: Any) -> None:
+    fields = {**json.loads(encode(OFFER)), field: value}
+    with pytest.raises(ProtocolError, match=f"^{field} of offer is .*, and not "):
+        decode(fields, Offer)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_field_more_or_less_is_refused(message: Message) -> None:
+    fields = json.loads(encode(message))
+    with pytest.raises(ProtocolError, match="has no field 'colour'"):
+        decode({**fields, "colour": "blue"}, type(message))
+    for field in fields.keys() - {"type", "rdmapost"}:
+        less = {name: value for name, value in fields.items() if name != field}
+        with pytest.raises(ProtocolError, match=f"lacks its field {field}"):
+            decode(less, type(message))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"1",
+        b'"hello"',
+        b'{"type":"ready"',
+        b'{"type":"ready"}}',
+        b'{"type":"ready","type":"bye"}',
+        b'{"type":NaN}',
+        b'{"type":Infinity}',
+        b"{'type':1}",
+        b"\xff\xfe",
+        '{"type":"b\u00ffe"}'.encode(),
+        b'{"a":' + b"[" * 4000,
+        b"{" * 4000,
+        b'{"type":"ready"}\x00',
+    ],
+    ids=lambda line: repr(line[:20]),
+)
+def test_what_is_no_json_object_is_refused(line: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a line with one JSON object"):
+        fields_of(line)
+
+
+# ---- lines ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100_000])
+def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
+    stream = b"".join(map(encode, MESSAGES))
+    lines = Lines()
+    found = []
+    for start in range(0, len(stream), piece):
+        lines.feed(stream[start : start + piece])
+        while (line := lines.next_line()) is not None:
+            found.append(read(line))
+    assert found == MESSAGES
+    assert not lines.partial
+
+
+@pytest.mark.parametrize("ended", [b"", b"\n"], ids=["endless", "ended"])
+def test_a_line_has_a_limit(ended: bytes) -> None:
+    lines = Lines()
+    lines.feed(b"{" + b" " * (MAX_LINE - 2))
+    assert lines.next_line() is None
+    lines.feed(b" " + ended)
+    with pytest.raises(ProtocolError, match="longer than 4096 bytes"):
+        lines.next_line()
+    fits = Lines()
+    fits.feed(b"{" + b" " * (MAX_LINE - 2) + b"\n")
+    assert fits.next_line() == b"{" + b" " * (MAX_LINE - 2)
+
+
+@pytest.mark.parametrize("first", [b"GET / HTTP/1.1", b"\x16\x03\x01", b"0000:000011:", b"\n"])
+def test_another_protocol_is_recognised_at_its_first_byte(first: bytes) -> None:
+    session = ServerSession()
+    session.receive(first)
+    with pytest.raises(ProtocolError, match="not the exchange of rdmapost"):
+        session.next_message()
+
+
+# ---- both sides -------------------------------------------------------------------
+
+
+def server_at(step: Step, token: str | None = None) -> ServerSession:
+    session = ServerSession(token)
+    if step is not Step.HELLO:
+        session.receive(encode(HELLO))
+        assert session.next_message() == HELLO
+    if step is Step.OPEN:
+        session.receive(encode(Ready()))
+        assert session.next_message() == Ready()
+    assert session.step is step
+    return session
+
+
+def test_the_server_reads_a_whole_exchange() -> None:
+    session = server_at(Step.OPEN)
+    asked: list[Message] = [Report(1, 0), Look(0, 1), Report(2, 5), Bye()]
+    session.receive(b"".join(map(encode, asked)))
+    assert [session.next_message() for _ in asked] == asked
+    assert session.step is Step.OVER
+    session.receive(b"more")
+    assert session.next_message() is None
+
+
+CAN_COME: dict[Step, tuple[type, ...]] = {
+    Step.HELLO: (Hello,),
+    Step.READY: (Ready, Bye),
+    Step.OPEN: (Report, Look, Bye),
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("step", CAN_COME, ids=lambda step: step.name)
+def test_the_server_takes_a_message_only_in_its_step(step: Step, message: Message) -> None:
+    session = server_at(step)
+    session.receive(encode(message))
+    if isinstance(message, CAN_COME[step]):
+        assert session.next_message() == message
+        return
+    with pytest.raises(ProtocolError) as error:
+        session.next_message()
+    assert error.value.code == "format"
+    assert session.step is Step.OVER
+    # It is over: a valid message comes too late.
+    session.receive(encode(HELLO))
+    assert session.next_message() is None
+
+
+@pytest.mark.parametrize("version", [0, 2, -1, 10**3000])
+def test_another_version_is_named_before_anything_else_is_read(version: int) -> None:
+    session = ServerSession("secret")
+    line = json.dumps({"rdmapost": version, "type": "greetings", "new": [1]})
+    session.receive(line.encode() + b"\n")
+    with pytest.raises(ProtocolError, match=r"speaks version 1 .* use the same") as error:
+        session.next_message()
+    assert error.value.code == "version"
+
+
+@pytest.mark.parametrize("version", [None, "1", 1.0, True, [1]])
+def test_a_hello_without_a_version_is_refused(version: object) -> None:
+    session = ServerSession()
+    line = json.dumps({**json.loads(encode(HELLO)), "rdmapost": version})
+    session.receive(line.encode() + b"\n")
+    with pytest.raises(ProtocolError, match="does not say which version"):
+        session.next_message()
+
+
+@pytest.mark.parametrize(
+    "token", [None, "", "Secret", "secret ", "s", "secret" * 100, 5, ["secret"]]
+)
+def test_a_stranger_learns_only_that_the_token_is_wrong(token: object) -> None:
+    session = ServerSession("secret")
+    # The rest is wrong too, but is not checked.
+    session.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
+    with pytest.raises(ProtocolError, match="token") as error:
+        session.next_message()
+    assert error.value.code == "token"
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("token", ["secret", "gehe\u00efm", "\udc80raw"])
+def test_who_knows_the_token_comes_in(token: str) -> None:
+    session = ServerSession(token)
+    hello = Hello(token, "verbs", rp.QPType.RC, ENDPOINT)
+    session.receive(encode(hello))
+    assert session.next_message() == hello
+    assert same_token(token, token)
+    assert not same_token(None, token)
+    assert same_token(None, None)
+    assert same_token("anything", None)
+
+
+@pytest.mark.parametrize("token", ["", "x" * (MAX_TOKEN + 1)])
+def test_a_token_has_a_length(token: str) -> None:
+    with pytest.raises(ValueError, match="1 to 256 characters"):
+        check_token(token)
+    check_token("x" * MAX_TOKEN)
+    check_token(None)
+
+
+def test_the_client_takes_what_answers_its_question() -> None:
+    session = ClientSession()
+    for asked, answer in (
+        (HELLO, OFFER),
+        (Ready(), Ready()),
+        (Report(1, 0), Nothing(0)),
+        (Look(0, 1), MESSAGES[9]),
+        (Bye(), Bye()),
+    ):
+        session.ask(asked)
+        assert session.next_message() is None
+        session.receive(encode(answer))
+        assert session.next_message() == answer
+
+
+def test_the_client_takes_no_answer_to_another_question() -> None:
+    session = ClientSession()
+    session.ask(HELLO)
+    with pytest.raises(ConnectError, match="still to come"):
+        session.ask(Ready())
+    session.receive(encode(Nothing(0)))
+    with pytest.raises(ProtocolError, match="'nothing' came, and not offer or error"):
+        session.next_message()
+
+
+@pytest.mark.parametrize("asked", [None, HELLO, Ready(), Bye()])
+def test_the_client_hears_an_error_at_any_time(asked: Message | None) -> None:
+    session = ClientSession()
+    if asked is not None:
+        session.ask(asked)
+    session.receive(encode(Error("closing", "the server is shutting down")))
+    assert session.next_message() == Error("closing", "the server is shutting down")
+
+
+# ---- nonsense ---------------------------------------------------------------------
+
+
+def garbage(rng: random.Random, line: bytes) -> bytes:
+    return rng.randbytes(rng.randrange(1, 80))
+
+
+def text(rng: random.Random, line: bytes) -> bytes:
+    return bytes(rng.choices(b'{}[]":,\\ntrue0123.eE-u\x00\xff', k=rng.randrange(1, 120)))
+
+
+def flipped(rng: random.Random, line: bytes) -> bytes:
+    changed = bytearray(line)
+    for _ in range(rng.randrange(1, 4)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def cut(rng: random.Random, line: bytes) -> bytes:
+    start, stop = sorted(rng.randrange(len(line) + 1) for _ in range(2))
+    return line[:start] + line[stop:]
+
+
+def spliced(rng: random.Random, line: bytes) -> bytes:
+    other = encode(rng.choice(MESSAGES))
+    return line[: rng.randrange(len(line))] + other[rng.randrange(len(other)) :]
+
+
+VALUES = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    1 << 16,
+    1 << 31,
+    1 << 32,
+    1 << 64,
+    1 << 200,
+    0.5,
+    1e308,
+    "",
+    "x",
+    "x" * 300,
+    "\x1b[2J",
+    "\ud800",
+    "SUCCESS",
+    "RC",
+    "read",
+    "00" * 32,
+    [],
+    [[]],
+    ["read"],
+    {},
+    {"a": {"b": []}},
+]
+
+
+def revalued(rng: random.Random, line: bytes) -> bytes:
+    fields = json.loads(line)
+    name = rng.choice([*fields, "extra"])
+    if rng.randrange(5):
+        fields[name] = rng.choice(VALUES)
+    else:
+        fields.pop(name, None)
+    return json.dumps(fields).encode() + b"\n"
+
+
+MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
+    garbage,
+    text,
+    flipped,
+    cut,
+    spliced,
+    revalued,
+    revalued,
+]
+
+
+def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
+    rng = random.Random(6)
+    lines = [encode(message) for message in MESSAGES]
+    refused = read_all = 0
+    codes: set[str] = set()
+    longest = 0
+    for _ in range(MALFORMED):
+        data = rng.choice(MUTATIONS)(rng, rng.choice(lines))
+        session: ServerSession | ClientSession
+        if rng.randrange(2):
+            session = ServerSession(rng.choice([None, "secret"]))
+            session.step = rng.choice([Step.HELLO, Step.READY, Step.OPEN])
+        else:
+            session = ClientSession()
+            session.ask(rng.choice([HELLO, Ready(), Report(1, 0), Look(0, 1), Bye()]))
+        session.receive(data)
+        try:
+            while (message := session.next_message()) is not None:
+                # What is let through is a message of the exchange, whole and in its ranges.
+                assert read(encode(message), type(message)) == message
+                read_all += 1
+        except ProtocolError as error:
+            refused += 1
+            codes.add(error.code)
+            # The refusal itself can be sent, and is no longer than what a message can hold.
+            longest = max(longest, len(str(error)), len(encode(Error("format", str(error)))) // 4)
+    assert refused > MALFORMED // 2
+    assert read_all > 100
+    assert codes == {"format", "version", "token"}
+    assert longest < 300
+
+
+# ---- addresses and devices --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("10.0.0.1", "10.0.0.1", 18600),
+        ("10.0.0.1:5", "10.0.0.1", 5),
+        ("node7", "node7", 18600),
+        ("node7.example.org:65535", "node7.example.org", 65535),
+        ("[::1]", "::1", 18600),
+        ("[::1]:18515", "::1", 18515),
+        ("[fe80::1%eth0]:9", "fe80::1%eth0", 9),
+    ],
+)
+def test_an_address_is_read(text: str, host: str, port: int) -> None:
+    assert parse_address(text) == (host, port)
+    shown = show_address((host, port))
+    assert parse_address(shown) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no host"),
+        (":5", "has no host"),
+        ("a b", "has no host"),
+        ("[]", "IPv6 address"),
+        ("::1", r"stands in brackets: \[::1\]"),
+        ("fe80::1:18600", "stands in brackets"),
+        ("[::1", "not .ADDRESS."),
+        ("[::1]5", "not .ADDRESS."),
+        ("[10.0.0.1]:5", "only an IPv6"),
+        ("host:", "not a port"),
+        ("host:0", "not a port"),
+        ("host:65536", "not a port"),
+        ("host:1e3", "not a port"),
+        ("host:-1", "not a port"),
+        ("host:\u0665", "not a port"),
+        ("host:" + "9" * 5000, "not a port"),
+    ],
+    ids=lambda v: v[:20],
+)
+def test_a_wrong_address_says_what_it_should_be(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "inside"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_what_only_this_machine_reaches(address: str, inside: bool) -> None:
+    assert is_loopback((address, 1)) is inside
+
+
+def test_devices_of_two_processes_are_told_apart_by_name() -> None:
+    assert why_apart("verbs", "verbs") is None
+    assert why_apart("soft:soft0:1-a", "soft:soft0:1-a") is None
+    both = why_apart("soft:soft0:1-a", "soft:soft0:2-b")
+    assert both is not None
+    assert both.startswith("the server uses soft0 and the client uses soft0: ")
+    client = why_apart("verbs", "soft:soft0:2-b")
+    assert client is not None
+    assert client.startswith("the client uses soft0: that device lives in one process")
+    assert why_apart("verbs", "something else") is not None

@@ -1,0 +1,202 @@
+"""Servers with many clients, clients that die at any point of the exchange, and servers that end.
+
+A misbehaving client is a plain socket; each such test ends with a client that works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import pytest
+from support import LIMIT, run_python
+from support.serving import STEPS, Served, answers, hello, one_error, servers, stranger
+
+import rdmapost as rp
+from rdmapost import connect
+
+serve = servers
+
+
+# ---- many clients ---------------------------------------------------------------
+
+
+def test_several_clients_at_once(serve: Callable[..., Served]) -> None:
+    served = serve(max_clients=8)
+    ready = threading.Barrier(8, timeout=LIMIT)
+    failed: list[BaseException] = []
+
+    def work(name: int) -> None:
+        try:
+            text = b"%d" % name * 100
+            with served.dial() as peer:
+                peer.mr.buffer[:100] = text
+                ready.wait()
+                for index in range(1, 21):
+                    peer.qp.post_send(rp.RdmaWrite(peer.mr[:100], **peer.target(index)))
+                    peer.qp.post_send(rp.Send(peer.mr[:100]))
+                    for wc in peer.wait(2, LIMIT):
+                        wc.check()
+                    arrival = peer.report(index, LIMIT)
+                    assert arrival is not None
+                    assert arrival.data == text
+                assert peer.look(20, 100).data == text
+        except BaseException as error:
+            failed.append(error)
+            ready.abort()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    left = [served.until(connect.Left) for _ in threads]
+    assert {event.reason for event in left} == {"done"}
+
+
+def test_there_is_a_last_place(serve: Callable[..., Served]) -> None:
+    served = serve(max_clients=2)
+    with served.dial() as first, served.dial():
+        with pytest.raises(connect.ConnectError, match="has its 2 clients; try again") as error:
+            served.dial()
+        assert error.value.code == "busy"
+        first.close()
+        # When close() returns, the place is free.
+        served.works()
+    served.works()
+
+
+def test_a_place_is_free_after_what_could_not_be_made(serve: Callable[..., Served]) -> None:
+    served = serve(max_clients=1, size=4096, receive_size=1 << 31, count=1 << 14)
+    # 32 TiB of receives: no machine has that.
+    for _ in range(3):
+        with pytest.raises(connect.ConnectError) as error:
+            served.dial()
+        assert error.value.code == "failed"
+    assert served.server.clients == []
+
+
+# ---- clients that die ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_client_dies(
+    serve: Callable[..., Served], context: rp.Context, step: str, how: str
+) -> None:
+    served = serve(max_clients=2)
+    with served.dial() as witness:
+        served.until(connect.Joined)
+        with stranger(served, *STEPS[step](hello(context))) as sock:
+            if how == "reset":
+                # With a linger of no time a close is a reset.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif step == "after the bye":
+                # Closing with unread data is a reset as well.
+                answers(sock)
+        event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]
+        if step == "after the bye" and how != "reset":
+            assert event.reason == "done"
+        elif step == "in the hello" and how != "reset":
+            assert event.text == "the connection ended in the middle of a message without a bye"
+        # Its resources are gone, and the other client is unaffected.
+        assert len(served.server.clients) == 1
+        witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))
+        witness.wait()[0].check()
+        served.works()
+
+
+def test_a_client_that_breaks_its_queue_pair_is_still_served(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    with served.dial() as peer:
+        peer.qp.to_err()
+        assert peer.look(0, 1).data == b"\0"
+    assert served.until(connect.Left).reason == "done"
+    served.works()
+
+
+def test_a_program_that_ends_without_closing(serve: Callable[..., Served]) -> None:
+    served = serve()
+    code = """
+import os, sys, warnings, rdmapost as rp
+from rdmapost import connect
+# Python says so of every socket that is left open.
+warnings.simplefilter("ignore", ResourceWarning)
+with rp.open_device(sys.argv[1]) as context:
+    kept = connect.serve(context, port=0), rp.PD(context)
+    if context.kind == "soft":
+        dialled = connect.dial(context, *kept[0].address)
+    else:
+        dialled = connect.dial(context, "127.0.0.1", int(sys.argv[2]))
+    print(dialled.offer.size, flush=True)
+    if sys.argv[3] == "killed":
+        os.kill(os.getpid(), 9)
+    sys.exit()
+"""
+    port = str(served.server.address[1])
+    for how, code_expected in (("exits", 0), ("killed", -9)):
+        ended = run_python(code, served.context.name, port, how)
+        assert ended.stdout == "4096\n"
+        assert ended.stderr == ""
+        assert ended.returncode == code_expected
+    served.works()
+
+
+# ---- the end ------------------------------------------------------------------------
+
+
+def test_the_server_ends_with_clients_there(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with served.dial() as peer, stranger(served) as waiting:
+        (client,) = served.server.clients
+        served.until(connect.Joined)
+        served.server.close()
+        assert client.mr.closed
+        assert client.qp.closed
+        assert served.until(connect.Left).reason == "the server is shutting down"
+        assert one_error(waiting)[0] == "closing"
+        with pytest.raises(connect.ConnectError, match="refused: the server is shutting down"):
+            peer.look()
+    served.server.close()
+    with pytest.raises(
+        connect.ConnectError, match="refused the connection: start 'rdmapost serve'"
+    ):
+        served.dial()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("serve ")] == []
+
+
+def test_a_callback_may_end_the_server(context: rp.Context) -> None:
+    ended = threading.Event()
+    servers: queue.Queue[connect.Server] = queue.Queue()
+
+    def end(event: connect.Event) -> None:
+        if isinstance(event, connect.Joined):
+            servers.get(timeout=LIMIT).close()
+            ended.set()
+
+    server = connect.serve(context, port=0, on_event=end)
+    servers.put(server)
+    with contextlib.suppress(connect.ConnectError):
+        connect.dial(context, *server.address[:2]).close()
+    assert ended.wait(LIMIT)
+
+
+def test_an_owner_whose_callback_fails_serves_on(
+    context: rp.Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(event: connect.Event) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with (
+        connect.serve(context, port=0, on_event=fails) as server,
+        connect.dial(context, *server.address[:2]) as peer,
+    ):
+        assert peer.look(0, 1).data == b"\0"
+    assert "on_event failed" in caplog.messages

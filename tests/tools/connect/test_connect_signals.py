@@ -1,0 +1,467 @@
+"""Servers and connections under signal handlers that raise, close and ask, at chosen moments."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+from support import LIMIT, until
+from support.serving import Served, servers
+
+import rdmapost as rp
+from rdmapost import connect
+from rdmapost.connect import server as module
+
+serve = servers
+SOON = 5.0
+"""Seconds; what waits in vain for the server waits more than 10."""
+
+
+@pytest.fixture
+def context() -> Iterator[rp.Context]:
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    """Fail a test that would wait for ever."""
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError("this test hangs")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT / 2)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+class At:
+    """Does something before the nth bytecode from some files that this thread runs.
+
+    That is what a signal handler may do, but at a known moment.
+    """
+
+    def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
+        self._files, self._left, self._action = files, nth, action
+
+    @property
+    def reached(self) -> bool:
+        return self._left <= 0
+
+    def __enter__(self) -> At:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if self._files not in frame.f_code.co_filename or self.reached:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self._left -= 1
+            if self.reached:
+                self._action()
+        return self._trace
+
+
+def server_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("serve ")]
+
+
+def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
+    """Call it with 1, 2, 3, ... until it reports that there is no such moment."""
+    nth = 1
+    while once(nth):
+        nth += step
+    assert nth > 20 * step
+
+
+def each_moment_of_an_unclosed_one(once: Callable[[int], bool]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        each_moment(once)
+
+
+# ---- a server -----------------------------------------------------------------------
+
+
+def test_close_interrupted_at_any_moment_can_be_called_again(context: rp.Context) -> None:
+    def once(nth: int) -> bool:
+        server = connect.serve(context, port=0)
+        with At("/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
+            server.close()
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < SOON
+        assert not server_threads()
+        return at.reached
+
+    each_moment(once)
+
+
+def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() -> None:
+    """In the except clause already, while the exception still holds the frames."""
+    interrupted = 0
+
+    def once(nth: int) -> bool:
+        nonlocal interrupted
+        server, context = None, rp.open_device("soft0")
+        at = At("/connect/server.py", nth, interrupt)
+        try:
+            with at:
+                server = connect.serve(context, port=0)
+        except Interrupted as error:
+            if "start" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]:
+                interrupted += 1
+                context.close()
+        if server is not None:
+            server.close()
+        until(lambda: not context._open_children())
+        context.close()
+        return at.reached
+
+    each_moment_of_an_unclosed_one(once)
+    assert interrupted > 20
+
+
+@pytest.mark.parametrize("finalizer", ["whole", "interrupted"])
+def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, finalizer: str
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
+
+    def once(nth: int) -> bool:
+        server = connect.serve(context, port=0)
+        with At("/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
+            server.close()
+        if finalizer == "whole":
+            del server
+        else:
+            with At("/connect/", 1, interrupt):
+                del server
+        until(lambda: not server_threads())
+        return at.reached
+
+    each_moment_of_an_unclosed_one(once)
+    context.close()
+
+
+def test_a_server_ends_whatever_moment_of_its_finalizer_is_interrupted(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
+
+    def once(nth: int) -> bool:
+        server = connect.serve(context, port=0)
+        with At("/connect/", nth, interrupt) as at:
+            del server
+        until(lambda: not server_threads())
+        return at.reached
+
+    each_moment_of_an_unclosed_one(once)
+    context.close()
+
+
+def test_a_signal_handler_may_close_a_server_at_any_moment_of_its_close(
+    context: rp.Context,
+) -> None:
+    def once(nth: int) -> bool:
+        server = connect.serve(context, port=0, timeout=1.0)
+        began = time.monotonic()
+        with At("/connect/", nth, server.close) as at:
+            server.close()
+        assert time.monotonic() - began < SOON
+        assert not server_threads()
+        return at.reached
+
+    each_moment(once)
+
+
+def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(
+    context: rp.Context,
+) -> None:
+    server = connect.serve(context, port=0, timeout=1.0)
+    peer = connect.dial(context, *server.address)
+    pd = rp.PD(context)
+    began = time.monotonic()
+    # The device holds its lock there.
+    with At("/rdmapost/providers/soft0/", 1, server.close) as at:
+        rp.MR(pd, 64).close()
+    assert at.reached
+    assert time.monotonic() - began < SOON
+    until(lambda: not server_threads())
+    assert not server.clients
+    with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+        peer.look()
+    peer.close()
+    pd.close()
+    context.close()
+
+
+def test_callbacks_of_two_clients_that_close_the_server_do_not_wait_for_each_other(
+    context: rp.Context,
+) -> None:
+    took: list[float] = []
+    both = threading.Barrier(2)
+
+    def close(event: connect.Event) -> None:
+        if isinstance(event, connect.Arrived):
+            both.wait(LIMIT)
+            began = time.monotonic()
+            server.close()
+            took.append(time.monotonic() - began)
+
+    server = connect.serve(context, port=0, timeout=1.0, on_event=close)
+    peers = [connect.dial(context, *server.address) for _ in range(2)]
+    for peer in peers:
+        peer.qp.post_send(rp.Send(peer.mr[:1]))
+    until(lambda: len(took) == 2)
+    assert max(took) < SOON
+    server.close()
+    assert not server_threads()
+    for peer in peers:
+        peer.close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_finalizer_of_a_server_needs_no_globals(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    failed: list[Any] = []
+    server = connect.serve(context, port=0)
+    if closed:
+        server.close()
+    warns = contextlib.nullcontext() if closed else pytest.warns(ResourceWarning, match="unclosed")
+    with monkeypatch.context() as at_exit, warns:
+        at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
+        # The interpreter's exit removes them, and so does this.
+        for name in ("os", "warnings", "show_address"):
+            at_exit.setattr(module, name, None)
+        del server
+    assert failed == []
+    until(lambda: not server_threads())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_serve_raises_where_no_thread_can_be_started(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    class Unstartable(threading.Thread):
+        def start(self) -> None:
+            raise error
+
+    said: list[str] = []
+
+    def make() -> None:
+        try:
+            connect.serve(context, port=0)
+        except RuntimeError as raised:
+            said.append(str(raised))
+
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
+    monkeypatch.setattr(module, "threading", SimpleNamespace(Thread=Unstartable))
+    maker = threading.Thread(target=make, daemon=True)
+    maker.start()
+    maker.join(SOON)
+    assert not maker.is_alive()
+    assert said[0].startswith("cannot start a thread for the server")
+
+
+# ---- a connection -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def handling(action: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Have a handler of SIGUSR1; what is returned sends the signal to this thread."""
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: action())
+    ident = threading.get_ident()
+    try:
+        yield lambda: signal.pthread_kill(ident, signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threading.Thread:
+    """Do something once a question has been sent and its answer is waited for."""
+
+    def wait() -> None:
+        until(lambda: peer._session.owed and peer._steady)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("then", ["returns", "raises"])
+def test_a_signal_handler_may_close_the_connection_that_it_interrupts(
+    serve: Callable[..., Served], then: str
+) -> None:
+    served = serve()
+    peer = served.dial()
+    took: list[float] = []
+
+    def close() -> None:
+        began = time.monotonic()
+        peer.close()
+        took.append(time.monotonic() - began)
+        if then == "raises":
+            raise Interrupted
+
+    with handling(close) as send:
+        helper = when_asked(peer, send)
+        if then == "raises":
+            with pytest.raises(Interrupted):
+                peer.report(1, timeout=30)
+        else:
+            with pytest.raises(connect.ConnectError, match="closed before the answer came"):
+                peer.report(1, timeout=30)
+        helper.join(LIMIT)
+    assert took[0] < SOON
+    assert peer.closed
+    assert peer.qp.closed
+    assert peer._socket is None
+    assert served.until(connect.Left).reason == "done"
+    with pytest.raises(connect.ConnectError, match="the connection is closed"):
+        peer.look()
+    peer.close()
+
+
+@pytest.mark.parametrize("what", ["look", "report", "closed", "close"])
+def test_a_signal_handler_may_close_the_connection_at_any_moment(
+    serve: Callable[..., Served], what: str
+) -> None:
+    served = serve(timeout=1.0)
+    actions: dict[str, Callable[[connect.Connection], object]] = {
+        "look": lambda peer: peer.look(0, 4),
+        "report": lambda peer: peer.report(1, 0.0),
+        "closed": lambda peer: peer.closed,
+        "close": connect.Connection.close,
+    }
+
+    def once(nth: int) -> bool:
+        peer = served.dial(timeout=2.0)
+        began = time.monotonic()
+        with (
+            At("/connect/client.py", nth, peer.close) as at,
+            contextlib.suppress(connect.ConnectError),
+        ):
+            actions[what](peer)
+        if at.reached:
+            assert peer.closed
+            assert peer._socket is None
+            assert peer.qp.closed
+        peer.close()
+        assert time.monotonic() - began < SOON
+        served.until(connect.Left)
+        return at.reached
+
+    each_moment(once, 3)
+
+
+def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at_once(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    said: list[str] = []
+
+    def ask() -> None:
+        try:
+            peer.look(0, 4)
+        except connect.ConnectError as error:
+            said.append(str(error))
+        assert not peer.closed
+        # What the interrupted question waits for.
+        peer.qp.post_send(rp.Send(peer.mr[:7]))
+
+    with served.dial() as peer, handling(ask) as send:
+        helper = when_asked(peer, send)
+        arrival = peer.report(1, timeout=30)
+        helper.join(LIMIT)
+        assert said == ["this thread is in the middle of another question to the server"]
+        assert arrival is not None
+        assert arrival.byte_len == 7
+        assert peer.look(0, 4).data == bytes(4)
+
+
+def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+
+    def once(nth: int) -> bool:
+        with served.dial() as peer:
+            with At("/connect/client.py", nth, interrupt) as at, contextlib.suppress(Interrupted):
+                peer.look(0, 4)
+            answers: list[object] = []
+
+            def ask() -> None:
+                try:
+                    answers.append(peer.look(0, 4).data)
+                except connect.ConnectError as error:
+                    answers.append(str(error))
+
+            # In another thread: the turn is not this one's.
+            asker = threading.Thread(target=ask)
+            asker.start()
+            asker.join(LIMIT)
+            assert answers[0] in (
+                bytes(4),
+                "the connection is closed: Interrupted interrupted a question",
+            )
+        return at.reached
+
+    each_moment(once, 3)
+
+
+def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    with served.dial(timeout=0.2) as peer:
+        asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
+        asker.start()
+        until(lambda: peer._session.owed)
+        with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
+            peer.look()
+        peer.qp.post_send(rp.Send(peer.mr[:1]))
+        asker.join(LIMIT)
+        assert peer.look(0, 1).data == b"\0"
+
+
+def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    peer = served.dial()
+    with rp.PD(served.context) as pd:
+        began = time.monotonic()
+        with At("/rdmapost/providers/soft0/", 1, peer.close) as at:
+            rp.MR(pd, 64).close()
+        assert at.reached
+        assert time.monotonic() - began < SOON
+    assert peer.qp.closed
+    assert served.until(connect.Left).reason == "done"

@@ -1,0 +1,294 @@
+"""Strangers: clients that send garbage, stall or crowd, and servers of something else.
+
+A misbehaving client is a plain socket; each such test ends with a client that works. All of it runs
+only on soft0: what strangers send never reaches a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from support import LIMIT, soft_context
+from support.ports import heard, impostor
+from support.serving import STEPS, Served, answers, hello, one_error, servers, stranger
+
+import rdmapost as rp
+from rdmapost import connect
+from rdmapost.tools.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
+
+context = soft_context
+serve = servers
+
+
+# ---- clients that misbehave ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not the exchange of rdmapost"),
+        (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not the exchange"),
+        (b"{}\n", "does not say which version"),
+        (b"{nonsense}\n", "not a line with one JSON object"),
+        (b'{"rdmapost":1,"type":"hello"}\n', "hello lacks its field token"),
+        (b'{"rdmapost":1,"type":"ready"}\n', "'ready' came, and not hello"),
+        (b"{" + b"x" * MAX_LINE, "longer than 4096 bytes"),
+        (b"{" + b"[" * (1 << 20), "longer than 4096 bytes"),
+    ],
+    ids=lambda v: str(v)[:12],
+)
+def test_garbage_gets_one_clear_error(serve: Callable[..., Served], sent: bytes, says: str) -> None:
+    served = serve()
+    # It may be cut off while it is still talking.
+    with socket.create_connection(served.server.address[:2], LIMIT) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(sent)
+        if len(sent) < 1 << 16:
+            code, text = one_error(sock)
+            assert code == "format"
+            assert says in text
+    assert says in served.until(connect.Refused).text
+    served.works()
+
+
+@pytest.mark.parametrize("after", ["hello", "ready"])
+def test_garbage_from_a_client_ends_it(
+    serve: Callable[..., Served], context: rp.Context, after: str
+) -> None:
+    served = serve()
+    said = [hello(context), Ready()][: 1 + (after == "ready")]
+    with stranger(served, *said, b'{"type":"look","offset":0,"length":-1}\n') as sock:
+        code, _ = one_error(sock)
+        assert code == "format"
+    assert served.until(connect.Left).reason != "done"
+    assert served.server.clients == []
+    served.works()
+
+
+def test_another_version_is_refused(serve: Callable[..., Served]) -> None:
+    served = serve(token="secret")
+    with stranger(served, b'{"rdmapost":2,"type":"hello"}\n') as sock:
+        code, text = one_error(sock)
+    assert code == "version"
+    assert "version 1" in text
+    assert "version 2" in text
+    served.works()
+
+
+@pytest.mark.parametrize("token", [None, "Secret", "secret " * 20])
+def test_strangers_are_kept_out(serve: Callable[..., Served], token: str | None) -> None:
+    served = serve(token="secret")
+    with pytest.raises(connect.ConnectError, match="token") as error:
+        served.dial(token=token)
+    assert error.value.code == "token"
+    assert served.until(connect.Refused).code == "token"
+    assert "secret" not in str(error.value)
+    assert served.told.empty()
+    served.works()
+
+
+@pytest.mark.parametrize("step", ["at once", "in the hello", "after the hello", "in ready"])
+def test_a_slow_client_is_told_so_and_keeps_nobody_waiting(
+    serve: Callable[..., Served], context: rp.Context, step: str
+) -> None:
+    served = serve(timeout=1.0)
+    with stranger(served, *STEPS[step](hello(context))) as sock:
+        served.works()
+        code, text = one_error(sock)
+    assert code == "timeout"
+    assert "within 1 s" in text
+    expected = "hello" if step in ("at once", "in the hello") else "ready"
+    assert f"its {expected} was to come" in text
+    assert ("half a message" in text) == (step.startswith("in "))
+    assert served.server.clients == []
+
+
+def test_a_hello_has_five_seconds_however_long_the_other_steps_have(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(timeout=LIMIT)
+    with stranger(served, b'{"rdmapost":') as sock:
+        sock.settimeout(LIMIT / 2)
+        code, text = one_error(sock)
+    assert code == "timeout"
+    assert text == "half a message came from the client within 5 s: its hello was to come"
+
+
+def test_byte_by_byte_is_too_slow(serve: Callable[..., Served], context: rp.Context) -> None:
+    served = serve(timeout=1.0)
+    line = encode(hello(context))
+    started = time.monotonic()
+    with stranger(served) as sock:
+        sock.settimeout(0.05)
+        heard = b""
+        for byte in line:
+            with contextlib.suppress(OSError):
+                sock.send(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                if heard := sock.recv(4096):
+                    break
+    assert json.loads(heard)["code"] == "timeout"
+    assert time.monotonic() - started < len(line) * 0.05
+    served.works()
+
+
+def test_a_client_of_which_nothing_is_heard_goes(serve: Callable[..., Served]) -> None:
+    served = serve(idle_timeout=1.0)
+    with served.dial() as peer:
+        assert served.until(connect.Left).reason == "nothing came from the client within 1 s"
+        with pytest.raises(connect.ConnectError, match="nothing came from the client within 1 s"):
+            peer.look()
+        assert peer.closed
+    with served.dial() as waiting:
+        # A client waiting for an answer is not idle.
+        assert waiting.report(1, 2.0) is None
+        assert waiting.look(0, 1).data == b"\0"
+    served.works()
+
+
+def test_the_oldest_of_a_crowd_make_room_for_those_who_come_later(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(timeout=3.0)
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(stranger(served)) for _ in range(300)]
+        codes = [one_error(sock)[0] for sock in crowd]
+    # The latest wait until their time is up; the others have made room for them.
+    assert codes == ["busy"] * 44 + ["timeout"] * 256
+    served.works()
+
+
+def test_a_client_that_asks_and_never_listens(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
+    served = serve(timeout=1.0)
+    with served.dial() as witness, stranger(served, hello(context), Ready()) as sock:
+        sock.settimeout(0.2)
+        questions = encode(Look(0, 4096)) * 500
+        with contextlib.suppress(OSError):
+            while True:
+                sock.sendall(questions)
+        left = served.until(connect.Left)
+        assert left.client == 2
+        assert left.reason == "another question came before the answer to the last one"
+        assert witness.look(0, 1).data == b"\0"
+    served.works()
+
+
+@pytest.mark.parametrize("second", [Report(2, 60_000), b"{"], ids=["report", "half"])
+def test_two_questions_at_once_are_one_too_many(
+    serve: Callable[..., Served], context: rp.Context, second: Message | bytes
+) -> None:
+    served = serve()
+    said = [hello(context), Ready(), Look(0, 1), second]
+    with stranger(served, *said) as sock:
+        code, text = one_error(sock)
+    assert (code, text) == ("format", "another question came before the answer to the last one")
+    served.works()
+
+
+@pytest.mark.parametrize(("second", "last"), [(Report(2, 0), "nothing"), (Look(0, 1), "seen")])
+def test_a_question_ends_the_wait_for_a_report(
+    serve: Callable[..., Served], context: rp.Context, second: Message, last: str
+) -> None:
+    served = serve()
+    began = time.monotonic()
+    with stranger(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        kinds = [answer["type"] for answer in answers(sock)]
+    assert kinds == ["offer", "ready", "nothing", last]
+    assert time.monotonic() - began < 30
+    served.works()
+
+
+@pytest.mark.parametrize("asked", [Look(4096, 1), Look(0, 1 << 40), Look((1 << 64) - 1, 1)])
+def test_nobody_looks_outside_the_memory(
+    serve: Callable[..., Served], context: rp.Context, asked: Look
+) -> None:
+    served = serve()
+    with stranger(served, hello(context), Ready(), asked) as sock:
+        code, text = one_error(sock)
+    assert code == "failed"
+    assert "not within the 4096 exposed" in text
+    with served.dial() as peer, pytest.raises(ValueError, match="not within the 4096 bytes"):
+        peer.look(4000, 97)
+
+
+def test_a_random_exchange_never_ends_the_server(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
+
+    rng = random.Random(5)
+    served = serve(timeout=1.0, max_clients=4)
+    start = encode(hello(context)) + encode(Ready())
+    more = encode(Report(1, 0)) + encode(Look(0, 9)) + encode(Bye())
+    for _ in range(100):
+        said = bytearray(start + more)
+        for _ in range(rng.randrange(4)):
+            said[rng.randrange(len(said))] = rng.randrange(256)
+        with stranger(served) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(bytes(said[: rng.randrange(len(said))]))
+            if rng.randrange(3):
+                sock.shutdown(socket.SHUT_WR)
+                answers(sock)
+    served.works()
+    assert served.server.clients == []
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_client_that_will_say_nothing_more(
+    serve: Callable[..., Served], context: rp.Context, step: str
+) -> None:
+    served = serve()
+    with stranger(served, *STEPS[step](hello(context))) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        answers(sock)
+    event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]
+    if step == "after the bye":
+        assert event.reason == "done"
+    assert served.server.clients == []
+    served.works()
+
+
+# ---- servers that are none ----------------------------------------------------------
+
+
+def test_a_server_that_says_nothing(context: rp.Context) -> None:
+    with (
+        impostor(heard) as address,
+        pytest.raises(
+            connect.ConnectTimeout, match=r"did not answer within 0\.3 s: is it 'rdmapost"
+        ),
+    ):
+        connect.dial(context, *address, timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not the exchange"),
+        (b'{"type":"ready"}\n', "'ready' came, and not offer or error"),
+        (b"{" + b" " * 5000, "longer than 4096 bytes"),
+        (b'{"type":"off', "closed the connection in the middle of a message"),
+        (b"", "closed the connection and did not answer"),
+        (b'{"rdmapost":1,"type":"error","code":"failed","text":"no luck"}\n', "refused: no luck"),
+    ],
+    ids=lambda v: str(v)[:12],
+)
+def test_a_server_that_is_none(context: rp.Context, said: bytes, says: str) -> None:
+    def talk(sock: socket.socket) -> None:
+        sock.recv(4096)
+        # The client may have hung up by now.
+        with contextlib.suppress(OSError):
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+        heard(sock)
+
+    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=says):
+        connect.dial(context, *address)

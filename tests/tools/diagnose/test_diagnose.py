@@ -1,0 +1,460 @@
+"""Diagnosing a queue pair: deliberate faults are found by name, and nothing changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support import ALL, needs, prints
+from support.findings import named, problems, wrong
+
+import rdmapost as rp
+from rdmapost import Access, QPState, QPType, SendFlags, WCStatus
+
+GRANTED = ALL & ~Access.LOCAL_WRITE
+
+
+@pytest.fixture
+def unconnected(connect):
+    return connect(to=QPState.RESET)
+
+
+def join(pair, near: dict | None = None, far: dict | None = None) -> None:
+    """Connect both sides, each with options of its own."""
+    pair.a.connect(pair.b.endpoint(), **{"access": GRANTED, "rnr_retry": 1, **(near or {})})
+    pair.b.connect(pair.a.endpoint(), **{"access": GRANTED, "rnr_retry": 1, **(far or {})})
+
+
+# ---- nothing is wrong -------------------------------------------------------------
+
+
+def test_a_healthy_pair_has_no_problem(rc):
+    rc.b.post_recv([rp.RecvWR(rc.theirs[:64]) for _ in range(2)])
+    rc.a.post_send(rp.Send(rc.mine[:8]))
+    rc.wait(2)
+    for qp, peer in ((rc.a, rc.b), (rc.b, rc.a)):
+        findings = qp.diagnose(peer)
+        assert [f for f in findings if f.severity in ("problem", "warning")] == []
+        assert named(findings, "qp-state").evidence == "in RTS: it sends and receives"
+        assert named(findings, "peer").severity == "ok"
+
+
+@pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
+def test_a_healthy_pair_of_another_type_has_no_problem(connect, qp_type):
+    pair = connect(qp_type)
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
+    pair.a.post_send(pair.send(pair.mine[:8]))
+    pair.wait(2)
+    assert wrong(pair.a, pair.b) == wrong(pair.b, pair.a) == []
+
+
+def test_a_healthy_xrc_pair_has_no_problem(context, stack):
+    needs(context.attr.device_cap_flags & rp.DeviceCap.XRC, "XRC", context)
+    from rdmapost.loopback import Loopback
+
+    with Loopback(context, QPType.XRC_SEND) as pair:
+        pair.receive(8)
+        pair.local.qp.post_send(rp.Send(pair.local.mr[:8], **pair.address))
+        pair.sent()
+        here, there = pair.local.qp, pair.remote.qp
+        assert wrong(here, there) == wrong(there, here) == []
+
+
+def test_reads_and_writes_leave_the_pair_healthy(rc):
+    """PSNs have moved on by then."""
+    rc.a.post_send([rc.wr(rp.RdmaRead, rc.mine[:8000]), rc.wr(rp.RdmaWrite, rc.mine[:8000])])
+    rc.wait(2)
+    assert wrong(rc.a, rc.b) == wrong(rc.b, rc.a) == []
+
+
+def test_the_times_until_it_gives_up_are_told(rc):
+    findings = rc.a.diagnose()
+    evidence = named(findings, "timeout").evidence
+    assert "timeout=14 (67.1 ms) x (retry_cnt=6 + 1) = 0.47 s until RETRY_EXC_ERR" in evidence
+    evidence = named(findings, "rnr-retry").evidence
+    assert "rnr_retry=1 x the peer's min_rnr_timer=12 (0.64 ms) = 0.64 ms" in evidence
+
+
+def test_findings_can_be_given_to_programs(rc):
+    finding = rc.a.diagnose()[0]
+    assert list(dataclasses.asdict(finding)) == [
+        "name",
+        "severity",
+        "evidence",
+        "remedy",
+        "about",
+    ]
+    assert finding.about == f"{rc.a} on {rc.pd.context.name}"
+
+
+# ---- states -----------------------------------------------------------------------
+
+
+def test_reset_and_init_are_found(unconnected):
+    a, b = unconnected.a, unconnected.b
+    assert wrong(a) == ["qp-state"]
+    assert "in RESET" in named(a.diagnose(), "qp-state").evidence
+    a.to_init(GRANTED)
+    finding = named(a.diagnose(b), "qp-state")
+    assert finding.severity == "problem"
+    assert finding.evidence.startswith("in INIT: receives can be posted; nothing arrives")
+    assert "qp.connect(remote)" in finding.remedy
+
+
+def test_a_peer_left_in_init_is_found(unconnected):
+    unconnected.b.to_init(GRANTED)
+    unconnected.a.connect(unconnected.b.endpoint())
+    finding = named(unconnected.a.diagnose(), "peer-state")
+    assert finding.severity == "problem"
+    assert "is in INIT: it does not receive" in finding.evidence
+
+
+def test_a_receiver_in_rtr_is_a_warning(unconnected):
+    a, b = unconnected.a, unconnected.b
+    a.to_init(GRANTED)
+    a.to_rtr(b.endpoint())
+    findings = a.diagnose()
+    assert named(findings, "qp-state").severity == "warning"
+    # What to_rts sets has no effect yet.
+    assert "timeout-0" not in [finding.name for finding in findings]
+
+
+def test_a_failed_queue_pair_says_what_waits_in_the_cq(rc):
+    rc.b.post_recv([rp.RecvWR(rc.theirs[:8]) for _ in range(3)])
+    rc.b.to_err()
+    findings = rc.b.diagnose()
+    assert named(findings, "qp-state").severity == "problem"
+    assert named(findings, "not-polled").evidence.startswith("receives posted: 3 of")
+    rc.cq.wait(3)
+    assert "not-polled" not in [finding.name for finding in rc.b.diagnose()]
+    assert "is in ERR" in named(rc.a.diagnose(rc.b), "peer-state").evidence
+
+
+def test_closed_queue_pairs_are_findings(rc):
+    rc.b.close()
+    assert wrong(rc.b) == ["qp-closed"]
+    assert wrong(rc.a, rc.b) == ["peer-closed"]
+    # No queue pair of this process has that number any more.
+    assert named(rc.a.diagnose(), "peer-unknown").severity == "info"
+
+
+def test_a_peer_that_is_none_is_refused(rc):
+    with pytest.raises(TypeError, match="peer: expected QP or Endpoint, got str"):
+        rc.a.diagnose("b")
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
+def test_diagnosing_changes_nothing_in_any_state(connect, qp_type):
+    """Attributes, outstanding work and completions are as before, whatever the state."""
+    pair = connect(qp_type, to=QPState.RESET)
+    a, b = pair.a, pair.b
+    steps = [
+        lambda: None,
+        lambda: a.to_init(GRANTED),
+        lambda: a.to_rtr(b.endpoint() if qp_type is not QPType.UD else None),
+        a.to_rts,
+        a.to_err,
+        a.to_reset,
+    ]
+    for step in steps:
+        step()
+        before = (a.query(), a.outstanding)
+        assert a.diagnose()
+        assert a.diagnose(b)
+        assert a.diagnose(b.endpoint())
+        assert (a.query(), a.outstanding) == before
+
+
+def test_what_is_in_flight_stays_in_flight(rc):
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=1))
+    rc.a.post_send(rp.Send(rc.mine[:8], wr_id=2))
+    rc.a.diagnose(rc.b)
+    rc.b.diagnose(rc.a)
+    assert sorted(wc.wr_id for wc in rc.wait(2)) == [1, 2]
+
+
+# ---- timers -----------------------------------------------------------------------
+
+
+def test_timeout_0_is_found(unconnected):
+    join(unconnected, {"timeout": 0})
+    finding = named(unconnected.a.diagnose(), "timeout-0")
+    assert finding.severity == "problem"
+    assert "never ends" in finding.evidence
+    assert "timeout=14" in finding.remedy
+    assert wrong(unconnected.b) == []
+
+
+def test_a_timeout_of_hours_is_found(unconnected):
+    join(unconnected, {"timeout": 31, "retry_cnt": 6})
+    finding = named(unconnected.a.diagnose(), "timeout-long")
+    assert "17.1 hours until RETRY_EXC_ERR" in finding.evidence
+
+
+def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
+    join(unconnected, {"rnr_retry": 7})
+    a, b = unconnected.a, unconnected.b
+    # Nothing waits for ever yet.
+    assert named(a.diagnose(b), "rnr-retry-for-ever").severity == "warning"
+    a.post_send(rp.Send(unconnected.mine[:8]))
+    for findings in (a.diagnose(), a.diagnose(b)):
+        finding = named(findings, "rnr-retry-for-ever")
+        assert "the peer has none posted" in finding.evidence
+        if context.kind == "verbs":
+            # The device does not say which opcodes are pending.
+            waits = [finding for finding in findings if finding.name == "recv-none-posted"]
+            assert "warning" in [finding.severity for finding in waits]
+        else:
+            assert finding.severity == "problem"
+            assert "sends outstanding here: 1" in finding.evidence
+            assert "recv-none-posted" in problems(findings)
+    b.post_recv(rp.RecvWR(unconnected.theirs[:8]))
+    unconnected.wait(2)
+    assert wrong(a, b) == []
+
+
+def test_opcodes_that_the_device_does_not_tell_are_a_warning(context, unconnected, monkeypatch):
+    """As with libibverbs."""
+    monkeypatch.setattr(context._provider, "sends_for_receive", lambda *_: None)
+    join(unconnected, {"rnr_retry": 7})
+    unconnected.a.post_send(rp.Send(unconnected.mine[:8]))
+    warned = [f for f in unconnected.a.diagnose(unconnected.b) if f.severity == "warning"]
+    finding = named(warned, "recv-none-posted")
+    assert "outstanding here: 1; a SEND or RDMA_WRITE_WITH_IMM among them waits" in finding.evidence
+    assert finding.remedy == "peer.post_recv(...)"
+
+
+@pytest.mark.parametrize("flags", [SendFlags.SIGNALED, SendFlags(0)])
+@pytest.mark.parametrize("opcode", [rp.RdmaWrite, rp.RdmaRead, rp.AtomicFetchAndAdd])
+def test_one_sided_work_needs_no_receive(context, unconnected, opcode, flags):
+    join(unconnected, {"rnr_retry": 7})
+    a, b, mine = unconnected.a, unconnected.b, unconnected.mine
+    a.post_send(unconnected.wr(opcode, mine[:8], send_flags=flags))
+    findings = a.diagnose(b)
+    assert problems(findings) == []
+    if context.kind == "soft":
+        assert named(findings, "recv-none-posted").severity == "info"
+
+
+def test_only_opcodes_that_consume_a_receive_are_counted(context, unconnected):
+    needs(context.kind == "soft", "which opcodes are pending", context)
+    join(unconnected, {"rnr_retry": 7})
+    a, b, mine = unconnected.a, unconnected.b, unconnected.mine
+    wrs = [unconnected.wr(kind, mine[:8]) for kind in (rp.RdmaWriteWithImm, rp.RdmaWrite)]
+    a.post_send(wrs)
+    assert "sends outstanding here: 1" in named(a.diagnose(b), "rnr-retry-for-ever").evidence
+
+
+def test_attributes_that_surprise_are_warnings(unconnected):
+    join(
+        unconnected,
+        {"rnr_retry": 0, "retry_cnt": 0, "max_rd_atomic": 0},
+        {"min_rnr_timer": 0},
+    )
+    findings = unconnected.a.diagnose()
+    for name in ("rnr-retry-0", "retry-cnt-0", "max-rd-atomic-0"):
+        assert named(findings, name).severity == "warning"
+    finding = named(unconnected.b.diagnose(), "min-rnr-timer-0")
+    assert "min_rnr_timer=0 (0.655 s): 0 is the longest" in finding.evidence
+
+
+def test_more_reads_than_the_peer_takes_are_found(unconnected):
+    join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 2})
+    finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
+    assert "max_rd_atomic=8, and the peer's max_dest_rd_atomic=2" in finding.evidence
+
+
+# ---- the path ---------------------------------------------------------------------
+
+
+def test_a_gid_that_is_not_the_peers_is_found(context, unconnected):
+    """Both are the port's GIDs, of two kinds."""
+    port = context.query_port(1)
+    needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs that addresses are made of", context)
+    a, b = unconnected.a, unconnected.b
+    others = [entry.gid for entry in context.query_gid_table() if entry.gid.is_link_local]
+    needs(others and not b.gid.gid.is_link_local, "second GID of another kind", context)
+    wanted = dataclasses.replace(b.endpoint(), gid=others[0])
+    try:
+        a.connect(wanted)
+    except rp.VerbsError as error:
+        # A driver may look up the path itself.
+        assert error.call == "ibv_modify_qp"  # noqa: PT017
+        return
+    found = [finding for finding in a.diagnose(b) if finding.name == "gid-wrong"]
+    assert {finding.severity for finding in found} == {"problem"}
+    assert "is link-local" in " ".join(finding.evidence for finding in found) or any(
+        "is IPv4" in finding.evidence for finding in found
+    )
+    assert any(f"{b} has {b.gid.gid}" in finding.evidence for finding in found)
+
+
+def test_a_gid_that_nobody_has_is_found(context, unconnected):
+    needs(context.kind == "soft", "network that ends here", context)
+    a, b = unconnected.a, unconnected.b
+    a.connect(dataclasses.replace(b.endpoint(), gid=rp.GID("::ffff:10.9.9.9")))
+    finding = named(a.diagnose(), "gid-wrong")
+    assert finding.severity == "problem"
+    assert "reaches only its own" in finding.evidence
+    assert "gid-wrong" in wrong(a, b.endpoint())
+
+
+def test_a_link_local_gid_is_a_warning(context, stack, pd, cq):
+    table = context.query_gid_table()
+    index = next((entry.index for entry in table if entry.gid.is_link_local), None)
+    needs(index is not None, "link-local GID", context)
+    qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=index))
+    findings = qp.diagnose()
+    warned = {finding.name for finding in findings if finding.severity == "warning"}
+    assert warned & {"gid-link-local", "gid-roce-v1"}
+
+
+def test_a_gid_index_that_is_not_there_is_found(context, stack, pd, cq):
+    qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=200))
+    finding = named(qp.diagnose(), "gid-wrong")
+    assert finding.severity == "problem"
+    assert "no GID with index 200" in finding.evidence
+
+
+def test_different_path_mtus_are_found(unconnected):
+    small = dataclasses.replace(unconnected.b.endpoint(), mtu=rp.MTU.MTU_256)
+    unconnected.a.connect(small)
+    unconnected.b.connect(unconnected.a.endpoint())
+    finding = named(unconnected.a.diagnose(), "mtu-mismatch")
+    assert finding.severity == "problem"
+    assert finding.evidence.startswith("path_mtu 256, and the peer's ")
+
+
+def test_another_psn_is_found(unconnected):
+    far = unconnected.b.endpoint()
+    unconnected.a.connect(dataclasses.replace(far, psn=far.psn ^ 0x800000))
+    unconnected.b.connect(unconnected.a.endpoint())
+    for qp in (unconnected.a, unconnected.b):
+        assert wrong(qp) == ["psn-mismatch"]
+
+
+def test_queue_pairs_that_do_not_name_each_other_are_found(unconnected, connect):
+    third = connect(to=QPState.RESET)
+    a, b = unconnected.a, unconnected.b
+    a.connect(b.endpoint())
+    b.connect(third.a.endpoint())
+    finding = named(a.diagnose(), "dest-qp-num")
+    assert finding.severity == "problem"
+    assert f"not {a.qp_num:#x}, the number of {a}" in finding.evidence
+    assert wrong(a, third.b.endpoint()) == ["dest-qp-num"]
+
+
+def test_peers_of_two_types_are_found(connect):
+    rc, uc = connect(), connect(QPType.UC)
+    assert wrong(rc.a, uc.b) == ["qp-type-mismatch"]
+
+
+def test_the_peer_is_compared_with_its_endpoint(rc):
+    finding = named(rc.a.diagnose(rc.b.endpoint()), "peer")
+    assert str(rc.b.endpoint()) in finding.evidence
+
+
+def test_what_the_peer_does_not_allow_is_told(unconnected):
+    join(unconnected, far={"access": Access.REMOTE_READ})
+    finding = named(unconnected.a.diagnose(), "peer-access")
+    assert "does not allow REMOTE_WRITE, REMOTE_ATOMIC" in finding.evidence
+
+
+def test_another_pd_is_told(context, stack, pd, cq):
+    a = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    other = stack.enter_context(rp.PD(context))
+    b = stack.enter_context(rp.QP(other, QPType.RC, cq))
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    assert named(a.diagnose(), "other-pd").severity == "info"
+
+
+# ---- queues -----------------------------------------------------------------------
+
+
+def test_a_full_send_queue_is_found(connect):
+    """None of its sends is SIGNALED: the classic mistake."""
+    pair = connect(max_send_wr=4)
+    depth = pair.a.max_send_wr
+    write = pair.wr(rp.RdmaWrite, pair.mine[:8], send_flags=SendFlags(0), wr_id=5)
+    pair.a.post_send([write] * (depth - 1))
+    finding = named(pair.a.diagnose(), "outstanding")
+    assert finding.severity == "info"
+    assert "count until a later SIGNALED one completes" in finding.evidence
+    pair.a.post_send(write)
+    finding = named(pair.a.diagnose(), "send-queue-full")
+    assert finding.severity == "warning"
+    assert f"sends outstanding: {depth} of max_send_wr={depth}" in finding.evidence
+    assert "the oldest with wr_id 5" in finding.evidence
+    assert "if none of them is SIGNALED, no slot ever comes free" in finding.evidence
+
+
+def test_a_full_queue_where_all_are_signaled_is_to_be_polled(connect):
+    pair = connect(max_send_wr=4, sq_sig_all=True)
+    write = pair.wr(rp.RdmaWrite, pair.mine[:8])
+    pair.a.post_send([write] * pair.a.max_send_wr)
+    finding = named(pair.a.diagnose(), "send-queue-full")
+    assert "SIGNALED" not in finding.evidence
+    assert finding.remedy.startswith("poll send_cq")
+    pair.wait(pair.a.max_send_wr)
+    assert named(pair.a.diagnose(), "outstanding").severity == "ok"
+
+
+def test_a_cq_that_is_too_small_is_found(context, pd, stack):
+    cq = stack.enter_context(rp.CQ(context, 1))
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, max_recv_wr=2 * cq.cqe + 2))
+    assert named(qp.diagnose(), "cq-too-small").severity == "info"
+    qp.connect()
+    qp.post_recv([rp.RecvWR(mr[:8])] * (cq.cqe + 1))
+    finding = named(qp.diagnose(), "cq-too-small")
+    assert finding.severity == "warning"
+    assert f"outstanding: {cq.cqe + 1}:" in finding.evidence
+    assert finding.remedy.startswith(f"rp.CQ(context, {qp.max_send_wr + qp.max_recv_wr})")
+    qp.to_reset()
+
+
+def test_receives_of_a_shared_queue_count(pd, cq, stack):
+    srq = stack.enter_context(rp.SRQ(pd, 8))
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    a = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    b = stack.enter_context(rp.QP(pd, QPType.RC, cq, srq=srq))
+    a.connect(b.endpoint(), rnr_retry=7)
+    b.connect(a.endpoint())
+    assert named(b.diagnose(), "recv-none-posted").remedy.startswith("srq.post_srq_recv")
+    a.post_send(rp.Send(mr[:8]))
+    assert "the peer has none posted" in named(a.diagnose(), "rnr-retry-for-ever").evidence
+    srq.post_srq_recv(rp.RecvWR(mr[8:16]))
+    cq.wait(2)
+    assert wrong(a) == []
+
+
+def test_a_child_of_the_maker_is_told(context):
+    """Its memory and its queues are copies after a fork."""
+    needs(context.kind == "soft", "device that a fork copies as a whole", context)
+    said = prints(
+        "import os, sys, rdmapost as rp\n"
+        "context = rp.open_device(sys.argv[1])\n"
+        "pd, cq = rp.PD(context), rp.CQ(context)\n"
+        "qp = rp.QP(pd, rp.QPType.UD, cq)\n"
+        "child = os.fork()\n"
+        "names = [finding.name for finding in qp.diagnose()]\n"
+        "if not child: os._exit(0 if 'other-process' in names else 9)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 'other-process' in names)\n",
+        context.name,
+    )
+    assert said == "0 False"
+
+
+# ---- the whole way ----------------------------------------------------------------
+
+
+def test_a_send_that_nothing_answers_is_explained(context, unconnected):
+    """End to end: the send fails, and the diagnosis says why."""
+    far = unconnected.b.endpoint()
+    unconnected.a.connect(far, timeout=8, retry_cnt=1)
+    unconnected.a.post_send(rp.Send(unconnected.mine[:8]))
+    assert unconnected.cq.wait(1, 10)[0].status is WCStatus.RETRY_EXC_ERR
+    findings = unconnected.a.diagnose()
+    assert problems(findings) == ["qp-state", "peer-state"]
+    assert "RESET" in named(findings, "peer-state").evidence

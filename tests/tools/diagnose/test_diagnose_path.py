@@ -1,0 +1,176 @@
+"""Diagnosing a port, its GIDs and the path to a peer, with other machines' ports and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.findings import named
+
+import rdmapost as rp
+from rdmapost import GIDType, LinkLayer, NodeType, PortState
+from rdmapost.tools.diagnose.finding import Finding
+from rdmapost.tools.diagnose.path import check_gid, check_port, check_way, uses_gids
+from rdmapost.tools.diagnose.system import System
+
+ROCE = SimpleNamespace(name="roce7", node_type=NodeType.CA)
+V4, LINK_LOCAL = "::ffff:10.0.0.5", "fe80::5054:ff:fe12:3456"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[rp.PortAttr]:
+    """A port that is up, as soft0's is."""
+    with rp.open_device("soft0") as context:
+        yield context.query_port(1)
+
+
+@pytest.fixture
+def system(tmp_path: pathlib.Path) -> System:
+    """A machine whose roce7 is on eth7."""
+    for name, text in {
+        "sys/class/infiniband/roce7/ports/1/gid_attrs/ndevs/0": "eth7",
+        "sys/class/net/eth7/flags": "0x1003",
+        "sys/class/net/eth7/operstate": "up",
+        "proc/net/if_inet6": "fd000000000000000000000000000005 02 40 00 80     eth7",
+        "proc/net/fib_trie": "Main:\n  |-- 10.0.0.6\n     /32 host LOCAL",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return System(tmp_path)
+
+
+def entry(
+    gid: str, index: int = 0, kind: GIDType | None = GIDType.ROCE_V2, ndev: str = ""
+) -> rp.GIDTableEntry:
+    return rp.GIDTableEntry(index, rp.GID(gid), kind, ndev)
+
+
+def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Finding:
+    """Diagnose the first GID of a table, or its value when it was chosen."""
+    first = table[0]
+    chosen = rp.GIDChoice(first.index, first.gid, first.gid_type, "the only one")
+    [finding] = check_gid(dataclasses.replace(chosen, **changed), list(table), system, "a port")
+    return finding
+
+
+# ---- ports ------------------------------------------------------------------------
+
+
+def test_a_port_that_is_down_wants_its_network_device_up(system, port):
+    down = dataclasses.replace(port, state=PortState.DOWN, phys_state=3)
+    finding = named(check_port(ROCE, down, system), "port-down")
+    assert finding.severity == "problem"
+    assert finding.evidence == "roce7 port 1 is DOWN (Disabled): it carries no traffic"
+    assert finding.remedy.startswith("ip link set eth7 up")
+    finding = named(check_port(SimpleNamespace(name="other0"), down, system), "port-down")
+    assert finding.remedy.startswith("ip link set NETDEV up")
+
+
+def test_an_infiniband_port_wants_a_subnet_manager(system, port):
+    attr = dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND, state=PortState.INIT)
+    [finding] = check_port(ROCE, attr, system)
+    assert finding.name == "port-down"
+    assert "opensm" in finding.remedy
+
+
+def test_an_mtu_that_is_not_known_is_not_compared(system, port):
+    assert {f.name for f in check_port(ROCE, port, system)} == {"port-active"}
+
+
+def test_gids_decide_on_roce_alone(port):
+    assert uses_gids(ROCE, port)
+    assert not uses_gids(SimpleNamespace(node_type=NodeType.RNIC), port)
+    assert not uses_gids(ROCE, dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND))
+
+
+# ---- GIDs -------------------------------------------------------------------------
+
+
+def test_a_gid_that_has_left_the_table_is_stale(system):
+    finding = about_gid(system, entry(V4, 3), index=1)
+    assert (finding.name, finding.severity) == ("gid-stale", "problem")
+    assert finding.evidence.endswith("is not in the port's table any more; valid there: 3")
+
+
+def test_a_gid_that_has_changed_is_stale(system):
+    finding = about_gid(system, entry(V4), gid=rp.GID("::ffff:10.0.0.9"))
+    assert finding.name == "gid-stale"
+    assert finding.evidence == f"GID 0 was ::ffff:10.0.0.9 when it was chosen, and is {V4} now"
+
+
+@pytest.mark.parametrize(
+    ("gid", "name"),
+    [(V4, "gid-stale"), ("::ffff:10.0.0.6", "gid"), ("fd00::6", "gid-stale"), ("fd00::5", "gid")],
+)
+def test_the_address_of_a_gid_is_looked_for_on_its_network_device(system, gid, name):
+    finding = about_gid(system, entry(gid, ndev="eth7"))
+    assert finding.name == name
+    if name == "gid-stale":
+        assert finding.evidence.startswith("eth7 does not have the address")
+        assert finding.remedy.startswith(f"ip addr add {gid.removeprefix('::ffff:')}/24 dev eth7")
+
+
+def test_roce_v1_reaches_its_own_segment_only(system):
+    v1 = entry(V4, 0, GIDType.ROCE_V1)
+    finding = about_gid(system, v1)
+    assert (finding.name, finding.severity) == ("gid-roce-v1", "warning")
+    assert finding.remedy == "let the peer use RoCE v1 too"
+    finding = about_gid(system, v1, entry(V4, 1))
+    assert finding.remedy == f"gid_index=1, GID 1 ({V4})"
+
+
+def test_a_link_local_gid_reaches_its_own_segment_only(system):
+    local = entry(LINK_LOCAL, 0, ndev="eth7")
+    finding = about_gid(system, local)
+    assert (finding.name, finding.severity) == ("gid-link-local", "warning")
+    assert finding.remedy == "give eth7 an address: ip addr add 10.0.0.1/24 dev eth7"
+    assert "dev" not in about_gid(system, entry(LINK_LOCAL)).remedy.split("10.0.0.1")[1]
+    assert about_gid(system, local, entry(V4, 2)).remedy == f"gid_index=2, GID 2 ({V4})"
+
+
+# ---- the way ----------------------------------------------------------------------
+
+
+def way(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
+    mine = entry(source, ndev="eth7")
+    [finding] = check_way(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
+    return finding
+
+
+def test_one_side_alone_is_link_local(system):
+    finding = way(LINK_LOCAL, "fd00::9", system)
+    assert finding.evidence == (
+        f"GID 0 ({LINK_LOCAL}) is link-local, and the peer's fd00::9 is not"
+    )
+    finding = way("fd00::5", LINK_LOCAL, system)
+    assert finding.evidence == (
+        f"the peer's {LINK_LOCAL} is link-local, and GID 0 (fd00::5) is not"
+    )
+
+
+def test_the_software_device_reaches_itself_alone(system):
+    finding = way("fd00::5", "fd00::9", system, "soft")
+    assert (finding.name, finding.severity) == ("gid-wrong", "problem")
+    assert "which reaches only its own" in finding.evidence
+
+
+def test_a_way_over_ipv6_is_not_looked_up(system):
+    finding = way("fd00::5", "fd00::9", system)
+    assert (finding.name, finding.severity) == ("way", "info")
+    assert finding.evidence.endswith("not looked up")
+
+
+def test_another_address_of_this_device_may_be_in_another_network(system):
+    routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
+    system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
+    mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
+    [finding] = check_way(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
+    assert (finding.name, finding.severity) == ("gid-wrong", "warning")
+    assert "of this device too, is not" in finding.evidence
+    [finding] = check_way(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
+    assert finding.evidence == f"from GID 0 ({V4}) to {V4}, on this device"

@@ -1,0 +1,453 @@
+"""``rdmapost explain``: every name has a text, correct as far as that can be tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import errno
+import itertools
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+
+import click
+import pytest
+from support import Connect
+from support.cli_runner import run
+
+import rdmapost as rp
+from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums
+from rdmapost.cli.app import app
+from rdmapost.explain import COLUMNS, KINDS, Explanation, UnknownNameError, explain, names
+from rdmapost.posting import rules
+
+EVERY = [
+    explanation
+    for kind, known in names().items()
+    for name in known
+    for explanation in explain(name)
+    if explanation.kind == kind
+]
+MEMBERS: list[enum.Enum] = [
+    member
+    for enumeration in (
+        WCStatus,
+        Opcode,
+        OpsOpcode,
+        WCOpcode,
+        QPType,
+        QPState,
+        rp.SendFlags,
+        rp.WCFlags,
+        rp.EventType,
+    )
+    for member in enumeration
+]
+
+
+def texts(of: Explanation) -> Iterator[str]:
+    """Return an explanation's own text."""
+    yield of.meaning
+    yield from of.causes
+    yield from of.look_at
+    yield from filter(None, (of.soft_roce, of.far_side))
+
+
+PROSE = " ".join(text for one in EVERY for text in texts(one))
+"""All that is said."""
+
+
+def ids(one: object) -> str:
+    return f"{one.kind}-{one.name}" if isinstance(one, Explanation) else str(one)
+
+
+# ---- every name has a text ------------------------------------------------------
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=str)
+def test_every_member_has_a_text(member: enum.Enum) -> None:
+    (found,) = explain(member)
+    assert (found.name, found.number) == (member.name, member.value)
+    assert len(found.meaning) > 40
+    assert found.see
+
+
+@pytest.mark.parametrize("member", [*WCStatus, *Opcode, *OpsOpcode, *QPState])
+def test_what_can_happen_has_causes_and_a_next_step(member: enum.IntEnum) -> None:
+    (found,) = explain(member)
+    # These cannot fail: they are not posted here, or are not states at all.
+    if member.name not in ("DRIVER1", "FLUSH", "ATOMIC_WRITE", "UNKNOWN"):
+        assert found.causes
+        assert found.look_at
+
+
+@pytest.mark.parametrize("name", names()["errno"])
+def test_every_errno_has_causes_and_a_next_step(name: str) -> None:
+    (found,) = explain(name)
+    assert found.number == (524 if name == "ENOTSUPP" else getattr(errno, name))
+    assert found.causes
+    assert found.look_at
+
+
+def test_the_usual_failures_are_told_in_order_of_likelihood() -> None:
+    """The two that everyone meets: the first cause listed is the one to rule out first."""
+    assert "not in RTR or RTS" in explain("RETRY_EXC_ERR")[0].causes[0]
+    assert "no receive" in explain("RNR_RETRY_EXC_ERR")[0].causes[0]
+    assert "queue" in explain("ENOMEM")[0].meaning
+
+
+def test_no_text_is_copied_from_another() -> None:
+    said = Counter(re.sub(r"\W+", " ", text.lower()) for one in EVERY for text in texts(one))
+    # The opcodes of a QP type are a column of the table; two types have the same.
+    said = Counter({text: times for text, times in said.items() if text[:8] != "opcodes "})
+    assert [text for text, times in said.items() if times > 1] == []
+
+
+# ---- the texts are right where that can be tested -------------------------------------
+
+
+@pytest.mark.parametrize("opcode", Opcode)
+def test_the_row_is_that_of_the_rules(opcode: Opcode) -> None:
+    (found,) = explain(opcode)
+    types = rules.QP_TYPES_BY_OPCODE.get(opcode, frozenset())
+    assert set(found.qp_types) == {qp_type.name for qp_type in types}
+    assert set(found.qp_types) <= {column.name for column in COLUMNS}
+    for flag in rp.SendFlags:
+        meant = any(rules.flags_allowed(qp_type, opcode, -1) & flag for qp_type in types)
+        assert (flag.name in found.flags) == meant
+
+
+@pytest.mark.parametrize(
+    "wr",
+    [
+        rp.Send,
+        rp.SendWithImm,
+        rp.SendWithInv,
+        rp.RdmaWrite,
+        rp.RdmaWriteWithImm,
+        rp.RdmaRead,
+        rp.AtomicCmpAndSwp,
+        rp.AtomicFetchAndAdd,
+        rp.LocalInv,
+        rp.BindMW,
+        rp.TSO,
+        rp.TagAdd,
+        rp.TagDel,
+        rp.TagSync,
+    ],
+)
+def test_the_fields_are_those_of_the_work_request(wr: type) -> None:
+    (found,) = explain(wr.opcode)  # type: ignore[attr-defined]
+    assert set(found.fields) == {field.name for field in dataclasses.fields(wr)}
+    assert found.far_side
+
+
+def test_the_texts_name_only_what_there_is() -> None:
+    """A misspelt status or attribute would send its reader looking for nothing."""
+    known = (
+        {member.name for name in enums.__all__ for member in getattr(enums, name)}
+        | set(errno.errorcode.values())
+        | {"EOPNOTSUPP", "ENOTSUPP"}
+    )
+    elsewhere = {
+        "RLIMIT_MEMLOCK",
+        "RLIMIT_NOFILE",
+        "CAP_NET_RAW",
+        "CAP_IPC_LOCK",
+        "PROT_NONE",
+        "SA_RESTART",
+        "IBV_WR_DRIVER1",
+        "NET_RAW",
+        "IPC_LOCK",
+        "NO_TAG",
+    }
+    words = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", PROSE))
+    assert words - known - elsewhere == set()
+    assert set(re.findall(r"\bE[A-Z]{3,}\b", PROSE)) <= known
+
+
+@pytest.mark.parametrize(
+    ("variable", "owner"),
+    [
+        ("qp", rp.QP),
+        ("mr", rp.MR),
+        ("mw", rp.MW),
+        ("cq", rp.CQ),
+        ("srq", rp.SRQ),
+        ("context", rp.Context),
+        ("error", rp.PostError),
+    ],
+)
+def test_the_texts_name_only_attributes_that_there_are(variable: str, owner: type) -> None:
+    named = set(re.findall(rf"\b{variable}\.([a-z_]+)", PROSE))
+    made = (
+        set(vars(owner(*("x", 22, "y"), index=0, posted=0, count=1)))
+        if owner is rp.PostError
+        else set()
+    )
+    assert named
+    assert [name for name in named if not hasattr(owner, name) and name not in made] == []
+
+
+COMMANDS = sorted(
+    {
+        command
+        for one in EVERY
+        for text in texts(one)
+        for command in re.findall(r"rdmapost [a-z][^.:;,)']*", text)
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_that_the_texts_name_run(command: str) -> None:
+    words = shlex.split(command)[1:]
+    ran = run(*words) if words[0] == "explain" or "-d" in words else run(*words, "-d", "soft0")
+    assert ran.code == 0, ran.err
+
+
+# ---- finding them ---------------------------------------------------------------------
+
+
+def found(what: str | int) -> list[tuple[str, str]]:
+    return [(one.kind, one.name) for one in explain(what)]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "name"),
+    [
+        ("RNR_RETRY_EXC_ERR", "status", "RNR_RETRY_EXC_ERR"),
+        ("rnr_retry_exc_err", "status", "RNR_RETRY_EXC_ERR"),
+        ("IBV_WC_RNR_RETRY_EXC_ERR", "status", "RNR_RETRY_EXC_ERR"),
+        ("WCStatus.RNR_RETRY_EXC_ERR", "status", "RNR_RETRY_EXC_ERR"),
+        ("transport retry counter exceeded", "status", "RETRY_EXC_ERR"),
+        ("Work Request Flushed Error", "status", "WR_FLUSH_ERR"),
+        ("EINVAL", "errno", "EINVAL"),
+        (" einval\n", "errno", "EINVAL"),
+        ("-22", "errno", "EINVAL"),
+        ("0x1c", "errno", "ENOSPC"),
+        (-12, "errno", "ENOMEM"),
+        ("Cannot allocate memory", "errno", "ENOMEM"),
+        ("ENOTSUP", "errno", "EOPNOTSUPP"),
+        ("95", "errno", "EOPNOTSUPP"),
+        ("524", "errno", "ENOTSUPP"),
+        ("EWOULDBLOCK", "errno", "EAGAIN"),
+        ("IBV_WR_SEND", "opcode", "SEND"),
+        ("IBV_WC_SEND", "wc_opcode", "SEND"),
+        ("RdmaWriteWithImm", "opcode", "RDMA_WRITE_WITH_IMM"),
+        ("atomic-cmp-and-swp", "opcode", "ATOMIC_CMP_AND_SWP"),
+        ("IBV_WR_TAG_ADD", "ops_opcode", "TAG_ADD"),
+        (128, "wc_opcode", "RECV"),
+        ("IBV_QPT_RC", "qp_type", "RC"),
+        ("IBV_QPS_SQD", "qp_state", "SQD"),
+        ("IBV_SEND_FENCE", "send_flag", "FENCE"),
+        ("IBV_WC_WITH_IMM", "wc_flag", "WITH_IMM"),
+        ("IBV_EVENT_QP_ACCESS_ERR", "event", "QP_ACCESS_ERR"),
+    ],
+)
+def test_finds_one(what: str | int, kind: str, name: str) -> None:
+    assert found(what) == [(kind, name)]
+
+
+def test_a_number_may_be_a_status_and_an_errno() -> None:
+    assert found(13) == [("status", "RNR_RETRY_EXC_ERR"), ("errno", "EACCES")]
+    assert found("12") == [("status", "RETRY_EXC_ERR"), ("errno", "ENOMEM")]
+
+
+def test_an_opcode_may_be_one_of_work_requests_and_of_completions() -> None:
+    assert found("SEND") == [("opcode", "SEND"), ("wc_opcode", "SEND")]
+
+
+@pytest.mark.parametrize("status", WCStatus)
+def test_finds_every_status_by_number(status: WCStatus) -> None:
+    assert ("status", status.name) in found(int(status))
+    assert ("status", status.name) in found(str(int(status)))
+
+
+@pytest.mark.parametrize(
+    ("what", "near"),
+    [
+        ("RNR_RETRY_ERR", "RNR_RETRY_EXC_ERR"),
+        ("RETRY", "RETRY_EXC_ERR"),
+        ("ENVAL", "EINVAL"),
+        ("RDMA_WRIT", "RDMA_WRITE"),
+        ("IBV_WC_REM_ACCES_ERR", "REM_ACCESS_ERR"),
+    ],
+)
+def test_an_unknown_name_gives_the_nearest(what: str, near: str) -> None:
+    with pytest.raises(UnknownNameError, match=near) as caught:
+        explain(what)
+    assert near in caught.value.nearest
+    assert isinstance(caught.value, LookupError)
+
+
+@pytest.mark.parametrize("what", ["", "?", "-", "0x", "9" * 5000, "-9999", 1 << 70, "\0", "é" * 99])
+def test_what_is_no_name_at_all(what: str | int) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        explain(what)
+    assert len(str(caught.value)) < 200
+
+
+def test_an_errno_without_a_text_is_named_all_the_same() -> None:
+    for what in ("EADDRINUSE", "98", "-98"):
+        with pytest.raises(UnknownNameError, match=r"EADDRINUSE \(98, Address already in use\)"):
+            explain(what)
+
+
+# ---- the command ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(itertools.chain.from_iterable(names().values()))))
+def test_prints_a_page_of_80_columns(name: str) -> None:
+    ran = run("explain", name)
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0].startswith(f"{name}: ")
+    assert max(map(len, lines)) <= 80
+    printed = " ".join(ran.out.split())
+    for one in explain(name):
+        for text in texts(one):
+            assert " ".join(text.split()) in printed
+
+
+def test_prints_the_row_of_the_table() -> None:
+    lines = run("explain", "rdma_read").out.splitlines()
+    head = next(line for line in lines if line.startswith("OPCODE"))
+    row = lines[lines.index(head) + 1]
+    assert dict(zip(head.split(), row.split(), strict=True)) == {
+        "OPCODE": "RDMA_READ",
+        "UD": "-",
+        "UC": "-",
+        "RC": "X",
+        "XRC_SEND": "X",
+        "RAW_PACKET": "-",
+    }
+
+
+def test_lists_all_names() -> None:
+    ran = run("explain")
+    assert (ran.code, ran.err) == (0, "")
+    assert max(map(len, ran.out.splitlines())) <= 80
+    listed = set(re.findall(r"\w+", ran.out))
+    assert {member.name for member in MEMBERS} <= listed
+    assert {"EINVAL", "ENOMEM"} <= listed
+    assert run("explain", "--json").doc == {"names": names()}
+
+
+def test_words_need_no_quotes() -> None:
+    assert run("explain", "local", "protection", "error").out.startswith("LOC_PROT_ERR: ")
+
+
+def test_a_negative_number_is_no_option() -> None:
+    ran = run("explain", "-22")
+    assert (ran.code, ran.out.split()[0]) == (0, "EINVAL:")
+
+
+def test_several_names_are_explained_one_after_the_other() -> None:
+    ran = run("explain", "110", "-22", "rtr", "-22")
+    assert ran.code == 0
+    heads = [page.strip().split("\n")[0] for page in ran.out.split("-" * 80)]
+    assert heads == [
+        "ETIMEDOUT: errno 110",
+        "EINVAL: errno 22",
+        "RTR: QP state 2 (IBV_QPS_RTR)",
+    ]
+    doc = run("explain", "--json", "110", "-22").doc
+    assert [one["name"] for one in doc["explanations"]] == ["ETIMEDOUT", "EINVAL"]
+    ran = run("explain", "-22", "nonsense")
+    assert ran.code == 2
+    assert "'-22 nonsense' is not a status" in ran.err
+
+
+def test_help_fits_80_columns() -> None:
+    ran = run("explain", "--help")
+    assert ran.code == 0
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "explain" in run("--help").out
+
+
+def test_json() -> None:
+    doc = run("explain", "13", "--json").doc
+    assert doc.keys() == {"name", "explanations"}
+    assert doc["name"] == "13"
+    assert [one["kind"] for one in doc["explanations"]] == ["status", "errno"]
+    for one in doc["explanations"]:
+        assert one.keys() == {field.name for field in dataclasses.fields(Explanation)}
+        assert one["kind"] in KINDS
+        assert isinstance(one["number"], int)
+        for key in ("name", "constant", "meaning", "soft_roce", "far_side"):
+            assert isinstance(one[key], str)
+        for key in ("causes", "look_at", "see", "qp_types", "flags", "fields"):
+            assert all(isinstance(text, str) for text in one[key])
+
+
+@pytest.mark.parametrize("name", ["RNR_RETRY", "nonsense", "-x", "31337"])
+def test_an_unknown_name_is_a_usage_error(name: str) -> None:
+    ran = run("explain", name)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("rdmapost explain: ")
+    ran = run("explain", name, "--json")
+    assert ran.code == 2
+    assert ran.doc["name"] == name
+    assert ran.doc["error"] in ran.err
+    assert ran.doc["nearest"] == (["RNR_RETRY_EXC_ERR"] if name == "RNR_RETRY" else [])
+
+
+def test_is_a_command_of_the_group() -> None:
+    assert isinstance(app, click.Group)
+    assert "explain" in app.commands
+
+
+# ---- errors that point here ----------------------------------------------------------------
+
+
+def named_by(text: str) -> list[Explanation]:
+    """Return what the command in an error's text explains."""
+    (name,) = re.findall(r"rdmapost explain (\w+)", text)
+    return list(explain(name))
+
+
+def test_a_failed_completion_points_here(connect: Connect) -> None:
+    pair = connect(rnr_retry=0)
+    pair.a.post_send(pair.send(pair.mine[:8]))
+    with pytest.raises(rp.CompletionError) as caught:
+        pair.cq.wait(1)[0].check()
+    assert named_by("\n".join(caught.value.__notes__))[0].name == "RNR_RETRY_EXC_ERR"
+    assert "rdmapost explain" not in str(caught.value)
+
+
+def test_a_call_that_failed_for_no_known_reason_points_here() -> None:
+    assert named_by(str(rp.VerbsError("ibv_reg_mr", errno.EFAULT)))[0].name == "EFAULT"
+    # Where the cause is known, that is what to read.
+    assert "explain" not in str(rp.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise ulimit -l"))
+    assert "explain" not in str(rp.UnsupportedError("ibv_alloc_mw", errno.EOPNOTSUPP))
+
+
+def test_a_post_that_a_device_refused_points_here() -> None:
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+        context.faults.fail_post(errno.EIO)
+        with pytest.raises(rp.PostError) as caught:
+            qp.post_send(rp.Send(mr[:8]))
+    assert named_by(str(caught.value))[0].name == "EIO"
+
+
+def test_a_failed_one_shot_points_here(capsys: pytest.CaptureFixture[str]) -> None:
+    from rdmapost.cli.failure import report
+    from rdmapost.cli.output import Output
+
+    for status in WCStatus:
+        if not status:
+            continue
+        wc = rp.WC(1, status, None, 0, None, None, 17, 0, rp.WCFlags(0), 0, 0, 0, 0, 0)
+        with pytest.raises(rp.CompletionError) as caught:
+            wc.check()
+        assert report(caught.value, Output()) == 1
+        assert named_by(capsys.readouterr().err)[0].name == status.name

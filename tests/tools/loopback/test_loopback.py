@@ -1,0 +1,273 @@
+"""The loopback pair: deadlines, and that everything is released whatever happened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import Access, QPType
+from rdmapost.frames import ethernet
+from rdmapost.loopback import Loopback
+from rdmapost.resources.grh import GRH_BYTES
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
+def test_a_message_arrives(context: rp.Context, qp_type: QPType) -> None:
+    with Loopback(context, qp_type, remote_size=64) as pair:
+        pair.local.mr.buffer[:3] = b"abc"
+        pair.receive(16)
+        pair.local.qp.post_send(rp.Send(sg_list=pair.local.mr[:3], **pair.address))
+        pair.sent()[0].check()
+        (wc,) = pair.arrived()
+        assert wc.byte_len == pair.headroom + 3
+        assert pair.received(3) == b"abc"
+        assert pair.headroom == (GRH_BYTES if qp_type is QPType.UD else 0)
+
+
+def test_waits_share_a_deadline(context: rp.Context) -> None:
+    with Loopback(context, timeout=0.1) as pair:
+        with pytest.raises(rp.WaitTimeout, match=r"did not complete within 0\.1 s"):
+            pair.sent()
+        with pytest.raises(rp.WaitTimeout, match=r"nothing arrived .* within 0\.1 s"):
+            pair.arrived()
+        assert not pair.settled(b"x")
+
+
+@pytest.mark.parametrize("error", [False, True], ids=["quiet", "error"])
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD])
+def test_closes_with_work_requests_outstanding(
+    context: rp.Context, qp_type: QPType, error: bool
+) -> None:
+    def use() -> None:
+        with Loopback(context, qp_type) as pair:
+            pair.receive(16, 4)
+            kept.append(pair)
+            if error:
+                raise KeyError("on purpose")
+
+    kept: list[Loopback] = []
+    if error:
+        with pytest.raises(KeyError):
+            use()
+    else:
+        use()
+    (pair,) = kept
+    for side in (pair.local, pair.remote):
+        assert (side.qp.closed, side.cq.closed, side.mr.closed) == (True, True, True)
+    pair.close()
+
+
+def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
+    context: rp.Context,
+) -> None:
+    pair = Loopback(context)
+    pd = pair.local.mr.pd
+    with rp.MR(pd, 64), pytest.raises(rp.InUseError, match="cannot be closed: MR"):
+        pair.close()
+    for side in (pair.local, pair.remote):
+        assert (side.qp.closed, side.cq.closed, side.mr.closed) == (True, True, True)
+    assert not pd.closed
+    pair.close()
+    assert pd.closed
+
+
+def test_regions_that_are_closed_early_keep_no_memory(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        seen = []
+        for _ in range(20):
+            region = pair.region(64, Access.LOCAL_WRITE)
+            seen.append(weakref.ref(region))
+            region.close()
+        del region
+        assert sum(ref() is not None for ref in seen) <= 2
+
+
+def test_what_cannot_be_closed_is_noted_on_the_error_that_leaves_with(context: rp.Context) -> None:
+    left: list[rp.MR] = []
+
+    def use() -> None:
+        with Loopback(context) as pair:
+            left.append(rp.MR(pair.local.mr.pd, 64))
+            raise KeyError("on purpose")
+
+    with pytest.raises(KeyError) as raised:
+        use()
+    (note,) = raised.value.__notes__
+    assert note.startswith("PD cannot be closed: MR of 64 bytes")
+    pd = left[0].pd
+    left[0].close()
+    pd.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"local_size": -5}, ValueError, "local_size=-5"),
+        ({"remote_size": "1"}, TypeError, "remote_size: expected int, got str"),
+        ({"depth": 0}, ValueError, "depth=0"),
+        ({"depth": None}, TypeError, "depth: expected int, got NoneType"),
+        ({"qp_type": "RC"}, TypeError, "qp_type: expected"),
+        ({"timeout": float("nan")}, ValueError, "timeout"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"timeout": "1"}, TypeError, "timeout"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_arguments_that_cannot_be_are_named(
+    context: rp.Context, wrong: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Loopback(context, **wrong)
+
+
+def test_what_is_no_device_is_refused() -> None:
+    with pytest.raises(TypeError, match="context: expected Context, got NoneType"):
+        Loopback(None)  # type: ignore[arg-type]
+
+
+def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> None:
+    with pytest.raises(rp.RdmaError, match="no GID with index 99"):
+        Loopback(context, gid_index=99)
+    with pytest.raises(ValueError, match="no port 99"):
+        Loopback(context, port_num=99)
+    with rp.open_device(context.name) as again:
+        with pytest.raises(rp.RdmaError):
+            Loopback(again, gid_index=99)
+        again.close()
+
+
+@pytest.mark.parametrize("completes", [True, False])
+def test_window_is_closed_before_a_region_that_was_made_later(
+    context: rp.Context, completes: bool
+) -> None:
+    """Whether the bind has been polled, or is outstanding."""
+    with Loopback(context) as pair:
+        window = pair.window()
+        region = pair.region(256, Access.LOCAL_WRITE | Access.MW_BIND)
+        pair.remote.qp.post_send(
+            rp.BindMW(mw=window, rkey=window.next_rkey(), mr=region, addr=region.addr, length=8)
+        )
+        if completes:
+            pair.remote.cq.wait(1)
+    assert window.closed
+    assert region.closed
+
+
+def test_closing_in_a_forked_child_does_nothing(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        pid = os.fork()
+        if not pid:
+            try:
+                pair.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        pair.local.qp.post_send(rp.LocalInv())
+        assert pair.local.cq.wait(1)
+
+
+def test_a_bound_window_is_given_back(context: rp.Context) -> None:
+    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
+    with Loopback(context, access=access) as pair:
+        window, region = pair.window(), pair.remote.mr
+        pair.remote.qp.post_send(
+            rp.BindMW(
+                mw=window,
+                rkey=window.next_rkey(),
+                mr=region,
+                addr=region.addr,
+                length=64,
+                mw_access_flags=Access.REMOTE_WRITE,
+            )
+        )
+        pair.arrived()[0].check()
+    assert window.closed
+    assert region.closed
+
+
+# ---- shared receive queues, XRC, raw packets, segments ----------------------------
+
+
+def make(context: rp.Context, *args: Any, **options: Any) -> Loopback:
+    """Make a loopback, or skip if the device reports that it lacks something."""
+    try:
+        return Loopback(context, *args, **options)
+    except rp.UnsupportedError as why:
+        pytest.skip(str(why))
+    except rp.VerbsError as why:
+        if args[:1] != (QPType.RAW_PACKET,):
+            raise
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD, QPType.XRC_SEND])
+def test_a_message_arrives_through_a_shared_queue(context: rp.Context, qp_type: QPType) -> None:
+    with make(context, qp_type, remote_size=128, srq_type=rp.SRQType.BASIC) as pair:
+        assert pair.srq is not None
+        pair.local.mr.buffer[:3] = b"abc"
+        pair.receive(16, 2)
+        assert pair.srq.outstanding == 2
+        pair.local.qp.post_send(rp.Send(sg_list=pair.local.mr[:3], **pair.address))
+        pair.sent()[0].check()
+        assert pair.arrived()[0].check().byte_len == pair.headroom + 3
+        assert pair.received(3, room=16) == b"abc"
+        assert pair.srq.outstanding == 1
+        kept = pair.srq
+    assert kept.closed
+
+
+def test_remote_memory_over_xrc(context: rp.Context) -> None:
+    with make(context, QPType.XRC_SEND) as pair:
+        assert pair.remote.qp.qp_type is QPType.XRC_RECV
+        pair.local.mr.buffer[:3] = b"abc"
+        pair.local.qp.post_send(rp.RdmaWrite(sg_list=pair.local.mr[:3], **pair.target(5)))
+        pair.sent()[0].check()
+        assert bytes(pair.remote.mr.buffer[4:9]) == b"\0abc\0"
+
+
+def test_a_frame_arrives(context: rp.Context) -> None:
+    with make(context, QPType.RAW_PACKET, remote_size=128) as pair:
+        pair.local.mr.buffer[:64] = frame = ethernet() + bytes(range(50))
+        pair.receive(64)
+        pair.local.qp.post_send(rp.Send(sg_list=pair.local.mr[:64]))
+        pair.sent()[0].check()
+        assert pair.arrived()[0].check().byte_len == 64
+        assert pair.received(64) == frame
+
+
+def test_a_region_is_given_back(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        region = pair.region(64, Access.LOCAL_WRITE | Access.REMOTE_WRITE)
+        target = {**pair.target(rkey=region.rkey), "remote_addr": region.addr}
+        pair.local.qp.post_send(rp.RdmaWrite(sg_list=pair.local.mr[:8], **target))
+        pair.sent()[0].check()
+    assert region.closed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"srq_type": rp.SRQType.TM},
+        {"qp_type": QPType.XRC_SEND},
+        {"qp_type": QPType.UD, "max_tso_header": 64},
+    ],
+    ids=["tags", "xrc", "tso"],
+)
+def test_it_is_made_or_says_what_the_device_lacks(
+    context: rp.Context, options: dict[str, Any]
+) -> None:
+    why = None
+    try:
+        Loopback(context, **options).close()
+    except rp.UnsupportedError as error:
+        why = error
+    assert why is None or context.kind != "soft"
+    if why is not None:
+        assert str(why).endswith(f"not supported by {context.name}")
+        assert why.errno == errno.EOPNOTSUPP

@@ -1,0 +1,147 @@
+"""Ping-pong's address exchange: what the stock programs send, and garbage of every kind."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.playing import MESSAGE
+
+import rdmapost as rp
+from rdmapost.pingpong import Address, PingpongError
+from rdmapost.tools.pingpong.exchange import DONE, Exchange, Line, name_of
+
+
+def test_an_address_is_what_the_stock_programs_send():
+    address = Address(0, 0x11, 0xABCDEF, rp.GID("::ffff:10.0.0.1"))
+    assert address.encode() == MESSAGE
+    assert len(MESSAGE) == 52
+    assert Address.decode(MESSAGE) == address
+
+
+@given(
+    st.integers(0, 0xFFFF),
+    st.integers(0, 0xFFFFFF),
+    st.integers(0, 0xFFFFFF),
+    st.binary(min_size=16, max_size=16),
+    st.integers(1, 57),
+)
+def test_every_address_comes_through_in_pieces_of_any_size(lid, qpn, psn, gid, piece):
+    address = Address(lid, qpn, psn, rp.GID(gid))
+    server = Exchange(is_client=False)
+    told = address.encode() + DONE
+    for start in range(0, len(told), piece):
+        assert server.needed == len(told) - start
+        server.feed(told[start : start + piece])
+    assert server.needed == 0
+    assert server.peer == address
+    client = Exchange(is_client=True)
+    client.feed(address.encode())
+    assert client.needed == 0
+    assert client.peer == address
+
+
+def malformed(rng: random.Random) -> bytes:
+    """Return something that a peer may send: garbage, or a valid message with faults."""
+    whole = bytearray(MESSAGE + DONE)
+    kind = rng.randrange(7)
+    if kind == 0:
+        return rng.randbytes(rng.randint(1, 80))
+    if kind == 1:
+        return rng.choice(
+            [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\0", b"done\0"]
+        )
+    if kind == 2:
+        return bytes(whole[: rng.randrange(len(whole))])
+    if kind == 3:
+        whole[rng.randrange(len(whole))] = rng.randrange(256)
+    elif kind == 4:
+        at = rng.randrange(len(whole))
+        whole[at:at] = rng.randbytes(rng.randint(1, 4))
+    elif kind == 5:
+        at = rng.randrange(len(whole))
+        del whole[at : at + rng.randint(1, 4)]
+    else:
+        whole += rng.randbytes(rng.randint(1, 4))
+    return bytes(whole)
+
+
+def test_a_hundred_thousand_malformed_exchanges_are_refused_or_waited_for():
+    """Each is refused, incomplete, or valid; there is no other outcome."""
+    rng = random.Random(52)
+    refused = incomplete = accepted = 0
+    for _ in range(100_000):
+        data = malformed(rng)
+        exchange = Exchange(is_client=False)
+        try:
+            at = 0
+            while at < len(data):
+                piece = rng.randint(1, 60)
+                exchange.feed(data[at : at + piece])
+                at += piece
+        except PingpongError:
+            refused += 1
+        else:
+            if exchange.needed:
+                incomplete += 1
+                assert 0 < exchange.needed <= 57
+            else:
+                accepted += 1
+                # The same bytes, or other digits.
+                assert exchange.peer is not None
+                assert exchange.peer.encode() + DONE == data.lower()
+    assert refused > 60_000
+    assert incomplete > 5_000
+    assert accepted > 100
+
+
+def test_malformed_exchanges_over_a_connection_end_at_once():
+    """The peer sends something wrong, in pieces, and goes; nothing waits."""
+    rng = random.Random(53)
+    for _ in range(3000):
+        ours, theirs = socket.socketpair()
+        data = malformed(rng)
+        with theirs:
+            at = 0
+            while at < len(data):
+                piece = rng.randint(1, 60)
+                theirs.sendall(data[at : at + piece])
+                at += piece
+        with Line(ours, "peer", 30, is_client=False) as line:
+            try:
+                line.peer()
+                line.done()
+            except PingpongError:
+                continue
+            # Bytes after the exchange are not read.
+            assert data[51:57] == b"\0" + DONE
+
+
+@pytest.mark.parametrize(
+    ("said", "stage"),
+    [
+        (b"GET / HTTP", "its address"),
+        (b"0000:0000111", r"its address"),
+        (MESSAGE[:-1] + b" ", "its address"),
+        (MESSAGE + b"gone\0", '"done"'),
+        (MESSAGE + DONE + b"!", '"done"'),
+    ],
+)
+def test_what_is_wrong_is_shown(said, stage):
+    with pytest.raises(PingpongError, match=stage):
+        Exchange(is_client=False).feed(said)
+
+
+@pytest.mark.parametrize("data", [b"", MESSAGE[:-1], MESSAGE + b"\0", MESSAGE.replace(b":", b";")])
+def test_decode_refuses_what_is_no_address(data):
+    with pytest.raises(ValueError, match="not an address of the pingpong exchange"):
+        Address.decode(data)
+
+
+def test_names_of_peers():
+    assert name_of(("10.0.0.1", 5)) == "10.0.0.1:5"
+    assert name_of(("::1", 5, 0, 0)) == "[::1]:5"
+    assert name_of(("::ffff:10.0.0.1", 5, 0, 0)) == "10.0.0.1:5"

@@ -1,0 +1,221 @@
+"""Ping-pong with peers that are absent, go away, differ or do not play."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from support.playing import MESSAGE, TYPES, Ends, play
+from support.ports import HOST, free_port, heard, impostor
+
+import rdmapost as rp
+from rdmapost import QPType
+from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
+from rdmapost.tools.pingpong.exchange import DONE
+
+
+def drip(sock: socket.socket) -> None:
+    """Send the right bytes, each of them well within the time limit."""
+    with contextlib.suppress(ConnectionError):
+        for byte in MESSAGE:
+            sock.sendall(bytes((byte,)))
+            time.sleep(0.05)
+
+
+def answer(message: bytes) -> Callable[[socket.socket], None]:
+    def act(sock: socket.socket) -> None:
+        sock.sendall(message)
+        heard(sock)
+
+    return act
+
+
+BAD_SERVERS = {
+    "closes": (lambda sock: sock.recv(52), r"closed the connection.* instead of sending its addr"),
+    "half": (
+        lambda sock: (sock.recv(52), sock.sendall(MESSAGE[:20])),
+        r"instead of sending its address \(20 of 52 bytes came\)",
+    ),
+    "silent": (heard, r"did not send its address within 0\.5 s"),
+    "drips": (drip, r"did not send its address \(\d+ of 52 bytes came\) within 0\.5 s"),
+    "garbage": (answer(b"220 mail ESMTP\r\n"), r"does not speak .*: b'220 mail ESMTP"),
+    "no gid": (
+        answer(b"0000:000011:abcdef:" + 32 * b"0" + b"\0"),
+        "sent no GID, and on Ethernet .* start it with -g INDEX",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SERVERS)
+def test_servers_that_do_not_play(context, kind):
+    does, why = BAD_SERVERS[kind]
+    with (
+        impostor(does) as (_, port),
+        Pingpong(context, timeout=0.5) as side,
+        pytest.raises(PingpongError, match=why) as error,
+    ):
+        side.run_client(HOST, port)
+    assert f"{HOST}:{port}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"", r"did not send its address within 0\.5 s"),
+        (MESSAGE[:9], r"did not send its address \(9 of 52 bytes came\) within 0\.5 s"),
+        (b"GET / HTTP/1.0\r\n", "does not speak the exchange"),
+        (MESSAGE[:19] + 32 * b"0" + b"\0", "sent no GID"),
+        (MESSAGE, r'did not send "done" within 0\.5 s'),
+        (MESSAGE + b"d", r'did not send "done" within 0\.5 s'),
+        (MESSAGE + b"nope!", 'does not speak .* came instead of "done"'),
+        # It goes silently.
+        (None, r"closed the connection.* instead of sending its address"),
+        # It completes the exchange, and then does nothing.
+        (MESSAGE + DONE, r"no message from .* within 0\.5 s, from the start"),
+    ],
+)
+def test_clients_that_do_not_play(context, said, why):
+    if said is not None and said[12:18] == b"abcdef" and said[19:51] != 32 * b"0":
+        # The server's queue pair must be connected to something that it can reach.
+        gid = rp.choose_gid(context).gid.hex().encode()
+        said = said[:19] + gid[: max(0, len(said) - 19)] + said[51:]
+    with (
+        listen(HOST, 0) as listener,
+        Pingpong(context, timeout=0.5) as side,
+        socket.create_connection(listener.getsockname()[:2]) as sock,
+    ):
+        if said is None:
+            sock.close()
+        else:
+            sock.sendall(said)
+        with pytest.raises(PingpongError, match=why):
+            side.run_server(listener, wait=5)
+
+
+def test_a_queue_pair_that_is_not_there(context):
+    """The exchange succeeds; no message is acknowledged."""
+    address = Address(0, 0xFFFFF0, 1, rp.choose_gid(context).gid)
+    why = r"does not answer, from the start \(RETRY_EXC_ERR\): see that the GIDs"
+    with (
+        impostor(answer(address.encode())) as (_, port),
+        Pingpong(context, timeout=20) as side,
+        pytest.raises(PingpongError, match=why),
+    ):
+        side.run_client(HOST, port)
+
+
+def test_nobody_listens(context):
+    why = r"cannot connect to .* refused; start the server"
+    with Pingpong(context, timeout=5) as side, pytest.raises(PingpongError, match=why):
+        side.run_client(HOST, free_port())
+
+
+def test_no_such_host(context):
+    why = r"there is no host 'no\.such\.host\.invalid'"
+    with Pingpong(context, timeout=5) as side, pytest.raises(PingpongError, match=why):
+        side.run_client("no.such.host.invalid")
+
+
+def test_no_client_comes(context):
+    why = r"no client came to 127\.0\.0\.1:\d+ within 0\.2 s"
+    with (
+        Pingpong(context) as side,
+        listen(HOST, 0) as listener,
+        pytest.raises(PingpongError, match=why),
+    ):
+        side.run_server(listener, wait=0.2)
+
+
+def test_a_port_that_is_in_use_and_an_address_that_is_not_there():
+    in_use = r"cannot listen on 127\.0\.0\.1:\d+: Address already"
+    with listen(HOST, 0) as first, pytest.raises(PingpongError, match=in_use):
+        listen(HOST, first.getsockname()[1])
+    with pytest.raises(PingpongError, match=r"cannot listen on 203\.0\.113\.7:0: Cannot assign"):
+        listen("203.0.113.7", 0)
+
+
+def test_it_listens_on_every_address_unless_told_otherwise():
+    with listen(None, 0) as listener:
+        socket.create_connection((HOST, listener.getsockname()[1]), 5).close()
+
+
+def test_a_peer_that_looks_for_data_that_the_client_does_not_send(context):
+    ends = play(context, iters=5, server={"validate": True})
+    assert isinstance(ends.client, Result)
+    assert isinstance(ends.server, PingpongError)
+    assert "the data is wrong: 1 of 4096 bytes, the first at 0: 0x7b, not 0x00" in str(ends.server)
+    assert "was the client told to validate" in str(ends.server)
+
+
+def test_data_that_was_changed_on_the_way_is_found(context):
+    """Every byte is checked, not only those that the stock programs mark."""
+    size = 3 * mmap.PAGESIZE
+    for at in (1, size // 2 + 1, size - 1):
+        with Pingpong(context, size=size, validate=True) as side:
+            side._begin(is_client=True)
+            landing = side._mr.buffer[side._landing :]
+            landing[:] = side._mr.buffer[: side._landing]
+            side._look("client")
+            landing[at] ^= 1
+            with pytest.raises(PingpongError, match=f"1 of {size} bytes, the first at {at}: 0x7a"):
+                side._look("client")
+
+
+@pytest.mark.parametrize("sizes", [(64, 4096), (4096, 64)])
+def test_sizes_that_differ_are_told(context, sizes):
+    client, server = sizes
+    ends = play(context, iters=5, client={"size": client}, server={"size": server}, timeout=1.0)
+    assert isinstance(ends.server, PingpongError)
+    assert "the same size" in str(ends.server)
+    assert isinstance(ends.client, PingpongError)
+
+
+@TYPES
+def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
+    """It plays fewer messages, and goes."""
+    ends = play(context, qp_type, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
+    assert isinstance(ends.server, Result)
+    assert isinstance(ends.client, PingpongError)
+    text = str(ends.client)
+    assert "after 50 of 500 messages" in text
+    assert "it has died, " in text
+    assert "\n" not in text
+    if qp_type is not QPType.RC:
+        assert f"a message was lost, which {qp_type.name} does not repeat" in text
+
+
+def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context, monkeypatch):
+    monkeypatch.setattr("rdmapost.tools.pingpong.side._TELL_EVERY_NS", 1_000_000)
+    options = {"events": True, "iters": 1 << 30, "timeout": 2.0}
+    ends = Ends()
+
+    def press(count: int) -> None:
+        if count > 10:
+            raise KeyboardInterrupt
+
+    with listen(HOST, 0) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            with Pingpong(context, **options) as side:
+                try:
+                    ends.server = side.run_server(listener, wait=20)
+                except PingpongError as error:
+                    ends.server = error
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt), Pingpong(context, **options) as side:
+            side.run_client(HOST, port, progress=press)
+        assert side._qp.closed
+        assert side._mr.closed
+        assert side._pd.closed
+        thread.join(30)
+    assert re.search(rf"after \d+ of {1 << 30} messages.*: it has died", str(ends.server))
