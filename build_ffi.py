@@ -1,7 +1,7 @@
 """Build ``rdmapost._verbs``, the compiled binding over libibverbs.
 
-The declarations are in ``rdmapost/_c/*.cdef.h`` and the shim in
-``rdmapost/_c/*.c``; this file only hands them to cffi and setuptools.
+The declarations are in ``rdmapost/_c/*/*.cdef.h`` and the shim in
+``rdmapost/_c/``; this file only hands them to cffi and setuptools.
 
 ``pip install .`` uses the commands below through pyproject.toml.
 ``python build_ffi.py`` builds the module in place, beside its sources.
@@ -26,13 +26,13 @@ MODULE = "rdmapost._verbs"
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 ffibuilder = FFI()
-for declarations in ("verbs.cdef.h", "shim.cdef.h", "soft.cdef.h"):
+for declarations in ("libibverbs/verbs.cdef.h", "libibverbs/shim.cdef.h", "soft0/soft.cdef.h"):
     ffibuilder.cdef((SOURCES / declarations).read_text())
 ffibuilder.set_source(
     MODULE,
     """
-    #include "soft.h"
-    /* The module's init function is door.c's; it calls cffi's, which nobody else sees. */
+    #include "soft0/soft.h"
+    /* The module's init function is module.c's; it calls cffi's, which nobody else sees. */
     #undef PyMODINIT_FUNC
     #define PyMODINIT_FUNC __attribute__((visibility("hidden"))) PyObject *
     #define PyInit__verbs rp_cffi_init

@@ -9,7 +9,8 @@ _T = TypeVar("_T")
 ffi: Any
 lib: Any
 
-# _c/handle.c: the base of the resources; resources/resource.py says what its methods are for.
+# _c/handles/handle.c: the base of the resources; resources/resource.py says what its methods are
+# for.
 class Handle:
     @property
     def closed(self) -> bool: ...
@@ -62,7 +63,7 @@ def exiting(closed_all: bool, /) -> None: ...
 # Whether this thread is in the middle of a verb, where a close is put off.
 def in_verb() -> bool: ...
 
-# _c/inflight.c: what is posted to a queue and not known to be done.
+# _c/posting/inflight.c: what is posted to a queue and not known to be done.
 class InFlight:
     def __init__(self, in_order: bool = True, tagged: InFlight | None = None) -> None: ...
     @property
@@ -77,14 +78,14 @@ class InFlight:
     # The queue has been destroyed or reset.
     def clear(self) -> None: ...
 
-# _c/completions.c.
+# _c/polling/completions.c.
 def make_completions_of(
     wc: type, statuses: dict[int, Any], other_status: Any, opcodes: dict[int, Any],
     flags: dict[int, Any], flag_type: Any, verbs_error: type, /,
 ) -> None: ...  # fmt: skip
 
-# _c/cq.c, which says what each does.  `handle` is the resource's, so that it stays open meanwhile;
-# `into` is an empty list.
+# _c/polling/cq.c, which says what each does.  `handle` is the resource's, so that it stays open
+# meanwhile; `into` is an empty list.
 class Poller:
     waiting: int
     # What leads for an event loop (aio.py), or None.
@@ -112,7 +113,7 @@ class Poller:
 # ibv_get_cq_event(3) and ibv_ack_cq_events(3) in one.
 def get_cq_event(channel: int, into: dict[int, None], /) -> bool | None: ...
 
-# _c/wr.c: the base of the work requests, whose __init__ is that of a dataclass but quicker.
+# _c/posting/wr.c: the base of the work requests, whose __init__ is that of a dataclass but quicker.
 class WR: ...
 
 # A class and the __init__ that dataclasses made; how many fields are positional; of each field
@@ -121,10 +122,10 @@ def quick_init(
     wr_type: type, init: Any, positional: int, fields: tuple[tuple[str, Any], ...], /
 ) -> None: ...  # fmt: skip
 
-# _c/region.c: give the class of regions its __getitem__.
+# _c/posting/region.c: give the class of regions its __getitem__.
 def make_sges(mr: type, sge: type, /) -> None: ...
 
-# _c/buffer.c: memory that is not registered, held for inline data.
+# _c/posting/buffer.c: memory that is not registered, held for inline data.
 class Buffer:
     def __init__(self, of: Any, /) -> None: ...
     @property
@@ -132,19 +133,20 @@ class Buffer:
     @property
     def length(self) -> int: ...
 
-# _c/tag.c.
+# _c/posting/tag.c.
 class TagHandle:
     """Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
 
-# _c/read.c: what work requests refer to, and a row of fields.py: of each field the name, its
-# offset and bytes in the struct, and what it is.  Returns the number of the class.
+# _c/posting/read.c: what work requests refer to, and a row of fields.py: of each field the name,
+# its offset and bytes in the struct, and what it is.  Returns the number of the class.
 def describe_resource(name: str, type: type, /) -> None: ...
 def describe_wr(
     wr_type: type, verb: int, opcode: int, writes: bool, atomic: bool,
     fields: tuple[tuple[str, int, int, str], ...], /,
 ) -> int: ...  # fmt: skip
 
-# _c/post.c; posting.py derives from it, and has what it calls to say why something is refused.
+# _c/posting/post.c; posting/queue.py derives from it, and has what it calls to say why something is
+# refused.
 class Queue:
     def __init__(
         self, *, verb: int, in_flight: InFlight, checked: bool, pd: int, room: int,
@@ -155,7 +157,7 @@ class Queue:
     def bind_mw(self, owner: Handle, wr: Any, sure: bool, /) -> None: ...
     def set_ready(self, ready: bool, /) -> None: ...
 
-# _c/prepared.c.
+# _c/posting/prepared.c.
 class Prepared:
     # Once; its owner must know the list by then, to close it.
     def _prepare(self, queue: Queue, owner: Handle, wrs: Any, /) -> None: ...
@@ -180,7 +182,7 @@ class Number:
     def __get__(self, wr: PreparedItem, kind: type | None = None, /) -> int: ...
     def __set__(self, wr: PreparedItem, value: int, /) -> None: ...
 
-# _c/soft_journal.c: changes to the soft device's state are taken back if the verb or step raises.
+# _c/soft0/journal.c: changes to the soft device's state are taken back if the verb or step raises.
 # What all of these call is to be in C, where no signal handler runs.
 
 # Its attributes are journaled.
@@ -203,7 +205,7 @@ def take(queue: deque[_T], /) -> _T: ...
 # Drop the entries of a completion queue that are a work queue's; for on_commit.
 def forget(entries: deque[Any], queue: DeviceQueue, /) -> None: ...
 
-# _c/soft.c.
+# _c/soft0/context.c.
 class WQE:
     wr_id: int
     opcode: int
@@ -251,8 +253,8 @@ class DeviceQueue:
     faults: PostFaults
     slots: DeviceQueue
 
-# _c/soft_faults.c: sends that are to fail on purpose: each an errno (1..4095), and how many are let
-# through before it (below 2^63).
+# _c/soft0/faults.c: sends that are to fail on purpose: each an errno (1..4095), and how many are
+# let through before it (below 2^63).
 class PostFaults:
     def add(self, after: int, errno: int, /) -> None: ...
     def clear(self) -> None: ...
@@ -277,7 +279,7 @@ def set_timer(fd: int, events: deque[Any], ns: int, /) -> None: ...
 # Of the two in `faults`: have the send that comes after so many fail with an errno.
 def plan_failure(posts: dict[int, int], posted: list[int], after: int, errno: int, /) -> None: ...
 
-# _c/soft_verb.c: call a function as one verb.  An exception that it returns is raised too, but
+# _c/soft0/verb.c: call a function as one verb.  An exception that it returns is raised too, but
 # takes nothing back.
 def verb(function: Callable[..., Any], /, *args: Any) -> Any: ...
 

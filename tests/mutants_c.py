@@ -23,6 +23,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+C = ROOT / "rdmapost" / "_c"
+
+
+def name_of(path: str) -> str:
+    """Return a C file's path below ``rdmapost/_c``, as it is included."""
+    return os.path.relpath(ROOT / path, C)
+
 
 # ---- tokens -----------------------------------------------------------------------
 
@@ -490,14 +497,15 @@ class Build:
         suffix = ".abi3.so" if macros else sysconfig.get_config_var("EXT_SUFFIX")
         self.module = f"_verbs{suffix}"
 
-        self.sources = {path.name: path for path in (ROOT / "rdmapost" / "_c").iterdir()}
+        self.sources = {str(path.relative_to(C)): path for path in C.rglob("*.[ch]")}
         self.sources["_verbs.c"] = work / "generated.c"
         with contextlib.redirect_stdout(io.StringIO()):
             build_ffi.ffibuilder.emit_c_code(str(self.sources["_verbs.c"]))
         place = self._lay(work / "_c")
         self.objects: dict[str, pathlib.Path] = {}
         self.needed_by: dict[str, list[str]] = {}
-        for source in (*map(os.path.basename, extension["sources"]), "_verbs.c"):
+        names = [os.path.relpath(source, "rdmapost/_c") for source in extension["sources"]]
+        for source in (*names, "_verbs.c"):
             self.objects[source] = self._compile(place, source)
             for part in self._cc("-MM", source, place=place).replace("\\\n", " ").split()[1:]:
                 self.needed_by.setdefault(os.path.normpath(part), []).append(source)
@@ -506,6 +514,7 @@ class Build:
         """Lay the sources into a directory, where one of them may be another."""
         place.mkdir(parents=True)
         for name, path in self.sources.items():
+            (place / name).parent.mkdir(exist_ok=True)
             (place / name).symlink_to(path)
         return place
 

@@ -133,21 +133,21 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_sizes.py",
         "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
-    "rdmapost/_c/completions.c": (
+    "rdmapost/_c/polling/completions.c": (
         "resources/test_completion_fields.py",
         "resources/test_polling_failures.py",
         "project/test_errors.py",
         "providers/soft0/test_soft_tags.py",
     ),
-    "rdmapost/_c/rules.c": ("posting/test_rules.py", "posting/test_reading.py"),
-    "rdmapost/_c/read.c": (
+    "rdmapost/_c/posting/rules.c": ("posting/test_rules.py", "posting/test_reading.py"),
+    "rdmapost/_c/posting/read.c": (
         "posting/test_fields.py",
         "posting/test_reading.py",
         "posting/test_rules.py",
         "resources/test_crashes.py",
         "posting/test_prepared.py::test_sges_that_the_collector_shows_while_they_are_made_are_whole",
     ),
-    "rdmapost/_c/post.c": (
+    "rdmapost/_c/posting/post.c": (
         "posting/test_rules.py",
         "posting/test_inflight.py",
         "posting/test_fields.py",
@@ -159,7 +159,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "soundness/test_windows_hold.py",
         "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
     ),
-    "rdmapost/_c/prepared.c": (
+    "rdmapost/_c/posting/prepared.c": (
         "posting/test_prepared.py",
         "posting/test_fields.py",
         "posting/test_rules.py",
@@ -167,36 +167,36 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_reading.py",
         "soundness/test_fork.py::test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do",
     ),
-    "rdmapost/_c/poll.c": (
+    "rdmapost/_c/libibverbs/poll.c": (
         "resources/test_polling_failures.py",
         "project/test_binding.py::test_polling_nothing_is_refused_by_the_shim",
         "providers/soft0/test_soft_tags.py",
     ),
-    "rdmapost/_c/inflight.c": (
+    "rdmapost/_c/posting/inflight.c": (
         "posting/test_inflight.py",
         "posting/test_prepared.py",
         "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_windows_hold.py",
     ),
-    "rdmapost/_c/buffer.c": (
+    "rdmapost/_c/posting/buffer.c": (
         "posting/test_reading.py",
         "posting/test_values.py",
         "posting/test_rules.py",
         "posting/test_prepared.py",
         "resources/test_lifetimes.py::test_the_collector_may_take_a_memoryview_and_an_sge_over_it",
     ),
-    "rdmapost/_c/tag.c": (
+    "rdmapost/_c/posting/tag.c": (
         "providers/soft0/test_soft_tag_ops.py",
         "providers/soft0/test_soft_tags.py",
     ),
-    "rdmapost/_c/region.c": ("resources/test_memory.py", "posting/test_values.py"),
-    "rdmapost/_c/wr.c": (
+    "rdmapost/_c/posting/region.c": ("resources/test_memory.py", "posting/test_values.py"),
+    "rdmapost/_c/posting/wr.c": (
         "posting/test_wr.py",
         "project/test_arguments.py",
         "posting/test_fields.py",
     ),
-    "rdmapost/_c/slots.c": ("posting/test_wr.py", "posting/test_fields.py"),
-    "rdmapost/_c/soft.c": (
+    "rdmapost/_c/handles/slots.c": ("posting/test_wr.py", "posting/test_fields.py"),
+    "rdmapost/_c/soft0/context.c": (
         "providers/soft0/test_soft_from_c.py",
         "providers/soft0/test_soft_queuepair.py",
         "providers/soft0/test_soft_responder.py",
@@ -228,7 +228,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
         "resources/test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
-    "rdmapost/_c/soft_verb.c": (
+    "rdmapost/_c/soft0/verb.c": (
         "providers/soft0/test_soft_handlers.py",
         "providers/soft0/test_soft_interrupts.py",
         "resources/test_polling.py",
@@ -238,7 +238,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
         "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
     ),
-    "rdmapost/_c/soft_journal.c": (
+    "rdmapost/_c/soft0/journal.c": (
         "providers/soft0/test_soft_queuepair.py",
         "providers/soft0/test_faults.py",
         "providers/soft0/test_soft_refuses.py",
@@ -248,8 +248,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_windows.py",
         "providers/soft0/test_soft_interrupts.py",
     ),
-    "rdmapost/_c/lock.c": ("posting/test_reading.py", "resources/test_polling.py"),
-    "rdmapost/_c/cq.c": (
+    "rdmapost/_c/handles/lock.c": ("posting/test_reading.py", "resources/test_polling.py"),
+    "rdmapost/_c/polling/cq.c": (
         "resources/test_cq_batches.py",
         "resources/test_cq_waits.py",
         "resources/test_completions.py",
@@ -272,7 +272,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "soundness/test_finalizers.py::"
         "test_handler_that_closes_what_its_thread_waits_for_ends_the_wait",
     ),
-    "rdmapost/_c/handle.c": (
+    "rdmapost/_c/handles/handle.c": (
         "resources/test_resource.py",
         "resources/test_handles.py",
         "resources/test_making.py",
@@ -544,7 +544,7 @@ class InC:
 
     def put_all(self, path: str, file: mutants_c.Selectable) -> tuple[pathlib.Path, set[int]]:
         """Build all mutants of a file, and have this process, a child, import that."""
-        wrong = self.build.link_selectable(pathlib.Path(path).name, file, self.modules[0])
+        wrong = self.build.link_selectable(mutants_c.name_of(path), file, self.modules[0])
         self._enter(0)
         return self.modules[0], wrong
 
@@ -556,7 +556,7 @@ class InC:
         else:
             assert isinstance(mutant.changed, str)
             try:
-                self.build.link(pathlib.Path(mutant.module).name, mutant.changed, module)
+                self.build.link(mutants_c.name_of(mutant.module), mutant.changed, module)
             except mutants_c.DoesNotCompile:
                 os._exit(NO_MUTANT)
             except mutants_c.SameObject:
@@ -936,7 +936,7 @@ def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> None:
     for mutant in mutants:
         assert isinstance(mutant.changed, str)
         try:
-            kind.build.link(pathlib.Path(mutant.module).name, mutant.changed, kind.modules[0])
+            kind.build.link(mutants_c.name_of(mutant.module), mutant.changed, kind.modules[0])
             tried.survivors.append(mutant)
         except mutants_c.DoesNotCompile:
             tried.count -= 1

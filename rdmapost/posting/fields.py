@@ -35,7 +35,7 @@ __all__ = ["KINDS", "NUMBERS", "Verb"]
 
 
 class Verb(IntEnum):
-    """The verbs that post, as ``_c/post.h`` numbers them."""
+    """The verbs that post, as ``_c/posting/post.h`` numbers them."""
 
     ibv_post_send = 0
     ibv_post_recv = 1
@@ -130,7 +130,7 @@ _KINDS_OF_FIELD = {
     "handle": "t",
     "recv_wr_id": "m",
 }
-"""What a field is where it is not a number in host order; see ``_c/post.h``."""
+"""What a field is where it is not a number in host order; see ``_c/posting/post.h``."""
 
 
 def _member(struct: str, path: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 ``batch = qp.prepare([...])``, then ``batch.post()`` any number of times.  Change
 what differs between posts in place, through ``batch[index]``.
-The work is in C (``_c/prepared.c``).
+The work is in C (``_c/posting/prepared.c``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The queues that work requests are posted to, and the errors for refused ones.
 
-Posting is done in C (``_c/post.h`` says how): reading the work requests, checking them, recording
-them as in flight, and the call. A list stops at the first work request that cannot be posted; those
-before it are posted.
+Posting is done in C (``_c/posting/post.h`` says how): reading the work requests, checking them,
+recording them as in flight, and the call. A list stops at the first work request that cannot be
+posted; those before it are posted.
 """
 
 from __future__ import annotations

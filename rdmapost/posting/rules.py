@@ -1,6 +1,6 @@
 """What may be posted where: the table of ibv_post_send(3) as data, and why something is refused.
 
-C checks what is posted (``_c/rules.c``); the text of each of its rules is here, by name.
+C checks what is posted (``_c/posting/rules.c``); the text of each of its rules is here, by name.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def check_send_state(state: QPState) -> str | None:
 
 
 class Refusal(NamedTuple):
-    """A work request that was refused (``_c/read.c``, ``_c/rules.c``).
+    """A work request that was refused (``_c/posting/read.c``, ``_c/posting/rules.c``).
 
     Attributes:
         rule: the rule that it breaks: the name of a function below.

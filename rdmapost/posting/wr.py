@@ -395,7 +395,7 @@ class TagSync(OpsWR):
 
 
 def _quicken(*kinds: Any) -> None:
-    """Let C do the work of a dataclass's __init__ (``_c/wr.c``), in half the time.
+    """Let C do the work of a dataclass's __init__ (``_c/posting/wr.c``), in half the time.
 
     Args:
         kinds: the classes, derived ones before their bases.

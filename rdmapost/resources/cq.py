@@ -114,7 +114,7 @@ door.make_completions_of(
 )
 
 _BATCH = 64
-"""The most completions that one call polls (``_c/cq.c``)."""
+"""The most completions that one call polls (``_c/polling/cq.c``)."""
 
 
 class CQ(Resource, struct="ibv_cq"):

@@ -227,7 +227,7 @@ class MR(Resource, struct="ibv_mr"):
                 self.buffer.release()
 
 
-# MR.__getitem__ is C's (_c/region.c).
+# MR.__getitem__ is C's (_c/posting/region.c).
 door.make_sges(MR, SGE)
 door.describe_resource("SGE", SGE)
 door.describe_resource("MR", MR)

@@ -4,8 +4,8 @@ A resource holds references to its parents. Closing a parent with open children 
 names them. The garbage collector may finalize a tree in any order; a parent finalized early stays
 open until its last child closes it.
 
-C implements this (``_c/handle.c``): no interrupt, thread or finalizer can come between a device's
-answer and the record of it.
+C implements this (``_c/handles/handle.c``): no interrupt, thread or finalizer can come between a
+device's answer and the record of it.
 """
 
 from __future__ import annotations

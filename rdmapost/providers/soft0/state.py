@@ -3,7 +3,7 @@
 The device itself, and what the C structs stand for.  ``verb`` makes a control
 verb of a method: it holds the device's lock, and all that it changes in the
 device is there when it returns, or, if it raises, nothing of it
-(``_c/soft_verb.c``).  The data verbs are in C (``_c/soft.c``).
+(``_c/soft0/verb.c``).  The data verbs are in C (``_c/soft0/context.c``).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class OpenDevice(door.Record):
 class Device(door.Record):
     """A software RDMA device.
 
-    Every verb holds one lock, which covers everything (``_c/soft_verb.c``). The device has no
+    Every verb holds one lock, which covers everything (``_c/soft0/verb.c``). The device has no
     threads: progress is made inside the verbs.
 
     Attributes:

@@ -1,8 +1,8 @@
-/* The C side of the soft device; soft.c documents it. */
+/* The C side of the soft device; soft0/context.c documents it. */
 #ifndef RDMAPOST_SOFT_H
 #define RDMAPOST_SOFT_H
 
-#include "shim.h"
+#include "libibverbs/shim.h"
 
 #include <sys/timerfd.h>
 

@@ -1,5 +1,5 @@
 /* Polling. */
-#include "shim.h"
+#include "libibverbs/shim.h"
 
 #include <string.h>
 

@@ -4,7 +4,7 @@
  * Its rules are written in Python (rdmapost/providers/soft0/engine/), and a signal handler may raise between any two
  * bytecodes. So each change to the device's state is noted before it is made, with the call that
  * undoes it, and what cannot be undone waits for the end. Then C, in which no handler runs, makes
- * either the undo calls or the waiting ones (soft_journal.c).
+ * either the undo calls or the waiting ones (soft0/journal.c).
  *
  * A verb holds the device's lock from its first step to its last, and everything below is used
  * under it.
@@ -12,13 +12,13 @@
 #ifndef RDMAPOST_SOFT_DEVICE_H
 #define RDMAPOST_SOFT_DEVICE_H
 
-#include "handle.h"
+#include "handles/handle.h"
 
-#include "soft.h"
+#include "soft0/soft.h"
 
 /*
  * Data verbs do not take that lock. A function in C that touches what they share with the device (a
- * queue, the lists of soft_verb.c) keeps the GIL from its first step to its last; without a GIL it
+ * queue, the lists of soft0/verb.c) keeps the GIL from its first step to its last; without a GIL it
  * holds this lock, which is recursive. Only C runs under it, and never waits for a queue's lock or
  * the device's. A thread that waits for it leaves its critical sections, so they may be entered
  * under it.
@@ -36,7 +36,7 @@ static inline void rp_data_unlock(void)
 }
 #endif
 
-/* ---- soft_journal.c ------------------------------------------------------ */
+/* ---- soft0/journal.c ------------------------------------------------------ */
 
 /* The names of attributes and methods that C looks up. */
 enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
@@ -66,16 +66,16 @@ int rp_note_added(PyObject *cq);
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
-/* ---- soft.c ---------------------------------------------------------------- */
+/* ---- soft0/context.c ---------------------------------------------------------------- */
 
 /* Let polls take all entries of a completion queue. */
 void rp_show(PyObject *cq);
-/* ---- soft_faults.c ------------------------------------------------------- */
+/* ---- soft0/faults.c ------------------------------------------------------- */
 
 /* Count a send; the errno with which it must fail on purpose, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
-/* ---- soft_verb.c: the lock, and what runs under it ----------------------- */
+/* ---- soft0/verb.c: the lock, and what runs under it ----------------------- */
 
 /* The parts of the device, given by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {

@@ -5,7 +5,7 @@
  * flight, and calls the verb. What it names stays held while it is open, and while
  * a post of it is outstanding.
  */
-#include "post.h"
+#include "posting/post.h"
 
 #include <endian.h>
 #include <structmember.h>

@@ -10,7 +10,7 @@
 #ifndef RDMAPOST_INFLIGHT_H
 #define RDMAPOST_INFLIGHT_H
 
-#include "handle.h"
+#include "handles/handle.h"
 
 /* An entry's state; a bind of unknown outcome stays RP_BIND or RP_UNBIND. */
 enum {

@@ -5,7 +5,7 @@
  * code runs meanwhile: a device written in Python only accepts the work requests, and
  * runs once the lock is released.
  */
-#include "post.h"
+#include "posting/post.h"
 
 /* ---- the device ----------------------------------------------------------- */
 

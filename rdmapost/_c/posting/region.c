@@ -5,7 +5,7 @@
  * Anything but two numbers within the region is left to MR._slice, which
  * reports what is wrong.
  */
-#include "post.h"
+#include "posting/post.h"
 
 static struct {
 	PyObject *sge; /* the class, a tuple */

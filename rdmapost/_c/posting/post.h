@@ -13,7 +13,7 @@
 #ifndef RDMAPOST_POST_H
 #define RDMAPOST_POST_H
 
-#include "inflight.h"
+#include "posting/inflight.h"
 
 enum { KINDS = 24, FIELDS = 8 };
 

@@ -7,7 +7,7 @@
  * signal handler runs in the middle. With no journal active, the first are not noted, and the
  * others are made at once.
  */
-#include "soft_device.h"
+#include "soft0/soft_device.h"
 
 PyObject *rp_names[NAMES];
 

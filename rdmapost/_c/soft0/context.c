@@ -7,7 +7,7 @@
  *
  * Work requests are copied here, whole, and carried out in Python.
  */
-#include "soft_device.h"
+#include "soft0/soft_device.h"
 
 #include <string.h>
 #include <structmember.h>
@@ -89,7 +89,7 @@ struct queue {
 	unsigned int last_handle; /* of a matching list's entries */
 	unsigned int refuses; /* the errno of every post, or 0 */
 	unsigned int prompt; /* posts are carried out, not left to wait for a message */
-	PyObject *faults; /* for sends: which are to fail on purpose (soft_faults.c) */
+	PyObject *faults; /* for sends: which are to fail on purpose (soft0/faults.c) */
 	PyObject *slots; /* for operations: the queue whose slots a matching list's entries take */
 	unsigned int hidden; /* entries at its end that a verb in progress may still take back */
 };

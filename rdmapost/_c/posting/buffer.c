@@ -1,5 +1,5 @@
 /* Unregistered memory, held for inline data and TSO headers. */
-#include "post.h"
+#include "posting/post.h"
 
 #include <structmember.h>
 

@@ -1,5 +1,5 @@
 /* The life of a handle (handle.h). */
-#include "handle.h"
+#include "handles/handle.h"
 
 #include <pthread.h>
 #include <structmember.h>

@@ -12,7 +12,7 @@
  * IBVERBS_PRIVATE_ are never used.  The library stays open for the life of
  * the process: providers keep state in it.
  */
-#include "shim.h"
+#include "libibverbs/shim.h"
 
 #include <dlfcn.h>
 #include <pthread.h>

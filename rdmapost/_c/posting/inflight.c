@@ -1,5 +1,5 @@
 /* Work requests posted and not known to be done (inflight.h). */
-#include "post.h"
+#include "posting/post.h"
 
 #include <structmember.h>
 

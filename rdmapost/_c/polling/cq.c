@@ -10,7 +10,7 @@
  * of them, the leader, also sleeps on the completion channel. If asyncio tasks
  * wait, their event loop does that (rdmapost/resources/aio.py).
  */
-#include "inflight.h"
+#include "posting/inflight.h"
 
 #include <math.h>
 #include <poll.h>

@@ -5,7 +5,7 @@
  * that changes afterwards has no effect: what is checked and posted is what was
  * read here.
  */
-#include "post.h"
+#include "posting/post.h"
 
 #include <endian.h>
 

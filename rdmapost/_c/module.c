@@ -10,7 +10,7 @@
  * The functions are in the module that cffi makes: its own init function is
  * renamed (build_ffi.py), and the one below calls it.
  */
-#include "handle.h"
+#include "handles/handle.h"
 
 int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int flags,
 		PyType_Slot *slots, PyObject **type)

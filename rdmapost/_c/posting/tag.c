@@ -1,5 +1,5 @@
 /* The handle of a matching-list entry; posting a TAG_ADD makes it, a TAG_DEL names it. */
-#include "post.h"
+#include "posting/post.h"
 
 PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint64_t serial,
 			     uint32_t value)

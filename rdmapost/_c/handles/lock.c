@@ -4,7 +4,7 @@
  * A prepared post takes some thirty nanoseconds, and a mutex would add ten. So it is one word,
  * plus something for waiters to sleep on.
  */
-#include "handle.h"
+#include "handles/handle.h"
 
 int rp_owns(const struct rp_lock *lock)
 {

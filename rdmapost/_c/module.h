@@ -1,6 +1,6 @@
-/* Shared by the files behind door.c. */
-#ifndef RDMAPOST_DOOR_H
-#define RDMAPOST_DOOR_H
+/* Shared by the files behind module.c. */
+#ifndef RDMAPOST_MODULE_H
+#define RDMAPOST_MODULE_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <pythread.h>
 
-#include "shim.h"
+#include "libibverbs/shim.h"
 
 /* cffi's own init function (build_ffi.py renames it). */
 PyObject *rp_cffi_init(void);
@@ -64,7 +64,7 @@ static inline PyObject *rp_dict_get(PyObject *dict, PyObject *key)
 	return found;
 }
 
-/* ---- door.c ------------------------------------------------------------- */
+/* ---- module.c ------------------------------------------------------------- */
 
 /* A PyMethodDef entry for a METH_FASTCALL function of that name. */
 #define RP_METHOD(name)                                                        \
@@ -87,7 +87,7 @@ void rp_free(PyObject *self);
  *
  * None of our Python code runs while a thread holds one, so waits are short, and only a device
  * that calls Python in its ibv_post_send can make a thread ask for it twice. (The soft
- * device's own lock is another matter; see soft_verb.c.)
+ * device's own lock is another matter; see soft0/verb.c.)
  */
 
 struct rp_thread;

@@ -13,7 +13,7 @@
 #ifndef RDMAPOST_HANDLE_H
 #define RDMAPOST_HANDLE_H
 
-#include "door.h"
+#include "module.h"
 
 struct rp_handle {
 	PyObject_HEAD
@@ -178,7 +178,7 @@ static inline PyObject *rp_run_device(void)
 PyObject *rp_take_exception(void);
 
 /*
- * soft_verb.c: raise later, in this thread, a signal handler's exception that could not propagate,
+ * soft0/verb.c: raise later, in this thread, a signal handler's exception that could not propagate,
  * taking over the reference; and start doing so once the thread is out of C.
  */
 void rp_raise_later(PyObject *exception);

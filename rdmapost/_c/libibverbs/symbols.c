@@ -3,7 +3,7 @@
  * ABI of the context's ops table is the header's business and not ours.
  * shim.h gives these six default visibility; all else in the module is hidden.
  */
-#include "shim.h"
+#include "libibverbs/shim.h"
 
 int ibv_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
 		  struct ibv_send_wr **bad_wr)

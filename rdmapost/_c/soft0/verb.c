@@ -6,7 +6,7 @@
  * exception is either a signal handler's, and the step is retried, or a fault in the device. A
  * retry on another thread tells which, because handlers run in the main thread only.
  */
-#include "soft_device.h"
+#include "soft0/soft_device.h"
 
 #include <time.h>
 #include <unistd.h>

@@ -6,7 +6,7 @@
  * directly. Whatever it does not understand it leaves to the other, which
  * reports what is wrong.
  */
-#include "door.h"
+#include "module.h"
 
 enum { CLASSES = 24, FIELDS = 12 };
 

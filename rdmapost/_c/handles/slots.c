@@ -6,7 +6,7 @@
  * searched for in the object. On a Python that keeps it elsewhere, it is looked
  * up by name.
  */
-#include "door.h"
+#include "module.h"
 
 /* Whether an object has a pointer to `value` at an offset. */
 static int holds(PyObject *object, Py_ssize_t offset, PyObject *value)

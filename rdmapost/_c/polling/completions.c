@@ -1,5 +1,5 @@
 /* Completions in Python: each struct ibv_wc becomes a WC (rdmapost/resources/cq.py). */
-#include "door.h"
+#include "module.h"
 
 #include <endian.h>
 

@@ -4,7 +4,7 @@
  * A post looks here with its queue's lock held, so it reads plain C numbers: a user cannot
  * replace them, and no Python code runs.
  */
-#include "soft_device.h"
+#include "soft0/soft_device.h"
 
 struct fault {
 	uint64_t number; /* of the send */
