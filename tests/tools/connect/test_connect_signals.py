@@ -110,7 +110,7 @@ def each_moment_of_an_unclosed_one(once: Callable[[int], bool]) -> None:
 def test_close_interrupted_at_any_moment_can_be_called_again(context: rp.Context) -> None:
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0)
-        with At("/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
+        with At("/rdmapost/tools/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
             server.close()
         began = time.monotonic()
         server.close()
@@ -128,7 +128,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
     def once(nth: int) -> bool:
         nonlocal interrupted
         server, context = None, rp.open_device("soft0")
-        at = At("/connect/server.py", nth, interrupt)
+        at = At("/rdmapost/tools/connect/server.py", nth, interrupt)
         try:
             with at:
                 server = connect.serve(context, port=0)
@@ -154,12 +154,12 @@ def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
 
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0)
-        with At("/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
+        with At("/rdmapost/tools/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
             server.close()
         if finalizer == "whole":
             del server
         else:
-            with At("/connect/", 1, interrupt):
+            with At("/rdmapost/tools/connect/", 1, interrupt):
                 del server
         until(lambda: not server_threads())
         return at.reached
@@ -175,7 +175,7 @@ def test_a_server_ends_whatever_moment_of_its_finalizer_is_interrupted(
 
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0)
-        with At("/connect/", nth, interrupt) as at:
+        with At("/rdmapost/tools/connect/", nth, interrupt) as at:
             del server
         until(lambda: not server_threads())
         return at.reached
@@ -190,7 +190,7 @@ def test_a_signal_handler_may_close_a_server_at_any_moment_of_its_close(
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0, timeout=1.0)
         began = time.monotonic()
-        with At("/connect/", nth, server.close) as at:
+        with At("/rdmapost/tools/connect/", nth, server.close) as at:
             server.close()
         assert time.monotonic() - began < SOON
         assert not server_threads()
@@ -366,7 +366,7 @@ def test_a_signal_handler_may_close_the_connection_at_any_moment(
         peer = served.dial(timeout=2.0)
         began = time.monotonic()
         with (
-            At("/connect/client.py", nth, peer.close) as at,
+            At("/tools/connect/client.py", nth, peer.close) as at,
             contextlib.suppress(connect.ConnectError),
         ):
             actions[what](peer)
@@ -414,7 +414,7 @@ def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
 
     def once(nth: int) -> bool:
         with served.dial() as peer:
-            with At("/connect/client.py", nth, interrupt) as at, contextlib.suppress(Interrupted):
+            with At("/tools/connect/client.py", nth, interrupt) as at, contextlib.suppress(Interrupted):
                 peer.look(0, 4)
             answers: list[object] = []
 
