@@ -48,6 +48,11 @@ class Handle:
     def _release(self) -> None: ...
     def _forget(self) -> None: ...
 
+# _finalize() is called when it is dropped, again until no signal handler interrupts it; what the
+# handler raises is raised in the main thread, where __del__ would lose it.
+class Finalizer:
+    def __del__(self) -> None: ...
+
 # ClosedError, RdmaError, what raises for a failed function and its errno, ffi, what makes a number
 # of a pointer, what is open, what tells a cdata's type, and that of each class (_resource.py).
 def describe_handles(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -16,7 +16,7 @@ import rdmapost as rp
 from rdmapost.resources import aio
 
 RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
-HERE = os.path.dirname(aio.__file__)
+HERE = "/rdmapost/resources/"
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +134,77 @@ def test_interrupt_while_tasks_wait_for_events(raises) -> None:
         rig.close()
 
     interrupt_at_each_moment(make, act, check, handler=RAISES[raises], within=HERE, most=60)
+
+
+class _Looping(Rig):
+    """With an event loop in a thread, whose task waits for one completion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.waiting = asyncio.run_coroutine_threadsafe(self.cq.completions(), self.loop)
+        self.turn()
+
+    def turn(self) -> None:
+        """Let the event loop do what it has to."""
+        for _ in range(3):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(LIMIT)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(LIMIT)
+        self.loop.close()
+        super().close()
+
+
+@pytest.mark.parametrize("verb", ["poll", "wait"])
+def test_task_gets_what_an_interrupted_thread_took_and_put_back(verb: str) -> None:
+    """The event loop looked while the thread had the completion, and found none."""
+
+    def act(rig: _Looping) -> None:
+        rig.a.post_send(rig.write(7))
+        rig.found += rig.cq.poll() if verb == "poll" else rig.cq.wait(1, 0)
+
+    def check(rig: _Looping, moment: Moment) -> None:
+        if rig.found or not rig.written():
+            rig.a.post_send(rig.write(7))
+        until(rig.waiting.done, "the completion of the task that waits")
+        assert [wc.wr_id for wc in rig.waiting.result()] == [7]
+        rig.drain()
+        rig.close()
+
+    def interrupt(rig: _Looping) -> None:
+        rig.turn()
+        raise Interrupted
+
+    interrupt_at_each_moment(_Looping, act, check, handler=interrupt, within=HERE, most=60)
+
+
+def test_task_gets_what_an_interrupted_task_put_back() -> None:
+    """One of two tasks is interrupted while it has the only completion."""
+
+    async def both(rig: Rig) -> None:
+        tasks = [asyncio.create_task(rig.cq.completions()) for _ in range(2)]
+        try:
+            await asyncio.sleep(0)
+            rig.a.post_send(rig.write(7))
+            done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if waiting and isinstance(done.pop().exception(), Interrupted):
+                await asyncio.wait(waiting, timeout=LIMIT)
+            there = rig.cq.poll()
+            assert not there or all(one.done() for one in tasks), "a task sleeps beside its own"
+        finally:
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def act(rig: Rig) -> None:
+        asyncio.run(both(rig))
+
+    def check(rig: Rig, moment: Moment) -> None:
+        rig.drain()
+        rig.close()
+
+    interrupt_at_each_moment(Rig, act, check, handler=Interrupted, within=HERE, most=60)

@@ -15,7 +15,6 @@ enum {
 	MAX_ARGS = 8,
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
-	MOST_INTERRUPTS = 16, /* of a hook that must run to completion */
 	RETRIES_NS = 500000000, /* of a close that finds no room */
 };
 
@@ -142,6 +141,15 @@ void rp_raise(PyObject *exception)
 	if (before)
 		PyException_SetContext(exception, before);
 	Py_DECREF(exception);
+}
+
+void rp_handler_raised(void)
+{
+	if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
+	    PyErr_ExceptionMatches(PyExc_RecursionError))
+		PyErr_Clear();
+	else
+		rp_raise_later(rp_take_exception());
 }
 
 /* Set its value in the dict of open handles, or with NULL remove it; 0, or -1. */
@@ -1242,6 +1250,43 @@ static PyType_Slot handle_slots[] = {
 	{ 0, NULL },
 };
 
+/* ---- finalizers in Python -------------------------------------------------- */
+
+/*
+ * Call _finalize() until it completes: a signal handler may raise in the middle of it, and that
+ * exception, which a __del__ would lose, is raised later, in the main thread. A failure that is not
+ * a handler's comes every time.
+ */
+static void finalizer_finalize(PyObject *self)
+{
+	struct error error = save_error(), first = { NULL, NULL, NULL };
+	PyObject *done = NULL;
+
+	for (int i = 0; !done && i < MOST_INTERRUPTS; i++) {
+		done = PyObject_CallMethod(self, "_finalize", NULL);
+		if (!done && PyErr_ExceptionMatches(PyExc_Warning)) {
+			PyErr_WriteUnraisable(self);
+			done = Py_NewRef(Py_None);
+		}
+		if (!done && !first.type)
+			first = save_error();
+		PyErr_Clear();
+	}
+	restore_error(first);
+	if (done && PyErr_Occurred())
+		rp_handler_raised();
+	else if (!done)
+		PyErr_WriteUnraisable(self);
+	Py_XDECREF(done);
+	rp_deliver_soon();
+	restore_error(error);
+}
+
+static PyType_Slot finalizer_slots[] = {
+	{ Py_tp_finalize, finalizer_finalize },
+	{ 0, NULL },
+};
+
 /* ---- for Python ----------------------------------------------------------- */
 
 /*
@@ -1323,5 +1368,7 @@ int rp_add_handle(PyObject *module)
 	}
 	return rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
+	       rp_add_type(module, "rdmapost._verbs.Finalizer", sizeof(PyObject),
+			   Py_TPFLAGS_BASETYPE, finalizer_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

@@ -47,6 +47,9 @@ struct rp_handle {
 
 extern PyObject *rp_handle_type;
 
+/* Attempts at what must be done although a signal handler raises in the middle of it. */
+enum { MOST_INTERRUPTS = 16 };
+
 /* How far interpreter shutdown has got, or 0. */
 enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
 extern int rp_exiting;
@@ -182,6 +185,8 @@ PyObject *rp_take_exception(void);
  * taking over the reference; and start doing so once the thread is out of C.
  */
 void rp_raise_later(PyObject *exception);
+/* The same for the one that is set, unless it is for lack of memory or stack. */
+void rp_handler_raised(void);
 void rp_deliver_soon(void);
 
 /* Raise an exception, with the one that is set as its context; takes over the reference. */

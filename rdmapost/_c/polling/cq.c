@@ -225,6 +225,22 @@ static int tell_tasks(struct poller *p)
 	return failed;
 }
 
+/*
+ * Have the tasks look at what has been put back: they may have looked while it was out. An exception
+ * that is set stays set.
+ */
+static void announce_to_tasks(struct poller *p)
+{
+	PyObject *type, *value, *trace;
+
+	PyErr_Fetch(&type, &value, &trace);
+	/* A signal handler may raise before the event loop has been told. */
+	for (int i = 0; RP_LOAD(&p->tasks) && tell_tasks(p) && i < MOST_INTERRUPTS; i++)
+		rp_handler_raised();
+	rp_deliver_soon();
+	PyErr_Restore(type, value, trace);
+}
+
 /* Begin a verb on the handle in the first argument; 0, or -1 with an exception. */
 static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, struct rp_use *use)
 {
@@ -530,11 +546,14 @@ static struct rp_settled *free_settled(struct rp_settled *s)
 	return next;
 }
 
-/* Turn a delivered list into spares, and free the excess. */
-static void recycle(struct poller *p, struct rp_settled *list)
+/*
+ * Turn a delivered list into spares, as many as it takes to put it back without memory; free the
+ * excess.
+ */
+static void recycle(struct poller *p, struct rp_settled *list, size_t delivered)
 {
 	take(p);
-	for (; list && p->spares < BATCH; p->spares++) {
+	for (; list && p->spares < (delivered < BATCH ? BATCH : delivered); p->spares++) {
 		struct rp_settled *s = list;
 
 		list = s->next;
@@ -577,6 +596,7 @@ static void put_back(struct poller *p, struct rp_settled *list)
 	p->backlog = list;
 	wake_waiters(p);
 	give(p);
+	announce_to_tasks(p);
 }
 
 /* Raise what polling has failed with, which may be ours: always NULL. */
@@ -610,7 +630,6 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 		Py_XDECREF(wc);
 		if (failed) {
 			put_back(p, list);
-			n = -1;
 			break;
 		}
 		n++;
@@ -620,8 +639,8 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 		s->next = done;
 		done = s;
 	}
-	recycle(p, done);
-	return n;
+	recycle(p, done, (size_t)n);
+	return list ? -1 : n;
 }
 
 /* Read a number of completions; -1 with an exception, also for a negative one. */

@@ -182,12 +182,12 @@ class AsyncServer(Serving, _ClosedAtTheEnd):
         threads, self._loop = self._threads, asyncio.get_running_loop()
         self._life.add_done_callback(lambda task: threads.close())
 
-    def __del__(self) -> None:
-        super().__del__()
+    def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():
             # Any thread may run a finalizer; a closed loop needs nothing.
             with self._suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)
+        super()._finalize()
 
     async def close(self) -> None:
         """Tell every client that the server is closing, and release what they have.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit, within
+from ..._binding import door
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ, WC
@@ -28,7 +29,7 @@ from .sockets import NotCopied, refuse_inherited
 __all__ = ["Dialled"]
 
 
-class Dialled(NotCopied):
+class Dialled(door.Finalizer, NotCopied):
     """A queue pair of this device, connected to a server's.
 
     ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request
@@ -199,14 +200,15 @@ class Dialled(NotCopied):
         """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""
         raise NotImplementedError
 
-    def __del__(self) -> None:
-        where, self._where = getattr(self, "_where", ""), ""
+    def _finalize(self) -> None:
+        where = getattr(self, "_where", "")
         if not where or self._pid != os.getpid():
             return
         # Not close(): that waits for the server.
         self._abandon()
         with suppress(RdmaError):
             self._give_back()
+        self._where = ""
         warnings.warn(
             f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2
         )

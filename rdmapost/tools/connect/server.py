@@ -494,11 +494,12 @@ def _end_all() -> None:
         threads.close()
 
 
-class Serving(NotCopied):
+class Serving(door.Finalizer, NotCopied):
     """What Server and AsyncServer have in common."""
 
     # At the interpreter's exit a finalizer may find no globals.
     _getpid, _warn, _suppress = staticmethod(os.getpid), staticmethod(warnings.warn), suppress
+    _unclosed = ""
 
     def __init__(self, reception: Reception, listener: socket.socket) -> None:
         self._reception = reception
@@ -519,17 +520,19 @@ class Serving(NotCopied):
             self._threads.abandon()
             raise
 
-    def __del__(self) -> None:
+    def _finalize(self) -> None:
         threads: _Threads | None = getattr(self, "_threads", None)
         if threads is not None and threads.pid == self._getpid():
             # Before end(), after which it calls itself closed.
-            unclosed = "" if threads.ended else f"unclosed {self!r}"
+            if not threads.ended:
+                self._unclosed = f"unclosed {self!r}"
             # Not close(): a finalizer may run in any thread, including the server's.
             threads.end()
-            if unclosed:
-                self._warn(unclosed, ResourceWarning, source=self, stacklevel=2)
         for end in getattr(self, "_lifeline", ()):
             end.close()
+        if unclosed := self._unclosed:
+            self._unclosed = ""
+            self._warn(unclosed, ResourceWarning, source=self, stacklevel=2)
 
     def __str__(self) -> str:
         return self._name

@@ -86,6 +86,12 @@ class At:
         return self._trace
 
 
+def come_by() -> None:
+    """Give the interpreter an occasion to raise what is due in this thread."""
+    for _ in range(10):
+        pass
+
+
 def server_threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("serve ")]
 
@@ -159,8 +165,9 @@ def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
         if finalizer == "whole":
             del server
         else:
-            with At("/rdmapost/tools/connect/", 1, interrupt):
+            with pytest.raises(Interrupted), At("/rdmapost/tools/connect/", 1, interrupt):
                 del server
+                come_by()
         until(lambda: not server_threads())
         return at.reached
 
@@ -168,19 +175,30 @@ def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
     context.close()
 
 
-def test_a_server_ends_whatever_moment_of_its_finalizer_is_interrupted(
-    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("made", ["server", "connection"])
+def test_interrupt_of_a_finalizer_is_raised_afterwards_and_everything_is_released(
+    context: rp.Context, made: str
 ) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
+    with connect.serve(context, port=0) as other:
 
-    def once(nth: int) -> bool:
-        server = connect.serve(context, port=0)
-        with At("/rdmapost/tools/connect/", nth, interrupt) as at:
-            del server
-        until(lambda: not server_threads())
-        return at.reached
+        def once(nth: int) -> bool:
+            one = (
+                connect.serve(context, port=0)
+                if made == "server"
+                else connect.dial(context, *other.address)
+            )
+            at, raised = At("/rdmapost/tools/connect/", nth, interrupt), False
+            try:
+                with at:
+                    del one
+                    come_by()
+            except Interrupted:
+                raised = True
+            assert raised == at.reached
+            until(lambda: len(server_threads()) == 1 and not other.clients)
+            return at.reached
 
-    each_moment_of_an_unclosed_one(once)
+        each_moment_of_an_unclosed_one(once)
     context.close()
 
 
@@ -414,7 +432,10 @@ def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
 
     def once(nth: int) -> bool:
         with served.dial() as peer:
-            with At("/tools/connect/client.py", nth, interrupt) as at, contextlib.suppress(Interrupted):
+            with (
+                At("/tools/connect/client.py", nth, interrupt) as at,
+                contextlib.suppress(Interrupted),
+            ):
                 peer.look(0, 4)
             answers: list[object] = []
 
