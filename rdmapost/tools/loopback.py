@@ -20,7 +20,7 @@ from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD
-from .resource_stack import ResourceStack, Together
+from .resource_stack import ResourceHolder, ResourceStack
 
 __all__ = ["Loopback", "Side"]
 
@@ -43,7 +43,7 @@ class Side:
     mr: MR
 
 
-class Loopback(Together):
+class Loopback(ResourceHolder):
     """A local and a remote queue pair on one device, connected to each other.
 
     A context manager; ``close()`` closes everything in the right order, whatever

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import RdmaError
 
-__all__ = ["ClosedAtTheEnd", "ResourceStack", "Together"]
+__all__ = ["AsyncClosesOnExit", "ClosesOnExit", "ResourceHolder", "ResourceStack"]
 
 
 class _Closable(Protocol):
@@ -90,7 +90,7 @@ class ResourceStack:
             raise
 
 
-class ClosedAtTheEnd:
+class ClosesOnExit:
     """A context manager that closes itself."""
 
     def close(self) -> None:
@@ -116,7 +116,35 @@ class ClosedAtTheEnd:
                 error.add_note(str(failure))
 
 
-class Together(ClosedAtTheEnd):
+class AsyncClosesOnExit:
+    """An asynchronous context manager that closes itself."""
+
+    def _refuse_inherited(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        self._refuse_inherited()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            # The original error matters more than what follows from it.
+            with suppress(RdmaError):
+                await self.close()
+
+
+class ResourceHolder(ClosesOnExit):
     """A base class for objects that hold resources on a stack."""
 
     def __init__(self) -> None:

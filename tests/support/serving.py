@@ -16,7 +16,15 @@ import pytest
 import rdmapost as rp
 from rdmapost import QPType, connect
 from rdmapost.tools.connect.fabric import fabric_of
-from rdmapost.tools.connect.messages import Bye, Hello, Look, Message, Ready, Report, encode
+from rdmapost.tools.connect.protocol_messages import (
+    Bye,
+    Hello,
+    Look,
+    Message,
+    Ready,
+    Report,
+    encode,
+)
 from support import LIMIT
 
 ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"

@@ -25,10 +25,11 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from .address import show_address
-from .conversation import HELLO_S, Conversation, Reception
-from .messages import MAX_LINE, Error, encode
-from .sockets import LINGER_BYTES, LINGER_S, stop_listening
+from ..tcp import LINGER_BYTES, LINGER_S, stop_listening
+from .host_port import show_address
+from .protocol_messages import MAX_LINE, Error, encode
+from .server_state import ServerState
+from .session import HELLO_S, Session
 
 __all__ = ["BACKLOG", "GUESSES", "GUESSES_IN_ALL", "Acceptor"]
 
@@ -68,18 +69,18 @@ class _Pending:
     """A connection that is not yet, or no longer, a client's.
 
     Attributes:
-        conversation: its exchange.
+        session: its exchange.
         source: the address, or an IPv6 address's /64: the unit of rate limiting.
         until: its deadline, by time.monotonic().
         complete: its hello has arrived and is queued.
         unread: bytes that may still be discarded after a refusal.
     """
 
-    def __init__(self, sock: socket.socket, address: tuple[Any, ...], reception: Reception) -> None:
+    def __init__(self, sock: socket.socket, address: tuple[Any, ...], server: ServerState) -> None:
         self.sock = sock
-        self.conversation = Conversation(reception, show_address(address))
+        self.session = Session(server, show_address(address))
         self.source = _source(address[0])
-        self.until = time.monotonic() + min(reception.timeout, HELLO_S)
+        self.until = time.monotonic() + min(server.timeout, HELLO_S)
         self.complete = False
         self.unread = LINGER_BYTES
 
@@ -96,20 +97,20 @@ class Acceptor:
     """Accepts connections, and hands over those with the correct token.
 
     Args:
-        reception: the server's.
+        server: the server's.
         listener: a non-blocking listening socket; closed at the end.
         stop_fd: readable when the server ends.
-        start_client: takes over a socket and its conversation; returns False if it cannot.
+        start_client: takes over a socket and its session; returns False if it cannot.
     """
 
     def __init__(
         self,
-        reception: Reception,
+        server: ServerState,
         listener: socket.socket,
         stop_fd: int,
-        start_client: Callable[[socket.socket, Conversation], bool],
+        start_client: Callable[[socket.socket, Session], bool],
     ) -> None:
-        self._reception, self._listener, self._stop_fd = reception, listener, stop_fd
+        self._server, self._listener, self._stop_fd = server, listener, stop_fd
         self._start_client = start_client
         # Both in deadline order.
         self._pending: dict[_Pending, None] = {}
@@ -148,7 +149,7 @@ class Acceptor:
             stop_listening(self._listener)
             self._selector.close()
             for peer in (*self._pending, *self._lingering):
-                peer.conversation.close()
+                peer.session.close()
                 peer.sock.close()
 
     def _empty_backlog(self) -> None:
@@ -203,7 +204,7 @@ class Acceptor:
             sock.setblocking(False)
             if len(self._pending) >= self._most:
                 self._evict()
-            peer = _Pending(sock, address, self._reception)
+            peer = _Pending(sock, address, self._server)
             self._pending[peer] = None
             self._per_source[peer.source] += 1
             self._selector.register(sock, selectors.EVENT_READ, peer)
@@ -246,20 +247,20 @@ class Acceptor:
     # ---- hellos --------------------------------------------------------
 
     def _read(self, peer: _Pending) -> None:
-        conversation = peer.conversation
+        session = peer.session
         try:
             data = peer.sock.recv(MAX_LINE)
         except BlockingIOError:
             return
         except OSError as error:
-            conversation.lost(f"the connection broke: {error.strerror or error}")
+            session.lost(f"the connection broke: {error.strerror or error}")
             data = b""
         if not data:
-            conversation.lost()
+            session.lost()
             self._remove(peer)
-            conversation.close()
+            session.close()
             peer.sock.close()
-        elif conversation.receive(data):
+        elif session.receive(data):
             self._selector.unregister(peer.sock)
             peer.complete = True
             waiting = self._waiting.setdefault(peer.source, deque())
@@ -273,14 +274,14 @@ class Acceptor:
         for source in list(self._waiting):
             while source in self._waiting and not self._delay(source, now):
                 peer = self._waiting[source][0]
-                answer = peer.conversation.authenticate()
+                answer = peer.session.authenticate()
                 self._remove(peer)
-                if peer.conversation.code == "token":
+                if peer.session.code == "token":
                     self._count(source, now)
-                if peer.conversation.over:
+                if peer.session.over:
                     self._finish(peer, answer)
-                elif not self._start_client(peer.sock, peer.conversation):
-                    self._finish(peer, peer.conversation.end("busy", _TOO_MANY))
+                elif not self._start_client(peer.sock, peer.session):
+                    self._finish(peer, peer.session.end("busy", _TOO_MANY))
                 if self._in_all.left(now) and source in self._waiting:
                     # Another address is next.
                     self._waiting.move_to_end(source)
@@ -300,7 +301,7 @@ class Acceptor:
 
     def _refuse(self, peer: _Pending, code: str, text: str) -> None:
         self._remove(peer)
-        self._finish(peer, peer.conversation.end(code, text))
+        self._finish(peer, peer.session.end(code, text))
 
     def _remove(self, peer: _Pending) -> None:
         del self._pending[peer]
@@ -319,7 +320,7 @@ class Acceptor:
         with suppress(OSError):
             peer.sock.send(answer)
             peer.sock.shutdown(socket.SHUT_WR)
-        peer.conversation.close()
+        peer.session.close()
         if len(self._lingering) >= self._most // 4:
             self._hang_up(next(iter(self._lingering)))
         peer.until = time.monotonic() + LINGER_S
@@ -349,7 +350,7 @@ class Acceptor:
             if first.complete:
                 self._refuse(first, "busy", _TOO_FAST)
             else:
-                answer = first.conversation.tick()
+                answer = first.session.tick()
                 self._remove(first)
                 self._finish(first, answer)
         while self._lingering and (first := next(iter(self._lingering))).until <= now:

@@ -19,16 +19,16 @@ from ..._binding import door
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
-from ..resource_stack import ClosedAtTheEnd
-from .address import DEFAULT_PORT, check_where, resolve, show_address
-from .connection import Dialled
-from .conversation import check_token
-from .errors import ConnectError, ConnectTimeout, ProtocolError
-from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
-from .protocol import ClientSession
-from .sockets import errno_of, prepare, send_all
+from ..resource_stack import ClosesOnExit
+from ..tcp import errno_of, prepare, send_all
+from .base_connection import BaseConnection
+from .failures import ConnectError, ConnectTimeout, ProtocolError
+from .host_port import DEFAULT_PORT, check_where, resolve, show_address
+from .protocol import ClientProtocol
+from .protocol_messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .server_state import check_token
 
-__all__ = ["MARGIN_S", "Connection", "Teller", "dial", "why_not_reached"]
+__all__ = ["MARGIN_S", "Connection", "Failures", "dial", "why_not_reached"]
 
 MARGIN_S = 1.0
 """How long an answer may take, besides the time that the server was told to wait."""
@@ -110,7 +110,7 @@ def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
     )
 
 
-class Teller:
+class Failures:
     """Describes the outcome of an exchange, for any shell.
 
     Args:
@@ -151,14 +151,14 @@ class Teller:
         )
 
 
-class _Asking:
+class _Question:
     """Held only by a local variable, while a question has its turn or waits for it."""
 
     __slots__ = ("__weakref__",)
 
 
-class _Turn(weakref.ref[_Asking]):
-    """A place in the queue of questions, given up when its _Asking is gone.
+class _Turn(weakref.ref[_Question]):
+    """A place in the queue of questions, given up when its _Question is gone.
 
     A lock would stay locked if a signal handler raised between its acquisition and the ``try``; a
     local variable is always released.
@@ -169,7 +169,7 @@ class _Turn(weakref.ref[_Asking]):
     thread: int
 
 
-class Connection(Dialled, ClosedAtTheEnd):
+class Connection(BaseConnection, ClosesOnExit):
     """A connection to a server; ``dial`` makes it.
 
     If a signal handler raises (KeyboardInterrupt) during a question (report, look), the connection
@@ -202,7 +202,7 @@ class Connection(Dialled, ClosedAtTheEnd):
                 self._give_back()
             raise why_not_reached(show_address((host, port)), error, self.timeout) from error
         try:
-            self._session = ClientSession()
+            self._protocol = ClientProtocol()
             self._socket = self._reach(host, port)
             greeting = self.greeting(token)
             message = next(greeting)
@@ -214,12 +214,12 @@ class Connection(Dialled, ClosedAtTheEnd):
             with suppress(RdmaError):
                 self._give_back()
             raise
-        self._where = self._teller.where
+        self._where = self._failures.where
 
     def _reach(self, host: str, port: int) -> socket.socket:
         deadline = time.monotonic() + self.timeout
         where = show_address((host, port))
-        self._teller = Teller(where)
+        self._failures = Failures(where)
         last: OSError = OSError(f"{host} has no address")
         for family, kind, proto, _, address in resolve(host, port, self.timeout):
             try:
@@ -251,7 +251,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        asking = _Asking()
+        asking = _Question()
         try:
             mine = self._line_up(asking)
             self._await_turn(mine, self.timeout + more_time, isinstance(message, Bye))
@@ -263,7 +263,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             del asking
             self._abandon_if_left()
 
-    def _line_up(self, asking: _Asking) -> _Turn:
+    def _line_up(self, asking: _Question) -> _Turn:
         # A set, because discard needs the hash, which needs a live referent: one call makes both.
         (turn,) = set(map(_Turn, (asking,), (self._turns.discard,)))
         turn.number, turn.thread = next(self._numbers), get_ident()
@@ -286,7 +286,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         ):
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
-                    f"other threads' questions to {self._teller.where} took more than {limit:g} s"
+                    f"other threads' questions to {self._failures.where} took more than {limit:g} s"
                 )
             time.sleep(0.002)
 
@@ -295,7 +295,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         try:
             answer = self._exchange(sock, message, more_time)
             self._steady = True
-            return self._teller.answer(answer)
+            return self._failures.answer(answer)
         except BaseException as error:
             if isinstance(error, ConnectError):
                 # close() still has to say goodbye.
@@ -308,20 +308,20 @@ class Connection(Dialled, ClosedAtTheEnd):
             raise
 
     def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
-        session, data = self._session, encode(message)
+        protocol, data = self._protocol, encode(message)
         leaving = isinstance(message, Bye)
-        if session.busy and not leaving:
+        if protocol.busy and not leaving:
             # The late answer to an interrupted question.
             late = self._answer(sock, self.timeout)
             if isinstance(late, Error):
                 return late
         self._steady = False
-        session.ask(message)
+        protocol.ask(message)
         broken: OSError | None = None
         try:
             send_all(sock, data, self.timeout)
         except TimeoutError:
-            raise self._teller.silent(self.timeout) from None
+            raise self._failures.silent(self.timeout) from None
         except OSError as error:
             # What the server said before it went may still be pending.
             broken = error
@@ -334,7 +334,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         broken: OSError | None = None,
         leaving: bool = False,
     ) -> Message:
-        session, teller = self._session, self._teller
+        protocol, failures = self._protocol, self._failures
         deadline = time.monotonic() + limit
         poller = select.poll()
         poller.register(sock, select.POLLIN)
@@ -343,28 +343,28 @@ class Connection(Dialled, ClosedAtTheEnd):
         while True:
             self._steady = False
             try:
-                if (answer := session.next_message()) is not None:
+                if (answer := protocol.next_message()) is not None:
                     return answer
             except ProtocolError as error:
-                raise teller.wrong(error) from None
+                raise failures.wrong(error) from None
             left = deadline - time.monotonic()
             self._steady = True
             ready = poller.poll(min(left, 3600.0) * 1000 + 1) if left > 0 else []
             self._steady = False
             if not leaving and self._closing:
-                raise teller.closing()
+                raise failures.closing()
             if not ready:
-                raise teller.silent(limit)
+                raise failures.silent(limit)
             try:
                 data = sock.recv(MAX_LINE)
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise teller.ended(session.partial, error.strerror or str(error)) from None
+                raise failures.ended(protocol.partial, error.strerror or str(error)) from None
             if not data:
                 why = "" if broken is None else broken.strerror or str(broken)
-                raise teller.ended(session.partial, why)
-            session.receive(data)
+                raise failures.ended(protocol.partial, why)
+            protocol.receive(data)
 
     # ---- asking the server ----------------------------------------------------
 
@@ -425,7 +425,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         """
         if self._pid != os.getpid() or self._left:
             return True
-        asking = _Asking()
+        asking = _Question()
         try:
             mine = self._line_up(asking)
             if any(turn.number < mine.number for turn in self._turns.copy()):
@@ -436,7 +436,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             while poller.poll(0):
-                if not self._session.owed or self._is_last(sock):
+                if not self._protocol.owed or self._is_last(sock):
                     return True
             return False
         finally:
@@ -448,8 +448,8 @@ class Connection(Dialled, ClosedAtTheEnd):
         try:
             if not (data := sock.recv(MAX_LINE)):
                 return True
-            self._session.receive(data)
-            return self._session.late()
+            self._protocol.receive(data)
+            return self._protocol.late()
         except BlockingIOError:
             return False
         except (OSError, ProtocolError):

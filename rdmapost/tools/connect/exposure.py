@@ -23,8 +23,8 @@ from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack
-from .events import Changed
-from .messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
+from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
+from .server_events import Changed
 
 __all__ = ["EXPOSABLE", "Exposure", "ServedClient"]
 

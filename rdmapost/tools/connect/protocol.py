@@ -12,8 +12,8 @@ from collections import deque
 from enum import Enum, auto
 from typing import Any
 
-from .errors import ConnectError, ProtocolError
-from .messages import (
+from .failures import ConnectError, ProtocolError
+from .protocol_messages import (
     MAX_LINE,
     VERSION,
     Arrival,
@@ -32,7 +32,7 @@ from .messages import (
     version_of,
 )
 
-__all__ = ["ClientSession", "Lines", "ServerSession", "Step", "same_token"]
+__all__ = ["ClientProtocol", "Lines", "ServerProtocol", "State", "same_token"]
 
 
 class Lines:
@@ -84,7 +84,7 @@ class Lines:
         return bool(self._pending)
 
 
-class Step(Enum):
+class State(Enum):
     """The stages of an exchange."""
 
     HELLO = auto()
@@ -111,24 +111,24 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-class ServerSession:
+class ServerProtocol:
     """The server's side.
 
     Args:
         token: the token to ask for, or None.
 
     Attributes:
-        step: what comes next.
+        state: what comes next.
     """
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token
         self._lines = Lines()
-        self.step = Step.HELLO
+        self.state = State.HELLO
 
     def receive(self, data: bytes) -> None:
         """Take bytes as they come."""
-        if self.step is not Step.OVER:
+        if self.state is not State.OVER:
             self._lines.feed(data)
 
     def next_message(self) -> Message | None:
@@ -137,18 +137,18 @@ class ServerSession:
         Raises:
             ProtocolError: it is unexpected or malformed; the exchange is over.
         """
-        if self.step is Step.OVER:
+        if self.state is State.OVER:
             return None
         try:
             line = self._lines.next_line()
             return None if line is None else self._read(fields_of(line))
         except ProtocolError:
-            self.step = Step.OVER
+            self.state = State.OVER
             raise
 
     def _read(self, fields: dict[str, Any]) -> Message:
         message: Message
-        if self.step is Step.HELLO:
+        if self.state is State.HELLO:
             # Without the token, a peer learns the version and nothing else.
             if (version := version_of(fields)) != VERSION:
                 raise ProtocolError(
@@ -164,14 +164,14 @@ class ServerSession:
                     "token",
                 )
             message = decode(fields, Hello)
-            self.step = Step.READY
-        elif self.step is Step.READY:
+            self.state = State.READY
+        elif self.state is State.READY:
             message = decode(fields, Ready, Bye)
-            self.step = Step.OPEN
+            self.state = State.OPEN
         else:
             message = decode(fields, Report, Look, Bye)
         if isinstance(message, Bye):
-            self.step = Step.OVER
+            self.state = State.OVER
         return message
 
     @property
@@ -194,7 +194,7 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 }
 
 
-class ClientSession:
+class ClientProtocol:
     """The client's side.  It asks, and the server answers, one by one.
 
     A client that was interrupted while it waited may ask again: the server answers

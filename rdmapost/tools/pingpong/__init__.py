@@ -11,7 +11,7 @@ the data are those that it uses::
 On the other host it is ``side.run_server(listen())``, or ``ibv_rc_pingpong``.
 """
 
-from .exchange import PORT, Address, PingpongError, listen, name_of
+from .handshake import PORT, Address, PingpongError, listen, name_of
 from .result import Latency, Result
 from .side import Pingpong
 

@@ -20,8 +20,8 @@ from ...resources.device import GID, Context
 from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
-from ..resource_stack import ResourceStack, Together
-from .exchange import DONE, PORT, Address, PingpongError, accept, dial
+from ..resource_stack import ResourceHolder, ResourceStack
+from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .result import Latency, Result
 
 __all__ = ["Pingpong"]
@@ -36,7 +36,7 @@ _TELL_EVERY_NS = 200_000_000
 _RECEIVES_AT_ONCE = 16
 
 
-class Pingpong(Together):
+class Pingpong(ResourceHolder):
     """One side of a ping-pong; a context manager that runs once.
 
     Args:

@@ -1,4 +1,4 @@
-"""Serving and dialling in one process: what is exposed, to whom, and for how long.
+"""BaseServer and dialling in one process: what is exposed, to whom, and for how long.
 
 The device is real in every test, and so are the sockets.
 """

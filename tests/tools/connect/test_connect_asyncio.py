@@ -1,4 +1,4 @@
-"""Serving and dialling with asyncio: the same exchange, and the same ways to break it."""
+"""BaseServer and dialling with asyncio: the same exchange, and the same ways to break it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.serving import STEPS, hello
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.messages import encode
+from rdmapost.tools.connect.protocol_messages import encode
 
 
 def test_asyncio_both_sides(context: rp.Context) -> None:

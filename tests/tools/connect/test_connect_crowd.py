@@ -26,7 +26,7 @@ from support.serving import Served, answers, both_servers, hello, one_error, str
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.messages import Look, Ready, encode
+from rdmapost.tools.connect.protocol_messages import Look, Ready, encode
 
 context = soft_context
 serve = both_servers

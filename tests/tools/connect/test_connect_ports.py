@@ -252,7 +252,7 @@ print(refused > 2, refused < 12)
 def test_a_server_without_descriptors_says_so_to_the_client_that_it_refuses() -> None:
     full = """
 import socket
-from rdmapost.connect.messages import MAX_LINE
+from rdmapost.tools.connect.protocol_messages import MAX_LINE
 idle = socket.create_connection(("127.0.0.1", port))
 another = socket.socket()
 idle.settimeout(60)

@@ -14,10 +14,16 @@ import pytest
 
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
-from rdmapost.tools.connect.address import is_loopback, show_address
-from rdmapost.tools.connect.conversation import check_token
-from rdmapost.tools.connect.fabric import why_apart
-from rdmapost.tools.connect.messages import (
+from rdmapost.tools.connect.fabric import why_unreachable
+from rdmapost.tools.connect.host_port import is_loopback, show_address
+from rdmapost.tools.connect.protocol import (
+    ClientProtocol,
+    Lines,
+    ServerProtocol,
+    State,
+    same_token,
+)
+from rdmapost.tools.connect.protocol_messages import (
     CODES,
     HEAD_BYTES,
     MAX_LINE,
@@ -37,7 +43,7 @@ from rdmapost.tools.connect.messages import (
     encode,
     fields_of,
 )
-from rdmapost.tools.connect.protocol import ClientSession, Lines, ServerSession, Step, same_token
+from rdmapost.tools.connect.server_state import check_token
 
 MALFORMED = 100_000
 """Inputs of the fuzz test."""
@@ -236,99 +242,99 @@ def test_a_line_has_a_limit(ended: bytes) -> None:
 
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1", b"\x16\x03\x01", b"0000:000011:", b"\n"])
 def test_another_protocol_is_recognised_at_its_first_byte(first: bytes) -> None:
-    session = ServerSession()
-    session.receive(first)
+    protocol = ServerProtocol()
+    protocol.receive(first)
     with pytest.raises(ProtocolError, match="not the exchange of rdmapost"):
-        session.next_message()
+        protocol.next_message()
 
 
 # ---- both sides -------------------------------------------------------------------
 
 
-def server_at(step: Step, token: str | None = None) -> ServerSession:
-    session = ServerSession(token)
-    if step is not Step.HELLO:
-        session.receive(encode(HELLO))
-        assert session.next_message() == HELLO
-    if step is Step.OPEN:
-        session.receive(encode(Ready()))
-        assert session.next_message() == Ready()
-    assert session.step is step
-    return session
+def server_at(state: State, token: str | None = None) -> ServerProtocol:
+    protocol = ServerProtocol(token)
+    if state is not State.HELLO:
+        protocol.receive(encode(HELLO))
+        assert protocol.next_message() == HELLO
+    if state is State.OPEN:
+        protocol.receive(encode(Ready()))
+        assert protocol.next_message() == Ready()
+    assert protocol.state is state
+    return protocol
 
 
 def test_the_server_reads_a_whole_exchange() -> None:
-    session = server_at(Step.OPEN)
+    protocol = server_at(State.OPEN)
     asked: list[Message] = [Report(1, 0), Look(0, 1), Report(2, 5), Bye()]
-    session.receive(b"".join(map(encode, asked)))
-    assert [session.next_message() for _ in asked] == asked
-    assert session.step is Step.OVER
-    session.receive(b"more")
-    assert session.next_message() is None
+    protocol.receive(b"".join(map(encode, asked)))
+    assert [protocol.next_message() for _ in asked] == asked
+    assert protocol.state is State.OVER
+    protocol.receive(b"more")
+    assert protocol.next_message() is None
 
 
-CAN_COME: dict[Step, tuple[type, ...]] = {
-    Step.HELLO: (Hello,),
-    Step.READY: (Ready, Bye),
-    Step.OPEN: (Report, Look, Bye),
+CAN_COME: dict[State, tuple[type, ...]] = {
+    State.HELLO: (Hello,),
+    State.READY: (Ready, Bye),
+    State.OPEN: (Report, Look, Bye),
 }
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-@pytest.mark.parametrize("step", CAN_COME, ids=lambda step: step.name)
-def test_the_server_takes_a_message_only_in_its_step(step: Step, message: Message) -> None:
-    session = server_at(step)
-    session.receive(encode(message))
-    if isinstance(message, CAN_COME[step]):
-        assert session.next_message() == message
+@pytest.mark.parametrize("state", CAN_COME, ids=lambda state: state.name)
+def test_the_server_takes_a_message_only_in_its_step(state: State, message: Message) -> None:
+    protocol = server_at(state)
+    protocol.receive(encode(message))
+    if isinstance(message, CAN_COME[state]):
+        assert protocol.next_message() == message
         return
     with pytest.raises(ProtocolError) as error:
-        session.next_message()
+        protocol.next_message()
     assert error.value.code == "format"
-    assert session.step is Step.OVER
+    assert protocol.state is State.OVER
     # It is over: a valid message comes too late.
-    session.receive(encode(HELLO))
-    assert session.next_message() is None
+    protocol.receive(encode(HELLO))
+    assert protocol.next_message() is None
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 10**3000])
 def test_another_version_is_named_before_anything_else_is_read(version: int) -> None:
-    session = ServerSession("secret")
+    protocol = ServerProtocol("secret")
     line = json.dumps({"rdmapost": version, "type": "greetings", "new": [1]})
-    session.receive(line.encode() + b"\n")
+    protocol.receive(line.encode() + b"\n")
     with pytest.raises(ProtocolError, match=r"speaks version 1 .* use the same") as error:
-        session.next_message()
+        protocol.next_message()
     assert error.value.code == "version"
 
 
 @pytest.mark.parametrize("version", [None, "1", 1.0, True, [1]])
 def test_a_hello_without_a_version_is_refused(version: object) -> None:
-    session = ServerSession()
+    protocol = ServerProtocol()
     line = json.dumps({**json.loads(encode(HELLO)), "rdmapost": version})
-    session.receive(line.encode() + b"\n")
+    protocol.receive(line.encode() + b"\n")
     with pytest.raises(ProtocolError, match="does not say which version"):
-        session.next_message()
+        protocol.next_message()
 
 
 @pytest.mark.parametrize(
     "token", [None, "", "Secret", "secret ", "s", "secret" * 100, 5, ["secret"]]
 )
 def test_a_stranger_learns_only_that_the_token_is_wrong(token: object) -> None:
-    session = ServerSession("secret")
+    protocol = ServerProtocol("secret")
     # The rest is wrong too, but is not checked.
-    session.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
+    protocol.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
     with pytest.raises(ProtocolError, match="token") as error:
-        session.next_message()
+        protocol.next_message()
     assert error.value.code == "token"
     assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("token", ["secret", "gehe\u00efm", "\udc80raw"])
 def test_who_knows_the_token_comes_in(token: str) -> None:
-    session = ServerSession(token)
+    protocol = ServerProtocol(token)
     hello = Hello(token, "verbs", rp.QPType.RC, ENDPOINT)
-    session.receive(encode(hello))
-    assert session.next_message() == hello
+    protocol.receive(encode(hello))
+    assert protocol.next_message() == hello
     assert same_token(token, token)
     assert not same_token(None, token)
     assert same_token(None, None)
@@ -344,7 +350,7 @@ def test_a_token_has_a_length(token: str) -> None:
 
 
 def test_the_client_takes_what_answers_its_question() -> None:
-    session = ClientSession()
+    protocol = ClientProtocol()
     for asked, answer in (
         (HELLO, OFFER),
         (Ready(), Ready()),
@@ -352,29 +358,29 @@ def test_the_client_takes_what_answers_its_question() -> None:
         (Look(0, 1), MESSAGES[9]),
         (Bye(), Bye()),
     ):
-        session.ask(asked)
-        assert session.next_message() is None
-        session.receive(encode(answer))
-        assert session.next_message() == answer
+        protocol.ask(asked)
+        assert protocol.next_message() is None
+        protocol.receive(encode(answer))
+        assert protocol.next_message() == answer
 
 
 def test_the_client_takes_no_answer_to_another_question() -> None:
-    session = ClientSession()
-    session.ask(HELLO)
+    protocol = ClientProtocol()
+    protocol.ask(HELLO)
     with pytest.raises(ConnectError, match="still to come"):
-        session.ask(Ready())
-    session.receive(encode(Nothing(0)))
+        protocol.ask(Ready())
+    protocol.receive(encode(Nothing(0)))
     with pytest.raises(ProtocolError, match="'nothing' came, and not offer or error"):
-        session.next_message()
+        protocol.next_message()
 
 
 @pytest.mark.parametrize("asked", [None, HELLO, Ready(), Bye()])
 def test_the_client_hears_an_error_at_any_time(asked: Message | None) -> None:
-    session = ClientSession()
+    protocol = ClientProtocol()
     if asked is not None:
-        session.ask(asked)
-    session.receive(encode(Error("closing", "the server is shutting down")))
-    assert session.next_message() == Error("closing", "the server is shutting down")
+        protocol.ask(asked)
+    protocol.receive(encode(Error("closing", "the server is shutting down")))
+    assert protocol.next_message() == Error("closing", "the server is shutting down")
 
 
 # ---- nonsense ---------------------------------------------------------------------
@@ -466,16 +472,16 @@ def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
     longest = 0
     for _ in range(MALFORMED):
         data = rng.choice(MUTATIONS)(rng, rng.choice(lines))
-        session: ServerSession | ClientSession
+        protocol: ServerProtocol | ClientProtocol
         if rng.randrange(2):
-            session = ServerSession(rng.choice([None, "secret"]))
-            session.step = rng.choice([Step.HELLO, Step.READY, Step.OPEN])
+            protocol = ServerProtocol(rng.choice([None, "secret"]))
+            protocol.state = rng.choice([State.HELLO, State.READY, State.OPEN])
         else:
-            session = ClientSession()
-            session.ask(rng.choice([HELLO, Ready(), Report(1, 0), Look(0, 1), Bye()]))
-        session.receive(data)
+            protocol = ClientProtocol()
+            protocol.ask(rng.choice([HELLO, Ready(), Report(1, 0), Look(0, 1), Bye()]))
+        protocol.receive(data)
         try:
-            while (message := session.next_message()) is not None:
+            while (message := protocol.next_message()) is not None:
                 # What is let through is a message of the exchange, whole and in its ranges.
                 assert read(encode(message), type(message)) == message
                 read_all += 1
@@ -555,12 +561,12 @@ def test_what_only_this_machine_reaches(address: str, inside: bool) -> None:
 
 
 def test_devices_of_two_processes_are_told_apart_by_name() -> None:
-    assert why_apart("verbs", "verbs") is None
-    assert why_apart("soft:soft0:1-a", "soft:soft0:1-a") is None
-    both = why_apart("soft:soft0:1-a", "soft:soft0:2-b")
+    assert why_unreachable("verbs", "verbs") is None
+    assert why_unreachable("soft:soft0:1-a", "soft:soft0:1-a") is None
+    both = why_unreachable("soft:soft0:1-a", "soft:soft0:2-b")
     assert both is not None
     assert both.startswith("the server uses soft0 and the client uses soft0: ")
-    client = why_apart("verbs", "soft:soft0:2-b")
+    client = why_unreachable("verbs", "soft:soft0:2-b")
     assert client is not None
     assert client.startswith("the client uses soft0: that device lives in one process")
-    assert why_apart("verbs", "something else") is not None
+    assert why_unreachable("verbs", "something else") is not None

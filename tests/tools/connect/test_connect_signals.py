@@ -19,7 +19,8 @@ from support.serving import Served, servers
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.connect import server as module
+from rdmapost.tools.connect import server as server_module
+from rdmapost.tools.connect import server_threads as threads_module
 
 serve = servers
 SOON = 5.0
@@ -110,7 +111,7 @@ def each_moment_of_an_unclosed_one(once: Callable[[int], bool]) -> None:
 def test_close_interrupted_at_any_moment_can_be_called_again(context: rp.Context) -> None:
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0)
-        with At("/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
+        with At("/rdmapost/tools/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
             server.close()
         began = time.monotonic()
         server.close()
@@ -128,7 +129,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
     def once(nth: int) -> bool:
         nonlocal interrupted
         server, context = None, rp.open_device("soft0")
-        at = At("/connect/server.py", nth, interrupt)
+        at = At("/rdmapost/tools/connect/server", nth, interrupt)
         try:
             with at:
                 server = connect.serve(context, port=0)
@@ -154,12 +155,12 @@ def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
 
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0)
-        with At("/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
+        with At("/rdmapost/tools/connect/", nth, interrupt) as at, contextlib.suppress(Interrupted):
             server.close()
         if finalizer == "whole":
             del server
         else:
-            with At("/connect/", 1, interrupt):
+            with At("/rdmapost/tools/connect/", 1, interrupt):
                 del server
         until(lambda: not server_threads())
         return at.reached
@@ -175,7 +176,7 @@ def test_a_server_ends_whatever_moment_of_its_finalizer_is_interrupted(
 
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0)
-        with At("/connect/", nth, interrupt) as at:
+        with At("/rdmapost/tools/connect/", nth, interrupt) as at:
             del server
         until(lambda: not server_threads())
         return at.reached
@@ -190,7 +191,7 @@ def test_a_signal_handler_may_close_a_server_at_any_moment_of_its_close(
     def once(nth: int) -> bool:
         server = connect.serve(context, port=0, timeout=1.0)
         began = time.monotonic()
-        with At("/connect/", nth, server.close) as at:
+        with At("/rdmapost/tools/connect/", nth, server.close) as at:
             server.close()
         assert time.monotonic() - began < SOON
         assert not server_threads()
@@ -258,7 +259,8 @@ def test_the_finalizer_of_a_server_needs_no_globals(
         at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
         # The interpreter's exit removes them, and so does this.
         for name in ("os", "warnings", "show_address"):
-            at_exit.setattr(module, name, None)
+            at_exit.setattr(server_module, name, None)
+            at_exit.setattr(threads_module, name, None, raising=False)
         del server
     assert failed == []
     until(lambda: not server_threads())
@@ -282,7 +284,7 @@ def test_serve_raises_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
-    monkeypatch.setattr(module, "threading", SimpleNamespace(Thread=Unstartable))
+    monkeypatch.setattr(threads_module, "threading", SimpleNamespace(Thread=Unstartable))
     maker = threading.Thread(target=make, daemon=True)
     maker.start()
     maker.join(SOON)
@@ -308,7 +310,7 @@ def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threadin
     """Do something once a question has been sent and its answer is waited for."""
 
     def wait() -> None:
-        until(lambda: peer._session.owed and peer._steady)
+        until(lambda: peer._protocol.owed and peer._steady)
         action()
 
     thread = threading.Thread(target=wait)
@@ -366,7 +368,7 @@ def test_a_signal_handler_may_close_the_connection_at_any_moment(
         peer = served.dial(timeout=2.0)
         began = time.monotonic()
         with (
-            At("/connect/client.py", nth, peer.close) as at,
+            At("/rdmapost/tools/connect/client.py", nth, peer.close) as at,
             contextlib.suppress(connect.ConnectError),
         ):
             actions[what](peer)
@@ -414,7 +416,10 @@ def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
 
     def once(nth: int) -> bool:
         with served.dial() as peer:
-            with At("/connect/client.py", nth, interrupt) as at, contextlib.suppress(Interrupted):
+            with (
+                At("/rdmapost/tools/connect/client.py", nth, interrupt) as at,
+                contextlib.suppress(Interrupted),
+            ):
                 peer.look(0, 4)
             answers: list[object] = []
 
@@ -444,7 +449,7 @@ def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     with served.dial(timeout=0.2) as peer:
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
-        until(lambda: peer._session.owed)
+        until(lambda: peer._protocol.owed)
         with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
             peer.look()
         peer.qp.post_send(rp.Send(peer.mr[:1]))

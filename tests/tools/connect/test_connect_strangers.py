@@ -20,7 +20,15 @@ from support.serving import STEPS, Served, answers, hello, one_error, servers, s
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
+from rdmapost.tools.connect.protocol_messages import (
+    MAX_LINE,
+    Bye,
+    Look,
+    Message,
+    Ready,
+    Report,
+    encode,
+)
 
 context = soft_context
 serve = servers

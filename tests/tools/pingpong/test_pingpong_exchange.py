@@ -12,7 +12,7 @@ from support.playing import MESSAGE
 
 import rdmapost as rp
 from rdmapost.pingpong import Address, PingpongError
-from rdmapost.tools.pingpong.exchange import DONE, Exchange, Line, name_of
+from rdmapost.tools.pingpong.handshake import DONE, Exchange, Line, name_of
 
 
 def test_an_address_is_what_the_stock_programs_send():

@@ -17,7 +17,7 @@ from support.ports import HOST, free_port, heard, impostor
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
-from rdmapost.tools.pingpong.exchange import DONE
+from rdmapost.tools.pingpong.handshake import DONE
 
 
 def drip(sock: socket.socket) -> None:

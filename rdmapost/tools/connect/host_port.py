@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from ..._arguments import expect, within
-from .errors import ConnectError, ConnectTimeout
+from .failures import ConnectError, ConnectTimeout
 
 __all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address", "resolve", "show_address"]
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import time
 from contextlib import suppress
-from typing import NoReturn
-
-from ...errors import ClosedError
 
 __all__ = [
     "LINGER_BYTES",
     "LINGER_S",
-    "NotCopied",
     "drain",
     "errno_of",
     "prepare",
-    "refuse_inherited",
     "send_all",
     "stop_listening",
 ]
@@ -43,30 +37,6 @@ def prepare(sock: socket.socket) -> None:
         for name, value in _KEEPALIVE:
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def refuse_inherited(what: str, pid: int) -> None:
-    """Refuse what a child process inherits from its parent, which still uses the same sockets.
-
-    Args:
-        what: what it is.
-        pid: the process that opened it.
-
-    Raises:
-        ClosedError: this is another process.
-    """
-    if pid != os.getpid():
-        raise ClosedError(f"{what} was opened by process {pid}")
-
-
-class NotCopied:
-    """What can be neither copied nor pickled: dropping the copy would close the original."""
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            f"cannot copy or pickle {type(self).__name__!r} object: "
-            "a second one would close the first"
-        )
 
 
 def errno_of(error: OSError) -> int | None:

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from ...enums import Access, QPType, WCOpcode, WCStatus
 from ...resources.endpoint import Endpoint
-from .errors import ProtocolError
+from .failures import ProtocolError
 
 __all__ = [
     "CODES",

@@ -20,15 +20,15 @@ from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack
-from .errors import ProtocolError
 from .fabric import fabric_of
-from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
-from .sockets import NotCopied, refuse_inherited
+from .failures import ProtocolError
+from .process_bound import NotCopied, refuse_inherited
+from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
 
-__all__ = ["Dialled"]
+__all__ = ["BaseConnection"]
 
 
-class Dialled(NotCopied):
+class BaseConnection(NotCopied):
     """A queue pair of this device, connected to a server's.
 
     ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request

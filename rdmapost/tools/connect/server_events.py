@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...enums import QPType
-from .messages import Arrival, Offer
+from .protocol_messages import Arrival, Offer
 
 __all__ = ["Arrived", "Changed", "Event", "Joined", "Left", "OnEvent", "Refused"]
 

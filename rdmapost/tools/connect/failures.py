@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno as codes
 import os
 
 from ...errors import RdmaError
+from ..tcp import errno_of
 
-__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError"]
+__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "not_listening"]
 
 
 class ConnectError(RdmaError, ConnectionError):
@@ -42,3 +44,15 @@ class ProtocolError(ConnectError):
 
     def __init__(self, text: str, code: str = "format") -> None:
         super().__init__(text, code)
+
+
+def not_listening(where: str, error: OSError) -> ConnectError:
+    """Make the error for an address that cannot be listened on."""
+    remedy = ""
+    if error.errno == codes.EADDRINUSE:
+        remedy = "; give another port, or 0 for a free one"
+    return ConnectError(
+        f"cannot listen on {where}: {error.strerror or error}{remedy}",
+        "unreachable",
+        errno_of(error),
+    )

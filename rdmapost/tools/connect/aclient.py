@@ -1,211 +1,27 @@
-"""The same server and client for asyncio.
-
-The server uses threads here too, because drivers may take their time; only the owner's on_event
-runs in the event loop.
-"""
+"""The client for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-import threading
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
-from .address import DEFAULT_PORT, check_where, show_address
-from .client import MARGIN_S, Teller, why_not_reached
-from .connection import Dialled
-from .conversation import Reception, check_token
-from .errors import ConnectError, ProtocolError
-from .events import OnEvent
-from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
-from .protocol import ClientSession
-from .server import Serving, make_exposure, open_listener
-from .sockets import prepare, stop_listening
+from ..resource_stack import AsyncClosesOnExit
+from ..tcp import prepare
+from .base_connection import BaseConnection
+from .client import MARGIN_S, Failures, why_not_reached
+from .failures import ConnectError, ProtocolError
+from .host_port import DEFAULT_PORT, check_where, show_address
+from .protocol import ClientProtocol
+from .protocol_messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .server_state import check_token
 
-__all__ = ["AsyncConnection", "AsyncServer", "adial", "aserve"]
-
-
-class _ClosedAtTheEnd:
-    """An asynchronous context manager that closes itself."""
-
-    def _refuse_inherited(self) -> None:
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Close it."""
-        raise NotImplementedError
-
-    async def __aenter__(self) -> Self:
-        self._refuse_inherited()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            await self.close()
-        else:
-            # The original error matters more than what follows from it.
-            with suppress(RdmaError):
-                await self.close()
-
-
-# ---- the server -------------------------------------------------------------------
-
-
-async def aserve(
-    context: Context,
-    host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
-    *,
-    size: int = 4096,
-    access: int | None = None,
-    count: int = 16,
-    receive_size: int | None = None,
-    data: bytes = b"",
-    shared: bool = False,
-    token: str | None = None,
-    max_clients: int = 16,
-    timeout: float = 5.0,
-    idle_timeout: float | None = None,
-    port_num: int = 1,
-    gid_index: int | None = None,
-    on_event: OnEvent | None = None,
-) -> AsyncServer:
-    """Let others connect queue pairs to this device: ``serve`` for asyncio.
-
-    Args:
-        context, host, port, size, access, count, receive_size, data, shared: as in serve.
-        token, max_clients, timeout, idle_timeout, port_num, gid_index: likewise.
-        on_event: called with each event, in the event loop's thread.
-
-    Returns:
-        The running server; an asynchronous context manager.  If it becomes unreachable
-        it ends, with a ResourceWarning.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range.
-        RdmaError: the port has no such GID, or the device has no atomics and they are
-            asked for.
-        ConnectError: there is no such host; or the address cannot be listened on: it is in
-            use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
-            (EACCES), or the process has no file descriptors left (EMFILE).
-        ConnectTimeout, VerbsError, RuntimeError: as in serve.
-    """
-    if on_event is not None and not callable(on_event):
-        raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
-    port = check_where(host, port, 0)
-    exposure = make_exposure(
-        context,
-        size=size,
-        access=access,
-        count=count,
-        receive_size=receive_size,
-        data=data,
-        shared=shared,
-        port_num=port_num,
-        gid_index=gid_index,
-    )
-    loop = asyncio.get_running_loop()
-
-    def tell(event: Any) -> None:
-        if on_event is not None:
-            # After the loop has ended, there is nobody to tell.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(on_event, event)
-
-    reception = Reception(
-        context,
-        exposure,
-        token=token,
-        max_clients=max_clients,
-        timeout=timeout,
-        idle_timeout=idle_timeout,
-        on_event=None if on_event is None else tell,
-    )
-    opening = _Opening(host, port)
-    try:
-        await asyncio.to_thread(opening.run)
-    except BaseException:
-        opening.give_up()
-        raise
-    return AsyncServer(reception, opening.listener)
-
-
-class _Opening:
-    """Opens a listener in a thread; one that nobody waits for any more is closed."""
-
-    listener: socket.socket
-
-    def __init__(self, host: str, port: int) -> None:
-        self._where = host, port
-        self._lock = threading.Lock()
-        self._given_up = False
-
-    def run(self) -> None:
-        listener = open_listener(*self._where)
-        with self._lock:
-            self.listener = listener
-            if self._given_up:
-                stop_listening(listener)
-
-    def give_up(self) -> None:
-        with self._lock:
-            self._given_up = True
-            if hasattr(self, "listener"):
-                stop_listening(self.listener)
-
-
-class AsyncServer(Serving, _ClosedAtTheEnd):
-    """A running server; ``aserve`` makes it.
-
-    It ends with the event loop at the latest.
-
-    Attributes:
-        address, warning: as in Server.
-    """
-
-    def __init__(self, reception: Reception, listener: socket.socket) -> None:
-        super().__init__(reception, listener)
-        # Shutting down an event loop cancels its tasks.
-        self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
-        threads, self._loop = self._threads, asyncio.get_running_loop()
-        self._life.add_done_callback(lambda task: threads.close())
-
-    def __del__(self) -> None:
-        super().__del__()
-        if hasattr(self, "_loop") and not self._life.done():
-            # Any thread may run a finalizer; a closed loop needs nothing.
-            with self._suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._life.cancel)
-
-    async def close(self) -> None:
-        """Tell every client that the server is closing, and release what they have.
-
-        Do nothing if already closed, or in the child of a fork, whose parent has the server.
-        """
-        if self._threads.pid != os.getpid():
-            return
-        await asyncio.to_thread(self._end)
-        if self._loop is asyncio.get_running_loop():
-            self._life.cancel()
-        else:
-            # A loop that is closed needs nothing.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._life.cancel)
-
-
-# ---- the client -------------------------------------------------------------------
+__all__ = ["AsyncConnection", "adial"]
 
 
 async def adial(
@@ -260,11 +76,11 @@ async def adial(
         with suppress(RdmaError):
             connection._give_back()
         raise
-    connection._where = connection._teller.where
+    connection._where = connection._failures.where
     return connection
 
 
-class AsyncConnection(Dialled, _ClosedAtTheEnd):
+class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     """A connection to a server; ``adial`` makes it.
 
     A question (report, look) that is cancelled, by asyncio.timeout() for instance,
@@ -277,14 +93,14 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._writer: asyncio.StreamWriter | None = None
-        self._session = ClientSession()
+        self._protocol = ClientProtocol()
         self._turn = asyncio.Lock()
         self._closing = asyncio.get_running_loop().create_future()
         super().__init__(*args, **options)
 
     async def _connect(self, host: str, port: int, token: str | None) -> None:
         where = show_address((host, port))
-        self._teller = Teller(where)
+        self._failures = Failures(where)
         try:
             async with asyncio.timeout(self.timeout):
                 self._reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
@@ -312,7 +128,7 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
             if self._writer is None or (self._closing.done() and not isinstance(message, Bye)):
                 raise ConnectError("the connection is closed", "lost")
             try:
-                return self._teller.answer(await self._exchange(self._writer, message, more_time))
+                return self._failures.answer(await self._exchange(self._writer, message, more_time))
             except ConnectError:
                 # close() still has to say goodbye.
                 if not self._closing.done() or isinstance(message, Bye):
@@ -339,35 +155,35 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
     async def _exchange(
         self, writer: asyncio.StreamWriter, message: Message, more_time: float
     ) -> Message:
-        session, teller, question = self._session, self._teller, encode(message)
+        protocol, failures, question = self._protocol, self._failures, encode(message)
         leaving = isinstance(message, Bye)
         limit = self.timeout + more_time
         broken = ""
         try:
-            if session.busy and not leaving:
+            if protocol.busy and not leaving:
                 # The late answer to a cancelled question.
                 async with asyncio.timeout(self.timeout):
-                    while (late := session.next_message()) is None:
+                    while (late := protocol.next_message()) is None:
                         await self._hear(broken, leaving)
                 if isinstance(late, Error):
                     return late
             async with asyncio.timeout(limit):
-                session.ask(message)
+                protocol.ask(message)
                 try:
                     writer.write(question)
                     await writer.drain()
                 except OSError as error:
                     # What the server said before it went may still be pending.
                     broken = error.strerror or str(error)
-                while (answer := session.next_message()) is None:
+                while (answer := protocol.next_message()) is None:
                     await self._hear(broken, leaving)
                 return answer
         except ConnectError as error:
-            raise teller.wrong(error) if isinstance(error, ProtocolError) else error from None
+            raise failures.wrong(error) if isinstance(error, ProtocolError) else error from None
         except TimeoutError:
-            raise teller.silent(limit) from None
+            raise failures.silent(limit) from None
         except OSError as error:
-            raise teller.ended(session.partial, error.strerror or str(error)) from None
+            raise failures.ended(protocol.partial, error.strerror or str(error)) from None
 
     async def _hear(self, broken: str, leaving: bool) -> None:
         """Wait for bytes from the server, or for the end."""
@@ -377,10 +193,10 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
         # A cancellation here ends the wait, not the read.
         await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not leaving and self._closing.done():
-            raise self._teller.closing()
+            raise self._failures.closing()
         if self._reading.cancelled() or not (data := self._reading.result()):
-            raise self._teller.ended(self._session.partial, broken)
-        self._session.receive(data)
+            raise self._failures.ended(self._protocol.partial, broken)
+        self._protocol.receive(data)
         self._read_on()
 
     async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
@@ -424,15 +240,15 @@ class AsyncConnection(Dialled, _ClosedAtTheEnd):
         if self._turn.locked():
             return False
         # Unasked, it only says why it goes.
-        if self._writer is None or not self._reading.done() or not self._session.owed:
+        if self._writer is None or not self._reading.done() or not self._protocol.owed:
             return self._writer is None or self._reading.done()
         # This may be a late answer.
         try:
             if self._reading.cancelled() or not (data := self._reading.result()):
                 return True
-            self._session.receive(data)
+            self._protocol.receive(data)
             self._read_on()
-            return self._session.late()
+            return self._protocol.late()
         except (OSError, ProtocolError):
             self._hang_up()
             return True
