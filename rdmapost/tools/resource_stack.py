@@ -8,8 +8,15 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import RdmaError
+from ..resources.qp import QP
 
-__all__ = ["AsyncClosesOnExit", "ClosesOnExit", "ResourceHolder", "ResourceStack"]
+__all__ = [
+    "AsyncClosesOnExit",
+    "ClosesOnExit",
+    "ResourceHolder",
+    "ResourceStack",
+    "drop_outstanding",
+]
 
 
 class _Closable(Protocol):
@@ -90,14 +97,28 @@ class ResourceStack:
             raise
 
 
+def drop_outstanding(qp: QP) -> None:
+    """Reset a queue pair if necessary.
+
+    Nothing that an outstanding work request names can be closed.
+    """
+    with suppress(RdmaError):
+        if any(qp.outstanding):
+            qp.to_reset()
+
+
 class ClosesOnExit:
     """A context manager that closes itself."""
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork that must not use it."""
 
     def close(self) -> None:
         """Close it."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     def __exit__(
@@ -120,7 +141,7 @@ class AsyncClosesOnExit:
     """An asynchronous context manager that closes itself."""
 
     def _refuse_inherited(self) -> None:
-        raise NotImplementedError
+        """Raise ClosedError in the child of a fork that must not use it."""
 
     async def close(self) -> None:
         """Close it."""

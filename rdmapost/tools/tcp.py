@@ -13,6 +13,7 @@ __all__ = [
     "drain",
     "errno_of",
     "prepare",
+    "reason",
     "send_all",
     "stop_listening",
 ]
@@ -42,6 +43,11 @@ def prepare(sock: socket.socket) -> None:
 def errno_of(error: OSError) -> int | None:
     """Return an error's errno; None if it has none, as getaddrinfo's EAI_ codes are not."""
     return None if isinstance(error, socket.gaierror) else error.errno
+
+
+def reason(error: Exception) -> str:
+    """Say what went wrong, without the error's number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def stop_listening(listener: socket.socket) -> None:

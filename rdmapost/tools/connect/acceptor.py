@@ -25,11 +25,11 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from ..tcp import LINGER_BYTES, LINGER_S, stop_listening
+from ..tcp import LINGER_BYTES, LINGER_S, reason, stop_listening
 from .host_port import show_address
 from .protocol_messages import MAX_LINE, Error, encode
+from .server_session import HELLO_S, ServerSession
 from .server_state import ServerState
-from .session import HELLO_S, Session
 
 __all__ = ["BACKLOG", "GUESSES", "GUESSES_IN_ALL", "Acceptor"]
 
@@ -78,7 +78,7 @@ class _Pending:
 
     def __init__(self, sock: socket.socket, address: tuple[Any, ...], server: ServerState) -> None:
         self.sock = sock
-        self.session = Session(server, show_address(address))
+        self.session = ServerSession(server, show_address(address))
         self.source = _source(address[0])
         self.until = time.monotonic() + min(server.timeout, HELLO_S)
         self.complete = False
@@ -108,7 +108,7 @@ class Acceptor:
         server: ServerState,
         listener: socket.socket,
         stop_fd: int,
-        start_client: Callable[[socket.socket, Session], bool],
+        start_client: Callable[[socket.socket, ServerSession], bool],
     ) -> None:
         self._server, self._listener, self._stop_fd = server, listener, stop_fd
         self._start_client = start_client
@@ -218,7 +218,7 @@ class Acceptor:
         if self._lingering:
             self._hang_up(next(iter(self._lingering)))
         elif self._pending:
-            why = error.strerror or str(error)
+            why = reason(error)
             self._evict(f"the server cannot accept connections: {why}; try again later")
         else:
             # Wait until some may be closed, or for the end.
@@ -253,7 +253,7 @@ class Acceptor:
         except BlockingIOError:
             return
         except OSError as error:
-            session.lost(f"the connection broke: {error.strerror or error}")
+            session.lost(error)
             data = b""
         if not data:
             session.lost()

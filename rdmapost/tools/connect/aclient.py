@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -14,11 +15,11 @@ from ...resources.device import Context
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import prepare
 from .base_connection import BaseConnection
-from .client import MARGIN_S, Failures, why_not_reached
-from .failures import ConnectError, ProtocolError
-from .host_port import DEFAULT_PORT, check_where, show_address
-from .protocol import ClientProtocol
-from .protocol_messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .client import MARGIN_S
+from .client_session import IORequests
+from .failures import ConnectError, ProtocolError, not_reached
+from .host_port import DEFAULT_PORT, check_where
+from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .server_state import check_token
 
 __all__ = ["AsyncConnection", "adial"]
@@ -60,7 +61,9 @@ async def adial(
     check_token(token)
     connection = AsyncConnection(
         context,
-        qp_type,
+        host,
+        port,
+        qp_type=qp_type,
         timeout=timeout,
         local_size=local_size,
         local_access=local_access,
@@ -69,14 +72,7 @@ async def adial(
         port_num=port_num,
         gid_index=gid_index,
     )
-    try:
-        await connection._connect(host, port, token)
-    except BaseException:
-        connection._hang_up()
-        with suppress(RdmaError):
-            connection._give_back()
-        raise
-    connection._where = connection._failures.where
+    await connection._connect(host, port, token)
     return connection
 
 
@@ -93,28 +89,29 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._writer: asyncio.StreamWriter | None = None
-        self._protocol = ClientProtocol()
         self._turn = asyncio.Lock()
         self._closing = asyncio.get_running_loop().create_future()
         super().__init__(*args, **options)
 
     async def _connect(self, host: str, port: int, token: str | None) -> None:
-        where = show_address((host, port))
-        self._failures = Failures(where)
+        where = self._session.where
         try:
-            async with asyncio.timeout(self.timeout):
-                self._reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
-        except (OSError, UnicodeError) as error:
-            reason = error if isinstance(error, OSError) else OSError(str(error))
-            raise why_not_reached(where, reason, self.timeout) from error
-        prepare(writer.get_extra_info("socket"))
-        self._read_on()
-        self._writer = writer
-        greeting = self.greeting(token)
-        message = next(greeting)
-        with suppress(StopIteration):
-            while True:
-                message = greeting.send(await self._ask(message))
+            try:
+                async with asyncio.timeout(self.timeout):
+                    self._reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
+            except (OSError, UnicodeError) as error:
+                failed = error if isinstance(error, OSError) else OSError(str(error))
+                raise not_reached(where, failed, self.timeout) from error
+            prepare(writer.get_extra_info("socket"))
+            self._read_on()
+            self._writer = writer
+            await self._drive(writer, self._handshake(token))
+        except BaseException:
+            self._hang_up()
+            with suppress(RdmaError):
+                self._release()
+            raise
+        self._where = where
 
     def _read_on(self) -> None:
         # Always in progress, so that the server's end is noticed without asking.
@@ -124,14 +121,16 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         self._refuse_inherited()
         self._refuse_elsewhere()
+        leaving = isinstance(message, Bye)
         async with self._turn:
-            if self._writer is None or (self._closing.done() and not isinstance(message, Bye)):
+            if self._writer is None or (self._closing.done() and not leaving):
                 raise ConnectError("the connection is closed", "lost")
             try:
-                return self._failures.answer(await self._exchange(self._writer, message, more_time))
+                question = self._session.ask(message, more_time)
+                return await self._drive(self._writer, question, leaving)
             except ConnectError:
                 # close() still has to say goodbye.
-                if not self._closing.done() or isinstance(message, Bye):
+                if not self._closing.done() or leaving:
                     self._hang_up()
                 raise
 
@@ -152,52 +151,48 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     def _named(self) -> str:
         return f"the connection to {self._where}" if self._where else "the connection"
 
-    async def _exchange(
-        self, writer: asyncio.StreamWriter, message: Message, more_time: float
+    async def _drive(
+        self, writer: asyncio.StreamWriter, requests: IORequests, leaving: bool = False
     ) -> Message:
-        protocol, failures, question = self._protocol, self._failures, encode(message)
-        leaving = isinstance(message, Bye)
-        limit = self.timeout + more_time
-        broken = ""
+        """Do what a session yields, and return its answer, as Connection does."""
         try:
-            if protocol.busy and not leaving:
-                # The late answer to a cancelled question.
-                async with asyncio.timeout(self.timeout):
-                    while (late := protocol.next_message()) is None:
-                        await self._hear(broken, leaving)
-                if isinstance(late, Error):
-                    return late
-            async with asyncio.timeout(limit):
-                protocol.ask(message)
+            data, deadline = next(requests)
+            while True:
+                left = max(0.0, deadline - time.monotonic())
                 try:
-                    writer.write(question)
-                    await writer.drain()
+                    received = None
+                    if data:
+                        async with asyncio.timeout(left):
+                            writer.write(data)
+                            await writer.drain()
+                    else:
+                        received = await self._receive(left, leaving)
                 except OSError as error:
-                    # What the server said before it went may still be pending.
-                    broken = error.strerror or str(error)
-                while (answer := protocol.next_message()) is None:
-                    await self._hear(broken, leaving)
-                return answer
-        except ConnectError as error:
-            raise failures.wrong(error) if isinstance(error, ProtocolError) else error from None
-        except TimeoutError:
-            raise failures.silent(limit) from None
-        except OSError as error:
-            raise failures.ended(protocol.partial, error.strerror or str(error)) from None
+                    data, deadline = requests.throw(error)
+                else:
+                    data, deadline = requests.send(received)
+        except StopIteration as end:
+            answer: Message = end.value
+            return answer
 
-    async def _hear(self, broken: str, leaving: bool) -> None:
-        """Wait for bytes from the server, or for the end."""
+    async def _receive(self, left: float, leaving: bool) -> bytes | None:
         awaited: set[asyncio.Future[Any]] = {self._reading}
         if not leaving:
             awaited.add(self._closing)
         # A cancellation here ends the wait, not the read.
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not leaving and self._closing.done():
-            raise self._failures.closing()
-        if self._reading.cancelled() or not (data := self._reading.result()):
-            raise self._failures.ended(self._protocol.partial, broken)
-        self._protocol.receive(data)
-        self._read_on()
+            return None
+        if not done:
+            raise TimeoutError
+        return self._take_read()
+
+    def _take_read(self) -> bytes:
+        """Return what has been read, and read on; nothing at the end."""
+        data = b"" if self._reading.cancelled() else self._reading.result()
+        if data:
+            self._read_on()
+        return data
 
     async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
         """Ask the server what has arrived in one of its receives: Connection.report for asyncio.
@@ -240,15 +235,10 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         if self._turn.locked():
             return False
         # Unasked, it only says why it goes.
-        if self._writer is None or not self._reading.done() or not self._protocol.owed:
+        if self._writer is None or not self._reading.done() or not self._session.protocol.owed:
             return self._writer is None or self._reading.done()
-        # This may be a late answer.
         try:
-            if self._reading.cancelled() or not (data := self._reading.result()):
-                return True
-            self._protocol.receive(data)
-            self._read_on()
-            return self._protocol.late()
+            return self._session.is_over(self._take_read())
         except (OSError, ProtocolError):
             self._hang_up()
             return True
@@ -274,7 +264,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                 if self._closing.get_loop().is_closed():
                     self._where = ""
                     self._break_off()
-                    self._give_back()
+                    self._release()
                 raise
         self._where = ""
         if not self._closing.done():
@@ -285,7 +275,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                     await self._ask(Bye())
         finally:
             self._hang_up()
-            self._give_back()
+            self._release()
 
     def _abandon(self) -> None:
         if self._writer is not None:

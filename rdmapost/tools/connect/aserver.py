@@ -11,14 +11,13 @@ import os
 import socket
 import threading
 from contextlib import suppress
-from typing import Any
 
 from ...resources.device import Context
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import stop_listening
 from .host_port import DEFAULT_PORT, check_where
-from .server import BaseServer, make_exposure, open_listener
-from .server_events import OnEvent
+from .server import BaseServer, open_listener
+from .server_events import Event, OnEvent
 from .server_state import ServerState
 
 __all__ = ["AsyncServer", "aserve"]
@@ -64,10 +63,15 @@ async def aserve(
             (EACCES), or the process has no file descriptors left (EMFILE).
         ConnectTimeout, VerbsError, RuntimeError: as in serve.
     """
-    if on_event is not None and not callable(on_event):
-        raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
     port = check_where(host, port, 0)
-    exposure = make_exposure(
+    loop = asyncio.get_running_loop()
+
+    def call_in_loop(on_event: OnEvent, event: Event) -> None:
+        # After the loop has ended, there is nobody to tell.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(on_event, event)
+
+    server = ServerState(
         context,
         size=size,
         access=access,
@@ -75,25 +79,14 @@ async def aserve(
         receive_size=receive_size,
         data=data,
         shared=shared,
-        port_num=port_num,
-        gid_index=gid_index,
-    )
-    loop = asyncio.get_running_loop()
-
-    def tell(event: Any) -> None:
-        if on_event is not None:
-            # After the loop has ended, there is nobody to tell.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(on_event, event)
-
-    server = ServerState(
-        context,
-        exposure,
         token=token,
         max_clients=max_clients,
         timeout=timeout,
         idle_timeout=idle_timeout,
-        on_event=None if on_event is None else tell,
+        port_num=port_num,
+        gid_index=gid_index,
+        on_event=on_event,
+        call=call_in_loop,
     )
     opening = _Opening(host, port)
     try:

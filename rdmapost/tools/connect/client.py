@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import select
@@ -13,22 +12,22 @@ import weakref
 from contextlib import suppress
 from io import FileIO
 from threading import get_ident
-from typing import Any, Self
+from typing import Any
 
 from ..._binding import door
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
 from ..resource_stack import ClosesOnExit
-from ..tcp import errno_of, prepare, send_all
+from ..tcp import prepare, send_all
 from .base_connection import BaseConnection
-from .failures import ConnectError, ConnectTimeout, ProtocolError
-from .host_port import DEFAULT_PORT, check_where, resolve, show_address
-from .protocol import ClientProtocol
-from .protocol_messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
+from .client_session import IORequests
+from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
+from .host_port import DEFAULT_PORT, check_where, resolve
+from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .server_state import check_token
 
-__all__ = ["MARGIN_S", "Connection", "Failures", "dial", "why_not_reached"]
+__all__ = ["MARGIN_S", "Connection", "dial"]
 
 MARGIN_S = 1.0
 """How long an answer may take, besides the time that the server was told to wait."""
@@ -93,64 +92,6 @@ def dial(
     )
 
 
-def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
-    """Make the error for a connection that failed."""
-    if isinstance(error, ConnectError):
-        return error
-    if isinstance(error, TimeoutError):
-        return ConnectTimeout(f"{where} did not answer within {timeout:g} s")
-    if error.errno == errno.ECONNREFUSED:
-        return ConnectError(
-            f"{where} refused the connection: start 'rdmapost serve' there, or name its port",
-            "refused",
-            error.errno,
-        )
-    return ConnectError(
-        f"{where} cannot be reached: {error.strerror or error}", "unreachable", errno_of(error)
-    )
-
-
-class Failures:
-    """Describes the outcome of an exchange, for any shell.
-
-    Args:
-        where: the server, HOST:PORT.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def answer(self, message: Message) -> Message:
-        """Return the server's answer.
-
-        Raises:
-            ConnectError: it is an error.
-        """
-        if isinstance(message, Error):
-            raise ConnectError(f"{self.where} refused: {message.text}", message.code)
-        return message
-
-    def wrong(self, error: ProtocolError) -> ProtocolError:
-        """Make the error for a server that speaks something else."""
-        return ProtocolError(f"{self.where} is not an 'rdmapost serve': {error}", error.code)
-
-    def ended(self, half: bool, why: str = "") -> ConnectError:
-        """Make the error for a connection that is gone."""
-        how = f" ({why})" if why else " in the middle of a message" if half else ""
-        return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
-
-    def closing(self) -> ConnectError:
-        """Make the error for a question that close() has ended."""
-        return ConnectError("the connection was closed before the answer came", "lost")
-
-    def silent(self, seconds: float) -> ConnectTimeout:
-        """Make the error for a server that does not answer."""
-        return ConnectTimeout(
-            f"{self.where} took the connection and did not answer within {seconds:g} s: "
-            "is it 'rdmapost serve'?"
-        )
-
-
 class _Question:
     """Held only by a local variable, while a question has its turn or waits for it."""
 
@@ -191,7 +132,8 @@ class Connection(BaseConnection, ClosesOnExit):
         self._left = False
         self._steady = True
         self._why = ""
-        super().__init__(context, **options)
+        super().__init__(context, host, port, **options)
+        where = self._session.where
         # Wakes threads waiting for an answer, so that close() need not wait for them. No signal
         # handler can run before the descriptor has its owner: map calls both in C.
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
@@ -199,27 +141,20 @@ class Connection(BaseConnection, ClosesOnExit):
             (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
         except OSError as error:
             with suppress(RdmaError):
-                self._give_back()
-            raise why_not_reached(show_address((host, port)), error, self.timeout) from error
+                self._release()
+            raise not_reached(where, error, self.timeout) from error
         try:
-            self._protocol = ClientProtocol()
             self._socket = self._reach(host, port)
-            greeting = self.greeting(token)
-            message = next(greeting)
-            with suppress(StopIteration):
-                while True:
-                    message = greeting.send(self._ask(message))
+            self._drive(self._socket, self._handshake(token))
         except BaseException:
             self._abandon()
             with suppress(RdmaError):
-                self._give_back()
+                self._release()
             raise
-        self._where = self._failures.where
+        self._where = where
 
     def _reach(self, host: str, port: int) -> socket.socket:
         deadline = time.monotonic() + self.timeout
-        where = show_address((host, port))
-        self._failures = Failures(where)
         last: OSError = OSError(f"{host} has no address")
         for family, kind, proto, _, address in resolve(host, port, self.timeout):
             try:
@@ -240,7 +175,7 @@ class Connection(BaseConnection, ClosesOnExit):
             except BaseException:
                 sock.close()
                 raise
-        raise why_not_reached(where, last, self.timeout) from last
+        raise not_reached(self._session.where, last, self.timeout) from last
 
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         """Send a message and return the answer.
@@ -251,21 +186,36 @@ class Connection(BaseConnection, ClosesOnExit):
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        asking = _Question()
+        question = _Question()
+        leaving = isinstance(message, Bye)
         try:
-            mine = self._line_up(asking)
-            self._await_turn(mine, self.timeout + more_time, isinstance(message, Bye))
-            if self._socket is None or (self._closing and not isinstance(message, Bye)):
+            mine = self._line_up(question)
+            self._await_turn(mine, self.timeout + more_time, leaving)
+            if self._socket is None or (self._closing and not leaving):
                 raise ConnectError(f"the connection is closed{self._why}", "lost")
-            return self._ask_now(self._socket, message, more_time)
+            try:
+                return self._drive(self._socket, self._session.ask(message, more_time), leaving)
+            except BaseException as error:
+                self._note_failure(error, leaving)
+                raise
         finally:
             # Do not leave it to the frame, which a traceback keeps.
-            del asking
+            del question
             self._abandon_if_left()
 
-    def _line_up(self, asking: _Question) -> _Turn:
+    def _note_failure(self, error: BaseException, leaving: bool) -> None:
+        if isinstance(error, ConnectError):
+            # close() still has to say goodbye.
+            if not self._closing or leaving:
+                self._hang_up()
+        elif not self._steady:
+            # It is unknown what has been sent and received.
+            self._why = f": {type(error).__name__} interrupted a question"
+            self._hang_up()
+
+    def _line_up(self, question: _Question) -> _Turn:
         # A set, because discard needs the hash, which needs a live referent: one call makes both.
-        (turn,) = set(map(_Turn, (asking,), (self._turns.discard,)))
+        (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
         turn.number, turn.thread = next(self._numbers), get_ident()
         self._turns.add(turn)
         return turn
@@ -286,85 +236,54 @@ class Connection(BaseConnection, ClosesOnExit):
         ):
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
-                    f"other threads' questions to {self._failures.where} took more than {limit:g} s"
+                    f"other threads' questions to {self._session.where} took more than {limit:g} s"
                 )
             time.sleep(0.002)
 
-    def _ask_now(self, sock: socket.socket, message: Message, more_time: float) -> Message:
-        self._steady = True
-        try:
-            answer = self._exchange(sock, message, more_time)
-            self._steady = True
-            return self._failures.answer(answer)
-        except BaseException as error:
-            if isinstance(error, ConnectError):
-                # close() still has to say goodbye.
-                if not self._closing or isinstance(message, Bye):
-                    self._hang_up()
-            elif not self._steady:
-                # It is unknown what has been sent and received.
-                self._why = f": {type(error).__name__} interrupted a question"
-                self._hang_up()
-            raise
+    def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
+        """Do what a session yields, and return its answer.
 
-    def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
-        protocol, data = self._protocol, encode(message)
-        leaving = isinstance(message, Bye)
-        if protocol.busy and not leaving:
-            # The late answer to an interrupted question.
-            late = self._answer(sock, self.timeout)
-            if isinstance(late, Error):
-                return late
+        Args:
+            sock: the connection.
+            requests: what to do.
+            leaving: do not end when close() is called: this is its goodbye.
+        """
+        # Whether it is known what has been sent and received.
         self._steady = False
-        protocol.ask(message)
-        broken: OSError | None = None
         try:
-            send_all(sock, data, self.timeout)
-        except TimeoutError:
-            raise self._failures.silent(self.timeout) from None
-        except OSError as error:
-            # What the server said before it went may still be pending.
-            broken = error
-        return self._answer(sock, self.timeout + more_time, broken, leaving)
+            data, deadline = next(requests)
+            while True:
+                try:
+                    received = None
+                    if data:
+                        send_all(sock, data, max(0.0, deadline - time.monotonic()))
+                    else:
+                        received = self._receive(sock, deadline, leaving)
+                except OSError as error:
+                    data, deadline = requests.throw(error)
+                else:
+                    data, deadline = requests.send(received)
+        except StopIteration as end:
+            self._steady = True
+            answer: Message = end.value
+            return answer
 
-    def _answer(
-        self,
-        sock: socket.socket,
-        limit: float,
-        broken: OSError | None = None,
-        leaving: bool = False,
-    ) -> Message:
-        protocol, failures = self._protocol, self._failures
-        deadline = time.monotonic() + limit
+    def _receive(self, sock: socket.socket, deadline: float, leaving: bool) -> bytes | None:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         if not leaving:
             poller.register(self._wake, select.POLLIN)
         while True:
-            self._steady = False
-            try:
-                if (answer := protocol.next_message()) is not None:
-                    return answer
-            except ProtocolError as error:
-                raise failures.wrong(error) from None
             left = deadline - time.monotonic()
             self._steady = True
             ready = poller.poll(min(left, 3600.0) * 1000 + 1) if left > 0 else []
             self._steady = False
             if not leaving and self._closing:
-                raise failures.closing()
+                return None
             if not ready:
-                raise failures.silent(limit)
-            try:
-                data = sock.recv(MAX_LINE)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise failures.ended(protocol.partial, error.strerror or str(error)) from None
-            if not data:
-                why = "" if broken is None else broken.strerror or str(broken)
-                raise failures.ended(protocol.partial, why)
-            protocol.receive(data)
+                raise TimeoutError
+            with suppress(BlockingIOError):
+                return sock.recv(MAX_LINE)
 
     # ---- asking the server ----------------------------------------------------
 
@@ -425,9 +344,9 @@ class Connection(BaseConnection, ClosesOnExit):
         """
         if self._pid != os.getpid() or self._left:
             return True
-        asking = _Question()
+        question = _Question()
         try:
-            mine = self._line_up(asking)
+            mine = self._line_up(question)
             if any(turn.number < mine.number for turn in self._turns.copy()):
                 return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
@@ -436,20 +355,17 @@ class Connection(BaseConnection, ClosesOnExit):
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             while poller.poll(0):
-                if not self._protocol.owed or self._is_last(sock):
+                if not self._session.protocol.owed or self._is_last(sock):
                     return True
             return False
         finally:
-            del asking
+            del question
             self._abandon_if_left()
 
     def _is_last(self, sock: socket.socket) -> bool:
         """Read what may be a late answer; return whether it is the end instead."""
         try:
-            if not (data := sock.recv(MAX_LINE)):
-                return True
-            self._protocol.receive(data)
-            return self._protocol.late()
+            return self._session.is_over(sock.recv(MAX_LINE))
         except BlockingIOError:
             return False
         except (OSError, ProtocolError):
@@ -484,7 +400,7 @@ class Connection(BaseConnection, ClosesOnExit):
         finally:
             if not (self._left and self._turns):
                 self._abandon()
-            self._give_back()
+            self._release()
 
     def _abandon_if_left(self) -> None:
         if self._left and not self._turns:
@@ -523,7 +439,3 @@ class Connection(BaseConnection, ClosesOnExit):
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close()
-
-    def __enter__(self) -> Self:
-        self._refuse_inherited()
-        return self

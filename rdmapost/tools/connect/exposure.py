@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..._arguments import counted
+from ..._arguments import content, counted, expect, flags, within
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import RdmaError
 from ...posting.wr import RecvWR
+from ...resources.address import choose_gid
 from ...resources.channel import CompChannel
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
@@ -26,12 +27,12 @@ from ..resource_stack import ResourceStack
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
 from .server_events import Changed
 
-__all__ = ["EXPOSABLE", "Exposure", "ServedClient"]
+__all__ = ["Exposure", "ServedClient", "make_exposure"]
 
-EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+_EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {
-    QPType.RC: EXPOSABLE,
+    QPType.RC: _EXPOSABLE,
     QPType.UC: Access.REMOTE_WRITE,
     QPType.UD: Access(0),
 }
@@ -44,6 +45,8 @@ _ROUND = 64
 _FLUSH_S = 1.0
 """What a device may take to flush the receives of a queue pair in ERR."""
 _CHUNK = 1 << 20
+_MAX_COUNT = 1 << 14
+_RECEIVE_SIZE = 1 << 16
 _SENDS = 16
 _MIN_RNR_TIMER = 24
 """41 ms: a client that sends faster than receives are reposted waits for them."""
@@ -55,7 +58,7 @@ class Exposure:
 
     Attributes:
         size: bytes of the exposed memory.
-        access: what a client may do with it, within EXPOSABLE.
+        access: what a client may do with it, of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC.
         count: receives that are posted for each client.
         receive_size: bytes of message that each takes.
         data: the initial contents; zeros follow.
@@ -76,6 +79,45 @@ class Exposure:
         allowed = ", ".join(access_names(self.access)) or "no"
         whose = "shared by all clients" if self.memory is not None else "for each client"
         return f"{allowed} access to {counted(self.size, 'byte')} of memory {whose}"
+
+
+def make_exposure(
+    context: Context,
+    *,
+    size: int,
+    access: int | None,
+    count: int,
+    receive_size: int | None,
+    data: bytes,
+    shared: bool,
+    port_num: int,
+    gid_index: int | None,
+) -> Exposure:
+    """Check what will be exposed; the arguments are serve()'s."""
+    expect("context", context, Context)
+    size = within("size", size, 1, 1 << 40)
+    count = within("count", count, 0, _MAX_COUNT)
+    if receive_size is None:
+        receive_size = min(size, _RECEIVE_SIZE)
+    receive_size = within("receive_size", receive_size, 0, 1 << 31)
+    data = content("data", data)
+    if len(data) > size:
+        raise ValueError(f"data: {counted(len(data), 'byte')} do not fit into size={size}")
+    has_atomics = bool(context.attr.atomic_cap)
+    if access is None:
+        access = _EXPOSABLE if has_atomics else _EXPOSABLE & ~Access.REMOTE_ATOMIC
+    access = flags("access", access, _EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
+    if access & Access.REMOTE_ATOMIC and not has_atomics:
+        raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
+    # Report what is wrong with these now, not to the first client.
+    choose_gid(context, port_num, gid_index)
+    if count > context.attr.max_qp_wr:
+        raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")
+    memory = None
+    if shared:
+        memory = mmap.mmap(-1, size)
+        memory[: len(data)] = data
+    return Exposure(size, access, count, receive_size, data, memory, port_num, gid_index)
 
 
 class ServedClient:

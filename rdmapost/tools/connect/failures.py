@@ -6,9 +6,9 @@ import errno as codes
 import os
 
 from ...errors import RdmaError
-from ..tcp import errno_of
+from ..tcp import errno_of, reason
 
-__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "not_listening"]
+__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "not_listening", "not_reached"]
 
 
 class ConnectError(RdmaError, ConnectionError):
@@ -52,7 +52,24 @@ def not_listening(where: str, error: OSError) -> ConnectError:
     if error.errno == codes.EADDRINUSE:
         remedy = "; give another port, or 0 for a free one"
     return ConnectError(
-        f"cannot listen on {where}: {error.strerror or error}{remedy}",
+        f"cannot listen on {where}: {reason(error)}{remedy}",
         "unreachable",
         errno_of(error),
+    )
+
+
+def not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
+    """Make the error for a connection that failed."""
+    if isinstance(error, ConnectError):
+        return error
+    if isinstance(error, TimeoutError):
+        return ConnectTimeout(f"{where} did not answer within {timeout:g} s")
+    if error.errno == codes.ECONNREFUSED:
+        return ConnectError(
+            f"{where} refused the connection: start 'rdmapost serve' there, or name its port",
+            "refused",
+            error.errno,
+        )
+    return ConnectError(
+        f"{where} cannot be reached: {reason(error)}", "unreachable", errno_of(error)
     )

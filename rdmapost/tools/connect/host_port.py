@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from ..._arguments import expect, within
+from ..tcp import reason
 from .failures import ConnectError, ConnectTimeout
 
 __all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address", "resolve", "show_address"]
@@ -126,7 +127,7 @@ def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
             error = cause
     if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
         raise ConnectError(
-            f"host {host} cannot be looked up: {error.strerror or error}",
+            f"host {host} cannot be looked up: {reason(error)}",
             "unreachable",
             error.errno,
         )

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import socket
 import warnings
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from ..._arguments import content, counted, expect, flags, within
-from ...enums import Access
-from ...errors import RdmaError
-from ...resources.address import choose_gid
 from ...resources.device import Context
+from ..resource_stack import ClosesOnExit
 from ..tcp import stop_listening
 from .acceptor import BACKLOG
-from .exposure import EXPOSABLE, Exposure, ServedClient
+from .exposure import Exposure, ServedClient
 from .failures import not_listening
 from .host_port import DEFAULT_PORT, check_where, is_loopback, resolve, show_address
 from .process_bound import NotCopied, refuse_inherited
@@ -26,12 +21,9 @@ from .server_events import OnEvent
 from .server_state import ServerState
 from .server_threads import ServerThreads
 
-__all__ = ["BaseServer", "Server", "make_exposure", "open_listener", "serve"]
+__all__ = ["BaseServer", "Server", "open_listener", "serve"]
 
 _log = logging.getLogger("rdmapost.tools.connect")
-
-_MAX_COUNT = 1 << 14
-_RECEIVE_SIZE = 1 << 16
 
 
 def serve(
@@ -107,7 +99,7 @@ def serve(
         RuntimeError: no thread can be started.
     """
     port = check_where(host, port, 0)
-    exposure = make_exposure(
+    server = ServerState(
         context,
         size=size,
         access=access,
@@ -115,58 +107,15 @@ def serve(
         receive_size=receive_size,
         data=data,
         shared=shared,
-        port_num=port_num,
-        gid_index=gid_index,
-    )
-    server = ServerState(
-        context,
-        exposure,
         token=token,
         max_clients=max_clients,
         timeout=timeout,
         idle_timeout=idle_timeout,
+        port_num=port_num,
+        gid_index=gid_index,
         on_event=on_event,
     )
     return Server(server, open_listener(host, port))
-
-
-def make_exposure(
-    context: Context,
-    *,
-    size: int,
-    access: int | None,
-    count: int,
-    receive_size: int | None,
-    data: bytes,
-    shared: bool,
-    port_num: int,
-    gid_index: int | None,
-) -> Exposure:
-    """Check what will be exposed; the arguments are serve()'s."""
-    expect("context", context, Context)
-    size = within("size", size, 1, 1 << 40)
-    count = within("count", count, 0, _MAX_COUNT)
-    if receive_size is None:
-        receive_size = min(size, _RECEIVE_SIZE)
-    receive_size = within("receive_size", receive_size, 0, 1 << 31)
-    data = content("data", data)
-    if len(data) > size:
-        raise ValueError(f"data: {counted(len(data), 'byte')} do not fit into size={size}")
-    has_atomics = bool(context.attr.atomic_cap)
-    if access is None:
-        access = EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
-    access = flags("access", access, EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
-    if access & Access.REMOTE_ATOMIC and not has_atomics:
-        raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
-    # Report what is wrong with these now, not to the first client.
-    choose_gid(context, port_num, gid_index)
-    if count > context.attr.max_qp_wr:
-        raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")
-    memory = None
-    if shared:
-        memory = mmap.mmap(-1, size)
-        memory[: len(data)] = data
-    return Exposure(size, access, count, receive_size, data, memory, port_num, gid_index)
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -268,7 +217,7 @@ class BaseServer(NotCopied):
         self._threads.close()
 
 
-class Server(BaseServer):
+class Server(BaseServer, ClosesOnExit):
     """A running server; ``serve`` makes it.
 
     Attributes:
@@ -289,15 +238,3 @@ class Server(BaseServer):
         If a signal handler's exception interrupts it, call it again.
         """
         self._end()
-
-    def __enter__(self) -> Self:
-        self._refuse_inherited()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from ..._arguments import counted, expect, time_limit, within
 from ...resources.device import Context
-from .exposure import Exposure, ServedClient
+from .exposure import ServedClient, make_exposure
 from .fabric import fabric_of, why_unreachable
 from .failures import ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
@@ -27,14 +29,16 @@ class ServerState:
 
     Args:
         context: an open device.
-        exposure: what each client is given.
         token: the token to ask for, or None.
         max_clients: how many at once.
         timeout: seconds for each step of the exchange, and to send each answer.
         idle_timeout: seconds in which a client must send something; None for no limit.
         on_event: gets the events.
+        call: calls on_event with an event.
+        exposed: what each client is given, as make_exposure takes it.
 
     Attributes:
+        exposure: what each client is given.
         clients: the connected clients, by number.
         turn: held while one piece of a large memory is read, so that any number of looks keep only
             one core busy.
@@ -47,14 +51,16 @@ class ServerState:
     def __init__(
         self,
         context: Context,
-        exposure: Exposure,
         *,
         token: str | None,
         max_clients: int,
         timeout: float,
         idle_timeout: float | None,
         on_event: OnEvent | None,
+        call: Callable[[OnEvent, Event], None] = lambda on_event, event: on_event(event),
+        **exposed: Any,
     ) -> None:
+        exposure = make_exposure(context, **exposed)
         check_token(token)
         max_clients = within("max_clients", max_clients, 1, _MAX_CLIENTS)
         if on_event is not None and not callable(on_event):
@@ -65,7 +71,7 @@ class ServerState:
         self.context, self.exposure = context, exposure
         self.token, self.max_clients = token, max_clients
         self.timeout, self.idle_timeout = timeout, idle_timeout
-        self._on_event = on_event
+        self._on_event, self._call = on_event, call
         self._numbers = itertools.count(1)
         self._places = threading.Lock()
         self._taken = 0
@@ -113,11 +119,11 @@ class ServerState:
         """What clients are told when the server is full."""
         return f"this server has its {counted(self.max_clients, 'client')}; try again later"
 
-    def tell(self, event: Event) -> None:
-        """Tell the owner; failures there do not affect the client."""
+    def notify(self, event: Event) -> None:
+        """Call on_event; its failures do not affect the client."""
         if self._on_event is not None:
             try:
-                self._on_event(event)
+                self._call(self._on_event, event)
             except BaseException:
                 # Including SystemExit, which would end the thread, and with it the client or the
                 # acceptor.

@@ -23,8 +23,8 @@ from .acceptor import Acceptor
 from .failures import not_listening
 from .host_port import show_address
 from .protocol_messages import MAX_LINE
+from .server_session import ServerSession
 from .server_state import ServerState
-from .session import Session
 
 __all__ = ["ServerThreads"]
 
@@ -234,7 +234,7 @@ class ServerThreads:
 
     # ---- a client ---------------------------------------------------------------
 
-    def _start_client(self, sock: socket.socket, session: Session) -> bool:
+    def _start_client(self, sock: socket.socket, session: ServerSession) -> bool:
         thread = threading.Thread(
             target=self._talk,
             args=(sock, session),
@@ -251,7 +251,7 @@ class ServerThreads:
             return False
         return True
 
-    def _talk(self, sock: socket.socket, session: Session) -> None:
+    def _talk(self, sock: socket.socket, session: ServerSession) -> None:
         try:
             with sock:
                 prepare(sock)
@@ -265,7 +265,7 @@ class ServerThreads:
         finally:
             self._clients.discard(threading.current_thread())
 
-    def _exchange(self, sock: socket.socket, session: Session) -> None:
+    def _exchange(self, sock: socket.socket, session: ServerSession) -> None:
         poller = select.poll()
         poller.register(self._stop, select.POLLIN)
         poller.register(sock, select.POLLIN)
@@ -277,7 +277,7 @@ class ServerThreads:
             try:
                 send_all(sock, answer, self.server.timeout)
             except OSError as error:
-                session.lost(f"the connection broke: {error.strerror or error}")
+                session.lost(error)
             if session.over:
                 return
             if channel_fd < 0 and session.channel is not None:
@@ -295,7 +295,7 @@ class ServerThreads:
                 except BlockingIOError:
                     pass
                 except OSError as error:
-                    session.lost(f"the connection broke: {error.strerror or error}")
+                    session.lost(error)
                     return
                 else:
                     if not data:

@@ -80,7 +80,7 @@ def test_a_dropped_connection_gives_everything_back_at_once(
     """Without the collector of cycles, and with one warning."""
     served = serve()
     peer = served.dial()
-    where, dropped = peer._failures.where, weakref.ref(peer)
+    where, dropped = peer._session.where, weakref.ref(peer)
     qp, mr = peer.qp, peer.mr
     qp.post_recv(rp.RecvWR(mr[:64]))
     peer.look()
@@ -109,7 +109,7 @@ def test_asyncio_a_dropped_connection_gives_everything_back(
     async def main() -> None:
         held = [await connect.adial(served.context, *served.server.address[:2])]
         await held[0].look()
-        where, dropped, qp = held[0]._failures.where, weakref.ref(held[0]), held[0].qp
+        where, dropped, qp = held[0]._session.where, weakref.ref(held[0]), held[0].qp
         with pytest.warns(ResourceWarning) as warned:
             await asyncio.to_thread(held.clear)
         said = [str(one.message) for one in warned]

@@ -310,7 +310,7 @@ def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threadin
     """Do something once a question has been sent and its answer is waited for."""
 
     def wait() -> None:
-        until(lambda: peer._protocol.owed and peer._steady)
+        until(lambda: peer._session.protocol.owed and peer._steady)
         action()
 
     thread = threading.Thread(target=wait)
@@ -368,7 +368,7 @@ def test_a_signal_handler_may_close_the_connection_at_any_moment(
         peer = served.dial(timeout=2.0)
         began = time.monotonic()
         with (
-            At("/rdmapost/tools/connect/client.py", nth, peer.close) as at,
+            At("/rdmapost/tools/connect/client", nth, peer.close) as at,
             contextlib.suppress(connect.ConnectError),
         ):
             actions[what](peer)
@@ -417,7 +417,7 @@ def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
     def once(nth: int) -> bool:
         with served.dial() as peer:
             with (
-                At("/rdmapost/tools/connect/client.py", nth, interrupt) as at,
+                At("/rdmapost/tools/connect/client", nth, interrupt) as at,
                 contextlib.suppress(Interrupted),
             ):
                 peer.look(0, 4)
@@ -449,7 +449,7 @@ def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     with served.dial(timeout=0.2) as peer:
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
-        until(lambda: peer._protocol.owed)
+        until(lambda: peer._session.protocol.owed)
         with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
             peer.look()
         peer.qp.post_send(rp.Send(peer.mr[:1]))

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator
 
 from ...errors import RdmaError
 from ...resources.channel import CompChannel
+from ..tcp import reason
 from .exposure import ServedClient
 from .failures import ProtocolError
 from .protocol import ServerProtocol, State
@@ -31,7 +32,7 @@ from .protocol_messages import (
 from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
 
-__all__ = ["HELLO_S", "Session"]
+__all__ = ["HELLO_S", "ServerSession"]
 
 _log = logging.getLogger("rdmapost.tools.connect")
 
@@ -39,7 +40,7 @@ HELLO_S = 5.0
 """How long a hello may take at most, whatever the timeout for other steps."""
 
 
-class Session:
+class ServerSession:
     """One client, from its first byte: ``receive`` and ``authenticate``, then ``feed``.
 
     Args:
@@ -140,12 +141,14 @@ class Session:
             return self.end("timeout", text)
         return b""
 
-    def lost(self, why: str = "") -> None:
-        """The connection is gone."""
+    def lost(self, error: OSError | None = None) -> None:
+        """The connection is gone, with an error or without."""
         if not self.over:
             self.over = True
             half = " in the middle of a message" if self._protocol.partial else ""
-            self._reason = why or f"the connection ended{half} without a bye"
+            self._reason = f"the connection ended{half} without a bye"
+            if error is not None:
+                self._reason = f"the connection broke: {reason(error)}"
 
     def end(self, code: str = "closing", text: str = "the server is shutting down") -> bytes:
         """End the session from the server's side, and return what to send."""
@@ -156,7 +159,7 @@ class Session:
         self.over = True
         self._release()
         if self._reason:
-            self._server.tell(Refused(self._address, self.code, self._reason))
+            self._server.notify(Refused(self._address, self.code, self._reason))
             self._reason = ""
 
     # ---- what is done -----------------------------------------------------------
@@ -174,7 +177,7 @@ class Session:
         hello, self._hello = self._hello, None
         if hello is not None:
             self._client = client = self._server.admit(hello)
-            self._server.tell(Joined(client.number, self._address, hello.qp_type, client.offer))
+            self._server.notify(Joined(client.number, self._address, hello.qp_type, client.offer))
             # Creating all that took time that the client is not charged for.
             self._heard = time.monotonic()
             yield client.offer
@@ -238,7 +241,7 @@ class Session:
     def _tell(self, client: ServedClient, arrivals: Iterable[Arrival]) -> None:
         for arrival in arrivals:
             self._heard = time.monotonic()
-            self._server.tell(Arrived(client.number, arrival))
+            self._server.notify(Arrived(client.number, arrival))
 
     def _settle(self) -> list[Message]:
         """Answer a pending report, if possible."""
@@ -278,7 +281,7 @@ class Session:
         except RdmaError as error:
             _log.error("client %d: not everything could be given back: %s", client.number, error)
             reason = f"{reason}; not everything could be given back: {error}"
-        self._server.tell(Left(client.number, self._address, reason, changed))
+        self._server.notify(Left(client.number, self._address, reason, changed))
 
     def _changed(self, client: ServedClient) -> Changed | None:
         steps = client.changed()

@@ -1,0 +1,114 @@
+"""The client's side of a connection: its questions and the server's answers; no I/O.
+
+Both clients drive the same generators: each value yielded is what to do next, and the outcome is
+sent or thrown back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import TypeAlias
+
+from ..tcp import reason
+from .failures import ConnectError, ConnectTimeout, ProtocolError
+from .protocol import ClientProtocol
+from .protocol_messages import Bye, Error, Message, encode
+
+__all__ = ["ClientSession", "IORequests"]
+
+IORequests: TypeAlias = Generator[tuple[bytes, float], bytes | None, Message]
+"""Yields bytes to send, or none to receive some, and the deadline by time.monotonic().
+
+Send back what has been received, or None if close() has ended the wait; throw an OSError.
+"""
+
+
+class ClientSession:
+    """Asks a server one question at a time.
+
+    Args:
+        where: the server, HOST:PORT.
+        timeout: seconds for each step.
+
+    Attributes:
+        where: as given.
+        protocol: what has been asked and answered.
+    """
+
+    def __init__(self, where: str, timeout: float) -> None:
+        self.where = where
+        self.protocol = ClientProtocol()
+        self._timeout = timeout
+
+    def ask(self, message: Message, more_time: float = 0.0) -> IORequests:
+        """Send a message and return the answer.
+
+        Args:
+            message: the question.
+            more_time: seconds that the server may take in addition.
+
+        Raises:
+            ConnectError: there is no answer, or it is an error.
+        """
+        if self.protocol.busy and not isinstance(message, Bye):
+            # The late answer to an interrupted question.
+            yield from self._answer(self._timeout)
+        data = encode(message)
+        self.protocol.ask(message)
+        broken = ""
+        try:
+            yield data, time.monotonic() + self._timeout
+        except TimeoutError:
+            raise self._silent(self._timeout) from None
+        except OSError as error:
+            # What the server said before it went may still be pending.
+            broken = reason(error)
+        return (yield from self._answer(self._timeout + more_time, broken))
+
+    def _answer(self, limit: float, broken: str = "") -> IORequests:
+        deadline = time.monotonic() + limit
+        while (answer := self._next_message()) is None:
+            try:
+                data = yield b"", deadline
+            except TimeoutError:
+                raise self._silent(limit) from None
+            except OSError as error:
+                raise self._ended(reason(error)) from None
+            if data is None:
+                raise ConnectError("the connection was closed before the answer came", "lost")
+            if not data:
+                raise self._ended(broken)
+            self.protocol.receive(data)
+        if isinstance(answer, Error):
+            raise ConnectError(f"{self.where} refused: {answer.text}", answer.code)
+        return answer
+
+    def _next_message(self) -> Message | None:
+        try:
+            return self.protocol.next_message()
+        except ProtocolError as error:
+            text = f"{self.where} is not an 'rdmapost serve': {error}"
+            raise ProtocolError(text, error.code) from None
+
+    def _ended(self, why: str) -> ConnectError:
+        half = " in the middle of a message" if self.protocol.partial else ""
+        how = f" ({why})" if why else half
+        return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
+
+    def _silent(self, seconds: float) -> ConnectTimeout:
+        return ConnectTimeout(
+            f"{self.where} took the connection and did not answer within {seconds:g} s: "
+            "is it 'rdmapost serve'?"
+        )
+
+    def is_over(self, data: bytes) -> bool:
+        """Take bytes that no question waits for; return whether they are the server's last.
+
+        Raises:
+            ProtocolError: they are not right.
+        """
+        if data:
+            # This may be a late answer.
+            self.protocol.receive(data)
+        return not data or self.protocol.late()
