@@ -25,8 +25,7 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from ..tcp import LINGER_BYTES, LINGER_S, reason, stop_listening
-from .host_port import show_address
+from ..tcp import LINGER_BYTES, LINGER_S, reason, show_address, stop_listening
 from .protocol_messages import MAX_LINE, Error, encode
 from .server_session import HELLO_S, ServerSession
 from .server_state import ServerState

@@ -20,10 +20,10 @@ from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack, drop_outstanding
+from ..tcp import show_address
 from .client_session import ClientSession, IORequests
 from .fabric import fabric_of
 from .failures import ProtocolError
-from .host_port import show_address
 from .process_bound import NotCopied, refuse_inherited
 from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
 

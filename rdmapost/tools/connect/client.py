@@ -19,11 +19,12 @@ from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
 from ..resource_stack import ClosesOnExit
-from ..tcp import prepare, send_all
+from ..tcp import dial as dial_tcp
+from ..tcp import send_all
 from .base_connection import BaseConnection
 from .client_session import IORequests
 from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
-from .host_port import DEFAULT_PORT, check_where, resolve
+from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .server_state import check_token
 
@@ -154,28 +155,10 @@ class Connection(BaseConnection, ClosesOnExit):
         self._where = where
 
     def _reach(self, host: str, port: int) -> socket.socket:
-        deadline = time.monotonic() + self.timeout
-        last: OSError = OSError(f"{host} has no address")
-        for family, kind, proto, _, address in resolve(host, port, self.timeout):
-            try:
-                sock = socket.socket(family, kind, proto)
-            except OSError as error:
-                last = error
-                continue
-            try:
-                # Try every address of a host within the one timeout.
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(address)
-                sock.setblocking(False)
-                prepare(sock)
-                return sock
-            except OSError as error:
-                sock.close()
-                last = error
-            except BaseException:
-                sock.close()
-                raise
-        raise not_reached(self._session.where, last, self.timeout) from last
+        try:
+            return dial_tcp(host, port, self.timeout)
+        except OSError as error:
+            raise not_reached(self._session.where, error, self.timeout) from error
 
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         """Send a message and return the answer.

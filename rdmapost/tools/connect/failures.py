@@ -6,9 +6,9 @@ import errno as codes
 import os
 
 from ...errors import RdmaError
-from ..tcp import errno_of, reason
+from ..tcp import TCPError, errno_of, reason
 
-__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "not_listening", "not_reached"]
+__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "from_tcp", "not_reached"]
 
 
 class ConnectError(RdmaError, ConnectionError):
@@ -46,22 +46,17 @@ class ProtocolError(ConnectError):
         super().__init__(text, code)
 
 
-def not_listening(where: str, error: OSError) -> ConnectError:
-    """Make the error for an address that cannot be listened on."""
-    remedy = ""
-    if error.errno == codes.EADDRINUSE:
-        remedy = "; give another port, or 0 for a free one"
-    return ConnectError(
-        f"cannot listen on {where}: {reason(error)}{remedy}",
-        "unreachable",
-        errno_of(error),
-    )
+def from_tcp(error: TCPError) -> ConnectError:
+    """Make the error for a host or an address that is not to be had."""
+    if isinstance(error, TimeoutError):
+        return ConnectTimeout(str(error))
+    return ConnectError(str(error), "unreachable", error.errno)
 
 
 def not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
     """Make the error for a connection that failed."""
-    if isinstance(error, ConnectError):
-        return error
+    if isinstance(error, TCPError):
+        return from_tcp(error)
     if isinstance(error, TimeoutError):
         return ConnectTimeout(f"{where} did not answer within {timeout:g} s")
     if error.errno == codes.ECONNREFUSED:

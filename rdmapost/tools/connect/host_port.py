@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from ipaddress import ip_address
 from typing import Any
 
 from ..._arguments import expect, within
-from ..tcp import reason
-from .failures import ConnectError, ConnectTimeout
 
-__all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address", "resolve", "show_address"]
+__all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address"]
 
 DEFAULT_PORT = 18600
 """TCP port of the exchange; ibv_rc_pingpong has 18515."""
@@ -71,65 +67,6 @@ def check_where(host: str, port: int, least: int = 1) -> int:
     return within("port", port, least, 65535)
 
 
-def show_address(address: tuple[Any, ...]) -> str:
-    """Write a socket's address as ``HOST:PORT``, an IPv6 one in brackets."""
-    host, port = address[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def is_loopback(address: tuple[Any, ...]) -> bool:
     """Whether only this machine can reach a socket's address."""
     return ip_address(address[0].partition("%")[0]).is_loopback
-
-
-def resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
-    """Look up a host in bounded time.
-
-    Args:
-        host: a name or an address.
-        port: the port.
-        timeout: seconds.
-
-    Returns:
-        What getaddrinfo returns for it.
-
-    Raises:
-        ConnectError: there is no such host, or it cannot be looked up, for lack of file
-            descriptors for instance.
-        ConnectTimeout: the name service did not answer.
-    """
-    found: list[Any] = []
-
-    def look_up(flags: int = 0) -> None:
-        try:
-            found[:] = [socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
-        except (OSError, UnicodeError) as error:
-            found[:] = [error]
-
-    # An address needs no name service.
-    look_up(socket.AI_NUMERICHOST)
-    if not isinstance(found[0], list):
-        del found[:]
-        # The resolver's own time limits are too long.
-        thread = threading.Thread(target=look_up, name=f"look up {host}", daemon=True)
-        thread.start()
-        thread.join(timeout)
-    if not found:
-        raise ConnectTimeout(f"host {host}: the name service did not answer within {timeout:g} s")
-    if isinstance(found[0], list):
-        return found[0]
-    error = found[0]
-    if isinstance(error, socket.gaierror):
-        # The resolver does not say if it had no file descriptors.
-        try:
-            socket.socket().close()
-        except OSError as cause:
-            error = cause
-    if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
-        raise ConnectError(
-            f"host {host} cannot be looked up: {reason(error)}",
-            "unreachable",
-            error.errno,
-        )
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    raise ConnectError(f"host {host} cannot be found: {why}", "unreachable")

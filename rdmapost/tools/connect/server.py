@@ -11,11 +11,11 @@ from typing import Any
 
 from ...resources.device import Context
 from ..resource_stack import ClosesOnExit
-from ..tcp import stop_listening
+from ..tcp import TCPError, listen, show_address, stop_listening
 from .acceptor import BACKLOG
 from .exposure import Exposure, ServedClient
-from .failures import not_listening
-from .host_port import DEFAULT_PORT, check_where, is_loopback, resolve, show_address
+from .failures import from_tcp
+from .host_port import DEFAULT_PORT, check_where, is_loopback
 from .process_bound import NotCopied, refuse_inherited
 from .server_events import OnEvent
 from .server_state import ServerState
@@ -125,21 +125,10 @@ def open_listener(host: str, port: int) -> socket.socket:
         ConnectError: there is no such host, or the address cannot be listened on; the text names
             it, and errno is the operating system's.
     """
-    family, kind, proto, _, address = resolve(host, port, 5.0)[0]
-    listener = None
     try:
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setblocking(False)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except BaseException as error:
-        if listener is not None:
-            listener.close()
-        if not isinstance(error, OSError):
-            raise
-        raise not_listening(show_address(address), error) from error
-    return listener
+        return listen(host, port, BACKLOG)
+    except TCPError as error:
+        raise from_tcp(error) from error
 
 
 class BaseServer(NotCopied):

@@ -18,10 +18,9 @@ from ..._binding import door
 from ...errors import RdmaError
 from ...resources.device import Context
 from ...resources.memory import PD
-from ..tcp import drain, prepare, send_all, stop_listening
+from ..tcp import cannot_listen, drain, prepare, send_all, show_address, stop_listening
 from .acceptor import Acceptor
-from .failures import not_listening
-from .host_port import show_address
+from .failures import from_tcp
 from .protocol_messages import MAX_LINE
 from .server_session import ServerSession
 from .server_state import ServerState
@@ -134,7 +133,7 @@ class ServerThreads:
         if not self._started:
             why = self._why
             if isinstance(why, OSError):
-                raise not_listening(self._name, why) from why
+                raise from_tcp(cannot_listen(self._name, why)) from why
             text = str(why) or type(why).__name__
             raise RuntimeError(f"cannot start a thread for the server: {text}")
 

@@ -10,18 +10,19 @@ and the connection is closed.
 
 from __future__ import annotations
 
-import os
+import errno
 import re
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from ..._arguments import within
 from ...errors import RdmaError
 from ...resources.device import GID
+from .. import tcp
+from ..resource_stack import ClosesOnExit
+from ..tcp import reason
+from ..tcp import show_address as name_of
 
 __all__ = [
     "DONE",
@@ -156,18 +157,6 @@ class Exchange:
 # ---- over TCP ---------------------------------------------------------------
 
 
-def name_of(address: tuple[object, ...]) -> str:
-    """Return HOST:PORT of a socket address.
-
-    Args:
-        address: what ``getsockname()`` gives.
-    """
-    host, port = str(address[0]), address[1]
-    # What an IPv6 socket says of an IPv4 peer.
-    host = host.removeprefix("::ffff:") if "." in host else host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def listen(host: str | None = None, port: int = PORT) -> socket.socket:
     """Listen for one client.
 
@@ -185,23 +174,16 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
         PingpongError: the address is not there, or in use.
     """
     port = within("port", port, 0, 65535)
-    where = name_of((host, port)) if host else f"TCP port {port}"
     try:
-        if not host and socket.has_dualstack_ipv6():
-            with suppress(OSError):
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=1, dualstack_ipv6=True
-                )
-        family, *_, address = socket.getaddrinfo(
-            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=1)
-    except OSError as error:
-        raise PingpongError(f"cannot listen on {where}: {_why(error)}") from None
+        listener = tcp.listen(host or None, port, backlog=1)
+    except tcp.TCPError as error:
+        raise PingpongError(str(error)) from None
+    listener.setblocking(True)
+    return listener
 
 
 def accept(listener: socket.socket, timeout: float, wait: float | None = None) -> Line:
-    """Take one client, and listen no more.
+    """Accept one client, and stop listening.
 
     Args:
         listener: from ``listen``; it is closed.
@@ -211,19 +193,16 @@ def accept(listener: socket.socket, timeout: float, wait: float | None = None) -
     Raises:
         PingpongError: none came.
     """
-    with listener:
+    try:
         listener.settimeout(wait)
         name = name_of(listener.getsockname())
-        try:
-            sock, address = listener.accept()
-        except TimeoutError:
-            raise PingpongError(f"no client came to {name} within {wait:g} s") from None
-        except OSError as error:
-            raise PingpongError(f"no client came: {_why(error)}") from None
-        finally:
-            # close() alone would leave it listening while a forked child has a copy of it.
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
+        sock, address = listener.accept()
+    except TimeoutError:
+        raise PingpongError(f"no client came to {name} within {wait:g} s") from None
+    except OSError as error:
+        raise PingpongError(f"no client came: {reason(error)}") from None
+    finally:
+        tcp.stop_listening(listener)
     return Line(sock, name_of(address), timeout, is_client=False)
 
 
@@ -241,37 +220,20 @@ def dial(host: str, port: int, timeout: float) -> Line:
     """
     port = within("port", port, 1, 65535)
     who = name_of((host, port))
-    end = time.monotonic() + timeout
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise PingpongError(f"there is no host {host!r}: {_why(error)}") from None
-    why = ""
-    for family, kind, protocol, _, address in found:
-        try:
-            sock = socket.socket(family, kind, protocol)
-        except OSError as error:
-            why = _why(error)
-            continue
-        try:
-            sock.settimeout(max(0.001, end - time.monotonic()))
-            sock.connect(address)
-        except OSError as error:
-            sock.close()
-            why = why or _why(error)
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return Line(sock, who, timeout, is_client=True)
-    if not why or why == "timed out":
+        return Line(tcp.dial(host, port, timeout), who, timeout, is_client=True)
+    except tcp.TCPError as error:
+        raise PingpongError(str(error)) from None
+    except TimeoutError:
         why = f"no answer within {timeout:g} s; see that the host is up and lets the port through"
-    elif why == "Connection refused":
-        why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
+    except OSError as error:
+        why = reason(error)
+        if error.errno == errno.ECONNREFUSED:
+            why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
     raise PingpongError(f"cannot connect to {who}: {why}")
 
 
-class Line:
+class Line(ClosesOnExit):
     """A TCP connection to a peer, and the exchange over it; a context manager.
 
     Args:
@@ -291,15 +253,8 @@ class Line:
         self._is_client = is_client
         self._exchange = Exchange(is_client=is_client)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the connection."""
         self._sock.close()
 
     def send(self, message: bytes) -> None:
@@ -312,7 +267,7 @@ class Line:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(message)
         except OSError as error:
-            raise self._gone(_why(error)) from None
+            raise self._gone(reason(error)) from None
 
     def peer(self) -> Address:
         """Return the peer's address when it has come.
@@ -347,7 +302,7 @@ class Line:
                     f"{self.who} did not send {exchange.stage} within {self._timeout:g} s"
                 ) from None
             except OSError as error:
-                raise self._gone(_why(error)) from None
+                raise self._gone(reason(error)) from None
             if not data:
                 raise self._gone("")
             try:
@@ -364,11 +319,3 @@ class Line:
             f"{self.who} closed the connection{why} instead of sending {self._exchange.stage}: "
             f"{hint}"
         )
-
-
-def _why(error: Exception) -> str:
-    if not isinstance(error, OSError):
-        return str(error)
-    # The numbers of getaddrinfo(3) are negative, and a time limit of ours has none.
-    code = error.errno or 0
-    return os.strerror(code) if code > 0 else error.strerror or str(error)

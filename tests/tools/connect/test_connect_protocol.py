@@ -15,7 +15,7 @@ import pytest
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
 from rdmapost.tools.connect.fabric import why_unreachable
-from rdmapost.tools.connect.host_port import is_loopback, show_address
+from rdmapost.tools.connect.host_port import is_loopback
 from rdmapost.tools.connect.protocol import (
     ClientProtocol,
     Lines,
@@ -44,6 +44,7 @@ from rdmapost.tools.connect.protocol_messages import (
     fields_of,
 )
 from rdmapost.tools.connect.server_state import check_token
+from rdmapost.tools.tcp import show_address
 
 MALFORMED = 100_000
 """Inputs of the fuzz test."""
