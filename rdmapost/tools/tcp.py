@@ -68,7 +68,7 @@ def reason(error: Exception) -> str:
 
 
 def show_address(address: tuple[Any, ...]) -> str:
-    """Write a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
+    """Return a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
 
     Args:
         address: what ``getsockname()`` gives.

@@ -54,7 +54,7 @@ async def adial(
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
-        ProtocolError: what listens there speaks something else.
+        ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.
     """
     port = check_where(host, port)
@@ -107,7 +107,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             self._writer = writer
             await self._drive(writer, self._handshake(token))
         except BaseException:
-            self._hang_up()
+            self._disconnect()
             with suppress(RdmaError):
                 self._release()
             raise
@@ -131,7 +131,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             except ConnectError:
                 # close() still has to say goodbye.
                 if not self._closing.done() or leaving:
-                    self._hang_up()
+                    self._disconnect()
                 raise
 
     def _refuse_elsewhere(self) -> None:
@@ -234,13 +234,17 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return True
         if self._turn.locked():
             return False
-        # Unasked, it only says why it goes.
-        if self._writer is None or not self._reading.done() or not self._session.protocol.owed:
+        # Unasked, it sends only its last error.
+        if (
+            self._writer is None
+            or not self._reading.done()
+            or not self._session.protocol.answer_pending
+        ):
             return self._writer is None or self._reading.done()
         try:
             return self._session.is_over(self._take_read())
         except (OSError, ProtocolError):
-            self._hang_up()
+            self._disconnect()
             return True
 
     async def close(self) -> None:
@@ -274,7 +278,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                 with suppress(ConnectError):
                     await self._ask(Bye())
         finally:
-            self._hang_up()
+            self._disconnect()
             self._release()
 
     def _abandon(self) -> None:
@@ -291,7 +295,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             with suppress(OSError):
                 writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             _close(writer, self._reading)

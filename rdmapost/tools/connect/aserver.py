@@ -67,7 +67,7 @@ async def aserve(
     loop = asyncio.get_running_loop()
 
     def call_in_loop(on_event: OnEvent, event: Event) -> None:
-        # After the loop has ended, there is nobody to tell.
+        # After the loop has ended, nothing receives events.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(on_event, event)
 

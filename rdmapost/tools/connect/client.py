@@ -1,4 +1,4 @@
-"""The client: dialling a server, and querying it."""
+"""The blocking client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .server_state import check_token
 __all__ = ["MARGIN_S", "Connection", "dial"]
 
 MARGIN_S = 1.0
-"""How long an answer may take, besides the time that the server was told to wait."""
+"""How long an answer may take, besides the time that the server was asked to wait."""
 
 
 def dial(
@@ -57,7 +57,7 @@ def dial(
         host, port: where the server listens.
         qp_type: RC, UC or UD.
         token: the one that the server requires.
-        timeout: seconds for each step of the exchange.
+        timeout: seconds for each step.
         local_size: bytes of local memory.
         local_access: what the server may do with it, an Access.
         depth: work requests that each queue must hold.
@@ -72,7 +72,7 @@ def dial(
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
-        ProtocolError: what listens there speaks something else.
+        ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.
     """
     port = check_where(host, port)
@@ -130,9 +130,9 @@ class Connection(BaseConnection, ClosesOnExit):
         self._numbers = itertools.count()
         self._closing = False
         # Closed in the middle of a question, whose end closes the descriptors.
-        self._left = False
-        self._steady = True
-        self._why = ""
+        self._closed_in_question = False
+        self._consistent = True
+        self._closed_by = ""
         super().__init__(context, host, port, **options)
         where = self._session.where
         # Wakes threads waiting for an answer, so that close() need not wait for them. No signal
@@ -145,7 +145,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._release()
             raise not_reached(where, error, self.timeout) from error
         try:
-            self._socket = self._reach(host, port)
+            self._socket = self._connect(host, port)
             self._drive(self._socket, self._handshake(token))
         except BaseException:
             self._abandon()
@@ -154,7 +154,7 @@ class Connection(BaseConnection, ClosesOnExit):
             raise
         self._where = where
 
-    def _reach(self, host: str, port: int) -> socket.socket:
+    def _connect(self, host: str, port: int) -> socket.socket:
         try:
             return dial_tcp(host, port, self.timeout)
         except OSError as error:
@@ -172,10 +172,10 @@ class Connection(BaseConnection, ClosesOnExit):
         question = _Question()
         leaving = isinstance(message, Bye)
         try:
-            mine = self._line_up(question)
+            mine = self._enqueue(question)
             self._await_turn(mine, self.timeout + more_time, leaving)
             if self._socket is None or (self._closing and not leaving):
-                raise ConnectError(f"the connection is closed{self._why}", "lost")
+                raise ConnectError(f"the connection is closed{self._closed_by}", "lost")
             try:
                 return self._drive(self._socket, self._session.ask(message, more_time), leaving)
             except BaseException as error:
@@ -184,19 +184,19 @@ class Connection(BaseConnection, ClosesOnExit):
         finally:
             # Do not leave it to the frame, which a traceback keeps.
             del question
-            self._abandon_if_left()
+            self._abandon_if_closed()
 
     def _note_failure(self, error: BaseException, leaving: bool) -> None:
         if isinstance(error, ConnectError):
             # close() still has to say goodbye.
             if not self._closing or leaving:
-                self._hang_up()
-        elif not self._steady:
+                self._disconnect()
+        elif not self._consistent:
             # It is unknown what has been sent and received.
-            self._why = f": {type(error).__name__} interrupted a question"
-            self._hang_up()
+            self._closed_by = f": {type(error).__name__} interrupted a question"
+            self._disconnect()
 
-    def _line_up(self, question: _Question) -> _Turn:
+    def _enqueue(self, question: _Question) -> _Turn:
         # A set, because discard needs the hash, which needs a live referent: one call makes both.
         (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
         turn.number, turn.thread = next(self._numbers), get_ident()
@@ -232,7 +232,7 @@ class Connection(BaseConnection, ClosesOnExit):
             leaving: do not end when close() is called: this is its goodbye.
         """
         # Whether it is known what has been sent and received.
-        self._steady = False
+        self._consistent = False
         try:
             data, deadline = next(requests)
             while True:
@@ -247,7 +247,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 else:
                     data, deadline = requests.send(received)
         except StopIteration as end:
-            self._steady = True
+            self._consistent = True
             answer: Message = end.value
             return answer
 
@@ -258,9 +258,9 @@ class Connection(BaseConnection, ClosesOnExit):
             poller.register(self._wake, select.POLLIN)
         while True:
             left = deadline - time.monotonic()
-            self._steady = True
+            self._consistent = True
             ready = poller.poll(min(left, 3600.0) * 1000 + 1) if left > 0 else []
-            self._steady = False
+            self._consistent = False
             if not leaving and self._closing:
                 return None
             if not ready:
@@ -301,8 +301,8 @@ class Connection(BaseConnection, ClosesOnExit):
             length: bytes; all that follow unless given.
 
         Returns:
-            A digest and the first bytes; empty if the server does not tell, because the memory also
-            holds others' data and may not be read.
+            A digest and the first bytes; empty if the server does not reveal them, because the
+            memory also holds others' data and may not be read.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -325,37 +325,37 @@ class Connection(BaseConnection, ClosesOnExit):
         It becomes True at once, or within half a minute if the server's host has
         disappeared; the next request says why.  It is False while a request is pending.
         """
-        if self._pid != os.getpid() or self._left:
+        if self._pid != os.getpid() or self._closed_in_question:
             return True
         question = _Question()
         try:
-            mine = self._line_up(question)
+            mine = self._enqueue(question)
             if any(turn.number < mine.number for turn in self._turns.copy()):
                 return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
                 return True
-            # It speaks unasked only to say why it goes.
+            # Unasked, it sends only its last error.
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             while poller.poll(0):
-                if not self._session.protocol.owed or self._is_last(sock):
+                if not self._session.protocol.answer_pending or self._read_unasked(sock):
                     return True
             return False
         finally:
             del question
-            self._abandon_if_left()
+            self._abandon_if_closed()
 
-    def _is_last(self, sock: socket.socket) -> bool:
+    def _read_unasked(self, sock: socket.socket) -> bool:
         """Read what may be a late answer; return whether it is the end instead."""
         try:
             return self._session.is_over(sock.recv(MAX_LINE))
         except BlockingIOError:
             return False
         except (OSError, ProtocolError):
-            self._hang_up()
+            self._disconnect()
             return True
         except BaseException:
-            self._hang_up()
+            self._disconnect()
             raise
 
     def close(self) -> None:
@@ -379,37 +379,37 @@ class Connection(BaseConnection, ClosesOnExit):
                 # If another thread has closed it meanwhile, there is nobody to wake.
                 with suppress(ValueError):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
-                self._part(sock)
+                self._leave(sock)
         finally:
-            if not (self._left and self._turns):
+            if not (self._closed_in_question and self._turns):
                 self._abandon()
             self._release()
 
-    def _abandon_if_left(self) -> None:
-        if self._left and not self._turns:
+    def _abandon_if_closed(self) -> None:
+        if self._closed_in_question and not self._turns:
             self._abandon()
 
     def _abandon(self) -> None:
-        self._hang_up()
+        self._disconnect()
         self._wake.close()
 
-    def _part(self, sock: socket.socket) -> None:
+    def _leave(self, sock: socket.socket) -> None:
         if (in_verb := door.in_verb()) or self._is_asking():
-            self._left = True
+            self._closed_in_question = True
             # The server's release may have to wait for that verb.
-            self._leave(sock, 0.0 if in_verb else self.timeout)
+            self._shut_down(sock, 0.0 if in_verb else self.timeout)
         else:
             with suppress(ConnectError):
                 self._ask(Bye())
 
-    def _leave(self, sock: socket.socket, limit: float) -> None:
+    def _shut_down(self, sock: socket.socket, limit: float) -> None:
         """Tell the server in the middle of a question; wait until it has gone."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):
             poller.register(sock, select.POLLIN)
             # After half a question it could not be parsed.
-            if self._steady:
+            if self._consistent:
                 sock.send(encode(Bye()))
             sock.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0 and poller.poll(left * 1000 + 1):
@@ -418,7 +418,7 @@ class Connection(BaseConnection, ClosesOnExit):
             # Anything waiting for an answer now continues.
             sock.shutdown(socket.SHUT_RDWR)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close()

@@ -51,7 +51,7 @@ class ClientSession:
         Raises:
             ConnectError: there is no answer, or it is an error.
         """
-        if self.protocol.busy and not isinstance(message, Bye):
+        if self.protocol.must_wait and not isinstance(message, Bye):
             # The late answer to an interrupted question.
             yield from self._answer(self._timeout)
         data = encode(message)
@@ -111,4 +111,4 @@ class ClientSession:
         if data:
             # This may be a late answer.
             self.protocol.receive(data)
-        return not data or self.protocol.late()
+        return not data or self.protocol.drop_late_answers()

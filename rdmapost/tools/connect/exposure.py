@@ -38,10 +38,10 @@ _BY_QP_TYPE = {
 }
 """What a peer can do through a queue pair of each type."""
 
-_KEPT = 1024
+_MAX_LATEST = 1024
 """A client's latest arrivals, which can still be asked for."""
-_ROUND = 64
-"""Completions taken at once, so that a flood of them does not stall everything else."""
+_POLL_BATCH = 64
+"""Completions polled at once, so that a flood of them does not stall everything else."""
 _FLUSH_S = 1.0
 """What a device may take to flush the receives of a queue pair in ERR."""
 _CHUNK = 1 << 20
@@ -139,7 +139,7 @@ class ServedClient:
         offer: what it is offered.
         channel: reports arrivals.
         arrived: how many receives have completed.
-        more: whether there may be completions that the channel will not report again.
+        may_have_more: whether there may be completions that the channel will not report again.
 
     Raises:
         VerbsError: the device refused; nothing is left open.
@@ -151,10 +151,10 @@ class ServedClient:
         access = exposure.access & _BY_QP_TYPE[hello.qp_type]
         local = Access.LOCAL_WRITE if access & _CHANGES else Access(0)
         self._headroom = GRH_BYTES if hello.qp_type is QPType.UD else 0
-        self._slot = self._headroom + exposure.receive_size
+        self._slot_size = self._headroom + exposure.receive_size
         self.arrived = 0
-        self.more = False
-        self._kept: deque[Arrival] = deque(maxlen=_KEPT)
+        self.may_have_more = False
+        self._latest: deque[Arrival] = deque(maxlen=_MAX_LATEST)
         self._failed: WCStatus | None = None
         self._free: list[int] = []
         self._stack = ResourceStack()
@@ -167,8 +167,8 @@ class ServedClient:
             if exposure.memory is None:
                 self.mr.buffer[: len(exposure.data)] = exposure.data
             # Never exposed: only receives go here.
-            room = max(1, exposure.count * self._slot)
-            self._room = stack.add(MR(pd, room, Access.LOCAL_WRITE))
+            room = max(1, exposure.count * self._slot_size)
+            self._receive_mr = stack.add(MR(pd, room, Access.LOCAL_WRITE))
             self.qp = stack.add(
                 QP(
                     pd,
@@ -216,11 +216,11 @@ class ServedClient:
     # ---- what arrives -------------------------------------------------------
 
     def _receive(self, slot: int) -> RecvWR:
-        start = slot * self._slot
-        sges = [self._room[start : start + self._slot]] if self._slot else []
+        start = slot * self._slot_size
+        sges = [self._receive_mr[start : start + self._slot_size]] if self._slot_size else []
         return RecvWR(sges, wr_id=slot)
 
-    def take(self) -> list[Arrival]:
+    def poll(self) -> list[Arrival]:
         """Return what has arrived since the last call.
 
         Raises:
@@ -230,12 +230,12 @@ class ServedClient:
             pass
         # Before the poll, so that what arrives after it is reported.
         self._cq.req_notify()
-        wcs = self._cq.poll(_ROUND)
-        self.more = len(wcs) == _ROUND
+        wcs = self._cq.poll(_POLL_BATCH)
+        self.may_have_more = len(wcs) == _POLL_BATCH
         return self._arrivals(wcs)
 
     def repost(self) -> None:
-        """Post again the receives that ``take`` has emptied.
+        """Post again the receives that ``poll`` has emptied.
 
         Raises:
             RdmaError: the device failed.
@@ -259,7 +259,7 @@ class ServedClient:
             deadline = time.monotonic() + _FLUSH_S
             while not flushed:
                 self._cq.req_notify()
-                wcs = self._cq.poll(_ROUND)
+                wcs = self._cq.poll(_POLL_BATCH)
                 found += self._arrivals(
                     wc for wc in wcs if failed or wc.status is not WCStatus.WR_FLUSH_ERR
                 )
@@ -273,7 +273,7 @@ class ServedClient:
             with suppress(RdmaError):
                 self.qp.close()
             with suppress(RdmaError):
-                while wcs := self._cq.poll(_ROUND):
+                while wcs := self._cq.poll(_POLL_BATCH):
                     found += self._arrivals(wc for wc in wcs if not wc.status)
         return found
 
@@ -286,7 +286,7 @@ class ServedClient:
                 continue
             self.arrived += 1
             arrival = self._read(wc)
-            self._kept.append(arrival)
+            self._latest.append(arrival)
             found.append(arrival)
             if wc.status:
                 self._failed = wc.status
@@ -300,8 +300,8 @@ class ServedClient:
         length, digest, data = wc.byte_len, "", b""
         if wc.opcode is WCOpcode.RECV:
             length -= self._headroom
-            start = wc.wr_id * self._slot + self._headroom
-            message = self._room.buffer[start : start + length]
+            start = wc.wr_id * self._slot_size + self._headroom
+            message = self._receive_mr.buffer[start : start + length]
             digest, data = hashlib.sha256(message).hexdigest(), bytes(message[:HEAD_BYTES])
         return Arrival(self.arrived, wc.status, wc.opcode, length, wc.imm_data, digest, data)
 
@@ -318,9 +318,11 @@ class ServedClient:
             if self._failed is None:
                 return None
             return Arrival(index, self._failed, None, 0, None, "", b"")
-        if index <= self.arrived - len(self._kept):
-            raise RdmaError(f"only the last {_KEPT} arrivals of {self.arrived} are still known")
-        return self._kept[index - self.arrived - 1]
+        if index <= self.arrived - len(self._latest):
+            raise RdmaError(
+                f"only the last {_MAX_LATEST} arrivals of {self.arrived} are still known"
+            )
+        return self._latest[index - self.arrived - 1]
 
     # ---- the memory's contents -------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What can go wrong between the two sides of an exchange."""
+"""What can go wrong between a client and a server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ConnectError(RdmaError, ConnectionError):
     """The other side could not be reached, refused, or went away.
 
     Attributes:
-        code: the kind of error: "refused", "unreachable", "lost", or one of messages.CODES, which
-            an error message carries.
+        code: the kind of error: "refused", "unreachable", "lost", or one of
+            protocol_messages.CODES, which an error message carries.
         errno: the error number, if the operating system gave one, such as EADDRINUSE; else None.
         strerror: its text, or None.
     """
@@ -47,7 +47,7 @@ class ProtocolError(ConnectError):
 
 
 def from_tcp(error: TCPError) -> ConnectError:
-    """Make the error for a host or an address that is not to be had."""
+    """Make the error for a host that cannot be found, or an address that cannot be listened on."""
     if isinstance(error, TimeoutError):
         return ConnectTimeout(str(error))
     return ConnectError(str(error), "unreachable", error.errno)

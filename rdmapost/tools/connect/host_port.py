@@ -10,7 +10,7 @@ from ..._arguments import expect, within
 __all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address"]
 
 DEFAULT_PORT = 18600
-"""TCP port of the exchange; ibv_rc_pingpong has 18515."""
+"""TCP port of a server; ibv_rc_pingpong has 18515."""
 
 
 def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:

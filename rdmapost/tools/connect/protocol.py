@@ -1,8 +1,8 @@
-"""Both sides of the exchange as state machines: bytes in, messages out, no I/O.
+"""Both sides of the protocol as state machines: bytes in, messages out, no I/O.
 
-A shell passes bytes from any source to ``receive``, and takes messages from ``next_message`` until
-there are none. Both sides raise ProtocolError at the first byte that cannot belong to the exchange,
-and read nothing more.
+The caller passes bytes to ``receive``, and takes messages from ``next_message`` until there are
+none. Both sides raise ProtocolError at the first byte that the protocol does not allow, and read
+nothing more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .protocol_messages import (
     Report,
     Seen,
     decode,
-    fields_of,
-    version_of,
+    parse_line,
+    read_version,
 )
 
-__all__ = ["ClientProtocol", "Lines", "ServerProtocol", "State", "same_token"]
+__all__ = ["ClientProtocol", "LineReader", "ServerProtocol", "State", "token_matches"]
 
 
-class Lines:
+class LineReader:
     """Cuts a stream of bytes into lines."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
-        self._looked = 0
+        self._searched = 0
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they come, in pieces of any size."""
@@ -59,15 +59,15 @@ class Lines:
             # Raised now: a peer that speaks something else may be waiting for an answer.
             raise ProtocolError(f"this is not the exchange of rdmapost: {bytes(pending[:40])!r}")
         # What was searched before holds no newline.
-        end = pending.find(b"\n", self._looked, MAX_LINE)
+        end = pending.find(b"\n", self._searched, MAX_LINE)
         if end < 0:
             if len(pending) >= MAX_LINE:
                 raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
-            self._looked = len(pending)
+            self._searched = len(pending)
             return None
         line = bytes(pending[:end])
         del pending[: end + 1]
-        self._looked = 0
+        self._searched = 0
         return line
 
     @property
@@ -85,7 +85,7 @@ class Lines:
 
 
 class State(Enum):
-    """The stages of an exchange."""
+    """The states of a connection."""
 
     HELLO = auto()
     READY = auto()
@@ -93,7 +93,7 @@ class State(Enum):
     OVER = auto()
 
 
-def same_token(given: Any, token: str | None) -> bool:
+def token_matches(given: Any, token: str | None) -> bool:
     """Compare a token with the required one, in constant time.
 
     Args:
@@ -123,7 +123,7 @@ class ServerProtocol:
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token
-        self._lines = Lines()
+        self._lines = LineReader()
         self.state = State.HELLO
 
     def receive(self, data: bytes) -> None:
@@ -135,13 +135,13 @@ class ServerProtocol:
         """Return the next whole message, or None.
 
         Raises:
-            ProtocolError: it is unexpected or malformed; the exchange is over.
+            ProtocolError: it is unexpected or malformed; the connection is over.
         """
         if self.state is State.OVER:
             return None
         try:
             line = self._lines.next_line()
-            return None if line is None else self._read(fields_of(line))
+            return None if line is None else self._read(parse_line(line))
         except ProtocolError:
             self.state = State.OVER
             raise
@@ -150,13 +150,13 @@ class ServerProtocol:
         message: Message
         if self.state is State.HELLO:
             # Without the token, a peer learns the version and nothing else.
-            if (version := version_of(fields)) != VERSION:
+            if (version := read_version(fields)) != VERSION:
                 raise ProtocolError(
                     f"this server speaks version {VERSION} of the exchange, and the client "
                     f"version {str(version)[:20]}; use the same rdmapost on both sides",
                     "version",
                 )
-            if not same_token(fields.get("token"), self._token):
+            if not token_matches(fields.get("token"), self._token):
                 raise ProtocolError(
                     "this server asks for a token, and the client gave none"
                     if fields.get("token") is None
@@ -202,7 +202,7 @@ class ClientProtocol:
     """
 
     def __init__(self) -> None:
-        self._lines = Lines()
+        self._lines = LineReader()
         self._asked: deque[type] = deque()
         self._error: Error | None = None
 
@@ -217,12 +217,12 @@ class ClientProtocol:
         self._asked.append(type(message))
 
     @property
-    def owed(self) -> bool:
+    def answer_pending(self) -> bool:
         """Whether the answer to a question has not come."""
         return bool(self._asked)
 
     @property
-    def busy(self) -> bool:
+    def must_wait(self) -> bool:
         """Whether an answer must come before the next question."""
         return bool(self._asked) and self._asked[-1] is Look
 
@@ -242,13 +242,13 @@ class ClientProtocol:
             line = self._lines.next_line()
             if line is None:
                 return None
-            message = self._read(fields_of(line))
+            message = self._read(parse_line(line))
             if not self._asked:
                 return message
         return self._error
 
-    def late(self) -> bool:
-        """Drop late answers; return whether the server has said why it goes."""
+    def drop_late_answers(self) -> bool:
+        """Drop late answers; return whether the server has sent an error."""
         while self._error is None and (message := self.next_message()) is not None:
             if isinstance(message, Error):
                 # The next question gets it.

@@ -67,7 +67,7 @@ def serve(
         token: what a client must know, up to 256 characters; None admits everyone.
             Use a random one: 64 wrong ones a second are checked, 32 from one address.
         max_clients: how many at once.
-        timeout: seconds for each step of the exchange; the hello has 5 at most.
+        timeout: seconds for each step; the hello has 5 at most.
         idle_timeout: drop a client that has made no request and sent no message for this
             many seconds, even if its connection is alive.  The server cannot see RDMA
             reads, writes and atomics: keep None, no limit, for clients that do nothing

@@ -1,6 +1,6 @@
-"""The server's side of one exchange, from its messages to the device; no I/O.
+"""The server's side of one session, from its messages to the device; no I/O.
 
-A shell feeds it input (bytes, completions, time) and sends what it returns. A client that dies,
+The caller feeds it input (bytes, completions, time) and sends what it returns. A client that dies,
 stalls or sends garbage ends at most its own session.
 """
 
@@ -49,7 +49,7 @@ class ServerSession:
 
     Attributes:
         over: nothing more will be read; send what was returned, then ``close``.
-        code: what ended it, one of messages.CODES or "lost".
+        code: what ended it, one of protocol_messages.CODES or "lost".
     """
 
     def __init__(self, server: ServerState, address: str) -> None:
@@ -60,8 +60,8 @@ class ServerSession:
         self._client: ServedClient | None = None
         self._report: Report | None = None
         self._report_until = 0.0
-        self._looking: Generator[None, None, Seen] | None = None
-        self._heard = time.monotonic()
+        self._look: Generator[None, None, Seen] | None = None
+        self._last_message_at = time.monotonic()
         self._reason = ""
         self.code = "lost"
         self.over = False
@@ -74,13 +74,13 @@ class ServerSession:
     @property
     def deadline(self) -> float | None:
         """When ``tick`` is due, by time.monotonic(), or None."""
-        if self._looking is not None or (self._client is not None and self._client.more):
+        if self._look is not None or (self._client is not None and self._client.may_have_more):
             return 0.0
         if self._report is not None:
             # A client waiting for an answer is not idle.
             return self._report_until
         limit = self._limit()
-        return None if limit is None else self._heard + limit
+        return None if limit is None else self._last_message_at + limit
 
     def _limit(self) -> float | None:
         if self._protocol.state is State.OPEN:
@@ -103,7 +103,7 @@ class ServerSession:
         try:
             message = self._protocol.next_message()
             assert isinstance(message, Hello), "nothing else is let through first"
-            self._hello, self._heard = message, time.monotonic()
+            self._hello, self._last_message_at = message, time.monotonic()
         except Exception as error:
             return encode(self._fail(error))
         return b""
@@ -111,29 +111,29 @@ class ServerSession:
     def feed(self, data: bytes = b"") -> bytes:
         """Take bytes from the client, and return what to send to it."""
         self._protocol.receive(data)
-        return self._say(self._answers())
+        return self._encode(self._handle_input())
 
     def completions(self) -> bytes:
         """Look for arrivals, and return what to send."""
-        return self._say(self._arrivals())
+        return self._encode(self._poll_client())
 
     def tick(self) -> bytes:
         """Check the time, continue long work, and return what to send."""
         if self.over:
             return b""
         if self.deadline == 0.0:
-            said = self.completions()
-            if self._looking is not None:
-                with self._server.turn:
-                    said += self._say(self._seen())
-            return said
+            data = self.completions()
+            if self._look is not None:
+                with self._server.look_lock:
+                    data += self._encode(self._continue_look())
+            return data
         now, limit = time.monotonic(), self._limit()
         if self._report is not None:
             if now < self._report_until:
                 return b""
-            self._report, self._heard = None, now
+            self._report, self._last_message_at = None, now
             return encode(Nothing(0 if self._client is None else self._client.arrived))
-        if limit is not None and now >= self._heard + limit:
+        if limit is not None and now >= self._last_message_at + limit:
             what = "half a message" if self._protocol.partial else "nothing"
             text = f"{what} came from the client within {limit:g} s"
             if self._protocol.state is not State.OPEN:
@@ -155,7 +155,7 @@ class ServerSession:
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Release what the client had, and tell the owner; do nothing a second time."""
+        """Release what the client had, and report it; do nothing a second time."""
         self.over = True
         self._release()
         if self._reason:
@@ -164,41 +164,41 @@ class ServerSession:
 
     # ---- what is done -----------------------------------------------------------
 
-    def _say(self, messages: Iterator[Message]) -> bytes:
-        said = b""
+    def _encode(self, messages: Iterator[Message]) -> bytes:
+        data = b""
         try:
             for message in messages:
-                said += encode(message)
+                data += encode(message)
         except Exception as error:
-            said += encode(self._fail(error))
-        return said
+            data += encode(self._fail(error))
+        return data
 
-    def _answers(self) -> Iterator[Message]:
+    def _handle_input(self) -> Iterator[Message]:
         hello, self._hello = self._hello, None
         if hello is not None:
             self._client = client = self._server.admit(hello)
             self._server.notify(Joined(client.number, self._address, hello.qp_type, client.offer))
             # Creating all that took time that the client is not charged for.
-            self._heard = time.monotonic()
+            self._last_message_at = time.monotonic()
             yield client.offer
         while not self.over and (message := self._protocol.next_message()) is not None:
             # Only whole messages are a sign of life, not single bytes.
-            self._heard = time.monotonic()
+            self._last_message_at = time.monotonic()
             yield from self._answer(message)
 
-    def _arrivals(self) -> Iterator[Message]:
+    def _poll_client(self) -> Iterator[Message]:
         if self._client is not None and not self.over:
-            self._take(self._client)
-            yield from self._settle()
+            self._poll(self._client)
+            yield from self._answer_report()
 
-    def _seen(self) -> Iterator[Message]:
+    def _continue_look(self) -> Iterator[Message]:
         """Continue a look; at its end, yield what was seen."""
-        if self._looking is None or self.over:
+        if self._look is None or self.over:
             return
         try:
-            next(self._looking)
+            next(self._look)
         except StopIteration as end:
-            self._looking, self._heard = None, time.monotonic()
+            self._look, self._last_message_at = None, time.monotonic()
             yield end.value
 
     def _answer(self, message: Message) -> list[Message]:
@@ -210,7 +210,7 @@ class ServerSession:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._looking or (isinstance(message, Look) and self._protocol.partial):
+        if self._look or (isinstance(message, Look) and self._protocol.partial):
             # So a client that does not listen cannot create work either.
             raise ProtocolError("another question came before the answer to the last one")
         late: list[Message] = []
@@ -220,30 +220,30 @@ class ServerSession:
             late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
             # If it is long, later ticks do the rest.
-            self._looking = self._client.look(message.offset, message.length)
-            return [*late, *self._seen()]
+            self._look = self._client.look(message.offset, message.length)
+            return [*late, *self._continue_look()]
         assert isinstance(message, Report)
         # It may have arrived and not have been reported yet.
-        self._take(self._client)
+        self._poll(self._client)
         self._report = message
         self._report_until = time.monotonic() + message.timeout_ms / 1000
-        return [*late, *self._settle()]
+        return [*late, *self._answer_report()]
 
-    def _take(self, client: ServedClient) -> None:
-        """Tell the owner what has arrived."""
-        arrivals = client.take()
+    def _poll(self, client: ServedClient) -> None:
+        """Report what has arrived."""
+        arrivals = client.poll()
         try:
             # First, so that the client does not wait for the owner.
             client.repost()
         finally:
-            self._tell(client, arrivals)
+            self._notify_arrivals(client, arrivals)
 
-    def _tell(self, client: ServedClient, arrivals: Iterable[Arrival]) -> None:
+    def _notify_arrivals(self, client: ServedClient, arrivals: Iterable[Arrival]) -> None:
         for arrival in arrivals:
-            self._heard = time.monotonic()
+            self._last_message_at = time.monotonic()
             self._server.notify(Arrived(client.number, arrival))
 
-    def _settle(self) -> list[Message]:
+    def _answer_report(self) -> list[Message]:
         """Answer a pending report, if possible."""
         if self._report is None or self._client is None:
             return []
@@ -254,7 +254,7 @@ class ServerSession:
         return [arrival]
 
     def _fail(self, error: Exception) -> Error:
-        """End the session, and return what the client is told."""
+        """End the session, and return the error for the client."""
         code = error.code if isinstance(error, ProtocolError) else "failed"
         text = str(error) or type(error).__name__
         if not isinstance(error, (RdmaError, OSError, ValueError, MemoryError)):
@@ -265,19 +265,19 @@ class ServerSession:
         return Error(code, text)
 
     def _release(self) -> None:
-        client, self._client, self._looking = self._client, None, None
+        client, self._client, self._look = self._client, None, None
         if client is None:
             return
         changed, reason = None, self._reason or "the server closed it"
         self._reason = ""
         try:
             # Nothing arrives after this, and nothing in the memory changes.
-            self._tell(client, client.stop())
+            self._notify_arrivals(client, client.stop())
             changed = self._changed(client)
         except Exception:
             _log.exception("client %d: what it has done last is not known", client.number)
         try:
-            self._server.dismiss(client)
+            self._server.release(client)
         except RdmaError as error:
             _log.error("client %d: not everything could be given back: %s", client.number, error)
             reason = f"{reason}; not everything could be given back: {error}"
@@ -287,7 +287,7 @@ class ServerSession:
         steps = client.changed()
         while True:
             try:
-                with self._server.turn:
+                with self._server.look_lock:
                     next(steps)
             except StopIteration as end:
                 changed: Changed | None = end.value

@@ -31,7 +31,7 @@ class ServerState:
         context: an open device.
         token: the token to ask for, or None.
         max_clients: how many at once.
-        timeout: seconds for each step of the exchange, and to send each answer.
+        timeout: seconds for each step, and to send each answer.
         idle_timeout: seconds in which a client must send something; None for no limit.
         on_event: gets the events.
         call: calls on_event with an event.
@@ -40,8 +40,8 @@ class ServerState:
     Attributes:
         exposure: what each client is given.
         clients: the connected clients, by number.
-        turn: held while one piece of a large memory is read, so that any number of looks keep only
-            one core busy.
+        look_lock: held while one piece of a large memory is read, so that any number of looks
+            keep only one core busy.
 
     Raises:
         TypeError: an argument is of another type.
@@ -73,9 +73,9 @@ class ServerState:
         self.timeout, self.idle_timeout = timeout, idle_timeout
         self._on_event, self._call = on_event, call
         self._numbers = itertools.count(1)
-        self._places = threading.Lock()
-        self._taken = 0
-        self.turn = threading.Lock()
+        self._lock = threading.Lock()
+        self._admitted = 0
+        self.look_lock = threading.Lock()
         self.clients: dict[int, ServedClient] = {}
 
     def admit(self, hello: Hello) -> ServedClient:
@@ -87,21 +87,21 @@ class ServerState:
         """
         if why := why_unreachable(fabric_of(self.context), hello.fabric):
             raise ProtocolError(why, "device")
-        with self._places:
-            if self._taken >= self.max_clients:
+        with self._lock:
+            if self._admitted >= self.max_clients:
                 raise ProtocolError(self.full, "busy")
-            self._taken += 1
+            self._admitted += 1
             number = next(self._numbers)
         try:
             client = ServedClient(self.context, self.exposure, hello, number)
         except BaseException:
-            with self._places:
-                self._taken -= 1
+            with self._lock:
+                self._admitted -= 1
             raise
         self.clients[number] = client
         return client
 
-    def dismiss(self, client: ServedClient) -> None:
+    def release(self, client: ServedClient) -> None:
         """Release what a client has.
 
         Raises:
@@ -111,12 +111,12 @@ class ServerState:
         try:
             client.close()
         finally:
-            with self._places:
-                self._taken -= 1
+            with self._lock:
+                self._admitted -= 1
 
     @property
     def full(self) -> str:
-        """What clients are told when the server is full."""
+        """The error when the server is full."""
         return f"this server has its {counted(self.max_clients, 'client')}; try again later"
 
     def notify(self, event: Event) -> None:

@@ -31,7 +31,7 @@ _log = logging.getLogger("rdmapost.tools.connect")
 
 _MAX_LEAVING = 64
 """Threads for connections beyond max_clients, which are being refused or are leaving."""
-_LAST_MOMENT_S = 10.0
+_SHUTDOWN_S = 10.0
 _THREAD_END_S = 1.0
 
 
@@ -48,7 +48,7 @@ class _DeviceHold(PD):
         return f"server {self._server}"
 
 
-class _Event:
+class _ReentrantEvent:
     """An event that a thread can wait for, and so can a signal handler in the middle of that wait.
 
     It has no lock that the thread could be holding when the handler runs.
@@ -103,9 +103,9 @@ class ServerThreads:
         self._acceptor: threading.Thread | None = None
         self._started = False
         # Its holder starts the server, or prevents the start.
-        self._first = _thread.allocate_lock()
-        self._why: Exception | None = None
-        self._over = _Event()
+        self._start_once = _thread.allocate_lock()
+        self._start_error: Exception | None = None
+        self._finished = _ReentrantEvent()
         self._device_hold = _DeviceHold(server.context, self._name)
 
     def __str__(self) -> str:
@@ -121,26 +121,26 @@ class ServerThreads:
         """
         # Thread.start() waits, and what a signal handler raises there may be lost; so another
         # thread does that.
-        begun = _thread.allocate_lock()
-        begun.acquire()
+        done = _thread.allocate_lock()
+        done.acquire()
         try:
-            _thread.start_new_thread(self._begin, (begun, lifeline))
+            _thread.start_new_thread(self._start_threads, (done, lifeline))
         except (RuntimeError, MemoryError) as error:
-            self._why = error
-            self._give_back()
+            self._start_error = error
+            self._release()
         else:
-            begun.acquire()
+            done.acquire()
         if not self._started:
-            why = self._why
+            why = self._start_error
             if isinstance(why, OSError):
                 raise from_tcp(cannot_listen(self._name, why)) from why
             text = str(why) or type(why).__name__
             raise RuntimeError(f"cannot start a thread for the server: {text}")
 
-    def _begin(self, begun: _thread.LockType, lifeline: list[socket.socket]) -> None:
+    def _start_threads(self, done: _thread.LockType, lifeline: list[socket.socket]) -> None:
         acceptor: Acceptor | None = None
         try:
-            if not self._first.acquire(blocking=False):
+            if not self._start_once.acquire(blocking=False):
                 return
             self._stop, end = socket.socketpair()
             self._lifeline = weakref.ref(end)
@@ -160,12 +160,12 @@ class ServerThreads:
             self._acceptor.start()
             self._started = True
         except Exception as error:
-            self._why = error
+            self._start_error = error
             if acceptor is not None:
                 acceptor.close()
-            self._give_back()
+            self._release()
         finally:
-            begun.release()
+            done.release()
 
     def run(self, acceptor: Acceptor) -> None:
         try:
@@ -179,9 +179,9 @@ class ServerThreads:
                 for thread in self._clients.copy():
                     thread.join()
         finally:
-            self._give_back()
+            self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         try:
             _running.discard(self)
             stop_listening(self._listener)
@@ -190,7 +190,7 @@ class ServerThreads:
             with suppress(RdmaError):
                 self._device_hold.close()
         finally:
-            self._over.set()
+            self._finished.set()
 
     def end(self) -> None:
         """Tell the threads to end, without waiting; callable from a finalizer.
@@ -208,10 +208,10 @@ class ServerThreads:
         Wait until it has ended, but not for ever, and not in the middle of a verb.
         """
         self.end()
-        if self._first.acquire(blocking=False):
-            self._give_back()
+        if self._start_once.acquire(blocking=False):
+            self._release()
         elif not door.in_verb():
-            self._over.wait(_LAST_MOMENT_S)
+            self._finished.wait(_SHUTDOWN_S)
 
     def close(self) -> None:
         """End the threads, and wait until what the clients had is released.
@@ -227,7 +227,7 @@ class ServerThreads:
         if acceptor is None or this is acceptor or this in self._clients or door.in_verb():
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
-        if self._over.wait(self.server.timeout + _LAST_MOMENT_S):
+        if self._finished.wait(self.server.timeout + _SHUTDOWN_S):
             # It has no more to do; a handler waits this long at most.
             acceptor.join(_THREAD_END_S)
 
@@ -235,7 +235,7 @@ class ServerThreads:
 
     def _start_client(self, sock: socket.socket, session: ServerSession) -> bool:
         thread = threading.Thread(
-            target=self._talk,
+            target=self._serve_client,
             args=(sock, session),
             name=f"serve {self}: a client",
             daemon=True,
@@ -250,12 +250,12 @@ class ServerThreads:
             return False
         return True
 
-    def _talk(self, sock: socket.socket, session: ServerSession) -> None:
+    def _serve_client(self, sock: socket.socket, session: ServerSession) -> None:
         try:
             with sock:
                 prepare(sock)
                 try:
-                    self._exchange(sock, session)
+                    self._run_session(sock, session)
                 finally:
                     session.close()
                 drain(sock)
@@ -264,7 +264,7 @@ class ServerThreads:
         finally:
             self._clients.discard(threading.current_thread())
 
-    def _exchange(self, sock: socket.socket, session: ServerSession) -> None:
+    def _run_session(self, sock: socket.socket, session: ServerSession) -> None:
         poller = select.poll()
         poller.register(self._stop, select.POLLIN)
         poller.register(sock, select.POLLIN)

@@ -1,11 +1,11 @@
-"""The exchange of ibv_rc_pingpong and its kin: who is where, as text over TCP.
+"""The handshake of ibv_rc_pingpong and its kin: addresses, as text over TCP.
 
 The client sends its address, 52 bytes; the server connects its queue pair and
 answers with its own; the client connects its own and says "done".  That is all,
 and the connection is closed.
 
-``Address`` and ``Exchange`` are the messages and their order, without a socket;
-``Line`` carries them over one, with a time limit for each.
+``Address`` and ``Handshake`` are the messages and their order, without a socket;
+``HandshakeConnection`` carries them over one, with a time limit for each.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = [
     "DONE",
     "PORT",
     "Address",
-    "Exchange",
-    "Line",
+    "Handshake",
+    "HandshakeConnection",
     "PingpongError",
     "accept",
     "dial",
@@ -41,20 +41,20 @@ PORT = 18515
 """The TCP port of the stock programs."""
 
 DONE = b"done\0"
-_FORM = b"0000:000000:000000:" + 32 * b"0" + b"\0"
+_TEMPLATE = b"0000:000000:000000:" + 32 * b"0" + b"\0"
 _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
 _HEX = frozenset(b"0123456789abcdefABCDEF")
-_MAY_BE = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _FORM)
+_ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _TEMPLATE)
 """Which bytes each place of the message may have."""
 
 
 class PingpongError(RdmaError):
-    """The peer could not be reached, did not speak the exchange, or has gone."""
+    """The peer could not be reached, broke the handshake, or has gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A queue pair's address in the form that the exchange has for it.
+    """A queue pair's address in the handshake's format.
 
     Attributes:
         lid: the port's LID; 0 on Ethernet.
@@ -69,7 +69,7 @@ class Address:
     gid: GID
 
     def encode(self) -> bytes:
-        """Return the message that tells it: 52 bytes, the last of them 0."""
+        """Return its message: 52 bytes, the last of them 0."""
         return b"%04x:%06x:%06x:%s\0" % (self.lid, self.qpn, self.psn, self.gid.hex().encode())
 
     @classmethod
@@ -92,38 +92,38 @@ class Address:
         return f"LID {self.lid:#06x}, QPN {self.qpn:#08x}, PSN {self.psn:#08x}, GID {self.gid}"
 
 
-class Exchange:
-    """What one side hears, in order; it has no socket of its own.
+class Handshake:
+    """What one side receives, in order; no I/O.
 
     A byte that cannot be right is refused when it comes, and not when the message is
     complete.
 
     Args:
-        is_client: whether it is the side that speaks first, and hears no "done".
+        is_client: whether it is the side that sends first, and receives no "done".
 
     Attributes:
         peer: the peer's address, as soon as it is there.
     """
 
-    __slots__ = ("_heard", "_is_client", "peer")
+    __slots__ = ("_is_client", "_received", "peer")
 
     def __init__(self, *, is_client: bool) -> None:
         self._is_client = is_client
-        self._heard = bytearray()
+        self._received = bytearray()
         self.peer: Address | None = None
 
     @property
     def needed(self) -> int:
         """Bytes that are still to come; 0 at the end."""
-        whole = len(_FORM) if self._is_client else len(_FORM) + len(DONE)
-        return whole - len(self._heard)
+        whole = len(_TEMPLATE) if self._is_client else len(_TEMPLATE) + len(DONE)
+        return whole - len(self._received)
 
     @property
     def stage(self) -> str:
         """What is being waited for, in words."""
-        heard = len(self._heard)
-        if heard < len(_FORM):
-            partly = f" ({heard} of {len(_FORM)} bytes came)" if heard else ""
+        received = len(self._received)
+        if received < len(_TEMPLATE):
+            partly = f" ({received} of {len(_TEMPLATE)} bytes came)" if received else ""
             return f"its address{partly}"
         return '"done"'
 
@@ -131,27 +131,29 @@ class Exchange:
         """Take bytes from the peer, in pieces of any size.
 
         Raises:
-            PingpongError: they are not what the exchange has.
+            PingpongError: they do not belong to the handshake.
         """
-        heard, before = self._heard, bytes(self._heard)
-        whole = len(heard) + self.needed
+        received, before = self._received, bytes(self._received)
+        whole = len(received) + self.needed
         for byte in data:
-            place = len(heard)
+            place = len(received)
             if place >= whole:
                 right = False
-            elif place < len(_FORM):
-                right = byte in _MAY_BE[place]
+            elif place < len(_TEMPLATE):
+                right = byte in _ALLOWED[place]
             else:
-                right = byte == DONE[place - len(_FORM)]
+                right = byte == DONE[place - len(_TEMPLATE)]
             if not right:
-                start, stage = (0, "its address") if place < len(_FORM) else (len(_FORM), '"done"')
+                start, stage = (
+                    (0, "its address") if place < len(_TEMPLATE) else (len(_TEMPLATE), '"done"')
+                )
                 raise PingpongError(
                     f"it does not speak the exchange of ibv_rc_pingpong: "
                     f"{(before + data)[start:][:40]!r} came instead of {stage}"
                 )
-            heard.append(byte)
-        if self.peer is None and len(heard) >= len(_FORM):
-            self.peer = Address.decode(bytes(heard[: len(_FORM)]))
+            received.append(byte)
+        if self.peer is None and len(received) >= len(_TEMPLATE):
+            self.peer = Address.decode(bytes(received[: len(_TEMPLATE)]))
 
 
 # ---- over TCP ---------------------------------------------------------------
@@ -182,7 +184,9 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
     return listener
 
 
-def accept(listener: socket.socket, timeout: float, wait: float | None = None) -> Line:
+def accept(
+    listener: socket.socket, timeout: float, wait: float | None = None
+) -> HandshakeConnection:
     """Accept one client, and stop listening.
 
     Args:
@@ -203,10 +207,10 @@ def accept(listener: socket.socket, timeout: float, wait: float | None = None) -
         raise PingpongError(f"no client came: {reason(error)}") from None
     finally:
         tcp.stop_listening(listener)
-    return Line(sock, name_of(address), timeout, is_client=False)
+    return HandshakeConnection(sock, name_of(address), timeout, is_client=False)
 
 
-def dial(host: str, port: int, timeout: float) -> Line:
+def dial(host: str, port: int, timeout: float) -> HandshakeConnection:
     """Connect to a server.
 
     Args:
@@ -221,7 +225,7 @@ def dial(host: str, port: int, timeout: float) -> Line:
     port = within("port", port, 1, 65535)
     who = name_of((host, port))
     try:
-        return Line(tcp.dial(host, port, timeout), who, timeout, is_client=True)
+        return HandshakeConnection(tcp.dial(host, port, timeout), who, timeout, is_client=True)
     except tcp.TCPError as error:
         raise PingpongError(str(error)) from None
     except TimeoutError:
@@ -233,8 +237,8 @@ def dial(host: str, port: int, timeout: float) -> Line:
     raise PingpongError(f"cannot connect to {who}: {why}")
 
 
-class Line(ClosesOnExit):
-    """A TCP connection to a peer, and the exchange over it; a context manager.
+class HandshakeConnection(ClosesOnExit):
+    """A TCP connection to a peer, and the handshake over it; a context manager.
 
     Args:
         sock: the connection; it is closed at the end.
@@ -251,7 +255,7 @@ class Line(ClosesOnExit):
         self._sock = sock
         self._timeout = timeout
         self._is_client = is_client
-        self._exchange = Exchange(is_client=is_client)
+        self._handshake = Handshake(is_client=is_client)
 
     def close(self) -> None:
         """Close the connection."""
@@ -267,7 +271,7 @@ class Line(ClosesOnExit):
             self._sock.settimeout(self._timeout)
             self._sock.sendall(message)
         except OSError as error:
-            raise self._gone(reason(error)) from None
+            raise self._closed_error(reason(error)) from None
 
     def peer(self) -> Address:
         """Return the peer's address when it has come.
@@ -277,8 +281,8 @@ class Line(ClosesOnExit):
         """
         # "done" is not to be read before the answer has gone out.
         self._read(0 if self._is_client else len(DONE))
-        assert self._exchange.peer is not None
-        return self._exchange.peer
+        assert self._handshake.peer is not None
+        return self._handshake.peer
 
     def done(self) -> None:
         """Wait for the client's "done".
@@ -289,33 +293,33 @@ class Line(ClosesOnExit):
         self._read(0)
 
     def _read(self, leave: int) -> None:
-        """Hear the peer until so many bytes are left to come."""
-        exchange = self._exchange
+        """Receive until so many bytes are left to come."""
+        handshake = self._handshake
         end = time.monotonic() + self._timeout
-        while (needed := exchange.needed - leave) > 0:
+        while (needed := handshake.needed - leave) > 0:
             try:
                 # One limit for the whole message: a peer that sends a byte now and then ends too.
                 self._sock.settimeout(max(0.001, end - time.monotonic()))
                 data = self._sock.recv(needed)
             except TimeoutError:
                 raise PingpongError(
-                    f"{self.who} did not send {exchange.stage} within {self._timeout:g} s"
+                    f"{self.who} did not send {handshake.stage} within {self._timeout:g} s"
                 ) from None
             except OSError as error:
-                raise self._gone(reason(error)) from None
+                raise self._closed_error(reason(error)) from None
             if not data:
-                raise self._gone("")
+                raise self._closed_error("")
             try:
-                exchange.feed(data)
+                handshake.feed(data)
             except PingpongError as error:
                 raise PingpongError(f"{self.who}: {error}") from None
 
-    def _gone(self, why: str) -> PingpongError:
+    def _closed_error(self, why: str) -> PingpongError:
         why = f" ({why})" if why else ""
         hint = "it says why itself"
         if self._is_client:
             hint += "; on RoCE a stock server has to be started with -g INDEX"
         return PingpongError(
-            f"{self.who} closed the connection{why} instead of sending {self._exchange.stage}: "
+            f"{self.who} closed the connection{why} instead of sending {self._handshake.stage}: "
             f"{hint}"
         )

@@ -1,4 +1,4 @@
-"""BaseServer and dialling in one process: what is exposed, to whom, and for how long.
+"""Serving and dialling in one process: what is exposed, to whom, and for how long.
 
 The device is real in every test, and so are the sockets.
 """

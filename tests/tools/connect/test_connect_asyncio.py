@@ -1,4 +1,4 @@
-"""BaseServer and dialling with asyncio: the same exchange, and the same ways to break it."""
+"""Serving and dialling with asyncio: the same protocol, and the same ways to break it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warnings
 import pytest
 from support import LIMIT
 from support.ports import HOST, free_port, heard, impostor
-from support.serving import STEPS, hello
+from support.serving import STAGES, hello
 
 import rdmapost as rp
 from rdmapost import connect
@@ -84,7 +84,7 @@ def test_asyncio_server_serves_clients_of_any_kind_at_once(context: rp.Context) 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STAGES)
 def test_asyncio_server_outlives_its_clients(context: rp.Context, step: str) -> None:
     async def main() -> None:
         gone = asyncio.Event()
@@ -95,7 +95,7 @@ def test_asyncio_server_outlives_its_clients(context: rp.Context, step: str) -> 
 
         async with await connect.aserve(context, port=0, on_event=tell) as server:
             _, writer = await asyncio.open_connection(*server.address[:2])
-            for said in STEPS[step](hello(context)):
+            for said in STAGES[step](hello(context)):
                 writer.write(said if isinstance(said, bytes) else encode(said))
             await writer.drain()
             writer.close()

@@ -18,10 +18,10 @@ from rdmapost.tools.connect.fabric import why_unreachable
 from rdmapost.tools.connect.host_port import is_loopback
 from rdmapost.tools.connect.protocol import (
     ClientProtocol,
-    Lines,
+    LineReader,
     ServerProtocol,
     State,
-    same_token,
+    token_matches,
 )
 from rdmapost.tools.connect.protocol_messages import (
     CODES,
@@ -41,7 +41,7 @@ from rdmapost.tools.connect.protocol_messages import (
     Seen,
     decode,
     encode,
-    fields_of,
+    parse_line,
 )
 from rdmapost.tools.connect.server_state import check_token
 from rdmapost.tools.tcp import show_address
@@ -80,7 +80,7 @@ MESSAGES: list[Message] = [
 
 
 def read(line: bytes, *kinds: type[Message]) -> Message:
-    return decode(fields_of(line), *(kinds or tuple(map(type, MESSAGES))))
+    return decode(parse_line(line), *(kinds or tuple(map(type, MESSAGES))))
 
 
 # ---- messages -----------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_field_more_or_less_is_refused(message: Message) -> None:
 )
 def test_what_is_no_json_object_is_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a line with one JSON object"):
-        fields_of(line)
+        parse_line(line)
 
 
 # ---- lines ----------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_what_is_no_json_object_is_refused(line: bytes) -> None:
 @pytest.mark.parametrize("piece", [1, 7, 100_000])
 def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
     stream = b"".join(map(encode, MESSAGES))
-    lines = Lines()
+    lines = LineReader()
     found = []
     for start in range(0, len(stream), piece):
         lines.feed(stream[start : start + piece])
@@ -230,13 +230,13 @@ def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
 
 @pytest.mark.parametrize("ended", [b"", b"\n"], ids=["endless", "ended"])
 def test_a_line_has_a_limit(ended: bytes) -> None:
-    lines = Lines()
+    lines = LineReader()
     lines.feed(b"{" + b" " * (MAX_LINE - 2))
     assert lines.next_line() is None
     lines.feed(b" " + ended)
     with pytest.raises(ProtocolError, match="longer than 4096 bytes"):
         lines.next_line()
-    fits = Lines()
+    fits = LineReader()
     fits.feed(b"{" + b" " * (MAX_LINE - 2) + b"\n")
     assert fits.next_line() == b"{" + b" " * (MAX_LINE - 2)
 
@@ -336,10 +336,10 @@ def test_who_knows_the_token_comes_in(token: str) -> None:
     hello = Hello(token, "verbs", rp.QPType.RC, ENDPOINT)
     protocol.receive(encode(hello))
     assert protocol.next_message() == hello
-    assert same_token(token, token)
-    assert not same_token(None, token)
-    assert same_token(None, None)
-    assert same_token("anything", None)
+    assert token_matches(token, token)
+    assert not token_matches(None, token)
+    assert token_matches(None, None)
+    assert token_matches("anything", None)
 
 
 @pytest.mark.parametrize("token", ["", "x" * (MAX_TOKEN + 1)])

@@ -62,11 +62,11 @@ class At:
     """
 
     def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
-        self._files, self._left, self._action = files, nth, action
+        self._files, self._closed_in_question, self._action = files, nth, action
 
     @property
     def reached(self) -> bool:
-        return self._left <= 0
+        return self._closed_in_question <= 0
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
@@ -81,7 +81,7 @@ class At:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            self._left -= 1
+            self._closed_in_question -= 1
             if self.reached:
                 self._action()
         return self._trace
@@ -310,7 +310,7 @@ def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threadin
     """Do something once a question has been sent and its answer is waited for."""
 
     def wait() -> None:
-        until(lambda: peer._session.protocol.owed and peer._steady)
+        until(lambda: peer._session.protocol.answer_pending and peer._consistent)
         action()
 
     thread = threading.Thread(target=wait)
@@ -449,7 +449,7 @@ def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     with served.dial(timeout=0.2) as peer:
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
-        until(lambda: peer._session.protocol.owed)
+        until(lambda: peer._session.protocol.answer_pending)
         with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
             peer.look()
         peer.qp.post_send(rp.Send(peer.mr[:1]))

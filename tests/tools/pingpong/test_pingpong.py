@@ -10,7 +10,7 @@ import time
 from array import array
 
 import pytest
-from support.playing import IN_ONE_PROCESS, TYPES, done, play
+from support.pingpong_runs import IN_ONE_PROCESS, TYPES, done, play
 from support.ports import HOST, free_port
 
 import rdmapost as rp
@@ -128,7 +128,7 @@ def test_nothing_is_left_open(context, pd):
 
 def test_progress_is_told_and_does_not_count(context, monkeypatch):
     """Rounds with a progress report are left out of the figures, with their time."""
-    monkeypatch.setattr("rdmapost.tools.pingpong.side._TELL_EVERY_NS", 1_000_000)
+    monkeypatch.setattr("rdmapost.tools.pingpong.side._PROGRESS_EVERY_NS", 1_000_000)
     told: list[int] = []
     options = {**IN_ONE_PROCESS, "iters": 100}
 

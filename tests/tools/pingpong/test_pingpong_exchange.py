@@ -8,11 +8,11 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.playing import MESSAGE
+from support.pingpong_runs import MESSAGE
 
 import rdmapost as rp
 from rdmapost.pingpong import Address, PingpongError
-from rdmapost.tools.pingpong.handshake import DONE, Exchange, Line, name_of
+from rdmapost.tools.pingpong.handshake import DONE, Handshake, HandshakeConnection, name_of
 
 
 def test_an_address_is_what_the_stock_programs_send():
@@ -31,14 +31,14 @@ def test_an_address_is_what_the_stock_programs_send():
 )
 def test_every_address_comes_through_in_pieces_of_any_size(lid, qpn, psn, gid, piece):
     address = Address(lid, qpn, psn, rp.GID(gid))
-    server = Exchange(is_client=False)
+    server = Handshake(is_client=False)
     told = address.encode() + DONE
     for start in range(0, len(told), piece):
         assert server.needed == len(told) - start
         server.feed(told[start : start + piece])
     assert server.needed == 0
     assert server.peer == address
-    client = Exchange(is_client=True)
+    client = Handshake(is_client=True)
     client.feed(address.encode())
     assert client.needed == 0
     assert client.peer == address
@@ -75,7 +75,7 @@ def test_a_hundred_thousand_malformed_exchanges_are_refused_or_waited_for():
     refused = incomplete = accepted = 0
     for _ in range(100_000):
         data = malformed(rng)
-        exchange = Exchange(is_client=False)
+        exchange = Handshake(is_client=False)
         try:
             at = 0
             while at < len(data):
@@ -110,7 +110,7 @@ def test_malformed_exchanges_over_a_connection_end_at_once():
                 piece = rng.randint(1, 60)
                 theirs.sendall(data[at : at + piece])
                 at += piece
-        with Line(ours, "peer", 30, is_client=False) as line:
+        with HandshakeConnection(ours, "peer", 30, is_client=False) as line:
             try:
                 line.peer()
                 line.done()
@@ -132,7 +132,7 @@ def test_malformed_exchanges_over_a_connection_end_at_once():
 )
 def test_what_is_wrong_is_shown(said, stage):
     with pytest.raises(PingpongError, match=stage):
-        Exchange(is_client=False).feed(said)
+        Handshake(is_client=False).feed(said)
 
 
 @pytest.mark.parametrize("data", [b"", MESSAGE[:-1], MESSAGE + b"\0", MESSAGE.replace(b":", b";")])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.playing import MESSAGE, TYPES, Ends, play
+from support.pingpong_runs import MESSAGE, TYPES, Ends, play
 from support.ports import HOST, free_port, heard, impostor
 
 import rdmapost as rp
@@ -160,12 +160,12 @@ def test_data_that_was_changed_on_the_way_is_found(context):
     for at in (1, size // 2 + 1, size - 1):
         with Pingpong(context, size=size, validate=True) as side:
             side._begin(is_client=True)
-            landing = side._mr.buffer[side._landing :]
-            landing[:] = side._mr.buffer[: side._landing]
-            side._look("client")
+            landing = side._mr.buffer[side._receive_offset :]
+            landing[:] = side._mr.buffer[: side._receive_offset]
+            side._validate("client")
             landing[at] ^= 1
             with pytest.raises(PingpongError, match=f"1 of {size} bytes, the first at {at}: 0x7a"):
-                side._look("client")
+                side._validate("client")
 
 
 @pytest.mark.parametrize("sizes", [(64, 4096), (4096, 64)])
@@ -192,7 +192,7 @@ def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
 
 
 def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context, monkeypatch):
-    monkeypatch.setattr("rdmapost.tools.pingpong.side._TELL_EVERY_NS", 1_000_000)
+    monkeypatch.setattr("rdmapost.tools.pingpong.side._PROGRESS_EVERY_NS", 1_000_000)
     options = {"events": True, "iters": 1 << 30, "timeout": 2.0}
     ends = Ends()
 

@@ -90,8 +90,8 @@ def test_a_server_that_closes_tells_of_every_message_acknowledged(
         served.server.close()
         load.join()
         assert load.failure is WCStatus.RETRY_EXC_ERR
-    assert arrived(everything(served.told)) == list(range(load.successes))
-    assert served.told.empty()
+    assert arrived(everything(served.events)) == list(range(load.successes))
+    assert served.events.empty()
 
 
 def test_a_client_whose_tcp_connection_breaks_has_every_message_acknowledged_told_of(
@@ -104,7 +104,7 @@ def test_a_client_whose_tcp_connection_breaks_has_every_message_acknowledged_tol
         peer._socket.shutdown(socket.SHUT_RDWR)
         load.join()
         assert load.failure is WCStatus.RETRY_EXC_ERR
-    assert arrived(everything(served.told)) == list(range(load.successes))
+    assert arrived(everything(served.events)) == list(range(load.successes))
 
 
 def test_a_client_that_sends_while_it_says_goodbye_has_every_message_acknowledged_told_of(
@@ -115,7 +115,7 @@ def test_a_client_that_sends_while_it_says_goodbye_has_every_message_acknowledge
         load = Load(peer)
         peer.close()
         load.join()
-    messages = arrived(everything(served.told))
+    messages = arrived(everything(served.events))
     # It may be closed before it has seen the last success.
     assert messages == list(range(len(messages)))
     assert len(messages) >= load.successes
@@ -132,7 +132,7 @@ def test_each_client_of_a_server_that_closes_has_every_message_acknowledged_told
         load.join()
     for peer in peers:
         peer.close()
-    events = list(served.told.queue)
+    events = list(served.events.queue)
     for number, load in loads.items():
         of_client: list[Any] = [
             event for event in events if getattr(event, "client", None) == number

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import pytest
 from support import LIMIT, soft_context
 from support.ports import heard, impostor
-from support.serving import STEPS, Served, answers, hello, one_error, servers, stranger
+from support.serving import STAGES, Served, answers, hello, one_error, raw_client, servers
 
 import rdmapost as rp
 from rdmapost import connect
@@ -71,7 +71,7 @@ def test_garbage_from_a_client_ends_it(
 ) -> None:
     served = serve()
     said = [hello(context), Ready()][: 1 + (after == "ready")]
-    with stranger(served, *said, b'{"type":"look","offset":0,"length":-1}\n') as sock:
+    with raw_client(served, *said, b'{"type":"look","offset":0,"length":-1}\n') as sock:
         code, _ = one_error(sock)
         assert code == "format"
     assert served.until(connect.Left).reason != "done"
@@ -81,7 +81,7 @@ def test_garbage_from_a_client_ends_it(
 
 def test_another_version_is_refused(serve: Callable[..., Served]) -> None:
     served = serve(token="secret")
-    with stranger(served, b'{"rdmapost":2,"type":"hello"}\n') as sock:
+    with raw_client(served, b'{"rdmapost":2,"type":"hello"}\n') as sock:
         code, text = one_error(sock)
     assert code == "version"
     assert "version 1" in text
@@ -97,7 +97,7 @@ def test_strangers_are_kept_out(serve: Callable[..., Served], token: str | None)
     assert error.value.code == "token"
     assert served.until(connect.Refused).code == "token"
     assert "secret" not in str(error.value)
-    assert served.told.empty()
+    assert served.events.empty()
     served.works()
 
 
@@ -106,7 +106,7 @@ def test_a_slow_client_is_told_so_and_keeps_nobody_waiting(
     serve: Callable[..., Served], context: rp.Context, step: str
 ) -> None:
     served = serve(timeout=1.0)
-    with stranger(served, *STEPS[step](hello(context))) as sock:
+    with raw_client(served, *STAGES[step](hello(context))) as sock:
         served.works()
         code, text = one_error(sock)
     assert code == "timeout"
@@ -121,7 +121,7 @@ def test_a_hello_has_five_seconds_however_long_the_other_steps_have(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(timeout=LIMIT)
-    with stranger(served, b'{"rdmapost":') as sock:
+    with raw_client(served, b'{"rdmapost":') as sock:
         sock.settimeout(LIMIT / 2)
         code, text = one_error(sock)
     assert code == "timeout"
@@ -132,7 +132,7 @@ def test_byte_by_byte_is_too_slow(serve: Callable[..., Served], context: rp.Cont
     served = serve(timeout=1.0)
     line = encode(hello(context))
     started = time.monotonic()
-    with stranger(served) as sock:
+    with raw_client(served) as sock:
         sock.settimeout(0.05)
         heard = b""
         for byte in line:
@@ -165,7 +165,7 @@ def test_the_oldest_of_a_crowd_make_room_for_those_who_come_later(
 ) -> None:
     served = serve(timeout=3.0)
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(stranger(served)) for _ in range(300)]
+        crowd = [stack.enter_context(raw_client(served)) for _ in range(300)]
         codes = [one_error(sock)[0] for sock in crowd]
     # The latest wait until their time is up; the others have made room for them.
     assert codes == ["busy"] * 44 + ["timeout"] * 256
@@ -176,7 +176,7 @@ def test_a_client_that_asks_and_never_listens(
     serve: Callable[..., Served], context: rp.Context
 ) -> None:
     served = serve(timeout=1.0)
-    with served.dial() as witness, stranger(served, hello(context), Ready()) as sock:
+    with served.dial() as witness, raw_client(served, hello(context), Ready()) as sock:
         sock.settimeout(0.2)
         questions = encode(Look(0, 4096)) * 500
         with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ def test_two_questions_at_once_are_one_too_many(
 ) -> None:
     served = serve()
     said = [hello(context), Ready(), Look(0, 1), second]
-    with stranger(served, *said) as sock:
+    with raw_client(served, *said) as sock:
         code, text = one_error(sock)
     assert (code, text) == ("format", "another question came before the answer to the last one")
     served.works()
@@ -207,7 +207,7 @@ def test_a_question_ends_the_wait_for_a_report(
 ) -> None:
     served = serve()
     began = time.monotonic()
-    with stranger(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
+    with raw_client(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
         sock.shutdown(socket.SHUT_WR)
         kinds = [answer["type"] for answer in answers(sock)]
     assert kinds == ["offer", "ready", "nothing", last]
@@ -220,7 +220,7 @@ def test_nobody_looks_outside_the_memory(
     serve: Callable[..., Served], context: rp.Context, asked: Look
 ) -> None:
     served = serve()
-    with stranger(served, hello(context), Ready(), asked) as sock:
+    with raw_client(served, hello(context), Ready(), asked) as sock:
         code, text = one_error(sock)
     assert code == "failed"
     assert "not within the 4096 exposed" in text
@@ -240,7 +240,7 @@ def test_a_random_exchange_never_ends_the_server(
         said = bytearray(start + more)
         for _ in range(rng.randrange(4)):
             said[rng.randrange(len(said))] = rng.randrange(256)
-        with stranger(served) as sock, contextlib.suppress(ConnectionError):
+        with raw_client(served) as sock, contextlib.suppress(ConnectionError):
             sock.sendall(bytes(said[: rng.randrange(len(said))]))
             if rng.randrange(3):
                 sock.shutdown(socket.SHUT_WR)
@@ -249,12 +249,12 @@ def test_a_random_exchange_never_ends_the_server(
     assert served.server.clients == []
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STAGES)
 def test_a_client_that_will_say_nothing_more(
     serve: Callable[..., Served], context: rp.Context, step: str
 ) -> None:
     served = serve()
-    with stranger(served, *STEPS[step](hello(context))) as sock:
+    with raw_client(served, *STAGES[step](hello(context))) as sock:
         sock.shutdown(socket.SHUT_WR)
         answers(sock)
     event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 from support import LIMIT, run_python
-from support.serving import STEPS, Served, answers, hello, one_error, servers, stranger
+from support.serving import STAGES, Served, answers, hello, one_error, raw_client, servers
 
 import rdmapost as rp
 from rdmapost import connect
@@ -85,14 +85,14 @@ def test_a_place_is_free_after_what_could_not_be_made(serve: Callable[..., Serve
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STAGES)
 def test_a_client_dies(
     serve: Callable[..., Served], context: rp.Context, step: str, how: str
 ) -> None:
     served = serve(max_clients=2)
     with served.dial() as witness:
         served.until(connect.Joined)
-        with stranger(served, *STEPS[step](hello(context))) as sock:
+        with raw_client(served, *STAGES[step](hello(context))) as sock:
             if how == "reset":
                 # With a linger of no time a close is a reset.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -154,7 +154,7 @@ with rp.open_device(sys.argv[1]) as context:
 
 def test_the_server_ends_with_clients_there(serve: Callable[..., Served]) -> None:
     served = serve()
-    with served.dial() as peer, stranger(served) as waiting:
+    with served.dial() as peer, raw_client(served) as waiting:
         (client,) = served.server.clients
         served.until(connect.Joined)
         served.server.close()

@@ -31,7 +31,7 @@ def test_a_client_stays_that_only_reads_and_writes(serve: Callable[..., Served])
             peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
             peer.wait()[0].check()
         assert not peer.closed
-        assert served.told.empty()
+        assert served.events.empty()
         assert peer.look(0, 1).data == b"\0"
     assert served.until(connect.Left).reason == "done"
 

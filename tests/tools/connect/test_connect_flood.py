@@ -1,6 +1,6 @@
-"""Crowds of connections without the token: clients with it get in regardless.
+"""Floods of connections without the token: clients with it get in regardless.
 
-The strangers are in a separate process (crowd.py), so that they are as fast as possible.
+The flood is a separate process (connection_flood.py), to be as fast as possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from support import LIMIT, ROOT, soft_context
-from support.serving import Served, answers, both_servers, hello, one_error, stranger
+from support.serving import Served, answers, both_servers, hello, one_error, raw_client
 
 import rdmapost as rp
 from rdmapost import connect
@@ -31,49 +31,52 @@ from rdmapost.tools.connect.protocol_messages import Look, Ready, encode
 context = soft_context
 serve = both_servers
 
-HOLDERS = 100
-MORE_THAN_ARE_HELD = 400
-"""More strangers than a server keeps waiting at once."""
+CLIENTS = 100
+MORE_THAN_PENDING = 400
+"""More connections than a server keeps pending at once."""
 
 
-class Crowd:
-    """What has come of a crowd, once it has gone."""
+class FloodResult:
+    """How the server treated a flood, once it is over."""
 
-    told: dict[str, int]
+    answers: dict[str, int]
     seconds: float
 
 
 @contextlib.contextmanager
-def crowd(served: Served, kind: str, many: int, sources: int = 0) -> Iterator[Crowd]:
-    """A crowd connects, and stays until the end of the block."""
+def flood(served: Served, behaviour: str, count: int, sources: int = 0) -> Iterator[FloodResult]:
+    """Flood a server with connections until the end of the block."""
     host, port = served.server.address[:2]
-    said = encode(hello(served.context)).decode()
-    program = ROOT / "tests" / "support" / "crowd.py"
-    argv = [sys.executable, "-P", str(program), host, str(port), kind, str(many), str(sources)]
-    found = Crowd()
+    message = encode(hello(served.context)).decode()
+    program = ROOT / "tests" / "support" / "connection_flood.py"
+    options = [host, str(port), behaviour, str(count), str(sources), message]
+    result = FloodResult()
     with subprocess.Popen(
-        [*argv, said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", str(program), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         try:
-            assert process.stdout.readline() == "here\n"
-            yield found
+            assert process.stdout.readline() == "connected\n"
+            yield result
             last, _ = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
-    vars(found).update(json.loads(last))
+    vars(result).update(json.loads(last))
 
 
 @pytest.mark.parametrize(
-    ("kind", "many"),
-    [("idle", 64), ("half", 64), ("idle", MORE_THAN_ARE_HELD), ("churn", MORE_THAN_ARE_HELD)],
+    ("behaviour", "count"),
+    [("idle", 64), ("half", 64), ("idle", MORE_THAN_PENDING), ("churn", MORE_THAN_PENDING)],
 )
 def test_every_holder_of_the_token_gets_in_through_a_crowd(
-    serve: Callable[..., Served], kind: str, many: int
+    serve: Callable[..., Served], behaviour: str, count: int
 ) -> None:
     served = serve(token="secret", timeout=5.0)
-    with crowd(served, kind, many):
-        for _ in range(HOLDERS):
+    with flood(served, behaviour, count):
+        for _ in range(CLIENTS):
             with served.dial(timeout=5.0) as peer:
                 assert peer.look(0, 1).data == b"\0"
     served.works()
@@ -81,17 +84,17 @@ def test_every_holder_of_the_token_gets_in_through_a_crowd(
 
 def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> None:
     served = serve(timeout=5.0)
-    with crowd(served, "idle", MORE_THAN_ARE_HELD) as strangers:
+    with flood(served, "idle", MORE_THAN_PENDING) as result:
         event = served.until(connect.Refused)
         assert event.code == "busy"
         assert "too many connections wait at this server" in event.text
-    assert strangers.told["busy"] > 0
+    assert result.answers["busy"] > 0
 
 
 def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> None:
     served = serve(token="secret", timeout=5.0)
-    # This one has its own address, and says nothing for long.
-    with stranger(served) as patient, crowd(served, "churn", MORE_THAN_ARE_HELD, sources=1):
+    # This one has its own address, and sends nothing for long.
+    with raw_client(served) as patient, flood(served, "churn", MORE_THAN_PENDING, sources=1):
         for _ in range(10):
             served.dial().close()
         patient.sendall(encode(dataclasses.replace(hello(served.context), token="no")))
@@ -107,7 +110,7 @@ def test_a_server_that_runs_out_of_descriptors_serves_on(
     *_, few = itertools.islice((fd for fd in itertools.count() if fd not in used), 20)
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
-        with crowd(served, "idle", 64):
+        with flood(served, "idle", 64):
             assert served.until(connect.Refused).code == "busy"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -123,13 +126,13 @@ def test_tokens_are_guessed_slowly_and_holders_get_in_meanwhile(
     serve: Callable[..., Served], sources: int, per_second: int
 ) -> None:
     served = serve(token="secret", timeout=5.0)
-    with crowd(served, "guess", 16, sources) as guessers:
+    with flood(served, "guess", 16, sources) as guessers:
         started = time.monotonic()
         while time.monotonic() < started + 2.0:
             served.dial(timeout=5.0).close()
     # A burst of one second's worth is allowed.
-    most = per_second * (guessers.seconds + 1.5)
-    assert 16 <= guessers.told["token"] <= most
+    maximum = per_second * (guessers.seconds + 1.5)
+    assert 16 <= guessers.answers["token"] <= maximum
     served.works()
 
 
@@ -159,7 +162,7 @@ def lookers(
     )
     with contextlib.ExitStack() as stack:
         said = hello(context), Ready(), Look(0, LARGE)
-        socks = [stack.enter_context(stranger(served, *said)) for _ in range(14)]
+        socks = [stack.enter_context(raw_client(served, *said)) for _ in range(14)]
         for _ in socks:
             served.until(connect.Joined)
         yield served, socks
