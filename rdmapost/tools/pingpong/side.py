@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import time
@@ -22,6 +21,7 @@ from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
+from .payload import FILL, payload, what_is_wrong
 from .result import Latency, Result
 
 __all__ = ["Pingpong"]
@@ -29,8 +29,7 @@ __all__ = ["Pingpong"]
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 
 _RECV_ID, _SEND_ID = 1, 2
-_FILL, _POISON, _PAGE_START = 0x7B, 0xA5, 0
-_SMALLEST_PAGE = 4096
+_POISON = 0xA5
 _NO_GID = GID(bytes(16))
 _PROGRESS_EVERY_NS = 200_000_000
 _RECEIVES_AT_ONCE = 16
@@ -229,11 +228,8 @@ class Pingpong(ResourceHolder):
         )
         self._receive_offset = slot if is_client else 0
         if is_client:
-            mr.buffer[:slot] = bytes((_FILL,)) * slot
-            if self.validate:
-                pages = len(range(0, self.size, mmap.PAGESIZE))
-                mr.buffer[self._headroom : slot : mmap.PAGESIZE] = bytes((_PAGE_START,)) * pages
-        mr.buffer[self._receive_offset :] = bytes((_POISON if self.validate else _FILL,)) * slot
+            mr.buffer[self._headroom : slot] = payload(self.size, marked=self.validate)
+        mr.buffer[self._receive_offset :] = bytes((_POISON if self.validate else FILL,)) * slot
         self._receive = RecvWR(
             mr[self._receive_offset : self._receive_offset + slot], wr_id=_RECV_ID
         )
@@ -285,7 +281,10 @@ class Pingpong(ResourceHolder):
             progress(0)
         times, seconds = self._exchange_messages(role == "client", progress)
         if self.validate:
-            self._validate(role)
+            start = self._receive_offset + self._headroom
+            found = bytes(self._mr.buffer[start : start + self.size])
+            if wrong := what_is_wrong(found, is_server=role == "server"):
+                raise PingpongError(wrong)
         return Result(
             role,
             self._peer,
@@ -418,33 +417,3 @@ class Pingpong(ResourceHolder):
 
     def _wrong_size(self, size: int) -> str:
         return f"{self._peer} sent {size} bytes and not {self.size}: give both sides the same size"
-
-    def _validate(self, role: str) -> None:
-        """Compare what has come with what a client that validates sends.
-
-        The stock programs mark the start of each page, and look at nothing else.  A peer
-        may have smaller pages.
-        """
-        start = self._receive_offset + self._headroom
-        found = bytes(self._mr.buffer[start : start + self.size])
-        marks = found[:: mmap.PAGESIZE]
-        wrong = len(marks) - marks.count(_PAGE_START)
-        if wrong:
-            first = next(i for i, byte in enumerate(marks) if byte != _PAGE_START)
-            at, want = first * mmap.PAGESIZE, _PAGE_START
-        else:
-            rest = bytearray(found)
-            small = len(range(0, self.size, _SMALLEST_PAGE))
-            if set(rest[::_SMALLEST_PAGE]) <= {_PAGE_START, _FILL}:
-                rest[::_SMALLEST_PAGE] = bytes((_FILL,)) * small
-            wrong = self.size - rest.count(_FILL)
-            if not wrong:
-                return
-            at, want = next(i for i, byte in enumerate(rest) if byte != _FILL), _FILL
-        text = (
-            f"the data is wrong: {wrong} of {self.size} bytes, the first at {at}: "
-            f"{found[at]:#04x}, not {want:#04x}"
-        )
-        if role == "server" and found[at] == _FILL:
-            text += "; was the client told to validate (-c), and are its pages as large?"
-        raise PingpongError(text)

@@ -20,6 +20,7 @@ from support.serving import Served, both_servers
 
 import rdmapost as rp
 from rdmapost import connect
+from rdmapost.tools.tcp import show_address
 
 serve = both_servers
 
@@ -80,7 +81,7 @@ def test_a_dropped_connection_gives_everything_back_at_once(
     """Without the collector of cycles, and with one warning."""
     served = serve()
     peer = served.dial()
-    where, dropped = peer._session.where, weakref.ref(peer)
+    where, dropped = show_address(served.server.address), weakref.ref(peer)
     qp, mr = peer.qp, peer.mr
     qp.post_recv(rp.RecvWR(mr[:64]))
     peer.look()
@@ -109,7 +110,7 @@ def test_asyncio_a_dropped_connection_gives_everything_back(
     async def main() -> None:
         held = [await connect.adial(served.context, *served.server.address[:2])]
         await held[0].look()
-        where, dropped, qp = held[0]._session.where, weakref.ref(held[0]), held[0].qp
+        where, dropped, qp = show_address(served.server.address), weakref.ref(held[0]), held[0].qp
         with pytest.warns(ResourceWarning) as warned:
             await asyncio.to_thread(held.clear)
         said = [str(one.message) for one in warned]

@@ -87,6 +87,18 @@ class At:
         return self._trace
 
 
+def closes(context: rp.Context) -> bool:
+    """Close a device, unless something on it is open."""
+    with contextlib.suppress(rp.InUseError):
+        context.close()
+    return context.closed
+
+
+def is_asking(peer: connect.Connection) -> bool:
+    """Whether a question has been sent, and its answer has not come."""
+    return peer._session.protocol.answer_pending
+
+
 def server_threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("serve ")]
 
@@ -139,8 +151,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
                 context.close()
         if server is not None:
             server.close()
-        until(lambda: not context._open_children())
-        context.close()
+        until(lambda: closes(context))
         return at.reached
 
     each_moment_of_an_unclosed_one(once)
@@ -310,7 +321,7 @@ def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threadin
     """Do something once a question has been sent and its answer is waited for."""
 
     def wait() -> None:
-        until(lambda: peer._session.protocol.answer_pending and peer._consistent)
+        until(lambda: is_asking(peer) and peer._consistent)
         action()
 
     thread = threading.Thread(target=wait)
@@ -449,7 +460,7 @@ def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     with served.dial(timeout=0.2) as peer:
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
-        until(lambda: peer._session.protocol.answer_pending)
+        until(lambda: is_asking(peer))
         with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
             peer.look()
         peer.qp.post_send(rp.Send(peer.mr[:1]))

@@ -18,6 +18,7 @@ import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
 from rdmapost.tools.pingpong.handshake import DONE
+from rdmapost.tools.pingpong.payload import payload, what_is_wrong
 
 
 def drip(sock: socket.socket) -> None:
@@ -154,18 +155,17 @@ def test_a_peer_that_looks_for_data_that_the_client_does_not_send(context):
     assert "was the client told to validate" in str(ends.server)
 
 
-def test_data_that_was_changed_on_the_way_is_found(context):
+@pytest.mark.parametrize("is_server", [False, True])
+def test_each_changed_byte_of_the_data_is_found_and_named(is_server):
     """Every byte is checked, not only those that the stock programs mark."""
     size = 3 * mmap.PAGESIZE
+    sent = payload(size, marked=True)
+    assert what_is_wrong(sent, is_server=is_server) == ""
     for at in (1, size // 2 + 1, size - 1):
-        with Pingpong(context, size=size, validate=True) as side:
-            side._begin(is_client=True)
-            landing = side._mr.buffer[side._receive_offset :]
-            landing[:] = side._mr.buffer[: side._receive_offset]
-            side._validate("client")
-            landing[at] ^= 1
-            with pytest.raises(PingpongError, match=f"1 of {size} bytes, the first at {at}: 0x7a"):
-                side._validate("client")
+        found = bytearray(sent)
+        found[at] ^= 1
+        wrong = what_is_wrong(bytes(found), is_server=is_server)
+        assert f"1 of {size} bytes, the first at {at}: 0x7a" in wrong
 
 
 @pytest.mark.parametrize("sizes", [(64, 4096), (4096, 64)])
@@ -191,7 +191,10 @@ def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
         assert f"a message was lost, which {qp_type.name} does not repeat" in text
 
 
-def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context, monkeypatch):
+def test_an_interrupted_side_releases_everything_and_the_other_reports_that_it_died(
+    context, monkeypatch
+):
+    context = rp.open_device(context.name)
     monkeypatch.setattr("rdmapost.tools.pingpong.side._PROGRESS_EVERY_NS", 1_000_000)
     options = {"events": True, "iters": 1 << 30, "timeout": 2.0}
     ends = Ends()
@@ -214,8 +217,7 @@ def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context
         thread.start()
         with pytest.raises(KeyboardInterrupt), Pingpong(context, **options) as side:
             side.run_client(HOST, port, progress=press)
-        assert side._qp.closed
-        assert side._mr.closed
-        assert side._pd.closed
         thread.join(30)
+    # It refuses while something is left open.
+    context.close()
     assert re.search(rf"after \d+ of {1 << 30} messages.*: it has died", str(ends.server))
