@@ -78,11 +78,11 @@ class Served:
             self.context, *self.server.address[:2], **{"token": self.token, **options}
         )
 
-    def until(self, kind: type[Any]) -> Any:
-        """Wait for an event of this kind, skipping others."""
+    def until(self, event_type: type[Any]) -> Any:
+        """Wait for an event of this type, skipping others."""
         while True:
             event = self.events.get(timeout=LIMIT)
-            if isinstance(event, kind):
+            if isinstance(event, event_type):
                 return event
 
     def works(self) -> None:
@@ -119,7 +119,7 @@ def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
 def both_servers(
     context: rp.Context, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Served]]:
-    """Make servers of either kind, which end with the test: ``serve = both_servers``."""
+    """Make servers of either face, which end with the test: ``serve = both_servers``."""
     with _making(context, request.param) as make:
         yield make
 
@@ -141,10 +141,10 @@ def raw_client(served: Served, *messages: Message | bytes) -> Iterator[socket.so
 
 def answers(sock: socket.socket) -> list[dict[str, Any]]:
     """Read all that the server sends, to the end."""
-    heard = b""
+    received = b""
     while data := sock.recv(65536):
-        heard += data
-    return [json.loads(line) for line in heard.splitlines()]
+        received += data
+    return [json.loads(line) for line in received.splitlines()]
 
 
 def one_error(sock: socket.socket) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from ..resource_stack import AsyncClosesOnExit
 from ..tcp import prepare
 from .base_connection import BaseConnection
 from .client import MARGIN_S
-from .client_session import IORequests
+from .client_session import IORequests, NoData, Outcome
 from .failures import ConnectError, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
@@ -159,33 +159,40 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             data, deadline = next(requests)
             while True:
                 left = max(0.0, deadline - time.monotonic())
-                try:
-                    received = None
-                    if data:
-                        async with asyncio.timeout(left):
-                            writer.write(data)
-                            await writer.drain()
-                    else:
-                        received = await self._receive(left, leaving)
-                except OSError as error:
-                    data, deadline = requests.throw(error)
+                if data:
+                    outcome = await self._send(writer, data, left)
                 else:
-                    data, deadline = requests.send(received)
+                    outcome = await self._receive(left, leaving)
+                data, deadline = requests.send(outcome)
         except StopIteration as end:
             answer: Message = end.value
             return answer
 
-    async def _receive(self, left: float, leaving: bool) -> bytes | None:
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes, left: float) -> Outcome:
+        try:
+            async with asyncio.timeout(left):
+                writer.write(data)
+                await writer.drain()
+        except TimeoutError:
+            return NoData.TIMED_OUT
+        except OSError as error:
+            return error
+        return b""
+
+    async def _receive(self, left: float, leaving: bool) -> Outcome:
         awaited: set[asyncio.Future[Any]] = {self._reading}
         if not leaving:
             awaited.add(self._closing)
         # A cancellation here ends the wait, not the read.
         done, _ = await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not leaving and self._closing.done():
-            return None
+            return NoData.CLOSED_MEANWHILE
         if not done:
-            raise TimeoutError
-        return self._take_read()
+            return NoData.TIMED_OUT
+        try:
+            return self._take_read()
+        except OSError as error:
+            return error
 
     def _take_read(self) -> bytes:
         """Return what has been read, and read on; nothing at the end."""
@@ -256,8 +263,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         Raises:
             VerbsError: the device refused.
             RuntimeError: it belongs to another event loop, and nothing is done; or its
-                event loop was closed before it, and everything is given back, without a
-                word to the server.
+                event loop was closed before it; everything is released, without telling the
+                server.
         """
         if self._pid != os.getpid():
             return

@@ -22,7 +22,7 @@ from ..resource_stack import ClosesOnExit
 from ..tcp import dial as dial_tcp
 from ..tcp import send_all
 from .base_connection import BaseConnection
-from .client_session import IORequests
+from .client_session import IORequests, NoData, Outcome
 from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
@@ -236,22 +236,27 @@ class Connection(BaseConnection, ClosesOnExit):
         try:
             data, deadline = next(requests)
             while True:
-                try:
-                    received = None
-                    if data:
-                        send_all(sock, data, max(0.0, deadline - time.monotonic()))
-                    else:
-                        received = self._receive(sock, deadline, leaving)
-                except OSError as error:
-                    data, deadline = requests.throw(error)
-                else:
-                    data, deadline = requests.send(received)
+                outcome = (
+                    self._send(sock, data, deadline)
+                    if data
+                    else self._receive(sock, deadline, leaving)
+                )
+                data, deadline = requests.send(outcome)
         except StopIteration as end:
             self._consistent = True
             answer: Message = end.value
             return answer
 
-    def _receive(self, sock: socket.socket, deadline: float, leaving: bool) -> bytes | None:
+    def _send(self, sock: socket.socket, data: bytes, deadline: float) -> Outcome:
+        try:
+            send_all(sock, data, max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            return NoData.TIMED_OUT
+        except OSError as error:
+            return error
+        return b""
+
+    def _receive(self, sock: socket.socket, deadline: float, leaving: bool) -> Outcome:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         if not leaving:
@@ -262,11 +267,16 @@ class Connection(BaseConnection, ClosesOnExit):
             ready = poller.poll(min(left, 3600.0) * 1000 + 1) if left > 0 else []
             self._consistent = False
             if not leaving and self._closing:
-                return None
+                return NoData.CLOSED_MEANWHILE
             if not ready:
-                raise TimeoutError
-            with suppress(BlockingIOError):
+                return NoData.TIMED_OUT
+            # Only here: an OSError that a signal handler raises in poll() is not the connection's.
+            try:
                 return sock.recv(MAX_LINE)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                return error
 
     # ---- asking the server ----------------------------------------------------
 

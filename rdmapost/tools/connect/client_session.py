@@ -1,13 +1,14 @@
 """The client's side of a connection: its questions and the server's answers; no I/O.
 
 Both clients drive the same generators: each value yielded is what to do next, and the outcome is
-sent or thrown back.
+sent back.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from enum import Enum, auto
 from typing import TypeAlias
 
 from ..tcp import reason
@@ -15,13 +16,21 @@ from .failures import ConnectError, ConnectTimeout, ProtocolError
 from .protocol import ClientProtocol
 from .protocol_messages import Bye, Error, Message, encode
 
-__all__ = ["ClientSession", "IORequests"]
+__all__ = ["ClientSession", "IORequests", "NoData", "Outcome"]
 
-IORequests: TypeAlias = Generator[tuple[bytes, float], bytes | None, Message]
-"""Yields bytes to send, or none to receive some, and the deadline by time.monotonic().
 
-Send back what has been received, or None if close() has ended the wait; throw an OSError.
-"""
+class NoData(Enum):
+    """Why nothing has been sent or received."""
+
+    TIMED_OUT = auto()
+    CLOSED_MEANWHILE = auto()
+
+
+Outcome: TypeAlias = bytes | OSError | NoData
+"""What has been received, nothing for what was sent, or why not."""
+
+IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
+"""Yields bytes to send, or none to receive some, and the deadline by time.monotonic()."""
 
 
 class ClientSession:
@@ -56,30 +65,26 @@ class ClientSession:
             yield from self._answer(self._timeout)
         data = encode(message)
         self.protocol.ask(message)
-        broken = ""
-        try:
-            yield data, time.monotonic() + self._timeout
-        except TimeoutError:
-            raise self._silent(self._timeout) from None
-        except OSError as error:
-            # What the server said before it went may still be pending.
-            broken = reason(error)
+        outcome = yield data, time.monotonic() + self._timeout
+        if outcome is NoData.TIMED_OUT:
+            raise self._silent(self._timeout)
+        # What the server sent before it went may still be pending.
+        broken = reason(outcome) if isinstance(outcome, OSError) else ""
         return (yield from self._answer(self._timeout + more_time, broken))
 
     def _answer(self, limit: float, broken: str = "") -> IORequests:
         deadline = time.monotonic() + limit
         while (answer := self._next_message()) is None:
-            try:
-                data = yield b"", deadline
-            except TimeoutError:
-                raise self._silent(limit) from None
-            except OSError as error:
-                raise self._ended(reason(error)) from None
-            if data is None:
+            outcome = yield b"", deadline
+            if outcome is NoData.TIMED_OUT:
+                raise self._silent(limit)
+            if isinstance(outcome, NoData):
                 raise ConnectError("the connection was closed before the answer came", "lost")
-            if not data:
+            if isinstance(outcome, OSError):
+                raise self._ended(reason(outcome))
+            if not outcome:
                 raise self._ended(broken)
-            self.protocol.receive(data)
+            self.protocol.receive(outcome)
         if isinstance(answer, Error):
             raise ConnectError(f"{self.where} refused: {answer.text}", answer.code)
         return answer

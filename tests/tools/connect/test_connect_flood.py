@@ -71,7 +71,7 @@ def flood(served: Served, behaviour: str, count: int, sources: int = 0) -> Itera
     ("behaviour", "count"),
     [("idle", 64), ("half", 64), ("idle", MORE_THAN_PENDING), ("churn", MORE_THAN_PENDING)],
 )
-def test_every_holder_of_the_token_gets_in_through_a_crowd(
+def test_every_client_with_the_token_gets_in_during_a_flood(
     serve: Callable[..., Served], behaviour: str, count: int
 ) -> None:
     served = serve(token="secret", timeout=5.0)
@@ -82,7 +82,7 @@ def test_every_holder_of_the_token_gets_in_through_a_crowd(
     served.works()
 
 
-def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> None:
+def test_a_connection_evicted_by_a_flood_gets_a_busy_error(serve: Callable[..., Served]) -> None:
     served = serve(timeout=5.0)
     with flood(served, "idle", MORE_THAN_PENDING) as result:
         event = served.until(connect.Refused)
@@ -91,7 +91,9 @@ def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> 
     assert result.answers["busy"] > 0
 
 
-def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> None:
+def test_a_flood_from_one_address_evicts_no_connection_from_another(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(token="secret", timeout=5.0)
     # This one has its own address, and sends nothing for long.
     with raw_client(served) as patient, flood(served, "churn", MORE_THAN_PENDING, sources=1):
@@ -101,7 +103,7 @@ def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> No
         assert one_error(patient)[0] == "token"
 
 
-def test_a_server_that_runs_out_of_descriptors_serves_on(
+def test_a_server_that_ran_out_of_descriptors_serves_clients_again(
     serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve(token="secret")
@@ -122,7 +124,7 @@ def test_a_server_that_runs_out_of_descriptors_serves_on(
 
 
 @pytest.mark.parametrize(("sources", "per_second"), [(0, 32), (16, 64)], ids=["one", "several"])
-def test_tokens_are_guessed_slowly_and_holders_get_in_meanwhile(
+def test_token_guesses_are_rate_limited_and_clients_with_the_token_get_in(
     serve: Callable[..., Served], sources: int, per_second: int
 ) -> None:
     served = serve(token="secret", timeout=5.0)
@@ -136,7 +138,9 @@ def test_tokens_are_guessed_slowly_and_holders_get_in_meanwhile(
     served.works()
 
 
-def test_a_wrong_token_now_and_then_costs_no_time(serve: Callable[..., Served]) -> None:
+def test_twenty_wrong_tokens_in_a_row_are_refused_without_delay(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(token="secret")
     started = time.monotonic()
     for _ in range(20):
@@ -161,14 +165,14 @@ def lookers(
         size=LARGE, shared=True, max_clients=20, access=rp.Access.REMOTE_READ, timeout=LIMIT
     )
     with contextlib.ExitStack() as stack:
-        said = hello(context), Ready(), Look(0, LARGE)
-        socks = [stack.enter_context(raw_client(served, *said)) for _ in range(14)]
+        sent = hello(context), Ready(), Look(0, LARGE)
+        socks = [stack.enter_context(raw_client(served, *sent)) for _ in range(14)]
         for _ in socks:
             served.until(connect.Joined)
         yield served, socks
 
 
-def test_long_looks_of_many_keep_one_core_busy_and_no_new_client_waiting(
+def test_concurrent_long_looks_use_one_core_and_do_not_delay_new_clients(
     lookers: tuple[Served, list[Any]],
 ) -> None:
     served, socks = lookers
@@ -179,10 +183,10 @@ def test_long_looks_of_many_keep_one_core_busy_and_no_new_client_waiting(
     # One of the looking threads runs at a time; a few are between two pieces.
     assert statistics.median(_running() for _ in range(200)) <= len(socks) / 2
     for sock in socks:
-        heard = b""
-        while heard.count(b"\n") < 3:
-            heard += sock.recv(65536)
-        seen = json.loads(heard.splitlines()[2])
+        received = b""
+        while received.count(b"\n") < 3:
+            received += sock.recv(65536)
+        seen = json.loads(received.splitlines()[2])
         assert (seen["type"], seen["length"]) == ("seen", LARGE)
 
 
@@ -205,14 +209,14 @@ def _answered(sock: socket.socket) -> bool:
         return False
 
 
-def test_long_looks_do_not_keep_the_server_from_ending(lookers: tuple[Served, list[Any]]) -> None:
+def test_a_server_closes_in_the_middle_of_long_looks(lookers: tuple[Served, list[Any]]) -> None:
     served, socks = lookers
     served.server.close()
     last = [answers(sock)[-1] for sock in socks]
     assert {message.get("code") for message in last} == {"closing"}
 
 
-def test_a_look_ends_with_the_client_that_asked_for_it(lookers: tuple[Served, list[Any]]) -> None:
+def test_a_long_look_is_abandoned_when_its_client_leaves(lookers: tuple[Served, list[Any]]) -> None:
     served, socks = lookers
     for sock in socks:
         sock.close()

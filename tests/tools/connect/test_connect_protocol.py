@@ -96,7 +96,7 @@ def test_a_message_is_one_short_line_and_is_read_back(message: Message) -> None:
     assert read(line, type(message)) == message
 
 
-def test_the_longest_messages_fit_into_a_line() -> None:
+def test_the_longest_messages_fit_into_one_line_of_the_limit() -> None:
     assert (
         len(encode(Hello("\U0001f600" * MAX_TOKEN, "x" * 128, rp.QPType.RC, ENDPOINT))) < MAX_LINE
     )
@@ -106,7 +106,7 @@ def test_the_longest_messages_fit_into_a_line() -> None:
     assert read(encode(head)).data == b"x" * HEAD_BYTES  # type: ignore[union-attr]
 
 
-def test_an_error_cannot_write_on_the_terminal_but_in_its_line() -> None:
+def test_the_text_of_an_error_holds_no_control_characters() -> None:
     sent = Error("failed", "red \x1b[31m\nnext\u202eline")
     assert read(encode(sent)) == Error("failed", "red  [31m next line")
     for text in ("\x1b[31m", "a\nb", "\u202e"):
@@ -116,7 +116,7 @@ def test_an_error_cannot_write_on_the_terminal_but_in_its_line() -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_every_code_of_an_error_is_read(code: str) -> None:
+def test_an_error_of_every_code_is_read_back(code: str) -> None:
     assert read(encode(Error(code, "why"))) == Error(code, "why")
 
 
@@ -174,7 +174,7 @@ def test_each_field_of_an_offer_is_checked(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_a_field_more_or_less_is_refused(message: Message) -> None:
+def test_a_message_with_an_unknown_or_a_missing_field_is_refused(message: Message) -> None:
     fields = json.loads(encode(message))
     with pytest.raises(ProtocolError, match="has no field 'colour'"):
         decode({**fields, "colour": "blue"}, type(message))
@@ -207,7 +207,7 @@ def test_a_field_more_or_less_is_refused(message: Message) -> None:
     ],
     ids=lambda line: repr(line[:20]),
 )
-def test_what_is_no_json_object_is_refused(line: bytes) -> None:
+def test_a_line_that_is_not_one_json_object_is_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a line with one JSON object"):
         parse_line(line)
 
@@ -216,7 +216,7 @@ def test_what_is_no_json_object_is_refused(line: bytes) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100_000])
-def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
+def test_lines_are_read_from_pieces_of_any_size(piece: int) -> None:
     stream = b"".join(map(encode, MESSAGES))
     lines = LineReader()
     found = []
@@ -229,7 +229,7 @@ def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
 
 
 @pytest.mark.parametrize("ended", [b"", b"\n"], ids=["endless", "ended"])
-def test_a_line_has_a_limit(ended: bytes) -> None:
+def test_a_line_longer_than_the_limit_is_refused(ended: bytes) -> None:
     lines = LineReader()
     lines.feed(b"{" + b" " * (MAX_LINE - 2))
     assert lines.next_line() is None
@@ -264,7 +264,7 @@ def server_at(state: State, token: str | None = None) -> ServerProtocol:
     return protocol
 
 
-def test_the_server_reads_a_whole_exchange() -> None:
+def test_the_server_reads_every_message_from_hello_to_bye() -> None:
     protocol = server_at(State.OPEN)
     asked: list[Message] = [Report(1, 0), Look(0, 1), Report(2, 5), Bye()]
     protocol.receive(b"".join(map(encode, asked)))
@@ -283,7 +283,7 @@ CAN_COME: dict[State, tuple[type, ...]] = {
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("state", CAN_COME, ids=lambda state: state.name)
-def test_the_server_takes_a_message_only_in_its_step(state: State, message: Message) -> None:
+def test_the_server_accepts_a_message_only_in_its_state(state: State, message: Message) -> None:
     protocol = server_at(state)
     protocol.receive(encode(message))
     if isinstance(message, CAN_COME[state]):
@@ -299,7 +299,7 @@ def test_the_server_takes_a_message_only_in_its_step(state: State, message: Mess
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 10**3000])
-def test_another_version_is_named_before_anything_else_is_read(version: int) -> None:
+def test_another_protocol_version_is_refused_before_anything_else_is_read(version: int) -> None:
     protocol = ServerProtocol("secret")
     line = json.dumps({"rdmapost": version, "type": "greetings", "new": [1]})
     protocol.receive(line.encode() + b"\n")
@@ -320,7 +320,7 @@ def test_a_hello_without_a_version_is_refused(version: object) -> None:
 @pytest.mark.parametrize(
     "token", [None, "", "Secret", "secret ", "s", "secret" * 100, 5, ["secret"]]
 )
-def test_a_stranger_learns_only_that_the_token_is_wrong(token: object) -> None:
+def test_a_client_with_a_wrong_token_learns_only_that_it_is_wrong(token: object) -> None:
     protocol = ServerProtocol("secret")
     # The rest is wrong too, but is not checked.
     protocol.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
@@ -331,7 +331,7 @@ def test_a_stranger_learns_only_that_the_token_is_wrong(token: object) -> None:
 
 
 @pytest.mark.parametrize("token", ["secret", "gehe\u00efm", "\udc80raw"])
-def test_who_knows_the_token_comes_in(token: str) -> None:
+def test_a_hello_with_the_right_token_is_accepted(token: str) -> None:
     protocol = ServerProtocol(token)
     hello = Hello(token, "verbs", rp.QPType.RC, ENDPOINT)
     protocol.receive(encode(hello))
@@ -343,14 +343,14 @@ def test_who_knows_the_token_comes_in(token: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "x" * (MAX_TOKEN + 1)])
-def test_a_token_has_a_length(token: str) -> None:
+def test_a_token_that_is_empty_or_too_long_is_refused(token: str) -> None:
     with pytest.raises(ValueError, match="1 to 256 characters"):
         check_token(token)
     check_token("x" * MAX_TOKEN)
     check_token(None)
 
 
-def test_the_client_takes_what_answers_its_question() -> None:
+def test_the_client_accepts_the_answer_to_its_question() -> None:
     protocol = ClientProtocol()
     for asked, answer in (
         (HELLO, OFFER),
@@ -365,7 +365,7 @@ def test_the_client_takes_what_answers_its_question() -> None:
         assert protocol.next_message() == answer
 
 
-def test_the_client_takes_no_answer_to_another_question() -> None:
+def test_the_client_refuses_the_answer_to_another_question() -> None:
     protocol = ClientProtocol()
     protocol.ask(HELLO)
     with pytest.raises(ConnectError, match="still to come"):
@@ -376,7 +376,7 @@ def test_the_client_takes_no_answer_to_another_question() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, HELLO, Ready(), Bye()])
-def test_the_client_hears_an_error_at_any_time(asked: Message | None) -> None:
+def test_the_client_accepts_an_error_at_any_time(asked: Message | None) -> None:
     protocol = ClientProtocol()
     if asked is not None:
         protocol.ask(asked)
@@ -465,7 +465,7 @@ MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
 ]
 
 
-def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
+def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None:
     rng = random.Random(6)
     lines = [encode(message) for message in MESSAGES]
     refused = read_all = 0
@@ -512,14 +512,14 @@ def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
         ("[fe80::1%eth0]:9", "fe80::1%eth0", 9),
     ],
 )
-def test_an_address_is_read(text: str, host: str, port: int) -> None:
+def test_parse_address_reads_host_and_port(text: str, host: str, port: int) -> None:
     assert parse_address(text) == (host, port)
     shown = show_address((host, port))
     assert parse_address(shown) == (host, port)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("", "has no host"),
         (":5", "has no host"),
@@ -540,8 +540,8 @@ def test_an_address_is_read(text: str, host: str, port: int) -> None:
     ],
     ids=lambda v: v[:20],
 )
-def test_a_wrong_address_says_what_it_should_be(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_parse_address_names_what_is_wrong(text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         parse_address(text)
 
 
@@ -557,11 +557,11 @@ def test_a_wrong_address_says_what_it_should_be(text: str, says: str) -> None:
         ("fe80::1%eth0", False),
     ],
 )
-def test_what_only_this_machine_reaches(address: str, inside: bool) -> None:
+def test_is_loopback_holds_only_for_loopback_addresses(address: str, inside: bool) -> None:
     assert is_loopback((address, 1)) is inside
 
 
-def test_devices_of_two_processes_are_told_apart_by_name() -> None:
+def test_soft_devices_of_two_processes_are_unreachable_with_a_reason() -> None:
     assert why_unreachable("verbs", "verbs") is None
     assert why_unreachable("soft:soft0:1-a", "soft:soft0:1-a") is None
     both = why_unreachable("soft:soft0:1-a", "soft:soft0:2-b")

@@ -159,7 +159,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
 
 
 @pytest.mark.parametrize("finalizer", ["whole", "interrupted"])
-def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
+def test_a_server_whose_close_was_interrupted_ends_when_it_is_unreachable(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch, finalizer: str
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
@@ -285,13 +285,13 @@ def test_serve_raises_where_no_thread_can_be_started(
         def start(self) -> None:
             raise error
 
-    said: list[str] = []
+    messages: list[str] = []
 
     def make() -> None:
         try:
             connect.serve(context, port=0)
         except RuntimeError as raised:
-            said.append(str(raised))
+            messages.append(str(raised))
 
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
@@ -300,7 +300,7 @@ def test_serve_raises_where_no_thread_can_be_started(
     maker.start()
     maker.join(SOON)
     assert not maker.is_alive()
-    assert said[0].startswith("cannot start a thread for the server")
+    assert messages[0].startswith("cannot start a thread for the server")
 
 
 # ---- a connection -------------------------------------------------------------------
@@ -399,13 +399,13 @@ def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
-    said: list[str] = []
+    messages: list[str] = []
 
     def ask() -> None:
         try:
             peer.look(0, 4)
         except connect.ConnectError as error:
-            said.append(str(error))
+            messages.append(str(error))
         assert not peer.closed
         # What the interrupted question waits for.
         peer.qp.post_send(rp.Send(peer.mr[:7]))
@@ -414,13 +414,13 @@ def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at
         helper = when_asked(peer, send)
         arrival = peer.report(1, timeout=30)
         helper.join(LIMIT)
-        assert said == ["this thread is in the middle of another question to the server"]
+        assert messages == ["this thread is in the middle of another question to the server"]
         assert arrival is not None
         assert arrival.byte_len == 7
         assert peer.look(0, 4).data == bytes(4)
 
 
-def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
+def test_a_question_interrupted_at_any_moment_does_not_block_the_next(
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
