@@ -10,6 +10,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from ..errors import RdmaError
+
 __all__ = [
     "LINGER_BYTES",
     "LINGER_S",
@@ -40,17 +42,17 @@ _KEEPALIVE = (
 )
 
 
-class TCPError(OSError):
+class TCPError(RdmaError, OSError):
     """A host that cannot be found, or an address that cannot be listened on.
 
     Args:
         text: all that there is to say.
-        error: the cause; this has its errno.
+        errno: the operating system's error number, if it gave one.
     """
 
-    def __init__(self, text: str, error: OSError | None = None) -> None:
+    def __init__(self, text: str, errno: int | None = None) -> None:
         super().__init__(text)
-        self.errno = None if error is None else errno_of(error)
+        self.errno = errno
 
 
 class TCPTimeout(TCPError, TimeoutError):
@@ -115,7 +117,7 @@ def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
         except OSError as cause:
             error = cause
     if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
-        raise TCPError(f"host {host} cannot be looked up: {reason(error)}", error)
+        raise TCPError(f"host {host} cannot be looked up: {reason(error)}", error.errno)
     raise TCPError(f"host {host} cannot be found: {reason(error)}")
 
 
@@ -197,7 +199,7 @@ def cannot_listen(where: str, error: OSError) -> TCPError:
     """Make the error for an address that cannot be listened on, with what to try."""
     in_use = error.errno == errno.EADDRINUSE
     remedy = "; give another port, or 0 for a free one" if in_use else ""
-    return TCPError(f"cannot listen on {where}: {reason(error)}{remedy}", error)
+    return TCPError(f"cannot listen on {where}: {reason(error)}{remedy}", errno_of(error))
 
 
 def prepare(sock: socket.socket) -> None:

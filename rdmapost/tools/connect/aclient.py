@@ -50,12 +50,7 @@ async def adial(
         The connection; an asynchronous context manager.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range.
-        ConnectError: nothing listens there, or the server refused; the text says why.
-        ConnectTimeout: it did not answer in time.
-        ProtocolError: what listens there is not an rdmapost server.
-        VerbsError: the device refused.
+        TypeError, ValueError, ConnectError, ConnectTimeout, ProtocolError, VerbsError: as in dial.
     """
     port = check_where(host, port)
     check_token(token)

@@ -54,13 +54,7 @@ async def aserve(
         it ends, with a ResourceWarning.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range.
-        RdmaError: the port has no such GID, or the device has no atomics and they are
-            asked for.
-        ConnectError: there is no such host; or the address cannot be listened on: it is in
-            use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
-            (EACCES), or the process has no file descriptors left (EMFILE).
+        TypeError, ValueError, RdmaError, ConnectError: as in serve.
         ConnectTimeout, VerbsError, RuntimeError: as in serve.
     """
     port = check_where(host, port, 0)
