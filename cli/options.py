@@ -252,7 +252,7 @@ def check_token(token: str | None) -> None:
     Args:
         token: what --token or its variable gives, or None.
     """
-    from rdmapost.tools.connect.conversation import check_token
+    from rdmapost.tools.connect.server_state import check_token
 
     try:
         check_token(token)
@@ -301,7 +301,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
                     if value is not None and given(name):
                         _usage(f"--{name} needs a HOST to post to")
                 return function(peer=None, **options)
-            from rdmapost.tools.connect.address import parse_address
+            from rdmapost.tools.connect.host_port import parse_address
 
             check_token(token)
             try:

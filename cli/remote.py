@@ -27,8 +27,8 @@ from rdmapost import (
     WCStatus,
 )
 from rdmapost.connect import Arrival, Connection, Seen, dial
-from rdmapost.tools.connect.address import show_address
-from rdmapost.tools.connect.messages import access_names
+from rdmapost.tools.connect.protocol_messages import access_names
+from rdmapost.tools.tcp import show_address
 
 from .oneshot import mismatch, record, send_flags, show
 from .options import Peer, Shot, Target

@@ -30,7 +30,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
-    from rdmapost.tools.connect.messages import Arrival
+    from rdmapost.tools.connect.protocol_messages import Arrival
 
 __all__ = ["serve"]
 
@@ -213,7 +213,7 @@ def serve(
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
     """Show what the library has to say about its server."""
-    logger = logging.getLogger("rdmapost.tools.connect")
+    logger = logging.getLogger("rdmapost.connect")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("rdmapost: %(message)s"))
     logger.addHandler(handler)
@@ -302,7 +302,7 @@ class _Printer:
 
     def serving(self, server: Server) -> None:
         """Say where the server is, and what it exposes."""
-        from rdmapost.tools.connect.messages import access_names
+        from rdmapost.tools.connect.protocol_messages import access_names
 
         host, port = server.address[:2]
         size, count = server.exposure.size, server.exposure.count
@@ -339,7 +339,7 @@ class _Printer:
 
     def _show(self, event: Event) -> None:
         from rdmapost.connect import Arrived, Joined, Left, Refused
-        from rdmapost.tools.connect.messages import access_names
+        from rdmapost.tools.connect.protocol_messages import access_names
 
         from .oneshot import as_text
 

@@ -33,7 +33,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|enum|ipaddress|mmap|os|socket)\..*|array"),
     # What only the library itself makes or passes on.
     ("py:class", r"rdmapost\.(posting\.PostQueue|prepared\._Item)"),
-    ("py:class", r"rdmapost\.connect\.(conversation\.Reception|messages\.Hello)"),
+    ("py:class", r"rdmapost\.tools\.connect\.(server_state\.ServerState|protocol_messages\.Hello)"),
     ("py:class", r"rdmapost\.providers\.base\.Provider"),
 ]
 
@@ -64,14 +64,16 @@ def public_bases(app: Any, name: str, obj: object, options: Any, bases: list[Any
 def is_public(base: type) -> bool:
     """Whether a class is shown as a base, and not what it has as its heirs' own."""
     name = f"{base.__module__}.{base.__name__}"
-    if base.__name__ in ("Dialled", "Multicast", "NotCopied", "Serving", "Steps"):
+    if base.__module__ == "rdmapost.tools.resource_stack":
+        return False
+    if base.__name__ in ("BaseConnection", "BaseServer", "Multicast", "NotCopied", "Steps"):
         return False
     return "._" not in name or name == "rdmapost.resources.resource.Resource"
 
 
 def skip_more(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
-    """Leave out fields of named tuples, which their class tells, and the wire's messages."""
-    return True if type(obj).__name__ == "_tuplegetter" or name == "greeting" else None
+    """Leave out fields of named tuples, which their class tells."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
 
 
 def find_public(app: Any, env: Any, node: Any, contnode: Any) -> Any:

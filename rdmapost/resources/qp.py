@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -261,12 +260,6 @@ class QP(Multicast, struct="ibv_qp"):
     def _forget_posted(self) -> None:
         self._send.in_flight.clear()
         self._recv.in_flight.clear()
-
-    def _drop_outstanding(self) -> None:
-        """Reset it if necessary: nothing that an outstanding work request names can be closed."""
-        with contextlib.suppress(RdmaError):
-            if any(self.outstanding):
-                self.to_reset()
 
     # ---- posting ------------------------------------------------------------
 

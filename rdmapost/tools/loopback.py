@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .._arguments import expect, member, time_limit, within
@@ -20,7 +21,7 @@ from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD
-from .resource_stack import ResourceStack, Together
+from .resource_stack import ResourceHolder, ResourceStack, drop_outstanding
 
 __all__ = ["Loopback", "Side"]
 
@@ -43,7 +44,7 @@ class Side:
     mr: MR
 
 
-class Loopback(Together):
+class Loopback(ResourceHolder):
     """A local and a remote queue pair on one device, connected to each other.
 
     A context manager; ``close()`` closes everything in the right order, whatever
@@ -177,7 +178,7 @@ class Loopback(Together):
             # to destroy a queue pair that has a window bound to it.
             self._used = stack.add(ResourceStack())
             for side in (self.remote, self.local):
-                stack.before_closing(side.qp._drop_outstanding)
+                stack.before_closing(partial(drop_outstanding, side.qp))
             self._connect(qp_type)
         self._deadline = time.monotonic() + self.timeout
 

@@ -8,8 +8,15 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import RdmaError
+from ..resources.qp import QP
 
-__all__ = ["ClosedAtTheEnd", "ResourceStack", "Together"]
+__all__ = [
+    "AsyncClosesOnExit",
+    "ClosesOnExit",
+    "ResourceHolder",
+    "ResourceStack",
+    "drop_outstanding",
+]
 
 
 class _Closable(Protocol):
@@ -90,14 +97,28 @@ class ResourceStack:
             raise
 
 
-class ClosedAtTheEnd:
+def drop_outstanding(qp: QP) -> None:
+    """Reset a queue pair if necessary.
+
+    Nothing that an outstanding work request names can be closed.
+    """
+    with suppress(RdmaError):
+        if any(qp.outstanding):
+            qp.to_reset()
+
+
+class ClosesOnExit:
     """A context manager that closes itself."""
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork that must not use it."""
 
     def close(self) -> None:
         """Close it."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        self._refuse_inherited()
         return self
 
     def __exit__(
@@ -116,7 +137,35 @@ class ClosedAtTheEnd:
                 error.add_note(str(failure))
 
 
-class Together(ClosedAtTheEnd):
+class AsyncClosesOnExit:
+    """An asynchronous context manager that closes itself."""
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork that must not use it."""
+
+    async def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        self._refuse_inherited()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            # The original error matters more than what follows from it.
+            with suppress(RdmaError):
+                await self.close()
+
+
+class ResourceHolder(ClosesOnExit):
     """A base class for objects that hold resources on a stack."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from support import LIMIT, run_python
 from support.cli_runner import Ran, run
-from support.playing import listening, start
+from support.pingpong_runs import listening, start
 from support.ports import HOST, free_port, wait_for_port
 
 import rdmapost as rp

@@ -117,7 +117,7 @@ def test_serve_shows_what_each_client_gets_and_does(
     def refused(address: tuple[str, int]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "rdmapost.tools.connect.connection.fabric_of", lambda _: "soft:soft0:elsewhere"
+                "rdmapost.tools.connect.base_connection.fabric_of", lambda _: "soft:soft0:elsewhere"
             )
             connect.dial(context, *address)
 

@@ -104,7 +104,7 @@ CLIENT = """
 import os, socket, sys, rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect.fabric import fabric_of
-from rdmapost.tools.connect.messages import Bye, Hello, Look, Ready, Report, encode
+from rdmapost.tools.connect.protocol_messages import Bye, Hello, Look, Ready, Report, encode
 device, port, step = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 context = rp.open_device(device)
 def die():

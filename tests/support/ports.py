@@ -57,7 +57,7 @@ def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]
             thread.join()
 
 
-def heard(sock: socket.socket) -> None:
+def read_to_end(sock: socket.socket) -> None:
     """Read until the other side has gone."""
     with contextlib.suppress(ConnectionError):
         while sock.recv(4096):

@@ -16,14 +16,22 @@ import pytest
 import rdmapost as rp
 from rdmapost import QPType, connect
 from rdmapost.tools.connect.fabric import fabric_of
-from rdmapost.tools.connect.messages import Bye, Hello, Look, Message, Ready, Report, encode
+from rdmapost.tools.connect.protocol_messages import (
+    Bye,
+    Hello,
+    Look,
+    Message,
+    Ready,
+    Report,
+    encode,
+)
 from support import LIMIT
 
 ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
 
 
-class InALoop:
-    """``aserve`` in an event loop of its own thread; to look at, a Server."""
+class AsyncServerInThread:
+    """``aserve`` in the event loop of a separate thread, with a Server's interface."""
 
     def __init__(self, context: rp.Context, **options: Any) -> None:
         self._loop = asyncio.new_event_loop()
@@ -60,21 +68,21 @@ class Served:
 
     def __init__(self, context: rp.Context, serve: Callable[..., Any], **options: Any) -> None:
         self.context = context
-        self.told: queue.Queue[connect.Event] = queue.Queue()
+        self.events: queue.Queue[connect.Event] = queue.Queue()
         options = {"port": 0, "token": None, **options}
         self.token = options["token"]
-        self.server = serve(context, on_event=self.told.put, **options)
+        self.server = serve(context, on_event=self.events.put, **options)
 
     def dial(self, **options: Any) -> connect.Connection:
         return connect.dial(
             self.context, *self.server.address[:2], **{"token": self.token, **options}
         )
 
-    def until(self, kind: type[Any]) -> Any:
-        """Wait for an event of this kind, skipping others."""
+    def until(self, event_type: type[Any]) -> Any:
+        """Wait for an event of this type, skipping others."""
         while True:
-            event = self.told.get(timeout=LIMIT)
-            if isinstance(event, kind):
+            event = self.events.get(timeout=LIMIT)
+            if isinstance(event, event_type):
                 return event
 
     def works(self) -> None:
@@ -107,11 +115,11 @@ def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
         yield make
 
 
-@pytest.fixture(params=[connect.serve, InALoop], ids=["threads", "asyncio"])
+@pytest.fixture(params=[connect.serve, AsyncServerInThread], ids=["threads", "asyncio"])
 def both_servers(
     context: rp.Context, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Served]]:
-    """Make servers of either kind, which end with the test: ``serve = both_servers``."""
+    """Make servers of either face, which end with the test: ``serve = both_servers``."""
     with _making(context, request.param) as make:
         yield make
 
@@ -123,20 +131,20 @@ def hello(context: rp.Context, token: str | None = None) -> Hello:
 
 
 @contextlib.contextmanager
-def stranger(served: Served, *messages: Message | bytes) -> Iterator[socket.socket]:
-    """A plain connection that sends something, all at once."""
-    said = b"".join(one if isinstance(one, bytes) else encode(one) for one in messages)
+def raw_client(served: Served, *messages: Message | bytes) -> Iterator[socket.socket]:
+    """A TCP connection that sends something, all at once."""
+    data = b"".join(one if isinstance(one, bytes) else encode(one) for one in messages)
     with socket.create_connection(served.server.address[:2], LIMIT) as sock:
-        sock.sendall(said)
+        sock.sendall(data)
         yield sock
 
 
 def answers(sock: socket.socket) -> list[dict[str, Any]]:
     """Read all that the server sends, to the end."""
-    heard = b""
+    received = b""
     while data := sock.recv(65536):
-        heard += data
-    return [json.loads(line) for line in heard.splitlines()]
+        received += data
+    return [json.loads(line) for line in received.splitlines()]
 
 
 def one_error(sock: socket.socket) -> tuple[str, str]:
@@ -153,7 +161,7 @@ def part(message: Message) -> bytes:
     return line[: len(line) // 2]
 
 
-STEPS: dict[str, Callable[[Hello], list[Message | bytes]]] = {
+STAGES: dict[str, Callable[[Hello], list[Message | bytes]]] = {
     "at once": lambda hello: [],
     "in the hello": lambda hello: [part(hello)],
     "after the hello": lambda hello: [hello],

@@ -13,24 +13,27 @@ One side serves and the other dials::
 
 from typing import TYPE_CHECKING
 
-from .address import DEFAULT_PORT, parse_address
 from .client import Connection, dial
-from .errors import ConnectError, ConnectTimeout, ProtocolError
-from .events import Arrived, Changed, Event, Joined, Left, Refused
-from .messages import Arrival, Offer, Seen
+from .failures import ConnectError, ConnectTimeout, ProtocolError
+from .host_port import DEFAULT_PORT, parse_address
+from .protocol_messages import Arrival, Offer, Seen
 from .server import Server, serve
+from .server_events import Arrived, Changed, Event, Joined, Left, Refused
 
 if TYPE_CHECKING:
-    from .aio import AsyncConnection, AsyncServer, adial, aserve
+    from .aclient import AsyncConnection, adial
+    from .aserver import AsyncServer, aserve
 else:
 
     def __getattr__(name):
         """Import asyncio only if it is used."""
-        if name not in ("AsyncConnection", "AsyncServer", "adial", "aserve"):
+        if name in ("AsyncConnection", "adial"):
+            from . import aclient as module
+        elif name in ("AsyncServer", "aserve"):
+            from . import aserver as module
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import aio
-
-        return getattr(aio, name)
+        return getattr(module, name)
 
 
 __all__ = [

@@ -25,22 +25,22 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from .address import show_address
-from .conversation import HELLO_S, Conversation, Reception
-from .messages import MAX_LINE, Error, encode
-from .sockets import LINGER_BYTES, LINGER_S, stop_listening
+from ..tcp import LINGER_BYTES, LINGER_S, reason, show_address, stop_listening
+from .protocol_messages import MAX_LINE, Error, encode
+from .server_session import HELLO_S, ServerSession
+from .server_state import ServerState
 
-__all__ = ["BACKLOG", "GUESSES", "GUESSES_IN_ALL", "Acceptor"]
+__all__ = ["BACKLOG", "GUESSES", "GUESSES_TOTAL", "Acceptor"]
 
-_log = logging.getLogger("rdmapost.tools.connect")
+_log = logging.getLogger("rdmapost.connect")
 
 BACKLOG = 1024
-GUESSES, GUESSES_IN_ALL = 32, 64
+GUESSES, GUESSES_TOTAL = 32, 64
 """Wrong tokens per second, from one address and in total, after a burst of one second's worth."""
 _MAX_PENDING = 256
-_MAX_WAITING = 128
+_MAX_QUEUED = 128
 """Queued hellos from one address; few enough that the last is served within HELLO_S."""
-_AT_ONCE = 32
+_MAX_ACCEPTS = 32
 _TOO_MANY = "too many connections wait at this server; try again later"
 _TOO_FAST = "too many wrong tokens come to this server; try again later"
 
@@ -68,19 +68,19 @@ class _Pending:
     """A connection that is not yet, or no longer, a client's.
 
     Attributes:
-        conversation: its exchange.
+        session: its session.
         source: the address, or an IPv6 address's /64: the unit of rate limiting.
-        until: its deadline, by time.monotonic().
-        complete: its hello has arrived and is queued.
+        deadline: its deadline, by time.monotonic().
+        queued: its hello has arrived and waits for authentication.
         unread: bytes that may still be discarded after a refusal.
     """
 
-    def __init__(self, sock: socket.socket, address: tuple[Any, ...], reception: Reception) -> None:
+    def __init__(self, sock: socket.socket, address: tuple[Any, ...], server: ServerState) -> None:
         self.sock = sock
-        self.conversation = Conversation(reception, show_address(address))
+        self.session = ServerSession(server, show_address(address))
         self.source = _source(address[0])
-        self.until = time.monotonic() + min(reception.timeout, HELLO_S)
-        self.complete = False
+        self.deadline = time.monotonic() + min(server.timeout, HELLO_S)
+        self.queued = False
         self.unread = LINGER_BYTES
 
 
@@ -96,35 +96,35 @@ class Acceptor:
     """Accepts connections, and hands over those with the correct token.
 
     Args:
-        reception: the server's.
+        server: the server's.
         listener: a non-blocking listening socket; closed at the end.
         stop_fd: readable when the server ends.
-        start_client: takes over a socket and its conversation; returns False if it cannot.
+        start_client: takes over a socket and its session; returns False if it cannot.
     """
 
     def __init__(
         self,
-        reception: Reception,
+        server: ServerState,
         listener: socket.socket,
         stop_fd: int,
-        start_client: Callable[[socket.socket, Conversation], bool],
+        start_client: Callable[[socket.socket, ServerSession], bool],
     ) -> None:
-        self._reception, self._listener, self._stop_fd = reception, listener, stop_fd
+        self._server, self._listener, self._stop_fd = server, listener, stop_fd
         self._start_client = start_client
         # Both in deadline order.
         self._pending: dict[_Pending, None] = {}
         self._lingering: dict[_Pending, None] = {}
         self._per_source: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[_Pending]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[_Pending]] = OrderedDict()
         self._guesses: dict[str, _RateLimit] = {}
-        self._in_all = _RateLimit(GUESSES_IN_ALL)
+        self._total = _RateLimit(GUESSES_TOTAL)
         # Clients need descriptors too.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = _MAX_PENDING
+        self._max_pending = _MAX_PENDING
         if soft != resource.RLIM_INFINITY:
-            self._most = max(16, min(_MAX_PENDING, soft // 4))
+            self._max_pending = max(16, min(_MAX_PENDING, soft // 4))
         self._selector = selectors.DefaultSelector()
-        self._warned = 0.0
+        self._warned_at = 0.0
 
     def close(self) -> None:
         """Release what run() would have, if it is never called."""
@@ -148,7 +148,7 @@ class Acceptor:
             stop_listening(self._listener)
             self._selector.close()
             for peer in (*self._pending, *self._lingering):
-                peer.conversation.close()
+                peer.session.close()
                 peer.sock.close()
 
     def _empty_backlog(self) -> None:
@@ -182,15 +182,17 @@ class Acceptor:
     def _timeout(self) -> float | None:
         """Return the seconds to the next deadline, or None."""
         now = time.monotonic()
-        times = [next(iter(some)).until - now for some in (self._pending, self._lingering) if some]
-        if self._waiting:
-            times.append(min(self._delay(source, now) for source in self._waiting))
+        times = [
+            next(iter(some)).deadline - now for some in (self._pending, self._lingering) if some
+        ]
+        if self._queues:
+            times.append(min(self._delay(source, now) for source in self._queues))
         return max(0.0, min(times)) + 0.001 if times else None
 
     # ---- accepting ---------------------------------------------------------------
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_MAX_ACCEPTS):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
@@ -198,26 +200,26 @@ class Acceptor:
             except ConnectionError:
                 continue
             except OSError as error:
-                self._no_descriptors(error)
+                self._free_descriptor(error)
                 return
             sock.setblocking(False)
-            if len(self._pending) >= self._most:
+            if len(self._pending) >= self._max_pending:
                 self._evict()
-            peer = _Pending(sock, address, self._reception)
+            peer = _Pending(sock, address, self._server)
             self._pending[peer] = None
             self._per_source[peer.source] += 1
             self._selector.register(sock, selectors.EVENT_READ, peer)
             self._read(peer)
 
-    def _no_descriptors(self, error: OSError) -> None:
+    def _free_descriptor(self, error: OSError) -> None:
         now = time.monotonic()
-        if now >= self._warned + 1.0:
-            self._warned = now
+        if now >= self._warned_at + 1.0:
+            self._warned_at = now
             _log.warning("cannot accept: %s", error)
         if self._lingering:
-            self._hang_up(next(iter(self._lingering)))
+            self._close(next(iter(self._lingering)))
         elif self._pending:
-            why = error.strerror or str(error)
+            why = reason(error)
             self._evict(f"the server cannot accept connections: {why}; try again later")
         else:
             # Wait until some may be closed, or for the end.
@@ -229,14 +231,14 @@ class Acceptor:
         """Refuse one connection from the address with the most.
 
         Args:
-            why: what it is told; that there are too many unless given.
+            why: the text of the refusal; that there are too many unless given.
         """
         source = max(self._per_source, key=self._per_source.__getitem__)
         for peer in (one for one in self._pending if one.source == source):
-            if not peer.complete:
+            if not peer.queued:
                 # Its hello may have arrived since the last poll.
                 self._read(peer)
-                if not peer.complete and peer in self._pending:
+                if not peer.queued and peer in self._pending:
                     self._refuse(peer, "busy", why or _TOO_MANY)
                 if peer not in self._pending:
                     return
@@ -246,52 +248,52 @@ class Acceptor:
     # ---- hellos --------------------------------------------------------
 
     def _read(self, peer: _Pending) -> None:
-        conversation = peer.conversation
+        session = peer.session
         try:
             data = peer.sock.recv(MAX_LINE)
         except BlockingIOError:
             return
         except OSError as error:
-            conversation.lost(f"the connection broke: {error.strerror or error}")
+            session.lost(error)
             data = b""
         if not data:
-            conversation.lost()
+            session.lost()
             self._remove(peer)
-            conversation.close()
+            session.close()
             peer.sock.close()
-        elif conversation.receive(data):
+        elif session.receive(data):
             self._selector.unregister(peer.sock)
-            peer.complete = True
-            waiting = self._waiting.setdefault(peer.source, deque())
-            waiting.append(peer)
-            if len(waiting) > _MAX_WAITING:
+            peer.queued = True
+            queue = self._queues.setdefault(peer.source, deque())
+            queue.append(peer)
+            if len(queue) > _MAX_QUEUED:
                 self._refuse(peer, "busy", _TOO_FAST)
 
     def _authenticate(self) -> None:
         """Serve the queued hellos, as far as the rate limits allow."""
         now = time.monotonic()
-        for source in list(self._waiting):
-            while source in self._waiting and not self._delay(source, now):
-                peer = self._waiting[source][0]
-                answer = peer.conversation.authenticate()
+        for source in list(self._queues):
+            while source in self._queues and not self._delay(source, now):
+                peer = self._queues[source][0]
+                answer = peer.session.authenticate()
                 self._remove(peer)
-                if peer.conversation.code == "token":
+                if peer.session.code == "token":
                     self._count(source, now)
-                if peer.conversation.over:
+                if peer.session.over:
                     self._finish(peer, answer)
-                elif not self._start_client(peer.sock, peer.conversation):
-                    self._finish(peer, peer.conversation.end("busy", _TOO_MANY))
-                if self._in_all.left(now) and source in self._waiting:
+                elif not self._start_client(peer.sock, peer.session):
+                    self._finish(peer, peer.session.end("busy", _TOO_MANY))
+                if self._total.left(now) and source in self._queues:
                     # Another address is next.
-                    self._waiting.move_to_end(source)
+                    self._queues.move_to_end(source)
 
     def _delay(self, source: str, now: float) -> float:
         """Return the seconds until a hello of this source may be served."""
         rate = self._guesses.get(source)
-        return max(self._in_all.left(now), 0.0 if rate is None else rate.left(now))
+        return max(self._total.left(now), 0.0 if rate is None else rate.left(now))
 
     def _count(self, source: str, now: float) -> None:
-        self._in_all.count(now)
+        self._total.count(now)
         self._guesses.setdefault(source, _RateLimit(GUESSES)).count(now)
         # Forget sources that are within the limit again, so that this stays small.
         self._guesses = {name: rate for name, rate in self._guesses.items() if rate.due > now}
@@ -300,29 +302,29 @@ class Acceptor:
 
     def _refuse(self, peer: _Pending, code: str, text: str) -> None:
         self._remove(peer)
-        self._finish(peer, peer.conversation.end(code, text))
+        self._finish(peer, peer.session.end(code, text))
 
     def _remove(self, peer: _Pending) -> None:
         del self._pending[peer]
         self._per_source[peer.source] -= 1
         if not self._per_source[peer.source]:
             del self._per_source[peer.source]
-        if not peer.complete:
+        if not peer.queued:
             self._selector.unregister(peer.sock)
-        elif waiting := self._waiting.get(peer.source):
-            waiting.remove(peer)
-            if not waiting:
-                del self._waiting[peer.source]
+        elif queue := self._queues.get(peer.source):
+            queue.remove(peer)
+            if not queue:
+                del self._queues[peer.source]
 
     def _finish(self, peer: _Pending, answer: bytes) -> None:
         """Send the last answer, and keep reading for a moment, so that it is not lost."""
         with suppress(OSError):
             peer.sock.send(answer)
             peer.sock.shutdown(socket.SHUT_WR)
-        peer.conversation.close()
-        if len(self._lingering) >= self._most // 4:
-            self._hang_up(next(iter(self._lingering)))
-        peer.until = time.monotonic() + LINGER_S
+        peer.session.close()
+        if len(self._lingering) >= self._max_pending // 4:
+            self._close(next(iter(self._lingering)))
+        peer.deadline = time.monotonic() + LINGER_S
         self._lingering[peer] = None
         self._selector.register(peer.sock, selectors.EVENT_READ, peer)
 
@@ -335,9 +337,9 @@ class Acceptor:
             got = 0
         peer.unread -= got
         if not got or peer.unread < 0:
-            self._hang_up(peer)
+            self._close(peer)
 
-    def _hang_up(self, peer: _Pending) -> None:
+    def _close(self, peer: _Pending) -> None:
         del self._lingering[peer]
         self._selector.unregister(peer.sock)
         peer.sock.close()
@@ -345,12 +347,12 @@ class Acceptor:
     def _expire(self) -> None:
         """Refuse or close connections past their deadlines."""
         now = time.monotonic()
-        while self._pending and (first := next(iter(self._pending))).until <= now:
-            if first.complete:
+        while self._pending and (first := next(iter(self._pending))).deadline <= now:
+            if first.queued:
                 self._refuse(first, "busy", _TOO_FAST)
             else:
-                answer = first.conversation.tick()
+                answer = first.session.tick()
                 self._remove(first)
                 self._finish(first, answer)
-        while self._lingering and (first := next(iter(self._lingering))).until <= now:
-            self._hang_up(first)
+        while self._lingering and (first := next(iter(self._lingering))).deadline <= now:
+            self._close(first)

@@ -1,8 +1,7 @@
-"""The client: dialling a server, and querying it."""
+"""The blocking client."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import select
@@ -13,25 +12,26 @@ import weakref
 from contextlib import suppress
 from io import FileIO
 from threading import get_ident
-from typing import Any, Self
+from typing import Any
 
 from ..._binding import door
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
-from ..resource_stack import ClosedAtTheEnd
-from .address import DEFAULT_PORT, check_where, resolve, show_address
-from .connection import Dialled
-from .conversation import check_token
-from .errors import ConnectError, ConnectTimeout, ProtocolError
-from .messages import MAX_LINE, Arrival, Bye, Error, Message, Seen, encode
-from .protocol import ClientSession
-from .sockets import errno_of, prepare, send_all
+from ..resource_stack import ClosesOnExit
+from ..tcp import dial as dial_tcp
+from ..tcp import send_all
+from .base_connection import BaseConnection
+from .client_session import IORequests, NoData, Outcome
+from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
+from .host_port import DEFAULT_PORT, check_where
+from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
+from .server_state import check_token
 
-__all__ = ["MARGIN_S", "Connection", "Teller", "dial", "why_not_reached"]
+__all__ = ["MARGIN_S", "Connection", "dial"]
 
 MARGIN_S = 1.0
-"""How long an answer may take, besides the time that the server was told to wait."""
+"""How long an answer may take, besides the time that the server was asked to wait."""
 
 
 def dial(
@@ -57,7 +57,7 @@ def dial(
         host, port: where the server listens.
         qp_type: RC, UC or UD.
         token: the one that the server requires.
-        timeout: seconds for each step of the exchange.
+        timeout: seconds for each step.
         local_size: bytes of local memory.
         local_access: what the server may do with it, an Access.
         depth: work requests that each queue must hold.
@@ -72,7 +72,7 @@ def dial(
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: it did not answer in time.
-        ProtocolError: what listens there speaks something else.
+        ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.
     """
     port = check_where(host, port)
@@ -93,72 +93,14 @@ def dial(
     )
 
 
-def why_not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
-    """Make the error for a connection that failed."""
-    if isinstance(error, ConnectError):
-        return error
-    if isinstance(error, TimeoutError):
-        return ConnectTimeout(f"{where} did not answer within {timeout:g} s")
-    if error.errno == errno.ECONNREFUSED:
-        return ConnectError(
-            f"{where} refused the connection: start 'rdmapost serve' there, or name its port",
-            "refused",
-            error.errno,
-        )
-    return ConnectError(
-        f"{where} cannot be reached: {error.strerror or error}", "unreachable", errno_of(error)
-    )
-
-
-class Teller:
-    """Describes the outcome of an exchange, for any shell.
-
-    Args:
-        where: the server, HOST:PORT.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def answer(self, message: Message) -> Message:
-        """Return the server's answer.
-
-        Raises:
-            ConnectError: it is an error.
-        """
-        if isinstance(message, Error):
-            raise ConnectError(f"{self.where} refused: {message.text}", message.code)
-        return message
-
-    def wrong(self, error: ProtocolError) -> ProtocolError:
-        """Make the error for a server that speaks something else."""
-        return ProtocolError(f"{self.where} is not an 'rdmapost serve': {error}", error.code)
-
-    def ended(self, half: bool, why: str = "") -> ConnectError:
-        """Make the error for a connection that is gone."""
-        how = f" ({why})" if why else " in the middle of a message" if half else ""
-        return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
-
-    def closing(self) -> ConnectError:
-        """Make the error for a question that close() has ended."""
-        return ConnectError("the connection was closed before the answer came", "lost")
-
-    def silent(self, seconds: float) -> ConnectTimeout:
-        """Make the error for a server that does not answer."""
-        return ConnectTimeout(
-            f"{self.where} took the connection and did not answer within {seconds:g} s: "
-            "is it 'rdmapost serve'?"
-        )
-
-
-class _Asking:
+class _Question:
     """Held only by a local variable, while a question has its turn or waits for it."""
 
     __slots__ = ("__weakref__",)
 
 
-class _Turn(weakref.ref[_Asking]):
-    """A place in the queue of questions, given up when its _Asking is gone.
+class _Turn(weakref.ref[_Question]):
+    """A place in the queue of questions, given up when its _Question is gone.
 
     A lock would stay locked if a signal handler raised between its acquisition and the ``try``; a
     local variable is always released.
@@ -169,7 +111,7 @@ class _Turn(weakref.ref[_Asking]):
     thread: int
 
 
-class Connection(Dialled, ClosedAtTheEnd):
+class Connection(BaseConnection, ClosesOnExit):
     """A connection to a server; ``dial`` makes it.
 
     If a signal handler raises (KeyboardInterrupt) during a question (report, look), the connection
@@ -188,10 +130,11 @@ class Connection(Dialled, ClosedAtTheEnd):
         self._numbers = itertools.count()
         self._closing = False
         # Closed in the middle of a question, whose end closes the descriptors.
-        self._left = False
-        self._steady = True
-        self._why = ""
-        super().__init__(context, **options)
+        self._closed_in_question = False
+        self._consistent = True
+        self._closed_by = ""
+        super().__init__(context, host, port, **options)
+        where = self._session.where
         # Wakes threads waiting for an answer, so that close() need not wait for them. No signal
         # handler can run before the descriptor has its owner: map calls both in C.
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
@@ -199,48 +142,23 @@ class Connection(Dialled, ClosedAtTheEnd):
             (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
         except OSError as error:
             with suppress(RdmaError):
-                self._give_back()
-            raise why_not_reached(show_address((host, port)), error, self.timeout) from error
+                self._release()
+            raise not_reached(where, error, self.timeout) from error
         try:
-            self._session = ClientSession()
-            self._socket = self._reach(host, port)
-            greeting = self.greeting(token)
-            message = next(greeting)
-            with suppress(StopIteration):
-                while True:
-                    message = greeting.send(self._ask(message))
+            self._socket = self._connect(host, port)
+            self._drive(self._socket, self._handshake(token))
         except BaseException:
             self._abandon()
             with suppress(RdmaError):
-                self._give_back()
+                self._release()
             raise
-        self._where = self._teller.where
+        self._where = where
 
-    def _reach(self, host: str, port: int) -> socket.socket:
-        deadline = time.monotonic() + self.timeout
-        where = show_address((host, port))
-        self._teller = Teller(where)
-        last: OSError = OSError(f"{host} has no address")
-        for family, kind, proto, _, address in resolve(host, port, self.timeout):
-            try:
-                sock = socket.socket(family, kind, proto)
-            except OSError as error:
-                last = error
-                continue
-            try:
-                # Try every address of a host within the one timeout.
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(address)
-                sock.setblocking(False)
-                prepare(sock)
-                return sock
-            except OSError as error:
-                sock.close()
-                last = error
-            except BaseException:
-                sock.close()
-                raise
-        raise why_not_reached(where, last, self.timeout) from last
+    def _connect(self, host: str, port: int) -> socket.socket:
+        try:
+            return dial_tcp(host, port, self.timeout)
+        except OSError as error:
+            raise not_reached(self._session.where, error, self.timeout) from error
 
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         """Send a message and return the answer.
@@ -251,21 +169,36 @@ class Connection(Dialled, ClosedAtTheEnd):
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
-        asking = _Asking()
+        question = _Question()
+        leaving = isinstance(message, Bye)
         try:
-            mine = self._line_up(asking)
-            self._await_turn(mine, self.timeout + more_time, isinstance(message, Bye))
-            if self._socket is None or (self._closing and not isinstance(message, Bye)):
-                raise ConnectError(f"the connection is closed{self._why}", "lost")
-            return self._ask_now(self._socket, message, more_time)
+            mine = self._enqueue(question)
+            self._await_turn(mine, self.timeout + more_time, leaving)
+            if self._socket is None or (self._closing and not leaving):
+                raise ConnectError(f"the connection is closed{self._closed_by}", "lost")
+            try:
+                return self._drive(self._socket, self._session.ask(message, more_time), leaving)
+            except BaseException as error:
+                self._note_failure(error, leaving)
+                raise
         finally:
             # Do not leave it to the frame, which a traceback keeps.
-            del asking
-            self._abandon_if_left()
+            del question
+            self._abandon_if_closed()
 
-    def _line_up(self, asking: _Asking) -> _Turn:
+    def _note_failure(self, error: BaseException, leaving: bool) -> None:
+        if isinstance(error, ConnectError):
+            # close() still has to say goodbye.
+            if not self._closing or leaving:
+                self._disconnect()
+        elif not self._consistent:
+            # It is unknown what has been sent and received.
+            self._closed_by = f": {type(error).__name__} interrupted a question"
+            self._disconnect()
+
+    def _enqueue(self, question: _Question) -> _Turn:
         # A set, because discard needs the hash, which needs a live referent: one call makes both.
-        (turn,) = set(map(_Turn, (asking,), (self._turns.discard,)))
+        (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
         turn.number, turn.thread = next(self._numbers), get_ident()
         self._turns.add(turn)
         return turn
@@ -286,85 +219,64 @@ class Connection(Dialled, ClosedAtTheEnd):
         ):
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
-                    f"other threads' questions to {self._teller.where} took more than {limit:g} s"
+                    f"other threads' questions to {self._session.where} took more than {limit:g} s"
                 )
             time.sleep(0.002)
 
-    def _ask_now(self, sock: socket.socket, message: Message, more_time: float) -> Message:
-        self._steady = True
-        try:
-            answer = self._exchange(sock, message, more_time)
-            self._steady = True
-            return self._teller.answer(answer)
-        except BaseException as error:
-            if isinstance(error, ConnectError):
-                # close() still has to say goodbye.
-                if not self._closing or isinstance(message, Bye):
-                    self._hang_up()
-            elif not self._steady:
-                # It is unknown what has been sent and received.
-                self._why = f": {type(error).__name__} interrupted a question"
-                self._hang_up()
-            raise
+    def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
+        """Do what a session yields, and return its answer.
 
-    def _exchange(self, sock: socket.socket, message: Message, more_time: float) -> Message:
-        session, data = self._session, encode(message)
-        leaving = isinstance(message, Bye)
-        if session.busy and not leaving:
-            # The late answer to an interrupted question.
-            late = self._answer(sock, self.timeout)
-            if isinstance(late, Error):
-                return late
-        self._steady = False
-        session.ask(message)
-        broken: OSError | None = None
+        Args:
+            sock: the connection.
+            requests: what to do.
+            leaving: do not end when close() is called: this is its goodbye.
+        """
+        # Whether it is known what has been sent and received.
+        self._consistent = False
         try:
-            send_all(sock, data, self.timeout)
+            data, deadline = next(requests)
+            while True:
+                outcome = (
+                    self._send(sock, data, deadline)
+                    if data
+                    else self._receive(sock, deadline, leaving)
+                )
+                data, deadline = requests.send(outcome)
+        except StopIteration as end:
+            self._consistent = True
+            answer: Message = end.value
+            return answer
+
+    def _send(self, sock: socket.socket, data: bytes, deadline: float) -> Outcome:
+        try:
+            send_all(sock, data, max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            raise self._teller.silent(self.timeout) from None
+            return NoData.TIMED_OUT
         except OSError as error:
-            # What the server said before it went may still be pending.
-            broken = error
-        return self._answer(sock, self.timeout + more_time, broken, leaving)
+            return error
+        return b""
 
-    def _answer(
-        self,
-        sock: socket.socket,
-        limit: float,
-        broken: OSError | None = None,
-        leaving: bool = False,
-    ) -> Message:
-        session, teller = self._session, self._teller
-        deadline = time.monotonic() + limit
+    def _receive(self, sock: socket.socket, deadline: float, leaving: bool) -> Outcome:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
         if not leaving:
             poller.register(self._wake, select.POLLIN)
         while True:
-            self._steady = False
-            try:
-                if (answer := session.next_message()) is not None:
-                    return answer
-            except ProtocolError as error:
-                raise teller.wrong(error) from None
             left = deadline - time.monotonic()
-            self._steady = True
+            self._consistent = True
             ready = poller.poll(min(left, 3600.0) * 1000 + 1) if left > 0 else []
-            self._steady = False
+            self._consistent = False
             if not leaving and self._closing:
-                raise teller.closing()
+                return NoData.CLOSED_MEANWHILE
             if not ready:
-                raise teller.silent(limit)
+                return NoData.TIMED_OUT
+            # Only here: an OSError that a signal handler raises in poll() is not the connection's.
             try:
-                data = sock.recv(MAX_LINE)
+                return sock.recv(MAX_LINE)
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise teller.ended(session.partial, error.strerror or str(error)) from None
-            if not data:
-                why = "" if broken is None else broken.strerror or str(broken)
-                raise teller.ended(session.partial, why)
-            session.receive(data)
+                return error
 
     # ---- asking the server ----------------------------------------------------
 
@@ -399,8 +311,8 @@ class Connection(Dialled, ClosedAtTheEnd):
             length: bytes; all that follow unless given.
 
         Returns:
-            A digest and the first bytes; empty if the server does not tell, because the memory also
-            holds others' data and may not be read.
+            A digest and the first bytes; empty if the server does not reveal them, because the
+            memory also holds others' data and may not be read.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -423,40 +335,37 @@ class Connection(Dialled, ClosedAtTheEnd):
         It becomes True at once, or within half a minute if the server's host has
         disappeared; the next request says why.  It is False while a request is pending.
         """
-        if self._pid != os.getpid() or self._left:
+        if self._pid != os.getpid() or self._closed_in_question:
             return True
-        asking = _Asking()
+        question = _Question()
         try:
-            mine = self._line_up(asking)
+            mine = self._enqueue(question)
             if any(turn.number < mine.number for turn in self._turns.copy()):
                 return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
                 return True
-            # It speaks unasked only to say why it goes.
+            # Unasked, it sends only its last error.
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             while poller.poll(0):
-                if not self._session.owed or self._is_last(sock):
+                if not self._session.protocol.answer_pending or self._read_unasked(sock):
                     return True
             return False
         finally:
-            del asking
-            self._abandon_if_left()
+            del question
+            self._abandon_if_closed()
 
-    def _is_last(self, sock: socket.socket) -> bool:
+    def _read_unasked(self, sock: socket.socket) -> bool:
         """Read what may be a late answer; return whether it is the end instead."""
         try:
-            if not (data := sock.recv(MAX_LINE)):
-                return True
-            self._session.receive(data)
-            return self._session.late()
+            return self._session.is_over(sock.recv(MAX_LINE))
         except BlockingIOError:
             return False
         except (OSError, ProtocolError):
-            self._hang_up()
+            self._disconnect()
             return True
         except BaseException:
-            self._hang_up()
+            self._disconnect()
             raise
 
     def close(self) -> None:
@@ -480,37 +389,37 @@ class Connection(Dialled, ClosedAtTheEnd):
                 # If another thread has closed it meanwhile, there is nobody to wake.
                 with suppress(ValueError):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
-                self._part(sock)
+                self._leave(sock)
         finally:
-            if not (self._left and self._turns):
+            if not (self._closed_in_question and self._turns):
                 self._abandon()
-            self._give_back()
+            self._release()
 
-    def _abandon_if_left(self) -> None:
-        if self._left and not self._turns:
+    def _abandon_if_closed(self) -> None:
+        if self._closed_in_question and not self._turns:
             self._abandon()
 
     def _abandon(self) -> None:
-        self._hang_up()
+        self._disconnect()
         self._wake.close()
 
-    def _part(self, sock: socket.socket) -> None:
+    def _leave(self, sock: socket.socket) -> None:
         if (in_verb := door.in_verb()) or self._is_asking():
-            self._left = True
+            self._closed_in_question = True
             # The server's release may have to wait for that verb.
-            self._leave(sock, 0.0 if in_verb else self.timeout)
+            self._shut_down(sock, 0.0 if in_verb else self.timeout)
         else:
             with suppress(ConnectError):
                 self._ask(Bye())
 
-    def _leave(self, sock: socket.socket, limit: float) -> None:
+    def _shut_down(self, sock: socket.socket, limit: float) -> None:
         """Tell the server in the middle of a question; wait until it has gone."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):
             poller.register(sock, select.POLLIN)
             # After half a question it could not be parsed.
-            if self._steady:
+            if self._consistent:
                 sock.send(encode(Bye()))
             sock.shutdown(socket.SHUT_WR)
             while (left := deadline - time.monotonic()) > 0 and poller.poll(left * 1000 + 1):
@@ -519,11 +428,7 @@ class Connection(Dialled, ClosedAtTheEnd):
             # Anything waiting for an answer now continues.
             sock.shutdown(socket.SHUT_RDWR)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.close()
-
-    def __enter__(self) -> Self:
-        self._refuse_inherited()
-        return self

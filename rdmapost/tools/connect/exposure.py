@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..._arguments import counted
+from ..._arguments import content, counted, expect, flags, within
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import RdmaError
 from ...posting.wr import RecvWR
+from ...resources.address import choose_gid
 from ...resources.channel import CompChannel
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
@@ -23,27 +24,29 @@ from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack
-from .events import Changed
-from .messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
+from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
+from .server_events import Changed
 
-__all__ = ["EXPOSABLE", "Exposure", "ServedClient"]
+__all__ = ["Exposure", "ServedClient", "make_exposure"]
 
-EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+_EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {
-    QPType.RC: EXPOSABLE,
+    QPType.RC: _EXPOSABLE,
     QPType.UC: Access.REMOTE_WRITE,
     QPType.UD: Access(0),
 }
 """What a peer can do through a queue pair of each type."""
 
-_KEPT = 1024
+_MAX_LATEST = 1024
 """A client's latest arrivals, which can still be asked for."""
-_ROUND = 64
-"""Completions taken at once, so that a flood of them does not stall everything else."""
+_POLL_BATCH = 64
+"""Completions polled at once, so that a flood of them does not stall everything else."""
 _FLUSH_S = 1.0
 """What a device may take to flush the receives of a queue pair in ERR."""
 _CHUNK = 1 << 20
+_MAX_COUNT = 1 << 14
+_RECEIVE_SIZE = 1 << 16
 _SENDS = 16
 _MIN_RNR_TIMER = 24
 """41 ms: a client that sends faster than receives are reposted waits for them."""
@@ -55,7 +58,7 @@ class Exposure:
 
     Attributes:
         size: bytes of the exposed memory.
-        access: what a client may do with it, within EXPOSABLE.
+        access: what a client may do with it, of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC.
         count: receives that are posted for each client.
         receive_size: bytes of message that each takes.
         data: the initial contents; zeros follow.
@@ -78,6 +81,45 @@ class Exposure:
         return f"{allowed} access to {counted(self.size, 'byte')} of memory {whose}"
 
 
+def make_exposure(
+    context: Context,
+    *,
+    size: int,
+    access: int | None,
+    count: int,
+    receive_size: int | None,
+    data: bytes,
+    shared: bool,
+    port_num: int,
+    gid_index: int | None,
+) -> Exposure:
+    """Check what will be exposed; the arguments are serve()'s."""
+    expect("context", context, Context)
+    size = within("size", size, 1, 1 << 40)
+    count = within("count", count, 0, _MAX_COUNT)
+    if receive_size is None:
+        receive_size = min(size, _RECEIVE_SIZE)
+    receive_size = within("receive_size", receive_size, 0, 1 << 31)
+    data = content("data", data)
+    if len(data) > size:
+        raise ValueError(f"data: {counted(len(data), 'byte')} do not fit into size={size}")
+    has_atomics = bool(context.attr.atomic_cap)
+    if access is None:
+        access = _EXPOSABLE if has_atomics else _EXPOSABLE & ~Access.REMOTE_ATOMIC
+    access = flags("access", access, _EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
+    if access & Access.REMOTE_ATOMIC and not has_atomics:
+        raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
+    # Report what is wrong with these now, not to the first client.
+    choose_gid(context, port_num, gid_index)
+    if count > context.attr.max_qp_wr:
+        raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")
+    memory = None
+    if shared:
+        memory = mmap.mmap(-1, size)
+        memory[: len(data)] = data
+    return Exposure(size, access, count, receive_size, data, memory, port_num, gid_index)
+
+
 class ServedClient:
     """A client's queue pair, memory and posted receives.
 
@@ -97,7 +139,7 @@ class ServedClient:
         offer: what it is offered.
         channel: reports arrivals.
         arrived: how many receives have completed.
-        more: whether there may be completions that the channel will not report again.
+        may_have_more: whether there may be completions that the channel will not report again.
 
     Raises:
         VerbsError: the device refused; nothing is left open.
@@ -109,10 +151,10 @@ class ServedClient:
         access = exposure.access & _BY_QP_TYPE[hello.qp_type]
         local = Access.LOCAL_WRITE if access & _CHANGES else Access(0)
         self._headroom = GRH_BYTES if hello.qp_type is QPType.UD else 0
-        self._slot = self._headroom + exposure.receive_size
+        self._slot_size = self._headroom + exposure.receive_size
         self.arrived = 0
-        self.more = False
-        self._kept: deque[Arrival] = deque(maxlen=_KEPT)
+        self.may_have_more = False
+        self._latest: deque[Arrival] = deque(maxlen=_MAX_LATEST)
         self._failed: WCStatus | None = None
         self._free: list[int] = []
         self._stack = ResourceStack()
@@ -125,8 +167,8 @@ class ServedClient:
             if exposure.memory is None:
                 self.mr.buffer[: len(exposure.data)] = exposure.data
             # Never exposed: only receives go here.
-            room = max(1, exposure.count * self._slot)
-            self._room = stack.add(MR(pd, room, Access.LOCAL_WRITE))
+            room = max(1, exposure.count * self._slot_size)
+            self._receive_mr = stack.add(MR(pd, room, Access.LOCAL_WRITE))
             self.qp = stack.add(
                 QP(
                     pd,
@@ -174,11 +216,11 @@ class ServedClient:
     # ---- what arrives -------------------------------------------------------
 
     def _receive(self, slot: int) -> RecvWR:
-        start = slot * self._slot
-        sges = [self._room[start : start + self._slot]] if self._slot else []
+        start = slot * self._slot_size
+        sges = [self._receive_mr[start : start + self._slot_size]] if self._slot_size else []
         return RecvWR(sges, wr_id=slot)
 
-    def take(self) -> list[Arrival]:
+    def poll(self) -> list[Arrival]:
         """Return what has arrived since the last call.
 
         Raises:
@@ -188,12 +230,12 @@ class ServedClient:
             pass
         # Before the poll, so that what arrives after it is reported.
         self._cq.req_notify()
-        wcs = self._cq.poll(_ROUND)
-        self.more = len(wcs) == _ROUND
+        wcs = self._cq.poll(_POLL_BATCH)
+        self.may_have_more = len(wcs) == _POLL_BATCH
         return self._arrivals(wcs)
 
     def repost(self) -> None:
-        """Post again the receives that ``take`` has emptied.
+        """Post again the receives that ``poll`` has emptied.
 
         Raises:
             RdmaError: the device failed.
@@ -217,7 +259,7 @@ class ServedClient:
             deadline = time.monotonic() + _FLUSH_S
             while not flushed:
                 self._cq.req_notify()
-                wcs = self._cq.poll(_ROUND)
+                wcs = self._cq.poll(_POLL_BATCH)
                 found += self._arrivals(
                     wc for wc in wcs if failed or wc.status is not WCStatus.WR_FLUSH_ERR
                 )
@@ -231,7 +273,7 @@ class ServedClient:
             with suppress(RdmaError):
                 self.qp.close()
             with suppress(RdmaError):
-                while wcs := self._cq.poll(_ROUND):
+                while wcs := self._cq.poll(_POLL_BATCH):
                     found += self._arrivals(wc for wc in wcs if not wc.status)
         return found
 
@@ -244,7 +286,7 @@ class ServedClient:
                 continue
             self.arrived += 1
             arrival = self._read(wc)
-            self._kept.append(arrival)
+            self._latest.append(arrival)
             found.append(arrival)
             if wc.status:
                 self._failed = wc.status
@@ -258,8 +300,8 @@ class ServedClient:
         length, digest, data = wc.byte_len, "", b""
         if wc.opcode is WCOpcode.RECV:
             length -= self._headroom
-            start = wc.wr_id * self._slot + self._headroom
-            message = self._room.buffer[start : start + length]
+            start = wc.wr_id * self._slot_size + self._headroom
+            message = self._receive_mr.buffer[start : start + length]
             digest, data = hashlib.sha256(message).hexdigest(), bytes(message[:HEAD_BYTES])
         return Arrival(self.arrived, wc.status, wc.opcode, length, wc.imm_data, digest, data)
 
@@ -276,9 +318,11 @@ class ServedClient:
             if self._failed is None:
                 return None
             return Arrival(index, self._failed, None, 0, None, "", b"")
-        if index <= self.arrived - len(self._kept):
-            raise RdmaError(f"only the last {_KEPT} arrivals of {self.arrived} are still known")
-        return self._kept[index - self.arrived - 1]
+        if index <= self.arrived - len(self._latest):
+            raise RdmaError(
+                f"only the last {_MAX_LATEST} arrivals of {self.arrived} are still known"
+            )
+        return self._latest[index - self.arrived - 1]
 
     # ---- the memory's contents -------------------------------------------
 

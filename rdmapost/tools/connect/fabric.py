@@ -7,7 +7,7 @@ import secrets
 
 from ...resources.device import Context
 
-__all__ = ["fabric_of", "why_apart"]
+__all__ = ["fabric_of", "why_unreachable"]
 
 _VERBS = "verbs"
 _RANDOM = secrets.token_hex(8)
@@ -28,7 +28,7 @@ def fabric_of(context: Context) -> str:
     return f"{context.kind}:{context.name}:{os.getpid()}-{_RANDOM}"
 
 
-def why_apart(server: str, client: str) -> str | None:
+def why_unreachable(server: str, client: str) -> str | None:
     """Say why two devices cannot reach each other, or None if they may.
 
     Args:

@@ -1,8 +1,8 @@
-"""Both sides of the exchange as state machines: bytes in, messages out, no I/O.
+"""Both sides of the protocol as state machines: bytes in, messages out, no I/O.
 
-A shell passes bytes from any source to ``receive``, and takes messages from ``next_message`` until
-there are none. Both sides raise ProtocolError at the first byte that cannot belong to the exchange,
-and read nothing more.
+The caller passes bytes to ``receive``, and takes messages from ``next_message`` until there are
+none. Both sides raise ProtocolError at the first byte that the protocol does not allow, and read
+nothing more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import deque
 from enum import Enum, auto
 from typing import Any
 
-from .errors import ConnectError, ProtocolError
-from .messages import (
+from .failures import ConnectError, ProtocolError
+from .protocol_messages import (
     MAX_LINE,
     VERSION,
     Arrival,
@@ -28,19 +28,19 @@ from .messages import (
     Report,
     Seen,
     decode,
-    fields_of,
-    version_of,
+    parse_line,
+    read_version,
 )
 
-__all__ = ["ClientSession", "Lines", "ServerSession", "Step", "same_token"]
+__all__ = ["ClientProtocol", "LineReader", "ServerProtocol", "State", "token_matches"]
 
 
-class Lines:
+class LineReader:
     """Cuts a stream of bytes into lines."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
-        self._looked = 0
+        self._searched = 0
 
     def feed(self, data: bytes) -> None:
         """Take bytes as they come, in pieces of any size."""
@@ -59,15 +59,15 @@ class Lines:
             # Raised now: a peer that speaks something else may be waiting for an answer.
             raise ProtocolError(f"this is not the exchange of rdmapost: {bytes(pending[:40])!r}")
         # What was searched before holds no newline.
-        end = pending.find(b"\n", self._looked, MAX_LINE)
+        end = pending.find(b"\n", self._searched, MAX_LINE)
         if end < 0:
             if len(pending) >= MAX_LINE:
                 raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
-            self._looked = len(pending)
+            self._searched = len(pending)
             return None
         line = bytes(pending[:end])
         del pending[: end + 1]
-        self._looked = 0
+        self._searched = 0
         return line
 
     @property
@@ -84,8 +84,8 @@ class Lines:
         return bool(self._pending)
 
 
-class Step(Enum):
-    """The stages of an exchange."""
+class State(Enum):
+    """The states of a connection."""
 
     HELLO = auto()
     READY = auto()
@@ -93,7 +93,7 @@ class Step(Enum):
     OVER = auto()
 
 
-def same_token(given: Any, token: str | None) -> bool:
+def token_matches(given: Any, token: str | None) -> bool:
     """Compare a token with the required one, in constant time.
 
     Args:
@@ -111,52 +111,52 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-class ServerSession:
+class ServerProtocol:
     """The server's side.
 
     Args:
         token: the token to ask for, or None.
 
     Attributes:
-        step: what comes next.
+        state: what comes next.
     """
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token
-        self._lines = Lines()
-        self.step = Step.HELLO
+        self._lines = LineReader()
+        self.state = State.HELLO
 
     def receive(self, data: bytes) -> None:
         """Take bytes as they come."""
-        if self.step is not Step.OVER:
+        if self.state is not State.OVER:
             self._lines.feed(data)
 
     def next_message(self) -> Message | None:
         """Return the next whole message, or None.
 
         Raises:
-            ProtocolError: it is unexpected or malformed; the exchange is over.
+            ProtocolError: it is unexpected or malformed; the connection is over.
         """
-        if self.step is Step.OVER:
+        if self.state is State.OVER:
             return None
         try:
             line = self._lines.next_line()
-            return None if line is None else self._read(fields_of(line))
+            return None if line is None else self._read(parse_line(line))
         except ProtocolError:
-            self.step = Step.OVER
+            self.state = State.OVER
             raise
 
     def _read(self, fields: dict[str, Any]) -> Message:
         message: Message
-        if self.step is Step.HELLO:
+        if self.state is State.HELLO:
             # Without the token, a peer learns the version and nothing else.
-            if (version := version_of(fields)) != VERSION:
+            if (version := read_version(fields)) != VERSION:
                 raise ProtocolError(
                     f"this server speaks version {VERSION} of the exchange, and the client "
                     f"version {str(version)[:20]}; use the same rdmapost on both sides",
                     "version",
                 )
-            if not same_token(fields.get("token"), self._token):
+            if not token_matches(fields.get("token"), self._token):
                 raise ProtocolError(
                     "this server asks for a token, and the client gave none"
                     if fields.get("token") is None
@@ -164,14 +164,14 @@ class ServerSession:
                     "token",
                 )
             message = decode(fields, Hello)
-            self.step = Step.READY
-        elif self.step is Step.READY:
+            self.state = State.READY
+        elif self.state is State.READY:
             message = decode(fields, Ready, Bye)
-            self.step = Step.OPEN
+            self.state = State.OPEN
         else:
             message = decode(fields, Report, Look, Bye)
         if isinstance(message, Bye):
-            self.step = Step.OVER
+            self.state = State.OVER
         return message
 
     @property
@@ -194,7 +194,7 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 }
 
 
-class ClientSession:
+class ClientProtocol:
     """The client's side.  It asks, and the server answers, one by one.
 
     A client that was interrupted while it waited may ask again: the server answers
@@ -202,7 +202,7 @@ class ClientSession:
     """
 
     def __init__(self) -> None:
-        self._lines = Lines()
+        self._lines = LineReader()
         self._asked: deque[type] = deque()
         self._error: Error | None = None
 
@@ -217,12 +217,12 @@ class ClientSession:
         self._asked.append(type(message))
 
     @property
-    def owed(self) -> bool:
+    def answer_pending(self) -> bool:
         """Whether the answer to a question has not come."""
         return bool(self._asked)
 
     @property
-    def busy(self) -> bool:
+    def must_wait(self) -> bool:
         """Whether an answer must come before the next question."""
         return bool(self._asked) and self._asked[-1] is Look
 
@@ -242,13 +242,13 @@ class ClientSession:
             line = self._lines.next_line()
             if line is None:
                 return None
-            message = self._read(fields_of(line))
+            message = self._read(parse_line(line))
             if not self._asked:
                 return message
         return self._error
 
-    def late(self) -> bool:
-        """Drop late answers; return whether the server has said why it goes."""
+    def drop_late_answers(self) -> bool:
+        """Drop late answers; return whether the server has sent an error."""
         while self._error is None and (message := self.next_message()) is not None:
             if isinstance(message, Error):
                 # The next question gets it.

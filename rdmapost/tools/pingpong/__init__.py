@@ -1,7 +1,7 @@
 """Ping-pong with ibv_rc_pingpong, ibv_uc_pingpong, ibv_ud_pingpong or another rdmapost.
 
 One message goes back and forth, and each round trip is timed.  Either side can be the
-stock program of rdma-core: the exchange of addresses, the Q_Key, the sizes and
+stock program of rdma-core: the handshake, the Q_Key, the sizes and
 the data are those that it uses::
 
     with Pingpong(context, iters=10_000) as side:
@@ -11,7 +11,7 @@ the data are those that it uses::
 On the other host it is ``side.run_server(listen())``, or ``ibv_rc_pingpong``.
 """
 
-from .exchange import PORT, Address, PingpongError, listen, name_of
+from .handshake import PORT, Address, PingpongError, listen, name_of
 from .result import Latency, Result
 from .side import Pingpong
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from .exchange import Address
+from .handshake import Address
 
 __all__ = ["Latency", "Result"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import time
@@ -20,8 +19,9 @@ from ...resources.device import GID, Context
 from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
-from ..resource_stack import ResourceStack, Together
-from .exchange import DONE, PORT, Address, PingpongError, accept, dial
+from ..resource_stack import ResourceHolder, ResourceStack
+from .handshake import DONE, PORT, Address, PingpongError, accept, dial
+from .payload import FILL, payload, what_is_wrong
 from .result import Latency, Result
 
 __all__ = ["Pingpong"]
@@ -29,14 +29,13 @@ __all__ = ["Pingpong"]
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 
 _RECV_ID, _SEND_ID = 1, 2
-_FILL, _POISON, _PAGE_START = 0x7B, 0xA5, 0
-_SMALLEST_PAGE = 4096
+_POISON = 0xA5
 _NO_GID = GID(bytes(16))
-_TELL_EVERY_NS = 200_000_000
+_PROGRESS_EVERY_NS = 200_000_000
 _RECEIVES_AT_ONCE = 16
 
 
-class Pingpong(Together):
+class Pingpong(ResourceHolder):
     """One side of a ping-pong; a context manager that runs once.
 
     Args:
@@ -50,18 +49,18 @@ class Pingpong(Together):
             the stock programs, or less where the port has less.
         validate: look at the data at the end.  The client marks the start of every page
             with 0, as ``-c`` of the stock programs does; so a server that looks needs a
-            client that was told to, too.
+            client that validates, too.
         events: sleep until a completion is announced; else poll without a pause.
         sl: service level, 0..15.
         port_num: the local port, from 1.
         gid_index: the local GID; chosen by choose_gid unless given.  On InfiniBand the
-            peer is told of it only when it is given.
-        timeout: seconds for each step of the exchange, and for each message.
+            peer gets it only when it is given.
+        timeout: seconds for each step of the handshake, and for each message.
 
     Attributes:
         size: bytes of a message.
         iters: messages each way.
-        local: the address that the peer is told.
+        local: the address sent to the peer.
         remote: that of the peer; None until it is known.
         gid_index: the local GID of that address; None where it has none.
 
@@ -122,7 +121,7 @@ class Pingpong(Together):
         self.iters, self.validate, self.timeout = iters, validate, time_limit(timeout)
         self._rx_depth, self._events, self._sl = rx_depth, events, sl
         self._headroom = GRH_BYTES if self._ud else 0
-        self._who = "the peer"
+        self._peer = "the peer"
         self._ran = False
         self.remote: Address | None = None
         super().__init__()
@@ -159,26 +158,26 @@ class Pingpong(Together):
 
         Args:
             host, port: where the server listens.
-            progress: called with 0 when the exchange is done, then occasionally with
+            progress: called with 0 when the handshake is done, then occasionally with
                 the number of messages that have come back.
 
         Returns:
             What was measured.
 
         Raises:
-            PingpongError: the server cannot be reached, does not speak the exchange, does
+            PingpongError: the server cannot be reached, breaks the handshake, does
                 not answer, or has gone; or the data is not what was sent.
             RdmaError: it has run before.
             VerbsError: the device refused.
         """
         self._begin(is_client=True)
         with dial(host, port, self.timeout) as line:
-            self._who = line.who
+            self._peer = line.who
             line.send(self.local.encode())
             remote = line.peer()
             self._connect(remote)
             line.send(DONE)
-        return self._play("client", remote, progress)
+        return self._run("client", remote, progress)
 
     def run_server(
         self,
@@ -192,27 +191,27 @@ class Pingpong(Together):
         Args:
             listener: a listening socket (``listen``); closed when a client has connected.
             wait: seconds to wait for a client; None waits as long as it takes.
-            progress: called with 0 when the exchange is done, then occasionally with
+            progress: called with 0 when the handshake is done, then occasionally with
                 the number of messages received.
 
         Returns:
             What was measured.
 
         Raises:
-            PingpongError: no client came, it does not speak the exchange or has gone; or
+            PingpongError: no client came, it breaks the handshake or has gone; or
                 the data is not that of a client that validates.
             RdmaError: it has run before.
             VerbsError: the device refused.
         """
         self._begin(is_client=False)
         with accept(listener, self.timeout, seconds(wait, "wait")) as line:
-            self._who = line.who
+            self._peer = line.who
             remote = line.peer()
             # Ready before the client hears of it, and may send.
             self._connect(remote)
             line.send(self.local.encode())
             line.done()
-        return self._play("server", remote, progress)
+        return self._run("server", remote, progress)
 
     # ---- before ---------------------------------------------------------------
 
@@ -227,14 +226,13 @@ class Pingpong(Together):
         self._mr = mr = self._opened.add(
             MR(self._pd, slot * (2 if is_client else 1), Access.LOCAL_WRITE)
         )
-        self._landing = slot if is_client else 0
+        self._receive_offset = slot if is_client else 0
         if is_client:
-            mr.buffer[:slot] = bytes((_FILL,)) * slot
-            if self.validate:
-                pages = len(range(0, self.size, mmap.PAGESIZE))
-                mr.buffer[self._headroom : slot : mmap.PAGESIZE] = bytes((_PAGE_START,)) * pages
-        mr.buffer[self._landing :] = bytes((_POISON if self.validate else _FILL,)) * slot
-        self._receive = RecvWR(mr[self._landing : self._landing + slot], wr_id=_RECV_ID)
+            mr.buffer[self._headroom : slot] = payload(self.size, marked=self.validate)
+        mr.buffer[self._receive_offset :] = bytes((_POISON if self.validate else FILL,)) * slot
+        self._receive = RecvWR(
+            mr[self._receive_offset : self._receive_offset + slot], wr_id=_RECV_ID
+        )
         self._qp.to_init(0)
         self._qp.post_recv([self._receive] * self._rx_depth)
 
@@ -243,8 +241,8 @@ class Pingpong(Together):
         by_gid = any(remote.gid[8:])
         if self._needs_gid and not by_gid:
             raise PingpongError(
-                f"{self._who} sent no GID, and on Ethernet (RoCE) there is no other address: start "
-                "it with -g INDEX"
+                f"{self._peer} sent no GID, and on Ethernet (RoCE) there is no other address: "
+                "start it with -g INDEX"
             )
         path = AHAttr(
             port_num=qp.port_num,
@@ -278,15 +276,18 @@ class Pingpong(Together):
 
     # ---- the run --------------------------------------------------------------
 
-    def _play(self, role: str, remote: Address, progress: Callable[[int], None] | None) -> Result:
+    def _run(self, role: str, remote: Address, progress: Callable[[int], None] | None) -> Result:
         if progress is not None:
             progress(0)
         times, seconds = self._exchange_messages(role == "client", progress)
         if self.validate:
-            self._look(role)
+            start = self._receive_offset + self._headroom
+            found = bytes(self._mr.buffer[start : start + self.size])
+            if wrong := what_is_wrong(found, is_server=role == "server"):
+                raise PingpongError(wrong)
         return Result(
             role,
-            self._who,
+            self._peer,
             self.local,
             remote,
             self.size,
@@ -310,46 +311,46 @@ class Pingpong(Together):
             the times of the round trips, and the seconds from the first to the last.
         """
         clock, qp, message, iters = time.perf_counter_ns, self._qp, self._message, self.iters
-        next_ones = self._sleep if self._events else self._spin
+        next_completions = self._sleep if self._events else self._spin
         expected = self._headroom + self.size
         # Posted while a message is under way, where it takes no time.
         batch = max(1, min(_RECEIVES_AT_ONCE, self._rx_depth // 2))
-        receives, there = [self._receive] * batch, self._rx_depth
+        receives, posted_receives = [self._receive] * batch, self._rx_depth
         times = array("Q")
         began = posted_at = received_at = left_out = 0
-        told_at, telling = clock(), False
+        reported_at, reporting = clock(), False
         received = posted = sent = 0
         due = send
         while received < iters or sent < iters:
             if due:
-                if not there:
+                if not posted_receives:
                     qp.post_recv(receives)
-                    there += batch
+                    posted_receives += batch
                 before, posted_at = posted_at, clock()
-                if telling:
+                if reporting:
                     left_out += posted_at - before
-                    telling = False
+                    reporting = False
                 began = began or posted_at
                 qp.post_send(message)
                 posted += 1
                 due = False
-                if there + batch <= self._rx_depth:
+                if posted_receives + batch <= self._rx_depth:
                     qp.post_recv(receives)
-                    there += batch
-                if progress is not None and posted_at - told_at > _TELL_EVERY_NS:
+                    posted_receives += batch
+                if progress is not None and posted_at - reported_at > _PROGRESS_EVERY_NS:
                     progress(received)
-                    told_at, telling = posted_at, True
-            for wc in next_ones(received):
+                    reported_at, reporting = posted_at, True
+            for wc in next_completions(received):
                 if wc.status:
-                    raise self._failure(wc, received)
+                    raise self._completion_error(wc, received)
                 if wc.wr_id == _SEND_ID:
                     sent += 1
                 else:
                     now = clock()
-                    if posted_at and not telling:
+                    if posted_at and not reporting:
                         times.append(now - posted_at)
                         received_at = now
-                    there -= 1
+                    posted_receives -= 1
                     received += 1
                     if wc.byte_len != expected:
                         raise PingpongError(self._wrong_size(wc.byte_len - self._headroom))
@@ -362,7 +363,7 @@ class Pingpong(Together):
         end = clock() + self.timeout
         while not (found := poll(2)):
             if clock() > end:
-                raise self._silence(received)
+                raise self._timeout_error(received)
             # A peer in another thread of this process gets its turn.
             os.sched_yield()
         return found
@@ -372,17 +373,17 @@ class Pingpong(Together):
         try:
             return self._cq.wait(1, self.timeout)
         except WaitTimeout:
-            raise self._silence(received) from None
+            raise self._timeout_error(received) from None
 
     # ---- what went wrong ------------------------------------------------------
 
     def _progress_of(self, received: int) -> str:
         return f"after {received} of {self.iters} messages" if received else "from the start"
 
-    def _silence(self, received: int) -> PingpongError:
+    def _timeout_error(self, received: int) -> PingpongError:
         qp_type = self._qp.qp_type
         text = (
-            f"no message from {self._who} within {self.timeout:g} s, "
+            f"no message from {self._peer} within {self.timeout:g} s, "
             f"{self._progress_of(received)}: it has died, or its link is down"
         )
         if received:
@@ -391,7 +392,7 @@ class Pingpong(Together):
             text += f"; or a message was lost, which {qp_type.name} does not repeat"
         return PingpongError(text)
 
-    def _failure(self, wc: WC, received: int) -> PingpongError:
+    def _completion_error(self, wc: WC, received: int) -> PingpongError:
         if wc.status is WCStatus.RETRY_EXC_ERR:
             likely = (
                 "it has died, its link is down, or it was given fewer iterations"
@@ -399,11 +400,11 @@ class Pingpong(Together):
                 else "see that the GIDs of both sides are of one network, and the MTUs the same"
             )
             return PingpongError(
-                f"{self._who} does not answer, {self._progress_of(received)} "
+                f"{self._peer} does not answer, {self._progress_of(received)} "
                 f"({wc.status.name}): {likely}"
             )
         too_long = wc.status in (WCStatus.LOC_LEN_ERR, WCStatus.REM_INV_REQ_ERR)
-        # Soft-RoCE says so of a receive that is too small.
+        # Soft-RoCE's status for a receive that is too small.
         if too_long or (wc.wr_id == _RECV_ID and wc.status is WCStatus.LOC_QP_OP_ERR):
             return PingpongError(
                 f"a message did not fit into the receive ({wc.status.name}): give both sides "
@@ -411,38 +412,8 @@ class Pingpong(Together):
             )
         what = "receive" if wc.wr_id == _RECV_ID else "send"
         return PingpongError(
-            f"a {what} ended with {wc.status.name}, {self._progress_of(received)} with {self._who}"
+            f"a {what} ended with {wc.status.name}, {self._progress_of(received)} with {self._peer}"
         )
 
     def _wrong_size(self, size: int) -> str:
-        return f"{self._who} sent {size} bytes and not {self.size}: give both sides the same size"
-
-    def _look(self, role: str) -> None:
-        """Compare what has come with what a client that validates sends.
-
-        The stock programs mark the start of each page, and look at nothing else.  A peer
-        may have smaller pages.
-        """
-        start = self._landing + self._headroom
-        found = bytes(self._mr.buffer[start : start + self.size])
-        marks = found[:: mmap.PAGESIZE]
-        wrong = len(marks) - marks.count(_PAGE_START)
-        if wrong:
-            first = next(i for i, byte in enumerate(marks) if byte != _PAGE_START)
-            at, want = first * mmap.PAGESIZE, _PAGE_START
-        else:
-            rest = bytearray(found)
-            small = len(range(0, self.size, _SMALLEST_PAGE))
-            if set(rest[::_SMALLEST_PAGE]) <= {_PAGE_START, _FILL}:
-                rest[::_SMALLEST_PAGE] = bytes((_FILL,)) * small
-            wrong = self.size - rest.count(_FILL)
-            if not wrong:
-                return
-            at, want = next(i for i, byte in enumerate(rest) if byte != _FILL), _FILL
-        text = (
-            f"the data is wrong: {wrong} of {self.size} bytes, the first at {at}: "
-            f"{found[at]:#04x}, not {want:#04x}"
-        )
-        if role == "server" and found[at] == _FILL:
-            text += "; was the client told to validate (-c), and are its pages as large?"
-        raise PingpongError(text)
+        return f"{self._peer} sent {size} bytes and not {self.size}: give both sides the same size"

@@ -48,7 +48,9 @@ def test_one_sided_operations_reach_the_exposed_memory(serve: Callable[..., Serv
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD], ids=lambda t: t.name)
-def test_messages_are_reported(serve: Callable[..., Served], qp_type: QPType) -> None:
+def test_messages_are_reported_to_client_and_server_with_their_contents(
+    serve: Callable[..., Served], qp_type: QPType
+) -> None:
     served = serve(count=4, receive_size=64)
     with served.dial(qp_type=qp_type) as peer:
         # More than there are receives, so they are reposted.
@@ -73,7 +75,9 @@ def test_messages_are_reported(serve: Callable[..., Served], qp_type: QPType) ->
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC], ids=lambda t: t.name)
-def test_a_write_with_immediate_is_reported(serve: Callable[..., Served], qp_type: QPType) -> None:
+def test_a_write_with_immediate_is_reported_with_its_immediate_data(
+    serve: Callable[..., Served], qp_type: QPType
+) -> None:
     served = serve()
     with served.dial(qp_type=qp_type) as peer:
         peer.mr.buffer[:3] = b"abc"
@@ -86,7 +90,7 @@ def test_a_write_with_immediate_is_reported(serve: Callable[..., Served], qp_typ
         assert peer.look(10, 3).data == b"abc"
 
 
-def test_what_is_there_is_told_without_waiting(
+def test_a_message_that_has_arrived_is_reported_without_waiting(
     serve: Callable[..., Served], context: rp.Context
 ) -> None:
     with serve().dial() as peer:
@@ -99,7 +103,7 @@ def test_what_is_there_is_told_without_waiting(
             assert arrival.byte_len == 4
 
 
-def test_ipv6(serve: Callable[..., Served]) -> None:
+def test_a_server_on_the_ipv6_loopback_serves_clients(serve: Callable[..., Served]) -> None:
     try:
         served = serve(host="::1")
     except OSError as error:
@@ -109,7 +113,7 @@ def test_ipv6(serve: Callable[..., Served]) -> None:
     served.works()
 
 
-def test_threads_may_ask_at_once(serve: Callable[..., Served]) -> None:
+def test_threads_may_ask_questions_on_one_connection_at_once(serve: Callable[..., Served]) -> None:
     with serve(data=bytes(range(8))).dial() as peer:
         found: list[bytes] = []
 
@@ -150,7 +154,7 @@ OPERATIONS: dict[Access, Callable[[connect.Connection], rp.SendWR]] = {
 
 
 @pytest.mark.parametrize("access", GRANTS, ids=str)
-def test_exactly_the_access_asked_for_is_given(
+def test_a_client_gets_exactly_the_access_that_the_server_grants(
     serve: Callable[..., Served], access: Access
 ) -> None:
     served = serve(access=access)
@@ -168,7 +172,7 @@ def test_exactly_the_access_asked_for_is_given(
     served.works()
 
 
-def test_a_key_of_another_client_is_of_no_use(serve: Callable[..., Served]) -> None:
+def test_the_rkey_of_another_client_gives_no_access(serve: Callable[..., Served]) -> None:
     served = serve()
     with served.dial() as mine, served.dial() as other:
         mine.qp.post_send(
@@ -178,7 +182,7 @@ def test_a_key_of_another_client_is_of_no_use(serve: Callable[..., Served]) -> N
         assert other.look(0, 8).data == bytes(8)
 
 
-def test_a_key_is_gone_with_its_client(serve: Callable[..., Served]) -> None:
+def test_the_rkey_of_a_client_that_left_gives_no_access(serve: Callable[..., Served]) -> None:
     served = serve(max_clients=1)
     with served.dial() as first:
         (client,) = served.server.clients
@@ -191,7 +195,9 @@ def test_a_key_is_gone_with_its_client(serve: Callable[..., Served]) -> None:
             assert second.wait()[0].status is WCStatus.REM_ACCESS_ERR
 
 
-def test_what_goes_wrong_at_the_far_side_is_told_there(serve: Callable[..., Served]) -> None:
+def test_a_receive_that_fails_is_reported_to_server_and_client(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(receive_size=4)
     with served.dial() as peer:
         peer.qp.post_send(rp.Send(peer.mr[:8]))
@@ -206,7 +212,7 @@ def test_what_goes_wrong_at_the_far_side_is_told_there(serve: Callable[..., Serv
     served_again.works()
 
 
-def test_clients_share_memory_when_asked_to(
+def test_clients_of_a_server_with_shared_memory_see_each_others_writes(
     serve: Callable[..., Served], context: rp.Context
 ) -> None:
     served = serve(shared=True, size=64)
@@ -222,7 +228,9 @@ def test_clients_share_memory_when_asked_to(
     assert served.until(connect.Left).changed == connect.Changed(8, 1, b"\x14")
 
 
-def test_what_may_not_be_read_is_not_told(serve: Callable[..., Served]) -> None:
+def test_a_look_does_not_reveal_others_data_without_read_access(
+    serve: Callable[..., Served],
+) -> None:
     for options in ({"shared": True}, {"data": b"secret"}):
         with serve(access=WRITE, **options).dial() as peer:
             assert (peer.look().sha256, peer.look().data) == ("", b"")
@@ -232,7 +240,7 @@ def test_what_may_not_be_read_is_not_told(serve: Callable[..., Served]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "expected"),
     [
         ({"size": 0}, "size=0"),
         ({"count": -1}, "count=-1"),
@@ -249,19 +257,21 @@ def test_what_may_not_be_read_is_not_told(serve: Callable[..., Served]) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_refused_at_once(
-    context: rp.Context, options: dict[str, Any], says: str
+def test_serve_refuses_arguments_out_of_range(
+    context: rp.Context, options: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=expected):
         connect.serve(context, **{"port": 0, **options})
 
 
-def test_a_gid_that_is_not_there_is_named_at_once(context: rp.Context) -> None:
+def test_serve_refuses_a_gid_index_that_the_port_does_not_have(context: rp.Context) -> None:
     with pytest.raises(rp.RdmaError, match="no GID with index 99"):
         connect.serve(context, port=0, gid_index=99)
 
 
-def test_an_address_in_use_is_named(serve: Callable[..., Served], context: rp.Context) -> None:
+def test_serve_names_the_address_that_it_cannot_listen_on(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
     served = serve()
     with pytest.raises(
         connect.ConnectError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address al"
@@ -272,7 +282,7 @@ def test_an_address_in_use_is_named(serve: Callable[..., Served], context: rp.Co
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-def test_it_says_what_others_are_given(
+def test_a_server_beyond_loopback_warns_of_what_it_exposes(
     serve: Callable[..., Served], token: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert serve(token=token).server.warning is None
@@ -291,14 +301,14 @@ def test_it_says_what_others_are_given(
 # ---- dialling -------------------------------------------------------------------------
 
 
-def test_a_host_that_is_not_there(context: rp.Context) -> None:
+def test_dial_names_a_host_that_cannot_be_found(context: rp.Context) -> None:
     with pytest.raises(connect.ConnectError, match=r"host nowhere\.invalid") as error:
         connect.dial(context, "nowhere.invalid", timeout=LIMIT)
     assert error.value.code in ("unreachable", "timeout")
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "expected"),
     [
         ({"qp_type": QPType.XRC_SEND}, "XRC_SEND queue pairs cannot"),
         ({"timeout": 0}, "timeout=0"),
@@ -307,12 +317,14 @@ def test_a_host_that_is_not_there(context: rp.Context) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_dialled(context: rp.Context, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_dial_refuses_arguments_out_of_range(
+    context: rp.Context, options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
         connect.dial(context, **options)
 
 
-def test_closing_drops_what_is_outstanding(serve: Callable[..., Served]) -> None:
+def test_closing_a_connection_drops_outstanding_work_requests(serve: Callable[..., Served]) -> None:
     served = serve()
     for qp_type in (QPType.RC, QPType.UD):
         with served.dial(qp_type=qp_type) as peer:
@@ -326,7 +338,7 @@ def test_closing_drops_what_is_outstanding(serve: Callable[..., Served]) -> None
     assert peer.qp.closed
 
 
-def test_the_software_device_is_not_reached_from_another_process() -> None:
+def test_soft0_refuses_a_client_of_another_process_and_says_why() -> None:
     code = """
 import sys, rdmapost as rp
 from rdmapost import connect

@@ -1,4 +1,4 @@
-"""Serving and dialling with asyncio: the same exchange, and the same ways to break it."""
+"""Serving and dialling with asyncio: the same protocol, and the same ways to break it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import warnings
 
 import pytest
 from support import LIMIT
-from support.ports import HOST, free_port, heard, impostor
-from support.serving import STEPS, hello
+from support.ports import HOST, free_port, impostor, read_to_end
+from support.serving import STAGES, hello
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.messages import encode
+from rdmapost.tools.connect.protocol_messages import encode
 
 
-def test_asyncio_both_sides(context: rp.Context) -> None:
+def test_asyncio_client_and_server_exchange_messages_and_memory(context: rp.Context) -> None:
     async def main() -> list[connect.Event]:
-        told: list[connect.Event] = []
+        reported: list[connect.Event] = []
         async with await connect.aserve(
-            context, port=0, token="secret", on_event=told.append
+            context, port=0, token="secret", on_event=reported.append
         ) as server:
             address = server.address[:2]
             async with await connect.adial(context, *address, token="secret") as peer:
@@ -43,11 +43,11 @@ def test_asyncio_both_sides(context: rp.Context) -> None:
                     await connect.adial(context, *address, token="Secret")
             assert server.clients == []
             assert peer.closed
-        return told
+        return reported
 
-    told = asyncio.run(main())
+    reported = asyncio.run(main())
     # The refusal may be reported after the other has left.
-    assert sorted(type(event).__name__ for event in told) == [
+    assert sorted(type(event).__name__ for event in reported) == [
         "Arrived",
         "Joined",
         "Left",
@@ -55,7 +55,9 @@ def test_asyncio_both_sides(context: rp.Context) -> None:
     ]
 
 
-def test_asyncio_server_serves_clients_of_any_kind_at_once(context: rp.Context) -> None:
+def test_asyncio_server_serves_good_silent_and_malformed_clients_at_once(
+    context: rp.Context,
+) -> None:
     def work(address: tuple[str, int]) -> bytes:
         with connect.dial(context, *address) as peer:
             peer.mr.buffer[:2] = b"hi"
@@ -84,19 +86,21 @@ def test_asyncio_server_serves_clients_of_any_kind_at_once(context: rp.Context) 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_asyncio_server_outlives_its_clients(context: rp.Context, step: str) -> None:
+@pytest.mark.parametrize("step", STAGES)
+def test_asyncio_server_serves_on_after_a_client_left_at_any_stage(
+    context: rp.Context, step: str
+) -> None:
     async def main() -> None:
         gone = asyncio.Event()
 
-        def tell(event: connect.Event) -> None:
+        def on_event(event: connect.Event) -> None:
             if isinstance(event, connect.Left | connect.Refused):
                 gone.set()
 
-        async with await connect.aserve(context, port=0, on_event=tell) as server:
+        async with await connect.aserve(context, port=0, on_event=on_event) as server:
             _, writer = await asyncio.open_connection(*server.address[:2])
-            for said in STEPS[step](hello(context)):
-                writer.write(said if isinstance(said, bytes) else encode(said))
+            for sent in STAGES[step](hello(context)):
+                writer.write(sent if isinstance(sent, bytes) else encode(sent))
             await writer.drain()
             writer.close()
             with contextlib.suppress(ConnectionError):
@@ -109,7 +113,7 @@ def test_asyncio_server_outlives_its_clients(context: rp.Context, step: str) -> 
     asyncio.run(main())
 
 
-def test_asyncio_server_ends_with_clients_there(context: rp.Context) -> None:
+def test_asyncio_closing_a_server_releases_its_clients(context: rp.Context) -> None:
     async def main() -> None:
         server = await connect.aserve(context, port=0)
         peer = await connect.adial(context, *server.address[:2])
@@ -124,18 +128,18 @@ def test_asyncio_server_ends_with_clients_there(context: rp.Context) -> None:
     asyncio.run(main())
 
 
-def test_asyncio_dialling_can_be_cancelled(context: rp.Context) -> None:
+def test_asyncio_adial_can_be_cancelled(context: rp.Context) -> None:
     async def main(address: tuple[str, int]) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await connect.adial(context, *address, timeout=LIMIT)
 
-    with impostor(heard) as address:
+    with impostor(read_to_end) as address:
         asyncio.run(main(address))
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("sent", "expected"),
     [
         (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve'"),
         (b'{"type":"off', "closed the connection in the middle of a message"),
@@ -143,22 +147,22 @@ def test_asyncio_dialling_can_be_cancelled(context: rp.Context) -> None:
     ],
     ids=["ssh", "half", "silent"],
 )
-def test_asyncio_dialling_what_is_no_server(
-    context: rp.Context, said: bytes | None, says: str
+def test_asyncio_adial_names_what_answers_in_place_of_a_server(
+    context: rp.Context, sent: bytes | None, expected: str
 ) -> None:
     def talk(sock: socket.socket) -> None:
         sock.recv(4096)
-        if said is not None:
+        if sent is not None:
             with contextlib.suppress(OSError):
-                sock.sendall(said)
+                sock.sendall(sent)
                 sock.shutdown(socket.SHUT_WR)
-        heard(sock)
+        read_to_end(sock)
 
-    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=says):
+    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=expected):
         asyncio.run(connect.adial(context, *address, timeout=0.3))
 
 
-def test_asyncio_dialling_nothing(context: rp.Context) -> None:
+def test_asyncio_adial_is_refused_where_nothing_listens(context: rp.Context) -> None:
     with pytest.raises(connect.ConnectError, match="refused the connection"):
         asyncio.run(connect.adial(context, HOST, free_port()))
 
@@ -188,16 +192,16 @@ def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, meth
 
 @pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
 @pytest.mark.parametrize("method", ["report", "look", "close"])
-def test_asyncio_connection_outlives_its_event_loop_only_to_be_closed(
+def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
     context: rp.Context, method: str
 ) -> None:
     left = threading.Event()
 
-    def tell(event: connect.Event) -> None:
+    def on_event(event: connect.Event) -> None:
         if isinstance(event, connect.Left):
             left.set()
 
-    with connect.serve(context, port=0, on_event=tell) as server:
+    with connect.serve(context, port=0, on_event=on_event) as server:
         peer = asyncio.run(connect.adial(context, *server.address[:2]))
         with pytest.raises(RuntimeError, match="belongs to an event loop that is closed"):
             asyncio.run(asyncio.wait_for(_call(peer, method), 5))

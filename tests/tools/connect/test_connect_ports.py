@@ -119,7 +119,7 @@ def of_serve(context: rp.Context, *where: Any) -> None:
 
 
 @pytest.mark.parametrize("start", [of_serve, of_aserve])
-def test_an_address_in_use_has_its_errno_and_the_remedy(
+def test_the_error_for_an_address_in_use_has_its_errno_and_the_remedy(
     start: Callable[..., None], context: rp.Context
 ) -> None:
     with connect.serve(context, port=0) as server:
@@ -142,7 +142,7 @@ def test_an_address_in_use_has_its_errno_and_the_remedy(
     assert caught.value.errno == errno.EADDRNOTAVAIL
 
 
-def test_a_refused_connection_has_its_errno(context: rp.Context) -> None:
+def test_the_error_for_a_refused_connection_has_its_errno(context: rp.Context) -> None:
     async def main() -> None:
         await connect.adial(context, port=port)
 
@@ -157,7 +157,7 @@ def test_a_refused_connection_has_its_errno(context: rp.Context) -> None:
     assert caught.value.errno == errno.ECONNREFUSED
 
 
-def test_a_host_that_cannot_be_found_has_no_errno(context: rp.Context) -> None:
+def test_the_error_for_a_host_that_cannot_be_found_has_no_errno(context: rp.Context) -> None:
     """What getaddrinfo gives is none."""
     with pytest.raises(connect.ConnectError, match="cannot be found") as caught:
         connect.serve(context, "nowhere.invalid", 0)
@@ -249,10 +249,10 @@ print(refused > 2, refused < 12)
     assert prints(FEW + swept).split() == ["True", "True"]
 
 
-def test_a_server_without_descriptors_says_so_to_the_client_that_it_refuses() -> None:
+def test_a_server_without_descriptors_sends_the_reason_to_the_client_it_refuses() -> None:
     full = """
 import socket
-from rdmapost.tools.connect.messages import MAX_LINE
+from rdmapost.tools.connect.protocol_messages import MAX_LINE
 idle = socket.create_connection(("127.0.0.1", port))
 another = socket.socket()
 idle.settimeout(60)
@@ -282,9 +282,9 @@ context.close()
 
 def refuse_copies(thing: Any) -> None:
     name = type(thing).__name__
-    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=f"^cannot copy or pickle '{name}' object"):
-            way(thing)
+            copier(thing)
 
 
 def test_servers_and_connections_cannot_be_copied_or_pickled(context: rp.Context) -> None:

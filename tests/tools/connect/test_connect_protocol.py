@@ -14,10 +14,16 @@ import pytest
 
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
-from rdmapost.tools.connect.address import is_loopback, show_address
-from rdmapost.tools.connect.conversation import check_token
-from rdmapost.tools.connect.fabric import why_apart
-from rdmapost.tools.connect.messages import (
+from rdmapost.tools.connect.fabric import why_unreachable
+from rdmapost.tools.connect.host_port import is_loopback
+from rdmapost.tools.connect.protocol import (
+    ClientProtocol,
+    LineReader,
+    ServerProtocol,
+    State,
+    token_matches,
+)
+from rdmapost.tools.connect.protocol_messages import (
     CODES,
     HEAD_BYTES,
     MAX_LINE,
@@ -35,9 +41,10 @@ from rdmapost.tools.connect.messages import (
     Seen,
     decode,
     encode,
-    fields_of,
+    parse_line,
 )
-from rdmapost.tools.connect.protocol import ClientSession, Lines, ServerSession, Step, same_token
+from rdmapost.tools.connect.server_state import check_token
+from rdmapost.tools.tcp import show_address
 
 MALFORMED = 100_000
 """Inputs of the fuzz test."""
@@ -73,7 +80,7 @@ MESSAGES: list[Message] = [
 
 
 def read(line: bytes, *kinds: type[Message]) -> Message:
-    return decode(fields_of(line), *(kinds or tuple(map(type, MESSAGES))))
+    return decode(parse_line(line), *(kinds or tuple(map(type, MESSAGES))))
 
 
 # ---- messages -----------------------------------------------------------------
@@ -89,7 +96,7 @@ def test_a_message_is_one_short_line_and_is_read_back(message: Message) -> None:
     assert read(line, type(message)) == message
 
 
-def test_the_longest_messages_fit_into_a_line() -> None:
+def test_the_longest_messages_fit_into_one_line_of_the_limit() -> None:
     assert (
         len(encode(Hello("\U0001f600" * MAX_TOKEN, "x" * 128, rp.QPType.RC, ENDPOINT))) < MAX_LINE
     )
@@ -99,7 +106,7 @@ def test_the_longest_messages_fit_into_a_line() -> None:
     assert read(encode(head)).data == b"x" * HEAD_BYTES  # type: ignore[union-attr]
 
 
-def test_an_error_cannot_write_on_the_terminal_but_in_its_line() -> None:
+def test_the_text_of_an_error_holds_no_control_characters() -> None:
     sent = Error("failed", "red \x1b[31m\nnext\u202eline")
     assert read(encode(sent)) == Error("failed", "red  [31m next line")
     for text in ("\x1b[31m", "a\nb", "\u202e"):
@@ -109,7 +116,7 @@ def test_an_error_cannot_write_on_the_terminal_but_in_its_line() -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_every_code_of_an_error_is_read(code: str) -> None:
+def test_an_error_of_every_code_is_read_back(code: str) -> None:
     assert read(encode(Error(code, "why"))) == Error(code, "why")
 
 
@@ -167,7 +174,7 @@ def test_each_field_of_an_offer_is_checked(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_a_field_more_or_less_is_refused(message: Message) -> None:
+def test_a_message_with_an_unknown_or_a_missing_field_is_refused(message: Message) -> None:
     fields = json.loads(encode(message))
     with pytest.raises(ProtocolError, match="has no field 'colour'"):
         decode({**fields, "colour": "blue"}, type(message))
@@ -200,18 +207,18 @@ def test_a_field_more_or_less_is_refused(message: Message) -> None:
     ],
     ids=lambda line: repr(line[:20]),
 )
-def test_what_is_no_json_object_is_refused(line: bytes) -> None:
+def test_a_line_that_is_not_one_json_object_is_refused(line: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a line with one JSON object"):
-        fields_of(line)
+        parse_line(line)
 
 
 # ---- lines ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("piece", [1, 7, 100_000])
-def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
+def test_lines_are_read_from_pieces_of_any_size(piece: int) -> None:
     stream = b"".join(map(encode, MESSAGES))
-    lines = Lines()
+    lines = LineReader()
     found = []
     for start in range(0, len(stream), piece):
         lines.feed(stream[start : start + piece])
@@ -222,129 +229,129 @@ def test_lines_come_in_pieces_of_any_size(piece: int) -> None:
 
 
 @pytest.mark.parametrize("ended", [b"", b"\n"], ids=["endless", "ended"])
-def test_a_line_has_a_limit(ended: bytes) -> None:
-    lines = Lines()
+def test_a_line_longer_than_the_limit_is_refused(ended: bytes) -> None:
+    lines = LineReader()
     lines.feed(b"{" + b" " * (MAX_LINE - 2))
     assert lines.next_line() is None
     lines.feed(b" " + ended)
     with pytest.raises(ProtocolError, match="longer than 4096 bytes"):
         lines.next_line()
-    fits = Lines()
+    fits = LineReader()
     fits.feed(b"{" + b" " * (MAX_LINE - 2) + b"\n")
     assert fits.next_line() == b"{" + b" " * (MAX_LINE - 2)
 
 
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1", b"\x16\x03\x01", b"0000:000011:", b"\n"])
 def test_another_protocol_is_recognised_at_its_first_byte(first: bytes) -> None:
-    session = ServerSession()
-    session.receive(first)
+    protocol = ServerProtocol()
+    protocol.receive(first)
     with pytest.raises(ProtocolError, match="not the exchange of rdmapost"):
-        session.next_message()
+        protocol.next_message()
 
 
 # ---- both sides -------------------------------------------------------------------
 
 
-def server_at(step: Step, token: str | None = None) -> ServerSession:
-    session = ServerSession(token)
-    if step is not Step.HELLO:
-        session.receive(encode(HELLO))
-        assert session.next_message() == HELLO
-    if step is Step.OPEN:
-        session.receive(encode(Ready()))
-        assert session.next_message() == Ready()
-    assert session.step is step
-    return session
+def server_at(state: State, token: str | None = None) -> ServerProtocol:
+    protocol = ServerProtocol(token)
+    if state is not State.HELLO:
+        protocol.receive(encode(HELLO))
+        assert protocol.next_message() == HELLO
+    if state is State.OPEN:
+        protocol.receive(encode(Ready()))
+        assert protocol.next_message() == Ready()
+    assert protocol.state is state
+    return protocol
 
 
-def test_the_server_reads_a_whole_exchange() -> None:
-    session = server_at(Step.OPEN)
+def test_the_server_reads_every_message_from_hello_to_bye() -> None:
+    protocol = server_at(State.OPEN)
     asked: list[Message] = [Report(1, 0), Look(0, 1), Report(2, 5), Bye()]
-    session.receive(b"".join(map(encode, asked)))
-    assert [session.next_message() for _ in asked] == asked
-    assert session.step is Step.OVER
-    session.receive(b"more")
-    assert session.next_message() is None
+    protocol.receive(b"".join(map(encode, asked)))
+    assert [protocol.next_message() for _ in asked] == asked
+    assert protocol.state is State.OVER
+    protocol.receive(b"more")
+    assert protocol.next_message() is None
 
 
-CAN_COME: dict[Step, tuple[type, ...]] = {
-    Step.HELLO: (Hello,),
-    Step.READY: (Ready, Bye),
-    Step.OPEN: (Report, Look, Bye),
+CAN_COME: dict[State, tuple[type, ...]] = {
+    State.HELLO: (Hello,),
+    State.READY: (Ready, Bye),
+    State.OPEN: (Report, Look, Bye),
 }
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-@pytest.mark.parametrize("step", CAN_COME, ids=lambda step: step.name)
-def test_the_server_takes_a_message_only_in_its_step(step: Step, message: Message) -> None:
-    session = server_at(step)
-    session.receive(encode(message))
-    if isinstance(message, CAN_COME[step]):
-        assert session.next_message() == message
+@pytest.mark.parametrize("state", CAN_COME, ids=lambda state: state.name)
+def test_the_server_accepts_a_message_only_in_its_state(state: State, message: Message) -> None:
+    protocol = server_at(state)
+    protocol.receive(encode(message))
+    if isinstance(message, CAN_COME[state]):
+        assert protocol.next_message() == message
         return
     with pytest.raises(ProtocolError) as error:
-        session.next_message()
+        protocol.next_message()
     assert error.value.code == "format"
-    assert session.step is Step.OVER
+    assert protocol.state is State.OVER
     # It is over: a valid message comes too late.
-    session.receive(encode(HELLO))
-    assert session.next_message() is None
+    protocol.receive(encode(HELLO))
+    assert protocol.next_message() is None
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 10**3000])
-def test_another_version_is_named_before_anything_else_is_read(version: int) -> None:
-    session = ServerSession("secret")
+def test_another_protocol_version_is_refused_before_anything_else_is_read(version: int) -> None:
+    protocol = ServerProtocol("secret")
     line = json.dumps({"rdmapost": version, "type": "greetings", "new": [1]})
-    session.receive(line.encode() + b"\n")
+    protocol.receive(line.encode() + b"\n")
     with pytest.raises(ProtocolError, match=r"speaks version 1 .* use the same") as error:
-        session.next_message()
+        protocol.next_message()
     assert error.value.code == "version"
 
 
 @pytest.mark.parametrize("version", [None, "1", 1.0, True, [1]])
 def test_a_hello_without_a_version_is_refused(version: object) -> None:
-    session = ServerSession()
+    protocol = ServerProtocol()
     line = json.dumps({**json.loads(encode(HELLO)), "rdmapost": version})
-    session.receive(line.encode() + b"\n")
+    protocol.receive(line.encode() + b"\n")
     with pytest.raises(ProtocolError, match="does not say which version"):
-        session.next_message()
+        protocol.next_message()
 
 
 @pytest.mark.parametrize(
     "token", [None, "", "Secret", "secret ", "s", "secret" * 100, 5, ["secret"]]
 )
-def test_a_stranger_learns_only_that_the_token_is_wrong(token: object) -> None:
-    session = ServerSession("secret")
+def test_a_client_with_a_wrong_token_learns_only_that_it_is_wrong(token: object) -> None:
+    protocol = ServerProtocol("secret")
     # The rest is wrong too, but is not checked.
-    session.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
+    protocol.receive(json.dumps({"rdmapost": 1, "token": token, "qp_type": 99}).encode() + b"\n")
     with pytest.raises(ProtocolError, match="token") as error:
-        session.next_message()
+        protocol.next_message()
     assert error.value.code == "token"
     assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("token", ["secret", "gehe\u00efm", "\udc80raw"])
-def test_who_knows_the_token_comes_in(token: str) -> None:
-    session = ServerSession(token)
+def test_a_hello_with_the_right_token_is_accepted(token: str) -> None:
+    protocol = ServerProtocol(token)
     hello = Hello(token, "verbs", rp.QPType.RC, ENDPOINT)
-    session.receive(encode(hello))
-    assert session.next_message() == hello
-    assert same_token(token, token)
-    assert not same_token(None, token)
-    assert same_token(None, None)
-    assert same_token("anything", None)
+    protocol.receive(encode(hello))
+    assert protocol.next_message() == hello
+    assert token_matches(token, token)
+    assert not token_matches(None, token)
+    assert token_matches(None, None)
+    assert token_matches("anything", None)
 
 
 @pytest.mark.parametrize("token", ["", "x" * (MAX_TOKEN + 1)])
-def test_a_token_has_a_length(token: str) -> None:
+def test_a_token_that_is_empty_or_too_long_is_refused(token: str) -> None:
     with pytest.raises(ValueError, match="1 to 256 characters"):
         check_token(token)
     check_token("x" * MAX_TOKEN)
     check_token(None)
 
 
-def test_the_client_takes_what_answers_its_question() -> None:
-    session = ClientSession()
+def test_the_client_accepts_the_answer_to_its_question() -> None:
+    protocol = ClientProtocol()
     for asked, answer in (
         (HELLO, OFFER),
         (Ready(), Ready()),
@@ -352,29 +359,29 @@ def test_the_client_takes_what_answers_its_question() -> None:
         (Look(0, 1), MESSAGES[9]),
         (Bye(), Bye()),
     ):
-        session.ask(asked)
-        assert session.next_message() is None
-        session.receive(encode(answer))
-        assert session.next_message() == answer
+        protocol.ask(asked)
+        assert protocol.next_message() is None
+        protocol.receive(encode(answer))
+        assert protocol.next_message() == answer
 
 
-def test_the_client_takes_no_answer_to_another_question() -> None:
-    session = ClientSession()
-    session.ask(HELLO)
+def test_the_client_refuses_the_answer_to_another_question() -> None:
+    protocol = ClientProtocol()
+    protocol.ask(HELLO)
     with pytest.raises(ConnectError, match="still to come"):
-        session.ask(Ready())
-    session.receive(encode(Nothing(0)))
+        protocol.ask(Ready())
+    protocol.receive(encode(Nothing(0)))
     with pytest.raises(ProtocolError, match="'nothing' came, and not offer or error"):
-        session.next_message()
+        protocol.next_message()
 
 
 @pytest.mark.parametrize("asked", [None, HELLO, Ready(), Bye()])
-def test_the_client_hears_an_error_at_any_time(asked: Message | None) -> None:
-    session = ClientSession()
+def test_the_client_accepts_an_error_at_any_time(asked: Message | None) -> None:
+    protocol = ClientProtocol()
     if asked is not None:
-        session.ask(asked)
-    session.receive(encode(Error("closing", "the server is shutting down")))
-    assert session.next_message() == Error("closing", "the server is shutting down")
+        protocol.ask(asked)
+    protocol.receive(encode(Error("closing", "the server is shutting down")))
+    assert protocol.next_message() == Error("closing", "the server is shutting down")
 
 
 # ---- nonsense ---------------------------------------------------------------------
@@ -458,7 +465,7 @@ MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
 ]
 
 
-def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
+def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None:
     rng = random.Random(6)
     lines = [encode(message) for message in MESSAGES]
     refused = read_all = 0
@@ -466,16 +473,16 @@ def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
     longest = 0
     for _ in range(MALFORMED):
         data = rng.choice(MUTATIONS)(rng, rng.choice(lines))
-        session: ServerSession | ClientSession
+        protocol: ServerProtocol | ClientProtocol
         if rng.randrange(2):
-            session = ServerSession(rng.choice([None, "secret"]))
-            session.step = rng.choice([Step.HELLO, Step.READY, Step.OPEN])
+            protocol = ServerProtocol(rng.choice([None, "secret"]))
+            protocol.state = rng.choice([State.HELLO, State.READY, State.OPEN])
         else:
-            session = ClientSession()
-            session.ask(rng.choice([HELLO, Ready(), Report(1, 0), Look(0, 1), Bye()]))
-        session.receive(data)
+            protocol = ClientProtocol()
+            protocol.ask(rng.choice([HELLO, Ready(), Report(1, 0), Look(0, 1), Bye()]))
+        protocol.receive(data)
         try:
-            while (message := session.next_message()) is not None:
+            while (message := protocol.next_message()) is not None:
                 # What is let through is a message of the exchange, whole and in its ranges.
                 assert read(encode(message), type(message)) == message
                 read_all += 1
@@ -505,14 +512,14 @@ def test_malformed_input_is_refused_by_name_and_nothing_else_happens() -> None:
         ("[fe80::1%eth0]:9", "fe80::1%eth0", 9),
     ],
 )
-def test_an_address_is_read(text: str, host: str, port: int) -> None:
+def test_parse_address_reads_host_and_port(text: str, host: str, port: int) -> None:
     assert parse_address(text) == (host, port)
     shown = show_address((host, port))
     assert parse_address(shown) == (host, port)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("", "has no host"),
         (":5", "has no host"),
@@ -533,8 +540,8 @@ def test_an_address_is_read(text: str, host: str, port: int) -> None:
     ],
     ids=lambda v: v[:20],
 )
-def test_a_wrong_address_says_what_it_should_be(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_parse_address_names_what_is_wrong(text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         parse_address(text)
 
 
@@ -550,17 +557,17 @@ def test_a_wrong_address_says_what_it_should_be(text: str, says: str) -> None:
         ("fe80::1%eth0", False),
     ],
 )
-def test_what_only_this_machine_reaches(address: str, inside: bool) -> None:
+def test_is_loopback_holds_only_for_loopback_addresses(address: str, inside: bool) -> None:
     assert is_loopback((address, 1)) is inside
 
 
-def test_devices_of_two_processes_are_told_apart_by_name() -> None:
-    assert why_apart("verbs", "verbs") is None
-    assert why_apart("soft:soft0:1-a", "soft:soft0:1-a") is None
-    both = why_apart("soft:soft0:1-a", "soft:soft0:2-b")
+def test_soft_devices_of_two_processes_are_unreachable_with_a_reason() -> None:
+    assert why_unreachable("verbs", "verbs") is None
+    assert why_unreachable("soft:soft0:1-a", "soft:soft0:1-a") is None
+    both = why_unreachable("soft:soft0:1-a", "soft:soft0:2-b")
     assert both is not None
     assert both.startswith("the server uses soft0 and the client uses soft0: ")
-    client = why_apart("verbs", "soft:soft0:2-b")
+    client = why_unreachable("verbs", "soft:soft0:2-b")
     assert client is not None
     assert client.startswith("the client uses soft0: that device lives in one process")
-    assert why_apart("verbs", "something else") is not None
+    assert why_unreachable("verbs", "something else") is not None

@@ -19,7 +19,8 @@ from support.serving import Served, servers
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.connect import server as module
+from rdmapost.tools.connect import server as server_module
+from rdmapost.tools.connect import server_threads as threads_module
 
 serve = servers
 SOON = 5.0
@@ -61,11 +62,11 @@ class At:
     """
 
     def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
-        self._files, self._left, self._action = files, nth, action
+        self._files, self._closed_in_question, self._action = files, nth, action
 
     @property
     def reached(self) -> bool:
-        return self._left <= 0
+        return self._closed_in_question <= 0
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
@@ -80,7 +81,7 @@ class At:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            self._left -= 1
+            self._closed_in_question -= 1
             if self.reached:
                 self._action()
         return self._trace
@@ -90,6 +91,18 @@ def come_by() -> None:
     """Give the interpreter an occasion to raise what is due in this thread."""
     for _ in range(10):
         pass
+
+
+def closes(context: rp.Context) -> bool:
+    """Close a device, unless something on it is open."""
+    with contextlib.suppress(rp.InUseError):
+        context.close()
+    return context.closed
+
+
+def is_asking(peer: connect.Connection) -> bool:
+    """Whether a question has been sent, and its answer has not come."""
+    return peer._session.protocol.answer_pending
 
 
 def server_threads() -> list[str]:
@@ -134,7 +147,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
     def once(nth: int) -> bool:
         nonlocal interrupted
         server, context = None, rp.open_device("soft0")
-        at = At("/rdmapost/tools/connect/server.py", nth, interrupt)
+        at = At("/rdmapost/tools/connect/server", nth, interrupt)
         try:
             with at:
                 server = connect.serve(context, port=0)
@@ -144,8 +157,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
                 context.close()
         if server is not None:
             server.close()
-        until(lambda: not context._open_children())
-        context.close()
+        until(lambda: closes(context))
         return at.reached
 
     each_moment_of_an_unclosed_one(once)
@@ -153,7 +165,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
 
 
 @pytest.mark.parametrize("finalizer", ["whole", "interrupted"])
-def test_a_server_whose_close_was_interrupted_ends_when_nobody_can_reach_it(
+def test_a_server_whose_close_was_interrupted_ends_when_it_is_unreachable(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch, finalizer: str
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
@@ -276,7 +288,8 @@ def test_the_finalizer_of_a_server_needs_no_globals(
         at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
         # The interpreter's exit removes them, and so does this.
         for name in ("os", "warnings", "show_address"):
-            at_exit.setattr(module, name, None)
+            at_exit.setattr(server_module, name, None)
+            at_exit.setattr(threads_module, name, None, raising=False)
         del server
     assert failed == []
     until(lambda: not server_threads())
@@ -290,22 +303,22 @@ def test_serve_raises_where_no_thread_can_be_started(
         def start(self) -> None:
             raise error
 
-    said: list[str] = []
+    messages: list[str] = []
 
     def make() -> None:
         try:
             connect.serve(context, port=0)
         except RuntimeError as raised:
-            said.append(str(raised))
+            messages.append(str(raised))
 
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
-    monkeypatch.setattr(module, "threading", SimpleNamespace(Thread=Unstartable))
+    monkeypatch.setattr(threads_module, "threading", SimpleNamespace(Thread=Unstartable))
     maker = threading.Thread(target=make, daemon=True)
     maker.start()
     maker.join(SOON)
     assert not maker.is_alive()
-    assert said[0].startswith("cannot start a thread for the server")
+    assert messages[0].startswith("cannot start a thread for the server")
 
 
 # ---- a connection -------------------------------------------------------------------
@@ -326,7 +339,7 @@ def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threadin
     """Do something once a question has been sent and its answer is waited for."""
 
     def wait() -> None:
-        until(lambda: peer._session.owed and peer._steady)
+        until(lambda: is_asking(peer) and peer._consistent)
         action()
 
     thread = threading.Thread(target=wait)
@@ -384,7 +397,7 @@ def test_a_signal_handler_may_close_the_connection_at_any_moment(
         peer = served.dial(timeout=2.0)
         began = time.monotonic()
         with (
-            At("/tools/connect/client.py", nth, peer.close) as at,
+            At("/rdmapost/tools/connect/client", nth, peer.close) as at,
             contextlib.suppress(connect.ConnectError),
         ):
             actions[what](peer)
@@ -404,13 +417,13 @@ def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
-    said: list[str] = []
+    messages: list[str] = []
 
     def ask() -> None:
         try:
             peer.look(0, 4)
         except connect.ConnectError as error:
-            said.append(str(error))
+            messages.append(str(error))
         assert not peer.closed
         # What the interrupted question waits for.
         peer.qp.post_send(rp.Send(peer.mr[:7]))
@@ -419,13 +432,13 @@ def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at
         helper = when_asked(peer, send)
         arrival = peer.report(1, timeout=30)
         helper.join(LIMIT)
-        assert said == ["this thread is in the middle of another question to the server"]
+        assert messages == ["this thread is in the middle of another question to the server"]
         assert arrival is not None
         assert arrival.byte_len == 7
         assert peer.look(0, 4).data == bytes(4)
 
 
-def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
+def test_a_question_interrupted_at_any_moment_does_not_block_the_next(
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
@@ -433,7 +446,7 @@ def test_a_question_interrupted_at_any_moment_leaves_no_turn_behind(
     def once(nth: int) -> bool:
         with served.dial() as peer:
             with (
-                At("/tools/connect/client.py", nth, interrupt) as at,
+                At("/rdmapost/tools/connect/client", nth, interrupt) as at,
                 contextlib.suppress(Interrupted),
             ):
                 peer.look(0, 4)
@@ -465,7 +478,7 @@ def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     with served.dial(timeout=0.2) as peer:
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
-        until(lambda: peer._session.owed)
+        until(lambda: is_asking(peer))
         with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
             peer.look()
         peer.qp.post_send(rp.Send(peer.mr[:1]))

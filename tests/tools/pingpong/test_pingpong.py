@@ -1,6 +1,6 @@
 """Ping-pong: its figures, and runs with both sides in one process.
 
-The exchange is in test_pingpong_exchange, peers that leave or differ in test_pingpong_peers.
+The handshake is in test_pingpong_handshake, peers that leave or differ in test_pingpong_peers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from array import array
 
 import pytest
-from support.playing import IN_ONE_PROCESS, TYPES, done, play
+from support.pingpong_runs import IN_ONE_PROCESS, TYPES, done, run_pair
 from support.ports import HOST, free_port
 
 import rdmapost as rp
@@ -20,7 +20,7 @@ from rdmapost.pingpong import Address, Latency, Pingpong, PingpongError, Result,
 # ---- the figures --------------------------------------------------------------
 
 
-def test_percentiles_are_of_the_nearest_rank():
+def test_latency_percentiles_are_of_the_nearest_rank():
     latency = Latency.of(array("Q", (1000 * n for n in range(1000, 0, -1))))
     assert latency == Latency(min=1, p50=500, p90=900, p99=990, p99_9=999, max=1000)
     assert Latency.of(array("Q", [7000])) == Latency(7, 7, 7, 7, 7, 7)
@@ -41,8 +41,8 @@ def test_rates_count_both_ways():
 
 
 @TYPES
-def test_both_sides_play_and_measure(context, qp_type):
-    client, server = done(play(context, qp_type, iters=200))
+def test_both_sides_measure_every_round_trip(context, qp_type):
+    client, server = done(run_pair(context, qp_type, iters=200))
     assert (client.role, server.role) == ("client", "server")
     assert (client.local, client.remote) == (server.remote, server.local)
     assert client.size == server.size == (1024 if qp_type is QPType.UD else 4096)
@@ -71,8 +71,8 @@ def test_both_sides_play_and_measure(context, qp_type):
     ],
     ids=str,
 )
-def test_options(context, qp_type, options):
-    client, server = done(play(context, qp_type, validate=True, **{"iters": 20, **options}))
+def test_a_run_succeeds_with_extreme_options(context, qp_type, options):
+    client, server = done(run_pair(context, qp_type, validate=True, **{"iters": 20, **options}))
     iters = options.get("iters", 20)
     assert (client.round_trips, server.round_trips) == (iters, iters - 1)
     assert (client.latency is None, server.latency is None) == (False, iters == 1)
@@ -81,16 +81,16 @@ def test_options(context, qp_type, options):
 
 
 @pytest.mark.parametrize("size", [4095, 4096, 4097, 100_000, 1 << 20])
-def test_data_of_several_pages_arrives(context, size):
-    done(play(context, size=size, iters=5, rx_depth=8, validate=True))
+def test_data_of_one_to_many_pages_is_validated(context, size):
+    done(run_pair(context, size=size, iters=5, rx_depth=8, validate=True))
 
 
 @pytest.mark.parametrize("mtu", [MTU.MTU_256, MTU.MTU_1024])
-def test_path_mtu(context, mtu):
-    done(play(context, size=3000, iters=10, mtu=mtu, validate=True))
+def test_a_message_larger_than_the_path_mtu_arrives(context, mtu):
+    done(run_pair(context, size=3000, iters=10, mtu=mtu, validate=True))
 
 
-def test_a_side_runs_once(context):
+def test_a_pingpong_refuses_a_second_run(context):
     with Pingpong(context, timeout=0.2) as side:
         with pytest.raises(PingpongError):
             side.run_client(HOST, free_port())
@@ -111,29 +111,29 @@ def test_a_side_runs_once(context):
         ({"port_num": 9}, "has no port 9"),
     ],
 )
-def test_options_are_checked(context, options, why):
+def test_pingpong_refuses_options_out_of_range(context, options, why):
     with pytest.raises(ValueError, match=why):
         Pingpong(context, **options)
 
 
-def test_nothing_is_left_open(context, pd):
-    """A failed run's posts do not keep its resources."""
-    for _ in range(3):
-        with pytest.raises(PingpongError), Pingpong(context, timeout=0.2) as side:
-            side.run_client(HOST, free_port())
-        assert side._qp.closed
-        assert side._mr.closed
-        assert side._pd.closed
+def test_a_failed_run_leaves_nothing_open(context):
+    """Its posts do not keep its resources."""
+    # Closing a device refuses while something is left open.
+    with rp.open_device(context.name) as device:
+        for _ in range(3):
+            with pytest.raises(PingpongError), Pingpong(device, timeout=0.2) as side:
+                side.run_client(HOST, free_port())
+    assert device.closed
 
 
-def test_progress_is_told_and_does_not_count(context, monkeypatch):
+def test_round_trips_with_a_progress_report_are_left_out_of_the_figures(context, monkeypatch):
     """Rounds with a progress report are left out of the figures, with their time."""
-    monkeypatch.setattr("rdmapost.tools.pingpong.side._TELL_EVERY_NS", 1_000_000)
-    told: list[int] = []
+    monkeypatch.setattr("rdmapost.tools.pingpong.side._PROGRESS_EVERY_NS", 1_000_000)
+    reported: list[int] = []
     options = {**IN_ONE_PROCESS, "iters": 100}
 
     def progress(count: int) -> None:
-        told.append(count)
+        reported.append(count)
         time.sleep(0.02)
 
     with listen(HOST, 0) as listener:
@@ -151,8 +151,8 @@ def test_progress_is_told_and_does_not_count(context, monkeypatch):
         took = time.monotonic() - start
         thread.join(30)
     # The first is before the first message.
-    assert told.pop(0) == 0
-    assert told
-    assert told == sorted(told)
-    assert result.round_trips == 100 - len(told)
-    assert result.seconds <= took - 0.02 * len(told)
+    assert reported.pop(0) == 0
+    assert reported
+    assert reported == sorted(reported)
+    assert result.round_trips == 100 - len(reported)
+    assert result.seconds <= took - 0.02 * len(reported)

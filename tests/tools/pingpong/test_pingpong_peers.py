@@ -1,4 +1,4 @@
-"""Ping-pong with peers that are absent, go away, differ or do not play."""
+"""Ping-pong with peers that are absent, leave, differ or speak another protocol."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.playing import MESSAGE, TYPES, Ends, play
-from support.ports import HOST, free_port, heard, impostor
+from support.pingpong_runs import MESSAGE, TYPES, Ends, run_pair
+from support.ports import HOST, free_port, impostor, read_to_end
 
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
-from rdmapost.tools.pingpong.exchange import DONE
+from rdmapost.tools.pingpong.handshake import DONE
+from rdmapost.tools.pingpong.payload import payload, what_is_wrong
 
 
 def drip(sock: socket.socket) -> None:
@@ -31,7 +32,7 @@ def drip(sock: socket.socket) -> None:
 def answer(message: bytes) -> Callable[[socket.socket], None]:
     def act(sock: socket.socket) -> None:
         sock.sendall(message)
-        heard(sock)
+        read_to_end(sock)
 
     return act
 
@@ -42,7 +43,7 @@ BAD_SERVERS = {
         lambda sock: (sock.recv(52), sock.sendall(MESSAGE[:20])),
         r"instead of sending its address \(20 of 52 bytes came\)",
     ),
-    "silent": (heard, r"did not send its address within 0\.5 s"),
+    "silent": (read_to_end, r"did not send its address within 0\.5 s"),
     "drips": (drip, r"did not send its address \(\d+ of 52 bytes came\) within 0\.5 s"),
     "garbage": (answer(b"220 mail ESMTP\r\n"), r"does not speak .*: b'220 mail ESMTP"),
     "no gid": (
@@ -53,7 +54,7 @@ BAD_SERVERS = {
 
 
 @pytest.mark.parametrize("kind", BAD_SERVERS)
-def test_servers_that_do_not_play(context, kind):
+def test_a_client_names_what_is_wrong_with_its_server(context, kind):
     does, why = BAD_SERVERS[kind]
     with (
         impostor(does) as (_, port),
@@ -66,7 +67,7 @@ def test_servers_that_do_not_play(context, kind):
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("sent", "why"),
     [
         (b"", r"did not send its address within 0\.5 s"),
         (MESSAGE[:9], r"did not send its address \(9 of 52 bytes came\) within 0\.5 s"),
@@ -81,25 +82,25 @@ def test_servers_that_do_not_play(context, kind):
         (MESSAGE + DONE, r"no message from .* within 0\.5 s, from the start"),
     ],
 )
-def test_clients_that_do_not_play(context, said, why):
-    if said is not None and said[12:18] == b"abcdef" and said[19:51] != 32 * b"0":
+def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
+    if sent is not None and sent[12:18] == b"abcdef" and sent[19:51] != 32 * b"0":
         # The server's queue pair must be connected to something that it can reach.
         gid = rp.choose_gid(context).gid.hex().encode()
-        said = said[:19] + gid[: max(0, len(said) - 19)] + said[51:]
+        sent = sent[:19] + gid[: max(0, len(sent) - 19)] + sent[51:]
     with (
         listen(HOST, 0) as listener,
         Pingpong(context, timeout=0.5) as side,
         socket.create_connection(listener.getsockname()[:2]) as sock,
     ):
-        if said is None:
+        if sent is None:
             sock.close()
         else:
-            sock.sendall(said)
+            sock.sendall(sent)
         with pytest.raises(PingpongError, match=why):
             side.run_server(listener, wait=5)
 
 
-def test_a_queue_pair_that_is_not_there(context):
+def test_a_peer_whose_queue_pair_does_not_exist_is_reported(context):
     """The exchange succeeds; no message is acknowledged."""
     address = Address(0, 0xFFFFF0, 1, rp.choose_gid(context).gid)
     why = r"does not answer, from the start \(RETRY_EXC_ERR\): see that the GIDs"
@@ -111,19 +112,19 @@ def test_a_queue_pair_that_is_not_there(context):
         side.run_client(HOST, port)
 
 
-def test_nobody_listens(context):
+def test_run_client_says_to_start_the_server_where_nothing_listens(context):
     why = r"cannot connect to .* refused; start the server"
     with Pingpong(context, timeout=5) as side, pytest.raises(PingpongError, match=why):
         side.run_client(HOST, free_port())
 
 
-def test_no_such_host(context):
-    why = r"there is no host 'no\.such\.host\.invalid'"
+def test_run_client_names_a_host_that_cannot_be_found(context):
+    why = r"host no\.such\.host\.invalid cannot be found"
     with Pingpong(context, timeout=5) as side, pytest.raises(PingpongError, match=why):
         side.run_client("no.such.host.invalid")
 
 
-def test_no_client_comes(context):
+def test_run_server_says_that_no_client_came_in_time(context):
     why = r"no client came to 127\.0\.0\.1:\d+ within 0\.2 s"
     with (
         Pingpong(context) as side,
@@ -133,7 +134,7 @@ def test_no_client_comes(context):
         side.run_server(listener, wait=0.2)
 
 
-def test_a_port_that_is_in_use_and_an_address_that_is_not_there():
+def test_listen_names_a_port_in_use_and_an_address_of_another_machine():
     in_use = r"cannot listen on 127\.0\.0\.1:\d+: Address already"
     with listen(HOST, 0) as first, pytest.raises(PingpongError, match=in_use):
         listen(HOST, first.getsockname()[1])
@@ -141,46 +142,45 @@ def test_a_port_that_is_in_use_and_an_address_that_is_not_there():
         listen("203.0.113.7", 0)
 
 
-def test_it_listens_on_every_address_unless_told_otherwise():
+def test_listen_accepts_on_every_address_by_default():
     with listen(None, 0) as listener:
         socket.create_connection((HOST, listener.getsockname()[1]), 5).close()
 
 
-def test_a_peer_that_looks_for_data_that_the_client_does_not_send(context):
-    ends = play(context, iters=5, server={"validate": True})
+def test_a_validating_server_reports_a_client_that_does_not_mark_pages(context):
+    ends = run_pair(context, iters=5, server={"validate": True})
     assert isinstance(ends.client, Result)
     assert isinstance(ends.server, PingpongError)
     assert "the data is wrong: 1 of 4096 bytes, the first at 0: 0x7b, not 0x00" in str(ends.server)
     assert "was the client told to validate" in str(ends.server)
 
 
-def test_data_that_was_changed_on_the_way_is_found(context):
+@pytest.mark.parametrize("is_server", [False, True])
+def test_each_changed_byte_of_the_data_is_found_and_named(is_server):
     """Every byte is checked, not only those that the stock programs mark."""
     size = 3 * mmap.PAGESIZE
+    sent = payload(size, marked=True)
+    assert what_is_wrong(sent, is_server=is_server) == ""
     for at in (1, size // 2 + 1, size - 1):
-        with Pingpong(context, size=size, validate=True) as side:
-            side._begin(is_client=True)
-            landing = side._mr.buffer[side._landing :]
-            landing[:] = side._mr.buffer[: side._landing]
-            side._look("client")
-            landing[at] ^= 1
-            with pytest.raises(PingpongError, match=f"1 of {size} bytes, the first at {at}: 0x7a"):
-                side._look("client")
+        found = bytearray(sent)
+        found[at] ^= 1
+        wrong = what_is_wrong(bytes(found), is_server=is_server)
+        assert f"1 of {size} bytes, the first at {at}: 0x7a" in wrong
 
 
 @pytest.mark.parametrize("sizes", [(64, 4096), (4096, 64)])
-def test_sizes_that_differ_are_told(context, sizes):
+def test_message_sizes_that_differ_are_reported(context, sizes):
     client, server = sizes
-    ends = play(context, iters=5, client={"size": client}, server={"size": server}, timeout=1.0)
+    ends = run_pair(context, iters=5, client={"size": client}, server={"size": server}, timeout=1.0)
     assert isinstance(ends.server, PingpongError)
     assert "the same size" in str(ends.server)
     assert isinstance(ends.client, PingpongError)
 
 
 @TYPES
-def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
-    """It plays fewer messages, and goes."""
-    ends = play(context, qp_type, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
+def test_a_peer_that_leaves_in_the_middle_of_a_run_is_reported(context, qp_type):
+    """It sends fewer messages, and leaves."""
+    ends = run_pair(context, qp_type, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
     assert isinstance(ends.server, Result)
     assert isinstance(ends.client, PingpongError)
     text = str(ends.client)
@@ -191,8 +191,11 @@ def test_a_peer_that_goes_in_the_middle_is_told(context, qp_type):
         assert f"a message was lost, which {qp_type.name} does not repeat" in text
 
 
-def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context, monkeypatch):
-    monkeypatch.setattr("rdmapost.tools.pingpong.side._TELL_EVERY_NS", 1_000_000)
+def test_an_interrupted_side_releases_everything_and_the_other_reports_that_it_died(
+    context, monkeypatch
+):
+    context = rp.open_device(context.name)
+    monkeypatch.setattr("rdmapost.tools.pingpong.side._PROGRESS_EVERY_NS", 1_000_000)
     options = {"events": True, "iters": 1 << 30, "timeout": 2.0}
     ends = Ends()
 
@@ -214,8 +217,7 @@ def test_an_interrupted_side_gives_everything_back_and_the_other_is_told(context
         thread.start()
         with pytest.raises(KeyboardInterrupt), Pingpong(context, **options) as side:
             side.run_client(HOST, port, progress=press)
-        assert side._qp.closed
-        assert side._mr.closed
-        assert side._pd.closed
         thread.join(30)
+    # It refuses while something is left open.
+    context.close()
     assert re.search(rf"after \d+ of {1 << 30} messages.*: it has died", str(ends.server))

@@ -1,14 +1,14 @@
 """A client's queue pair and memory, and what the server has offered.
 
-There is no I/O here: a shell sends what ``greeting`` yields, and passes it the answers.
+There is no I/O here: the clients drive what ``client_session`` yields.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit, within
@@ -20,16 +20,18 @@ from ...resources.device import Context
 from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
-from ..resource_stack import ResourceStack
-from .errors import ProtocolError
+from ..resource_stack import ResourceStack, drop_outstanding
+from ..tcp import show_address
+from .client_session import ClientSession, IORequests
 from .fabric import fabric_of
-from .messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
-from .sockets import NotCopied, refuse_inherited
+from .failures import ProtocolError
+from .process_bound import NotCopied, refuse_inherited
+from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
 
-__all__ = ["Dialled"]
+__all__ = ["BaseConnection"]
 
 
-class Dialled(door.Finalizer, NotCopied):
+class BaseConnection(door.Finalizer, NotCopied):
     """A queue pair of this device, connected to a server's.
 
     ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request
@@ -49,8 +51,10 @@ class Dialled(door.Finalizer, NotCopied):
     def __init__(
         self,
         context: Context,
-        qp_type: QPType,
+        host: str,
+        port: int,
         *,
+        qp_type: QPType,
         local_size: int,
         local_access: int,
         depth: int,
@@ -70,6 +74,7 @@ class Dialled(door.Finalizer, NotCopied):
         local_access = access_flags("local_access", local_access)
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
+        self._session = ClientSession(show_address((host, port)), self.timeout)
         self._pid = os.getpid()
         # Where it leads, while it is open.
         self._where = ""
@@ -99,20 +104,22 @@ class Dialled(door.Finalizer, NotCopied):
             self._used = stack.add(ResourceStack())
             # Not a method of this: the stack must not refer to the connection, or only the
             # collector would free it.
-            stack.before_closing(self.qp._drop_outstanding)
+            stack.before_closing(partial(drop_outstanding, self.qp))
 
-    def greeting(self, token: str | None) -> Generator[Message, Message, None]:
-        """Yield what to send to the server, and take its answers; then all is connected.
+    def _handshake(self, token: str | None) -> IORequests:
+        """Connect the queue pair to the server's.
 
         Args:
             token: the token, or None.
 
         Raises:
+            ConnectError: the server refused, or did not answer.
             VerbsError: the queue pair cannot be connected to the server's.
             ProtocolError: the server's offer is impossible.
         """
         kind, endpoint = self.qp.qp_type, self.qp.endpoint()
-        offer = yield Hello(token, fabric_of(self._context), kind, endpoint)
+        hello = Hello(token, fabric_of(self._context), kind, endpoint)
+        offer = yield from self._session.ask(hello)
         assert isinstance(offer, Offer), "nothing else answers a hello"
         if offer.addr + offer.size > 1 << 64:
             raise ProtocolError("the server offers memory beyond the end of all addresses")
@@ -126,7 +133,7 @@ class Dialled(door.Finalizer, NotCopied):
             }
         else:
             self.qp.connect(offer.endpoint, access=self._local_access)
-        yield Ready()
+        return (yield from self._session.ask(Ready()))
 
     def _refuse_inherited(self) -> None:
         """Raise ClosedError in the child of a fork: the TCP connection is its parent's."""
@@ -193,7 +200,7 @@ class Dialled(door.Finalizer, NotCopied):
     def _as_arrival(answer: Message) -> Arrival | None:
         return answer if isinstance(answer, Arrival) else None
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self._stack.close()
 
     def _abandon(self) -> None:
@@ -207,7 +214,7 @@ class Dialled(door.Finalizer, NotCopied):
         # Not close(): that waits for the server.
         self._abandon()
         with suppress(RdmaError):
-            self._give_back()
+            self._release()
         self._where = ""
         warnings.warn(
             f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2

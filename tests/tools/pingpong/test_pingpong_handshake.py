@@ -1,4 +1,4 @@
-"""Ping-pong's address exchange: what the stock programs send, and garbage of every kind."""
+"""Ping-pong's handshake: what the stock programs send, and garbage of every kind."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.playing import MESSAGE
+from support.pingpong_runs import MESSAGE
 
 import rdmapost as rp
 from rdmapost.pingpong import Address, PingpongError
-from rdmapost.tools.pingpong.exchange import DONE, Exchange, Line, name_of
+from rdmapost.tools.pingpong.handshake import DONE, Handshake, HandshakeConnection, name_of
 
 
-def test_an_address_is_what_the_stock_programs_send():
+def test_an_address_is_encoded_as_the_stock_programs_do():
     address = Address(0, 0x11, 0xABCDEF, rp.GID("::ffff:10.0.0.1"))
     assert address.encode() == MESSAGE
     assert len(MESSAGE) == 52
@@ -29,16 +29,16 @@ def test_an_address_is_what_the_stock_programs_send():
     st.binary(min_size=16, max_size=16),
     st.integers(1, 57),
 )
-def test_every_address_comes_through_in_pieces_of_any_size(lid, qpn, psn, gid, piece):
+def test_every_address_is_read_from_pieces_of_any_size(lid, qpn, psn, gid, piece):
     address = Address(lid, qpn, psn, rp.GID(gid))
-    server = Exchange(is_client=False)
-    told = address.encode() + DONE
-    for start in range(0, len(told), piece):
-        assert server.needed == len(told) - start
-        server.feed(told[start : start + piece])
+    server = Handshake(is_client=False)
+    reported = address.encode() + DONE
+    for start in range(0, len(reported), piece):
+        assert server.needed == len(reported) - start
+        server.feed(reported[start : start + piece])
     assert server.needed == 0
     assert server.peer == address
-    client = Exchange(is_client=True)
+    client = Handshake(is_client=True)
     client.feed(address.encode())
     assert client.needed == 0
     assert client.peer == address
@@ -69,13 +69,13 @@ def malformed(rng: random.Random) -> bytes:
     return bytes(whole)
 
 
-def test_a_hundred_thousand_malformed_exchanges_are_refused_or_waited_for():
+def test_a_malformed_handshake_is_refused_or_incomplete():
     """Each is refused, incomplete, or valid; there is no other outcome."""
     rng = random.Random(52)
     refused = incomplete = accepted = 0
     for _ in range(100_000):
         data = malformed(rng)
-        exchange = Exchange(is_client=False)
+        exchange = Handshake(is_client=False)
         try:
             at = 0
             while at < len(data):
@@ -98,7 +98,7 @@ def test_a_hundred_thousand_malformed_exchanges_are_refused_or_waited_for():
     assert accepted > 100
 
 
-def test_malformed_exchanges_over_a_connection_end_at_once():
+def test_a_malformed_handshake_over_a_connection_ends_at_once():
     """The peer sends something wrong, in pieces, and goes; nothing waits."""
     rng = random.Random(53)
     for _ in range(3000):
@@ -110,7 +110,7 @@ def test_malformed_exchanges_over_a_connection_end_at_once():
                 piece = rng.randint(1, 60)
                 theirs.sendall(data[at : at + piece])
                 at += piece
-        with Line(ours, "peer", 30, is_client=False) as line:
+        with HandshakeConnection(ours, "peer", 30, is_client=False) as line:
             try:
                 line.peer()
                 line.done()
@@ -121,7 +121,7 @@ def test_malformed_exchanges_over_a_connection_end_at_once():
 
 
 @pytest.mark.parametrize(
-    ("said", "stage"),
+    ("sent", "stage"),
     [
         (b"GET / HTTP", "its address"),
         (b"0000:0000111", r"its address"),
@@ -130,18 +130,18 @@ def test_malformed_exchanges_over_a_connection_end_at_once():
         (MESSAGE + DONE + b"!", '"done"'),
     ],
 )
-def test_what_is_wrong_is_shown(said, stage):
+def test_the_error_for_a_malformed_handshake_names_what_was_expected(sent, stage):
     with pytest.raises(PingpongError, match=stage):
-        Exchange(is_client=False).feed(said)
+        Handshake(is_client=False).feed(sent)
 
 
 @pytest.mark.parametrize("data", [b"", MESSAGE[:-1], MESSAGE + b"\0", MESSAGE.replace(b":", b";")])
-def test_decode_refuses_what_is_no_address(data):
+def test_decode_refuses_a_message_that_is_not_an_address(data):
     with pytest.raises(ValueError, match="not an address of the pingpong exchange"):
         Address.decode(data)
 
 
-def test_names_of_peers():
+def test_name_of_writes_ipv4_ipv6_and_mapped_addresses():
     assert name_of(("10.0.0.1", 5)) == "10.0.0.1:5"
     assert name_of(("::1", 5, 0, 0)) == "[::1]:5"
     assert name_of(("::ffff:10.0.0.1", 5, 0, 0)) == "10.0.0.1:5"

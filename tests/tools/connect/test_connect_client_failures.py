@@ -1,6 +1,6 @@
-"""Servers with many clients, clients that die at any point of the exchange, and servers that end.
+"""Servers with many clients, clients that die at any stage, and servers that end.
 
-A misbehaving client is a plain socket; each such test ends with a client that works.
+A misbehaving client is a raw socket; each such test ends with a client that works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 from support import LIMIT, run_python
-from support.serving import STEPS, Served, answers, hello, one_error, servers, stranger
+from support.serving import STAGES, Served, answers, hello, one_error, raw_client, servers
 
 import rdmapost as rp
 from rdmapost import connect
@@ -25,7 +25,7 @@ serve = servers
 # ---- many clients ---------------------------------------------------------------
 
 
-def test_several_clients_at_once(serve: Callable[..., Served]) -> None:
+def test_eight_clients_write_send_and_look_at_once(serve: Callable[..., Served]) -> None:
     served = serve(max_clients=8)
     ready = threading.Barrier(8, timeout=LIMIT)
     failed: list[BaseException] = []
@@ -59,7 +59,9 @@ def test_several_clients_at_once(serve: Callable[..., Served]) -> None:
     assert {event.reason for event in left} == {"done"}
 
 
-def test_there_is_a_last_place(serve: Callable[..., Served]) -> None:
+def test_a_client_beyond_max_clients_is_refused_until_another_leaves(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(max_clients=2)
     with served.dial() as first, served.dial():
         with pytest.raises(connect.ConnectError, match="has its 2 clients; try again") as error:
@@ -71,7 +73,9 @@ def test_there_is_a_last_place(serve: Callable[..., Served]) -> None:
     served.works()
 
 
-def test_a_place_is_free_after_what_could_not_be_made(serve: Callable[..., Served]) -> None:
+def test_a_client_whose_resources_cannot_be_created_takes_no_place(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(max_clients=1, size=4096, receive_size=1 << 31, count=1 << 14)
     # 32 TiB of receives: no machine has that.
     for _ in range(3):
@@ -85,14 +89,14 @@ def test_a_place_is_free_after_what_could_not_be_made(serve: Callable[..., Serve
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
-@pytest.mark.parametrize("step", STEPS)
-def test_a_client_dies(
+@pytest.mark.parametrize("step", STAGES)
+def test_a_client_that_dies_at_any_stage_is_released_and_the_other_served(
     serve: Callable[..., Served], context: rp.Context, step: str, how: str
 ) -> None:
     served = serve(max_clients=2)
     with served.dial() as witness:
         served.until(connect.Joined)
-        with stranger(served, *STEPS[step](hello(context))) as sock:
+        with raw_client(served, *STAGES[step](hello(context))) as sock:
             if how == "reset":
                 # With a linger of no time a close is a reset.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -122,7 +126,9 @@ def test_a_client_that_breaks_its_queue_pair_is_still_served(
     served.works()
 
 
-def test_a_program_that_ends_without_closing(serve: Callable[..., Served]) -> None:
+def test_a_program_that_exits_or_is_killed_without_closing_ends_cleanly(
+    serve: Callable[..., Served],
+) -> None:
     served = serve()
     code = """
 import os, sys, warnings, rdmapost as rp
@@ -152,9 +158,11 @@ with rp.open_device(sys.argv[1]) as context:
 # ---- the end ------------------------------------------------------------------------
 
 
-def test_the_server_ends_with_clients_there(serve: Callable[..., Served]) -> None:
+def test_closing_a_server_releases_its_clients_and_sends_them_an_error(
+    serve: Callable[..., Served],
+) -> None:
     served = serve()
-    with served.dial() as peer, stranger(served) as waiting:
+    with served.dial() as peer, raw_client(served) as waiting:
         (client,) = served.server.clients
         served.until(connect.Joined)
         served.server.close()
@@ -172,7 +180,7 @@ def test_the_server_ends_with_clients_there(serve: Callable[..., Served]) -> Non
     assert [t.name for t in threading.enumerate() if t.name.startswith("serve ")] == []
 
 
-def test_a_callback_may_end_the_server(context: rp.Context) -> None:
+def test_on_event_may_close_its_server_when_a_client_joins(context: rp.Context) -> None:
     ended = threading.Event()
     servers: queue.Queue[connect.Server] = queue.Queue()
 
@@ -188,7 +196,7 @@ def test_a_callback_may_end_the_server(context: rp.Context) -> None:
     assert ended.wait(LIMIT)
 
 
-def test_an_owner_whose_callback_fails_serves_on(
+def test_a_failing_on_event_is_logged_and_clients_are_served(
     context: rp.Context, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(event: connect.Event) -> None:

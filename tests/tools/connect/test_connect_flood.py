@@ -1,6 +1,6 @@
-"""Crowds of connections without the token: clients with it get in regardless.
+"""Floods of connections without the token: clients with it get in regardless.
 
-The strangers are in a separate process (crowd.py), so that they are as fast as possible.
+The flood is a separate process (connection_flood.py), to be as fast as possible.
 """
 
 from __future__ import annotations
@@ -22,83 +22,88 @@ from typing import Any
 
 import pytest
 from support import LIMIT, ROOT, soft_context
-from support.serving import Served, answers, both_servers, hello, one_error, stranger
+from support.serving import Served, answers, both_servers, hello, one_error, raw_client
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.messages import Look, Ready, encode
+from rdmapost.tools.connect.protocol_messages import Look, Ready, encode
 
 context = soft_context
 serve = both_servers
 
-HOLDERS = 100
-MORE_THAN_ARE_HELD = 400
-"""More strangers than a server keeps waiting at once."""
+CLIENTS = 100
+MORE_THAN_PENDING = 400
+"""More connections than a server keeps pending at once."""
 
 
-class Crowd:
-    """What has come of a crowd, once it has gone."""
+class FloodResult:
+    """How the server treated a flood, once it is over."""
 
-    told: dict[str, int]
+    answers: dict[str, int]
     seconds: float
 
 
 @contextlib.contextmanager
-def crowd(served: Served, kind: str, many: int, sources: int = 0) -> Iterator[Crowd]:
-    """A crowd connects, and stays until the end of the block."""
+def flood(served: Served, behaviour: str, count: int, sources: int = 0) -> Iterator[FloodResult]:
+    """Flood a server with connections until the end of the block."""
     host, port = served.server.address[:2]
-    said = encode(hello(served.context)).decode()
-    program = ROOT / "tests" / "support" / "crowd.py"
-    argv = [sys.executable, "-P", str(program), host, str(port), kind, str(many), str(sources)]
-    found = Crowd()
+    message = encode(hello(served.context)).decode()
+    program = ROOT / "tests" / "support" / "connection_flood.py"
+    options = [host, str(port), behaviour, str(count), str(sources), message]
+    result = FloodResult()
     with subprocess.Popen(
-        [*argv, said], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-P", str(program), *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         try:
-            assert process.stdout.readline() == "here\n"
-            yield found
+            assert process.stdout.readline() == "connected\n"
+            yield result
             last, _ = process.communicate(timeout=LIMIT)
         finally:
             process.kill()
-    vars(found).update(json.loads(last))
+    vars(result).update(json.loads(last))
 
 
 @pytest.mark.parametrize(
-    ("kind", "many"),
-    [("idle", 64), ("half", 64), ("idle", MORE_THAN_ARE_HELD), ("churn", MORE_THAN_ARE_HELD)],
+    ("behaviour", "count"),
+    [("idle", 64), ("half", 64), ("idle", MORE_THAN_PENDING), ("churn", MORE_THAN_PENDING)],
 )
-def test_every_holder_of_the_token_gets_in_through_a_crowd(
-    serve: Callable[..., Served], kind: str, many: int
+def test_every_client_with_the_token_gets_in_during_a_flood(
+    serve: Callable[..., Served], behaviour: str, count: int
 ) -> None:
     served = serve(token="secret", timeout=5.0)
-    with crowd(served, kind, many):
-        for _ in range(HOLDERS):
+    with flood(served, behaviour, count):
+        for _ in range(CLIENTS):
             with served.dial(timeout=5.0) as peer:
                 assert peer.look(0, 1).data == b"\0"
     served.works()
 
 
-def test_a_stranger_that_makes_room_is_told_so(serve: Callable[..., Served]) -> None:
+def test_a_connection_evicted_by_a_flood_gets_a_busy_error(serve: Callable[..., Served]) -> None:
     served = serve(timeout=5.0)
-    with crowd(served, "idle", MORE_THAN_ARE_HELD) as strangers:
+    with flood(served, "idle", MORE_THAN_PENDING) as result:
         event = served.until(connect.Refused)
         assert event.code == "busy"
         assert "too many connections wait at this server" in event.text
-    assert strangers.told["busy"] > 0
+    assert result.answers["busy"] > 0
 
 
-def test_one_address_crowds_out_only_its_own(serve: Callable[..., Served]) -> None:
+def test_a_flood_from_one_address_evicts_no_connection_from_another(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(token="secret", timeout=5.0)
-    # This one has its own address, and says nothing for long.
-    with stranger(served) as patient, crowd(served, "churn", MORE_THAN_ARE_HELD, sources=1):
+    # This one has its own address, and sends nothing for long.
+    with raw_client(served) as patient, flood(served, "churn", MORE_THAN_PENDING, sources=1):
         for _ in range(10):
             served.dial().close()
         patient.sendall(encode(dataclasses.replace(hello(served.context), token="no")))
         assert one_error(patient)[0] == "token"
 
 
-def test_a_server_that_runs_out_of_descriptors_serves_on(
+def test_a_server_that_ran_out_of_descriptors_serves_clients_again(
     serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve(token="secret")
@@ -107,7 +112,7 @@ def test_a_server_that_runs_out_of_descriptors_serves_on(
     *_, few = itertools.islice((fd for fd in itertools.count() if fd not in used), 20)
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
-        with crowd(served, "idle", 64):
+        with flood(served, "idle", 64):
             assert served.until(connect.Refused).code == "busy"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -119,21 +124,23 @@ def test_a_server_that_runs_out_of_descriptors_serves_on(
 
 
 @pytest.mark.parametrize(("sources", "per_second"), [(0, 32), (16, 64)], ids=["one", "several"])
-def test_tokens_are_guessed_slowly_and_holders_get_in_meanwhile(
+def test_token_guesses_are_rate_limited_and_clients_with_the_token_get_in(
     serve: Callable[..., Served], sources: int, per_second: int
 ) -> None:
     served = serve(token="secret", timeout=5.0)
-    with crowd(served, "guess", 16, sources) as guessers:
+    with flood(served, "guess", 16, sources) as guessers:
         started = time.monotonic()
         while time.monotonic() < started + 2.0:
             served.dial(timeout=5.0).close()
     # A burst of one second's worth is allowed.
-    most = per_second * (guessers.seconds + 1.5)
-    assert 16 <= guessers.told["token"] <= most
+    maximum = per_second * (guessers.seconds + 1.5)
+    assert 16 <= guessers.answers["token"] <= maximum
     served.works()
 
 
-def test_a_wrong_token_now_and_then_costs_no_time(serve: Callable[..., Served]) -> None:
+def test_twenty_wrong_tokens_in_a_row_are_refused_without_delay(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(token="secret")
     started = time.monotonic()
     for _ in range(20):
@@ -158,14 +165,14 @@ def lookers(
         size=LARGE, shared=True, max_clients=20, access=rp.Access.REMOTE_READ, timeout=LIMIT
     )
     with contextlib.ExitStack() as stack:
-        said = hello(context), Ready(), Look(0, LARGE)
-        socks = [stack.enter_context(stranger(served, *said)) for _ in range(14)]
+        sent = hello(context), Ready(), Look(0, LARGE)
+        socks = [stack.enter_context(raw_client(served, *sent)) for _ in range(14)]
         for _ in socks:
             served.until(connect.Joined)
         yield served, socks
 
 
-def test_long_looks_of_many_keep_one_core_busy_and_no_new_client_waiting(
+def test_concurrent_long_looks_use_one_core_and_do_not_delay_new_clients(
     lookers: tuple[Served, list[Any]],
 ) -> None:
     served, socks = lookers
@@ -176,10 +183,10 @@ def test_long_looks_of_many_keep_one_core_busy_and_no_new_client_waiting(
     # One of the looking threads runs at a time; a few are between two pieces.
     assert statistics.median(_running() for _ in range(200)) <= len(socks) / 2
     for sock in socks:
-        heard = b""
-        while heard.count(b"\n") < 3:
-            heard += sock.recv(65536)
-        seen = json.loads(heard.splitlines()[2])
+        received = b""
+        while received.count(b"\n") < 3:
+            received += sock.recv(65536)
+        seen = json.loads(received.splitlines()[2])
         assert (seen["type"], seen["length"]) == ("seen", LARGE)
 
 
@@ -202,14 +209,14 @@ def _answered(sock: socket.socket) -> bool:
         return False
 
 
-def test_long_looks_do_not_keep_the_server_from_ending(lookers: tuple[Served, list[Any]]) -> None:
+def test_a_server_closes_in_the_middle_of_long_looks(lookers: tuple[Served, list[Any]]) -> None:
     served, socks = lookers
     served.server.close()
     last = [answers(sock)[-1] for sock in socks]
     assert {message.get("code") for message in last} == {"closing"}
 
 
-def test_a_look_ends_with_the_client_that_asked_for_it(lookers: tuple[Served, list[Any]]) -> None:
+def test_a_long_look_is_abandoned_when_its_client_leaves(lookers: tuple[Served, list[Any]]) -> None:
     served, socks = lookers
     for sock in socks:
         sock.close()

@@ -26,13 +26,13 @@ IN_ONE_PROCESS = {"events": True, "timeout": 20.0}
 
 
 class Ends:
-    """What became of two sides that played: a Result or the exception of each."""
+    """How each of two sides ended: a Result or its exception."""
 
     client: Any = None
     server: Any = None
 
 
-def play(
+def run_pair(
     context: rp.Context,
     qp_type: QPType = QPType.RC,
     client: dict[str, Any] | None = None,

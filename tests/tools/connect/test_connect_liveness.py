@@ -22,7 +22,7 @@ context = soft_context
 serve = both_servers
 
 
-def test_a_client_stays_that_only_reads_and_writes(serve: Callable[..., Served]) -> None:
+def test_a_client_that_only_reads_and_writes_is_not_dropped(serve: Callable[..., Served]) -> None:
     served = serve(timeout=0.3)
     with served.dial() as peer:
         served.until(connect.Joined)
@@ -31,29 +31,31 @@ def test_a_client_stays_that_only_reads_and_writes(serve: Callable[..., Served])
             peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
             peer.wait()[0].check()
         assert not peer.closed
-        assert served.told.empty()
+        assert served.events.empty()
         assert peer.look(0, 1).data == b"\0"
     assert served.until(connect.Left).reason == "done"
 
 
 @pytest.mark.parametrize("face", [connect.serve, connect.aserve])
-def test_silence_ends_no_client_unless_the_owner_says_so(face: Callable[..., object]) -> None:
+def test_serve_and_aserve_have_no_idle_timeout_by_default(face: Callable[..., object]) -> None:
     assert inspect.signature(face).parameters["idle_timeout"].default is None
 
 
-def test_a_client_that_is_dismissed_sees_it_without_asking(serve: Callable[..., Served]) -> None:
+def test_a_client_that_was_dropped_is_closed_without_asking(serve: Callable[..., Served]) -> None:
     served = serve(idle_timeout=0.3)
     with served.dial() as peer:
         assert not peer.closed
         assert served.until(connect.Left).reason == "nothing came from the client within 0.3 s"
         assert peer.closed
-        # To have seen it takes nothing from what the next question is told.
+        # Seeing it does not take the error from the next question.
         with pytest.raises(connect.ConnectError, match="nothing came from the client"):
             peer.look()
         assert peer.closed
 
 
-def test_the_end_of_a_server_is_seen_without_asking(serve: Callable[..., Served]) -> None:
+def test_a_connection_is_closed_without_asking_when_its_server_closes(
+    serve: Callable[..., Served],
+) -> None:
     served = serve()
     with served.dial() as peer:
         assert not peer.closed
@@ -76,7 +78,9 @@ def test_a_connection_is_not_closed_while_it_asks(serve: Callable[..., Served]) 
         assert not peer.closed
 
 
-def test_asyncio_the_end_of_a_server_is_seen_without_asking(context: rp.Context) -> None:
+def test_asyncio_a_connection_is_closed_without_asking_when_its_server_closes(
+    context: rp.Context,
+) -> None:
     async def main() -> None:
         async with await connect.aserve(context, port=0) as server:
             peer = await connect.adial(context, *server.address[:2])
@@ -118,14 +122,14 @@ def loopback(up):
         fcntl.ioctl(sock, 0x8914, struct.pack("16sh14x", b"lo", up))
 
 loopback(1)
-told = queue.Queue()
+reported = queue.Queue()
 with rp.open_device("soft0") as context:
-    with connect.serve(context, port=0, on_event=told.put) as server:
+    with connect.serve(context, port=0, on_event=reported.put) as server:
         with connect.dial(context, *server.address) as peer:
-            assert isinstance(told.get(timeout=60), connect.Joined)
+            assert isinstance(reported.get(timeout=60), connect.Joined)
             assert not peer.closed
             loopback(0)
-            left = told.get(timeout=60)
+            left = reported.get(timeout=60)
             assert isinstance(left, connect.Left), left
             print(left.reason)
             until = time.monotonic() + 60
@@ -135,7 +139,7 @@ with rp.open_device("soft0") as context:
 """
 
 
-def test_both_sides_notice_that_the_network_between_them_is_gone() -> None:
+def test_both_sides_notice_within_a_minute_that_the_network_is_down() -> None:
     unshare = shutil.which("unshare")
     apart = [unshare or "unshare", "--user", "--map-root-user", "--net"]
     if unshare is None or subprocess.run([*apart, "true"], check=False).returncode:

@@ -1,11 +1,11 @@
-"""The messages of the exchange, and their format: one JSON object per line.
+"""The protocol's messages, and their format: one JSON object per line.
 
 A line is ASCII and has at most 4096 bytes, including its newline. Besides ``type``, each message
 has exactly the fields that its class lists; each field is checked separately. The hello carries the
 protocol version as ``rdmapost``, and the server reads nothing else of a hello whose version it does
 not speak.
 
-An exchange, C being the client and S the server::
+A session, C being the client and S the server::
 
     C hello     its token, what its device can reach, type of QP, endpoint
     S offer     its endpoint, and what it exposes and receives
@@ -15,7 +15,7 @@ An exchange, C being the client and S the server::
     S arrival, or nothing (it did not come in the time that was given)
     C look      what is in your memory?
     S seen
-    C bye       S bye: it has taken everything back
+    C bye       S bye: it has released everything
 
 A question that arrives while a report waits ends the wait: the report is answered with nothing, and
 then the question is answered.
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from ...enums import Access, QPType, WCOpcode, WCStatus
 from ...resources.endpoint import Endpoint
-from .errors import ProtocolError
+from .failures import ProtocolError
 
 __all__ = [
     "CODES",
@@ -55,8 +55,8 @@ __all__ = [
     "access_names",
     "decode",
     "encode",
-    "fields_of",
-    "version_of",
+    "parse_line",
+    "read_version",
 ]
 
 VERSION = 1
@@ -215,7 +215,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Why the server ends the exchange.
+    """Why the server ends the connection.
 
     Attributes:
         code: the kind of error, one of CODES.
@@ -229,71 +229,71 @@ class Error:
 Message = Hello | Offer | Ready | Report | Arrival | Nothing | Look | Seen | Bye | Error
 
 
-# ---- the form of each field -----------------------------------------------------
+# ---- the fields -------------------------------------------------------
 
 
-class _Form:
+class _Codec:
     """How a value is written in JSON, and how it is read and checked."""
 
     def __init__(self, write: Callable[[Any], Any], read: Callable[[Any], Any], what: str) -> None:
         self.write, self.read, self.what = write, read, what
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _refuse() -> NoReturn:
+def _invalid() -> NoReturn:
     raise ValueError
 
 
-def _integer(most: int, least: int = 0) -> _Form:
+def _integer(maximum: int, minimum: int = 0) -> _Codec:
     def read(value: Any) -> int:
         # True and False are integers in Python, but not here.
-        return value if type(value) is int and least <= value <= most else _refuse()
+        return value if type(value) is int and minimum <= value <= maximum else _invalid()
 
-    return _Form(int, read, f"an integer in {least}..{most}")
+    return _Codec(int, read, f"an integer in {minimum}..{maximum}")
 
 
-def _text(most: int) -> _Form:
+def _text(maximum: int) -> _Codec:
     def read(value: Any) -> str:
-        return value if isinstance(value, str) and len(value) <= most else _refuse()
+        return value if isinstance(value, str) and len(value) <= maximum else _invalid()
 
-    return _Form(_as_it_is, read, f"a text of at most {most} characters")
+    return _Codec(_identity, read, f"a text of at most {maximum} characters")
 
 
-def _shown(most: int) -> _Form:
+def _printable(maximum: int) -> _Codec:
     # It will be shown on a terminal.
     def write(value: str) -> str:
-        return "".join(c if c.isprintable() else " " for c in value)[:most]
+        return "".join(c if c.isprintable() else " " for c in value)[:maximum]
 
     def read(value: Any) -> str:
-        fits = isinstance(value, str) and len(value) <= most and value.isprintable()
-        return str(value) if fits else _refuse()
+        fits = isinstance(value, str) and len(value) <= maximum and value.isprintable()
+        return str(value) if fits else _invalid()
 
-    return _Form(write, read, f"a printable text of at most {most} characters")
+    return _Codec(write, read, f"a printable text of at most {maximum} characters")
 
 
-def _member(names: dict[str, Any]) -> _Form:
+def _member(names: dict[str, Any]) -> _Codec:
     def read(value: Any) -> Any:
-        return names[value] if isinstance(value, str) and value in names else _refuse()
+        return names[value] if isinstance(value, str) and value in names else _invalid()
 
     listed = ", ".join(names) if len(names) < 12 else "a known name"
-    return _Form(
+    return _Codec(
         lambda member: next(n for n, m in names.items() if m == member), read, f"one of {listed}"
     )
 
 
-def _optional(form: _Form) -> _Form:
-    return _Form(
-        lambda value: None if value is None else form.write(value),
-        lambda value: None if value is None else form.read(value),
-        f"{form.what}, or null",
+def _optional(codec: _Codec) -> _Codec:
+    return _Codec(
+        lambda value: None if value is None else codec.write(value),
+        lambda value: None if value is None else codec.read(value),
+        f"{codec.what}, or null",
     )
 
 
 def _read_endpoint(value: Any) -> Endpoint:
-    return Endpoint.parse(value) if isinstance(value, str) and len(value) < 160 else _refuse()
+    return Endpoint.parse(value) if isinstance(value, str) and len(value) < 160 else _invalid()
 
 
 _ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE, "atomic": Access.REMOTE_ATOMIC}
@@ -306,21 +306,21 @@ def access_names(access: Access) -> list[str]:
 
 def _read_access(value: Any) -> Access:
     if not isinstance(value, list) or len(value) > len(_ACCESS):
-        _refuse()
+        _invalid()
     flags = Access(0)
     for name in value:
         if not isinstance(name, str) or name not in _ACCESS or flags & _ACCESS[name]:
-            _refuse()
+            _invalid()
         flags |= _ACCESS[name]
     return flags
 
 
-def _hex(least: int, most: int) -> Callable[[Any], str]:
+def _hex(minimum: int, maximum: int) -> Callable[[Any], str]:
     def read(value: Any) -> str:
-        if not isinstance(value, str) or len(value) % 2 or not least <= len(value) <= most:
-            _refuse()
+        if not isinstance(value, str) or len(value) % 2 or not minimum <= len(value) <= maximum:
+            _invalid()
         if any(c not in "0123456789abcdef" for c in value):
-            _refuse()
+            _invalid()
         return str(value)
 
     return read
@@ -332,21 +332,21 @@ def _read_digest(value: Any) -> str:
 
 _U32, _U64 = _integer((1 << 32) - 1), _integer((1 << 64) - 1)
 _QPN_TEXT = "an endpoint (qpn=... psn=... gid=... lid=... mtu=...)"
-_ENDPOINT = _Form(str, _read_endpoint, _QPN_TEXT)
-_DATA = _Form(
+_ENDPOINT = _Codec(str, _read_endpoint, _QPN_TEXT)
+_DATA = _Codec(
     lambda value: bytes(value[:HEAD_BYTES]).hex(),
     lambda value: bytes.fromhex(_hex(0, 2 * HEAD_BYTES)(value)),
     f"hexadecimal text of at most {HEAD_BYTES} bytes",
 )
-_DIGEST = _Form(_as_it_is, _read_digest, "64 hexadecimal digits, or nothing")
+_DIGEST = _Codec(_identity, _read_digest, "64 hexadecimal digits, or nothing")
 
-_FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
+_CODECS: dict[type, tuple[str, dict[str, _Codec]]] = {
     Hello: (
         "hello",
         {
             "token": _optional(_text(MAX_TOKEN)),
-            "fabric": _shown(_NAME),
-            "qp_type": _member({kind.name: kind for kind in QP_TYPES}),
+            "fabric": _printable(_NAME),
+            "qp_type": _member({qp_type.name: qp_type for qp_type in QP_TYPES}),
             "endpoint": _ENDPOINT,
         },
     ),
@@ -354,13 +354,13 @@ _FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
         "offer",
         {
             "client": _U64,
-            "device": _shown(_NAME),
+            "device": _printable(_NAME),
             "endpoint": _ENDPOINT,
             "qkey": _U32,
             "addr": _U64,
             "rkey": _U32,
             "size": _U64,
-            "access": _Form(access_names, _read_access, "a list of read, write and atomic"),
+            "access": _Codec(access_names, _read_access, "a list of read, write and atomic"),
             "receives": _U32,
             "receive_size": _U32,
         },
@@ -393,7 +393,7 @@ _FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
         "error",
         {
             "code": _member({code: code for code in CODES}),
-            "text": _shown(_MAX_TEXT),
+            "text": _printable(_MAX_TEXT),
         },
     ),
 }
@@ -404,29 +404,29 @@ _FORMS: dict[type, tuple[str, dict[str, _Form]]] = {
 
 def encode(message: Message) -> bytes:
     """Write a message as a line, with its newline."""
-    name, forms = _FORMS[type(message)]
+    name, codecs = _CODECS[type(message)]
     fields: dict[str, Any] = {}
     if isinstance(message, Hello | Error):
         # Clients of every version read errors.
         fields["rdmapost"] = VERSION
     fields["type"] = name
-    for field, form in forms.items():
-        fields[field] = form.write(getattr(message, field))
+    for field, codec in codecs.items():
+        fields[field] = codec.write(getattr(message, field))
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("a field is there twice")
+        raise ValueError("duplicate field")
     return fields
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
-def fields_of(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> dict[str, Any]:
     """Read a line as one JSON object, without checking its contents.
 
     Raises:
@@ -434,7 +434,7 @@ def fields_of(line: bytes) -> dict[str, Any]:
     """
     try:
         fields = json.loads(
-            line.decode("ascii"), object_pairs_hook=_once, parse_constant=_no_constant
+            line.decode("ascii"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
         )
     except (ValueError, RecursionError):
         fields = None
@@ -443,7 +443,7 @@ def fields_of(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def version_of(fields: dict[str, Any]) -> int:
+def read_version(fields: dict[str, Any]) -> int:
     """Return the version that a first message names.
 
     Raises:
@@ -466,28 +466,28 @@ def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
         ProtocolError: it is another one, or one of its fields is wrong.
     """
     given = fields.get("type")
-    for kind in expected:
-        name, forms = _FORMS[kind]
+    for message_type in expected:
+        name, codecs = _CODECS[message_type]
         if given == name:
             break
     else:
-        wanted = " or ".join(_FORMS[kind][0] for kind in expected)
+        wanted = " or ".join(_CODECS[message_type][0] for message_type in expected)
         raise ProtocolError(f"a message of type {_short(given)} came, and not {wanted}")
-    besides = {"type", "rdmapost"} if kind in (Hello, Error) else {"type"}
+    besides = {"type", "rdmapost"} if message_type in (Hello, Error) else {"type"}
     for field in fields:
-        if field not in forms and field not in besides:
+        if field not in codecs and field not in besides:
             raise ProtocolError(f"{name} has no field {_short(field)}")
     values = {}
-    for field, form in forms.items():
+    for field, codec in codecs.items():
         if field not in fields:
             raise ProtocolError(f"{name} lacks its field {field}")
         try:
-            values[field] = form.read(fields[field])
+            values[field] = codec.read(fields[field])
         except ValueError:
             raise ProtocolError(
-                f"{field} of {name} is {_short(fields[field])}, and not {form.what}"
+                f"{field} of {name} is {_short(fields[field])}, and not {codec.what}"
             ) from None
-    return kind(**values)
+    return message_type(**values)
 
 
 def _short(value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...enums import QPType
-from .messages import Arrival, Offer
+from .protocol_messages import Arrival, Offer
 
 __all__ = ["Arrived", "Changed", "Event", "Joined", "Left", "OnEvent", "Refused"]
 
@@ -19,7 +19,7 @@ class Joined:
         client: its number, from 1.
         address: its address, HOST:PORT.
         qp_type: type of its queue pair.
-        offer: what it was told: the exposed address, rkey, size, access, receives.
+        offer: what it was offered: the exposed address, rkey, size, access, receives.
     """
 
     client: int
@@ -78,8 +78,8 @@ class Refused:
 
     Attributes:
         address: where it came from.
-        code: the kind of error, one of messages.CODES or "lost".
-        text: what the client was told, in one line.
+        code: the kind of error, one of protocol_messages.CODES or "lost".
+        text: the error sent to the client, in one line.
     """
 
     address: str

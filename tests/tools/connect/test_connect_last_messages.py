@@ -1,4 +1,4 @@
-"""What a client's message has been acknowledged for is told of, however the connection ends."""
+"""Every acknowledged message is reported to the server's owner, however the connection ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ context = soft_context
 serve = both_servers
 
 SOON = 30.0
-"""Seconds in which a server tells that a client has left."""
+"""Seconds in which a server reports that a client has left."""
 LARGE = 1 << 26
 """Bytes of memory that the server takes a while to compare when a client has left."""
 
@@ -72,16 +72,16 @@ def arrived(events: list[connect.Event]) -> list[int | None]:
     return [one.imm_data for one in taken]
 
 
-def everything(told: queue.Queue[connect.Event]) -> list[connect.Event]:
+def everything(reported: queue.Queue[connect.Event]) -> list[connect.Event]:
     """Return all events up to the one that a client has left."""
-    events = [told.get(timeout=SOON)]
+    events = [reported.get(timeout=SOON)]
     while not isinstance(events[-1], connect.Left):
-        events.append(told.get(timeout=SOON))
+        events.append(reported.get(timeout=SOON))
     return events
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_a_server_that_closes_tells_of_every_message_acknowledged(
+def test_a_closing_server_reports_every_acknowledged_message(
     serve: Callable[..., Served], shared: bool
 ) -> None:
     served = serve(size=LARGE, shared=shared)
@@ -90,11 +90,11 @@ def test_a_server_that_closes_tells_of_every_message_acknowledged(
         served.server.close()
         load.join()
         assert load.failure is WCStatus.RETRY_EXC_ERR
-    assert arrived(everything(served.told)) == list(range(load.successes))
-    assert served.told.empty()
+    assert arrived(everything(served.events)) == list(range(load.successes))
+    assert served.events.empty()
 
 
-def test_a_client_whose_tcp_connection_breaks_has_every_message_acknowledged_told_of(
+def test_every_acknowledged_message_is_reported_when_the_tcp_connection_breaks(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(size=LARGE)
@@ -104,10 +104,10 @@ def test_a_client_whose_tcp_connection_breaks_has_every_message_acknowledged_tol
         peer._socket.shutdown(socket.SHUT_RDWR)
         load.join()
         assert load.failure is WCStatus.RETRY_EXC_ERR
-    assert arrived(everything(served.told)) == list(range(load.successes))
+    assert arrived(everything(served.events)) == list(range(load.successes))
 
 
-def test_a_client_that_sends_while_it_says_goodbye_has_every_message_acknowledged_told_of(
+def test_every_acknowledged_message_is_reported_when_a_client_closes_while_sending(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(size=LARGE)
@@ -115,13 +115,13 @@ def test_a_client_that_sends_while_it_says_goodbye_has_every_message_acknowledge
         load = Load(peer)
         peer.close()
         load.join()
-    messages = arrived(everything(served.told))
+    messages = arrived(everything(served.events))
     # It may be closed before it has seen the last success.
     assert messages == list(range(len(messages)))
     assert len(messages) >= load.successes
 
 
-def test_each_client_of_a_server_that_closes_has_every_message_acknowledged_told_of(
+def test_a_closing_server_reports_every_acknowledged_message_of_each_client(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(size=LARGE, shared=True)
@@ -132,7 +132,7 @@ def test_each_client_of_a_server_that_closes_has_every_message_acknowledged_told
         load.join()
     for peer in peers:
         peer.close()
-    events = list(served.told.queue)
+    events = list(served.events.queue)
     for number, load in loads.items():
         of_client: list[Any] = [
             event for event in events if getattr(event, "client", None) == number
@@ -141,7 +141,7 @@ def test_each_client_of_a_server_that_closes_has_every_message_acknowledged_told
 
 
 @pytest.mark.parametrize("cancels", [1, 2])
-def test_a_task_that_is_cancelled_with_its_server_leaves_no_message_acknowledged_untold(
+def test_every_acknowledged_message_is_reported_when_the_servers_task_is_cancelled(
     context: rp.Context, cancels: int
 ) -> None:
     """Cancelled a second time, it is the close that is cancelled."""
@@ -174,10 +174,10 @@ def test_a_task_that_is_cancelled_with_its_server_leaves_no_message_acknowledged
     assert arrived(events) == list(range(load.successes))
 
 
-def test_what_is_posted_in_on_event_while_the_server_ends_is_told_of_or_fails(
+def test_a_message_posted_in_on_event_while_the_server_closes_is_reported_or_fails(
     context: rp.Context,
 ) -> None:
-    told: queue.Queue[connect.Event] = queue.Queue()
+    reported: queue.Queue[connect.Event] = queue.Queue()
     statuses: list[WCStatus] = []
     first = threading.Event()
 
@@ -185,8 +185,8 @@ def test_what_is_posted_in_on_event_while_the_server_ends_is_told_of_or_fails(
         peer.qp.post_send(rp.Send(peer.mr[:4]))
         statuses.append(peer.wait(timeout=LIMIT)[0].status)
 
-    def tell(event: connect.Event) -> None:
-        told.put(event)
+    def on_event(event: connect.Event) -> None:
+        reported.put(event)
         if isinstance(event, connect.Arrived) and event.arrival.status is WCStatus.SUCCESS:
             assert first.wait(LIMIT)
             # In on_event this begins the end, and does not wait for it.
@@ -195,57 +195,57 @@ def test_what_is_posted_in_on_event_while_the_server_ends_is_told_of_or_fails(
                 send()
 
     with (
-        connect.serve(context, port=0, on_event=tell) as server,
+        connect.serve(context, port=0, on_event=on_event) as server,
         connect.dial(context, *server.address[:2]) as peer,
     ):
         send()
         first.set()
-        events = everything(told)
+        events = everything(reported)
     assert statuses == [WCStatus.SUCCESS, WCStatus.SUCCESS, WCStatus.RETRY_EXC_ERR]
     assert len(arrived(events)) == 2
 
 
-def test_a_server_that_closes_tells_of_more_messages_than_it_reads_at_once(
+def test_a_closing_server_reports_more_messages_than_it_polls_at_once(
     context: rp.Context,
 ) -> None:
     count = 2000
-    told: queue.Queue[connect.Event] = queue.Queue()
+    reported: queue.Queue[connect.Event] = queue.Queue()
     go_on = threading.Event()
 
-    def tell(event: connect.Event) -> None:
-        told.put(event)
+    def on_event(event: connect.Event) -> None:
+        reported.put(event)
         if isinstance(event, connect.Arrived):
             server.close()
             assert go_on.wait(LIMIT)
 
     with (
-        connect.serve(context, port=0, count=count, size=64, on_event=tell) as server,
+        connect.serve(context, port=0, count=count, size=64, on_event=on_event) as server,
         connect.dial(context, *server.address[:2]) as peer,
     ):
         for _ in range(count):
             peer.qp.post_send(rp.Send(peer.mr[:4]))
             peer.wait()[0].check()
         go_on.set()
-        assert arrived(everything(told)) == [None] * count
+        assert arrived(everything(reported)) == [None] * count
 
 
 @pytest.mark.parametrize("ends", [rp.QP.close, rp.QP.to_reset])
-def test_messages_whose_receives_cannot_be_posted_again_are_told_of(
+def test_messages_are_reported_though_their_receives_cannot_be_reposted(
     context: rp.Context, ends: Callable[[rp.QP], None]
 ) -> None:
     """The owner of the server ends the queue pair of a client while messages are in the CQ."""
-    told: queue.Queue[connect.Event] = queue.Queue()
+    reported: queue.Queue[connect.Event] = queue.Queue()
     first, go_on = threading.Event(), threading.Event()
 
-    def tell(event: connect.Event) -> None:
-        told.put(event)
+    def on_event(event: connect.Event) -> None:
+        reported.put(event)
         if isinstance(event, connect.Arrived) and event.arrival.index == 1:
             first.set()
             assert go_on.wait(LIMIT)
             ends(server.clients[0].qp)
 
     with (
-        connect.serve(context, port=0, on_event=tell) as server,
+        connect.serve(context, port=0, on_event=on_event) as server,
         connect.dial(context, *server.address[:2]) as peer,
     ):
         for _ in range(4):
@@ -253,4 +253,4 @@ def test_messages_whose_receives_cannot_be_posted_again_are_told_of(
             peer.wait()[0].check()
             assert first.wait(LIMIT)
         go_on.set()
-        assert arrived(everything(told)) == [None] * 4
+        assert arrived(everything(reported)) == [None] * 4

@@ -1,7 +1,7 @@
-"""Strangers: clients that send garbage, stall or crowd, and servers of something else.
+"""Clients that send garbage, stall or come in crowds, and servers of another protocol.
 
-A misbehaving client is a plain socket; each such test ends with a client that works. All of it runs
-only on soft0: what strangers send never reaches a device.
+A misbehaving client is a raw socket; each such test ends with a client that works. All of it runs
+only on soft0: what such clients send never reaches a device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ from collections.abc import Callable
 
 import pytest
 from support import LIMIT, soft_context
-from support.ports import heard, impostor
-from support.serving import STEPS, Served, answers, hello, one_error, servers, stranger
+from support.ports import impostor, read_to_end
+from support.serving import STAGES, Served, answers, hello, one_error, raw_client, servers
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.messages import MAX_LINE, Bye, Look, Message, Ready, Report, encode
+from rdmapost.tools.connect.protocol_messages import (
+    MAX_LINE,
+    Bye,
+    Look,
+    Message,
+    Ready,
+    Report,
+    encode,
+)
 
 context = soft_context
 serve = servers
@@ -30,7 +38,7 @@ serve = servers
 
 
 @pytest.mark.parametrize(
-    ("sent", "says"),
+    ("sent", "expected"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "not the exchange of rdmapost"),
         (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not the exchange"),
@@ -43,27 +51,29 @@ serve = servers
     ],
     ids=lambda v: str(v)[:12],
 )
-def test_garbage_gets_one_clear_error(serve: Callable[..., Served], sent: bytes, says: str) -> None:
+def test_garbage_instead_of_a_hello_gets_one_error_that_names_it(
+    serve: Callable[..., Served], sent: bytes, expected: str
+) -> None:
     served = serve()
-    # It may be cut off while it is still talking.
+    # It may be cut off while it is still sending.
     with socket.create_connection(served.server.address[:2], LIMIT) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(sent)
         if len(sent) < 1 << 16:
             code, text = one_error(sock)
             assert code == "format"
-            assert says in text
-    assert says in served.until(connect.Refused).text
+            assert expected in text
+    assert expected in served.until(connect.Refused).text
     served.works()
 
 
 @pytest.mark.parametrize("after", ["hello", "ready"])
-def test_garbage_from_a_client_ends_it(
+def test_garbage_after_the_hello_ends_that_client_only(
     serve: Callable[..., Served], context: rp.Context, after: str
 ) -> None:
     served = serve()
-    said = [hello(context), Ready()][: 1 + (after == "ready")]
-    with stranger(served, *said, b'{"type":"look","offset":0,"length":-1}\n') as sock:
+    sent = [hello(context), Ready()][: 1 + (after == "ready")]
+    with raw_client(served, *sent, b'{"type":"look","offset":0,"length":-1}\n') as sock:
         code, _ = one_error(sock)
         assert code == "format"
     assert served.until(connect.Left).reason != "done"
@@ -71,9 +81,11 @@ def test_garbage_from_a_client_ends_it(
     served.works()
 
 
-def test_another_version_is_refused(serve: Callable[..., Served]) -> None:
+def test_a_hello_of_another_protocol_version_is_refused_with_both_versions(
+    serve: Callable[..., Served],
+) -> None:
     served = serve(token="secret")
-    with stranger(served, b'{"rdmapost":2,"type":"hello"}\n') as sock:
+    with raw_client(served, b'{"rdmapost":2,"type":"hello"}\n') as sock:
         code, text = one_error(sock)
     assert code == "version"
     assert "version 1" in text
@@ -82,23 +94,25 @@ def test_another_version_is_refused(serve: Callable[..., Served]) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "Secret", "secret " * 20])
-def test_strangers_are_kept_out(serve: Callable[..., Served], token: str | None) -> None:
+def test_a_client_without_the_right_token_is_refused(
+    serve: Callable[..., Served], token: str | None
+) -> None:
     served = serve(token="secret")
     with pytest.raises(connect.ConnectError, match="token") as error:
         served.dial(token=token)
     assert error.value.code == "token"
     assert served.until(connect.Refused).code == "token"
     assert "secret" not in str(error.value)
-    assert served.told.empty()
+    assert served.events.empty()
     served.works()
 
 
 @pytest.mark.parametrize("step", ["at once", "in the hello", "after the hello", "in ready"])
-def test_a_slow_client_is_told_so_and_keeps_nobody_waiting(
+def test_a_slow_client_gets_a_timeout_error_and_delays_no_other(
     serve: Callable[..., Served], context: rp.Context, step: str
 ) -> None:
     served = serve(timeout=1.0)
-    with stranger(served, *STEPS[step](hello(context))) as sock:
+    with raw_client(served, *STAGES[step](hello(context))) as sock:
         served.works()
         code, text = one_error(sock)
     assert code == "timeout"
@@ -109,36 +123,38 @@ def test_a_slow_client_is_told_so_and_keeps_nobody_waiting(
     assert served.server.clients == []
 
 
-def test_a_hello_has_five_seconds_however_long_the_other_steps_have(
+def test_a_hello_times_out_after_five_seconds_however_long_the_timeout(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(timeout=LIMIT)
-    with stranger(served, b'{"rdmapost":') as sock:
+    with raw_client(served, b'{"rdmapost":') as sock:
         sock.settimeout(LIMIT / 2)
         code, text = one_error(sock)
     assert code == "timeout"
     assert text == "half a message came from the client within 5 s: its hello was to come"
 
 
-def test_byte_by_byte_is_too_slow(serve: Callable[..., Served], context: rp.Context) -> None:
+def test_a_hello_sent_byte_by_byte_times_out(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
     served = serve(timeout=1.0)
     line = encode(hello(context))
     started = time.monotonic()
-    with stranger(served) as sock:
+    with raw_client(served) as sock:
         sock.settimeout(0.05)
-        heard = b""
+        received = b""
         for byte in line:
             with contextlib.suppress(OSError):
                 sock.send(bytes([byte]))
             with contextlib.suppress(TimeoutError):
-                if heard := sock.recv(4096):
+                if received := sock.recv(4096):
                     break
-    assert json.loads(heard)["code"] == "timeout"
+    assert json.loads(received)["code"] == "timeout"
     assert time.monotonic() - started < len(line) * 0.05
     served.works()
 
 
-def test_a_client_of_which_nothing_is_heard_goes(serve: Callable[..., Served]) -> None:
+def test_idle_timeout_drops_a_client_that_sends_nothing(serve: Callable[..., Served]) -> None:
     served = serve(idle_timeout=1.0)
     with served.dial() as peer:
         assert served.until(connect.Left).reason == "nothing came from the client within 1 s"
@@ -152,23 +168,23 @@ def test_a_client_of_which_nothing_is_heard_goes(serve: Callable[..., Served]) -
     served.works()
 
 
-def test_the_oldest_of_a_crowd_make_room_for_those_who_come_later(
+def test_the_oldest_pending_connections_are_evicted_for_new_ones(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(timeout=3.0)
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(stranger(served)) for _ in range(300)]
+        crowd = [stack.enter_context(raw_client(served)) for _ in range(300)]
         codes = [one_error(sock)[0] for sock in crowd]
     # The latest wait until their time is up; the others have made room for them.
     assert codes == ["busy"] * 44 + ["timeout"] * 256
     served.works()
 
 
-def test_a_client_that_asks_and_never_listens(
+def test_a_client_that_never_reads_its_answers_is_dropped(
     serve: Callable[..., Served], context: rp.Context
 ) -> None:
     served = serve(timeout=1.0)
-    with served.dial() as witness, stranger(served, hello(context), Ready()) as sock:
+    with served.dial() as witness, raw_client(served, hello(context), Ready()) as sock:
         sock.settimeout(0.2)
         questions = encode(Look(0, 4096)) * 500
         with contextlib.suppress(OSError):
@@ -182,24 +198,24 @@ def test_a_client_that_asks_and_never_listens(
 
 
 @pytest.mark.parametrize("second", [Report(2, 60_000), b"{"], ids=["report", "half"])
-def test_two_questions_at_once_are_one_too_many(
+def test_a_second_question_before_the_answer_to_a_look_is_refused(
     serve: Callable[..., Served], context: rp.Context, second: Message | bytes
 ) -> None:
     served = serve()
-    said = [hello(context), Ready(), Look(0, 1), second]
-    with stranger(served, *said) as sock:
+    sent = [hello(context), Ready(), Look(0, 1), second]
+    with raw_client(served, *sent) as sock:
         code, text = one_error(sock)
     assert (code, text) == ("format", "another question came before the answer to the last one")
     served.works()
 
 
 @pytest.mark.parametrize(("second", "last"), [(Report(2, 0), "nothing"), (Look(0, 1), "seen")])
-def test_a_question_ends_the_wait_for_a_report(
+def test_a_second_question_ends_the_wait_for_a_report(
     serve: Callable[..., Served], context: rp.Context, second: Message, last: str
 ) -> None:
     served = serve()
     began = time.monotonic()
-    with stranger(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
+    with raw_client(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
         sock.shutdown(socket.SHUT_WR)
         kinds = [answer["type"] for answer in answers(sock)]
     assert kinds == ["offer", "ready", "nothing", last]
@@ -208,11 +224,11 @@ def test_a_question_ends_the_wait_for_a_report(
 
 
 @pytest.mark.parametrize("asked", [Look(4096, 1), Look(0, 1 << 40), Look((1 << 64) - 1, 1)])
-def test_nobody_looks_outside_the_memory(
+def test_a_look_outside_the_exposed_memory_is_refused(
     serve: Callable[..., Served], context: rp.Context, asked: Look
 ) -> None:
     served = serve()
-    with stranger(served, hello(context), Ready(), asked) as sock:
+    with raw_client(served, hello(context), Ready(), asked) as sock:
         code, text = one_error(sock)
     assert code == "failed"
     assert "not within the 4096 exposed" in text
@@ -220,7 +236,7 @@ def test_nobody_looks_outside_the_memory(
         peer.look(4000, 97)
 
 
-def test_a_random_exchange_never_ends_the_server(
+def test_random_bytes_in_messages_never_end_the_server(
     serve: Callable[..., Served], context: rp.Context
 ) -> None:
 
@@ -229,11 +245,11 @@ def test_a_random_exchange_never_ends_the_server(
     start = encode(hello(context)) + encode(Ready())
     more = encode(Report(1, 0)) + encode(Look(0, 9)) + encode(Bye())
     for _ in range(100):
-        said = bytearray(start + more)
+        sent = bytearray(start + more)
         for _ in range(rng.randrange(4)):
-            said[rng.randrange(len(said))] = rng.randrange(256)
-        with stranger(served) as sock, contextlib.suppress(ConnectionError):
-            sock.sendall(bytes(said[: rng.randrange(len(said))]))
+            sent[rng.randrange(len(sent))] = rng.randrange(256)
+        with raw_client(served) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(bytes(sent[: rng.randrange(len(sent))]))
             if rng.randrange(3):
                 sock.shutdown(socket.SHUT_WR)
                 answers(sock)
@@ -241,12 +257,12 @@ def test_a_random_exchange_never_ends_the_server(
     assert served.server.clients == []
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_a_client_that_will_say_nothing_more(
+@pytest.mark.parametrize("step", STAGES)
+def test_a_client_that_shuts_down_sending_is_released_at_any_stage(
     serve: Callable[..., Served], context: rp.Context, step: str
 ) -> None:
     served = serve()
-    with stranger(served, *STEPS[step](hello(context))) as sock:
+    with raw_client(served, *STAGES[step](hello(context))) as sock:
         sock.shutdown(socket.SHUT_WR)
         answers(sock)
     event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]
@@ -256,12 +272,12 @@ def test_a_client_that_will_say_nothing_more(
     served.works()
 
 
-# ---- servers that are none ----------------------------------------------------------
+# ---- other servers -------------------------------------------------------------------
 
 
-def test_a_server_that_says_nothing(context: rp.Context) -> None:
+def test_dial_times_out_where_the_server_sends_nothing(context: rp.Context) -> None:
     with (
-        impostor(heard) as address,
+        impostor(read_to_end) as address,
         pytest.raises(
             connect.ConnectTimeout, match=r"did not answer within 0\.3 s: is it 'rdmapost"
         ),
@@ -270,7 +286,7 @@ def test_a_server_that_says_nothing(context: rp.Context) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("sent", "expected"),
     [
         (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not the exchange"),
         (b'{"type":"ready"}\n', "'ready' came, and not offer or error"),
@@ -281,14 +297,16 @@ def test_a_server_that_says_nothing(context: rp.Context) -> None:
     ],
     ids=lambda v: str(v)[:12],
 )
-def test_a_server_that_is_none(context: rp.Context, said: bytes, says: str) -> None:
+def test_dial_names_what_answers_in_place_of_a_server(
+    context: rp.Context, sent: bytes, expected: str
+) -> None:
     def talk(sock: socket.socket) -> None:
         sock.recv(4096)
         # The client may have hung up by now.
         with contextlib.suppress(OSError):
-            sock.sendall(said)
+            sock.sendall(sent)
             sock.shutdown(socket.SHUT_WR)
-        heard(sock)
+        read_to_end(sock)
 
-    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=says):
+    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=expected):
         connect.dial(context, *address)

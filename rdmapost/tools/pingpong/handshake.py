@@ -1,34 +1,35 @@
-"""The exchange of ibv_rc_pingpong and its kin: who is where, as text over TCP.
+"""The handshake of ibv_rc_pingpong and its kin: addresses, as text over TCP.
 
 The client sends its address, 52 bytes; the server connects its queue pair and
 answers with its own; the client connects its own and says "done".  That is all,
 and the connection is closed.
 
-``Address`` and ``Exchange`` are the messages and their order, without a socket;
-``Line`` carries them over one, with a time limit for each.
+``Address`` and ``Handshake`` are the messages and their order, without a socket;
+``HandshakeConnection`` carries them over one, with a time limit for each.
 """
 
 from __future__ import annotations
 
-import os
+import errno
 import re
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from ..._arguments import within
 from ...errors import RdmaError
 from ...resources.device import GID
+from .. import tcp
+from ..resource_stack import ClosesOnExit
+from ..tcp import reason
+from ..tcp import show_address as name_of
 
 __all__ = [
     "DONE",
     "PORT",
     "Address",
-    "Exchange",
-    "Line",
+    "Handshake",
+    "HandshakeConnection",
     "PingpongError",
     "accept",
     "dial",
@@ -40,20 +41,20 @@ PORT = 18515
 """The TCP port of the stock programs."""
 
 DONE = b"done\0"
-_FORM = b"0000:000000:000000:" + 32 * b"0" + b"\0"
+_TEMPLATE = b"0000:000000:000000:" + 32 * b"0" + b"\0"
 _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
 _HEX = frozenset(b"0123456789abcdefABCDEF")
-_MAY_BE = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _FORM)
+_ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _TEMPLATE)
 """Which bytes each place of the message may have."""
 
 
 class PingpongError(RdmaError):
-    """The peer could not be reached, did not speak the exchange, or has gone."""
+    """The peer could not be reached, broke the handshake, or has gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A queue pair's address in the form that the exchange has for it.
+    """A queue pair's address in the handshake's format.
 
     Attributes:
         lid: the port's LID; 0 on Ethernet.
@@ -68,7 +69,7 @@ class Address:
     gid: GID
 
     def encode(self) -> bytes:
-        """Return the message that tells it: 52 bytes, the last of them 0."""
+        """Return its message: 52 bytes, the last of them 0."""
         return b"%04x:%06x:%06x:%s\0" % (self.lid, self.qpn, self.psn, self.gid.hex().encode())
 
     @classmethod
@@ -91,38 +92,38 @@ class Address:
         return f"LID {self.lid:#06x}, QPN {self.qpn:#08x}, PSN {self.psn:#08x}, GID {self.gid}"
 
 
-class Exchange:
-    """What one side hears, in order; it has no socket of its own.
+class Handshake:
+    """What one side receives, in order; no I/O.
 
     A byte that cannot be right is refused when it comes, and not when the message is
     complete.
 
     Args:
-        is_client: whether it is the side that speaks first, and hears no "done".
+        is_client: whether it is the side that sends first, and receives no "done".
 
     Attributes:
         peer: the peer's address, as soon as it is there.
     """
 
-    __slots__ = ("_heard", "_is_client", "peer")
+    __slots__ = ("_is_client", "_received", "peer")
 
     def __init__(self, *, is_client: bool) -> None:
         self._is_client = is_client
-        self._heard = bytearray()
+        self._received = bytearray()
         self.peer: Address | None = None
 
     @property
     def needed(self) -> int:
         """Bytes that are still to come; 0 at the end."""
-        whole = len(_FORM) if self._is_client else len(_FORM) + len(DONE)
-        return whole - len(self._heard)
+        whole = len(_TEMPLATE) if self._is_client else len(_TEMPLATE) + len(DONE)
+        return whole - len(self._received)
 
     @property
     def stage(self) -> str:
         """What is being waited for, in words."""
-        heard = len(self._heard)
-        if heard < len(_FORM):
-            partly = f" ({heard} of {len(_FORM)} bytes came)" if heard else ""
+        received = len(self._received)
+        if received < len(_TEMPLATE):
+            partly = f" ({received} of {len(_TEMPLATE)} bytes came)" if received else ""
             return f"its address{partly}"
         return '"done"'
 
@@ -130,42 +131,32 @@ class Exchange:
         """Take bytes from the peer, in pieces of any size.
 
         Raises:
-            PingpongError: they are not what the exchange has.
+            PingpongError: they do not belong to the handshake.
         """
-        heard, before = self._heard, bytes(self._heard)
-        whole = len(heard) + self.needed
+        received, before = self._received, bytes(self._received)
+        whole = len(received) + self.needed
         for byte in data:
-            place = len(heard)
+            place = len(received)
             if place >= whole:
                 right = False
-            elif place < len(_FORM):
-                right = byte in _MAY_BE[place]
+            elif place < len(_TEMPLATE):
+                right = byte in _ALLOWED[place]
             else:
-                right = byte == DONE[place - len(_FORM)]
+                right = byte == DONE[place - len(_TEMPLATE)]
             if not right:
-                start, stage = (0, "its address") if place < len(_FORM) else (len(_FORM), '"done"')
+                start, stage = (
+                    (0, "its address") if place < len(_TEMPLATE) else (len(_TEMPLATE), '"done"')
+                )
                 raise PingpongError(
                     f"it does not speak the exchange of ibv_rc_pingpong: "
                     f"{(before + data)[start:][:40]!r} came instead of {stage}"
                 )
-            heard.append(byte)
-        if self.peer is None and len(heard) >= len(_FORM):
-            self.peer = Address.decode(bytes(heard[: len(_FORM)]))
+            received.append(byte)
+        if self.peer is None and len(received) >= len(_TEMPLATE):
+            self.peer = Address.decode(bytes(received[: len(_TEMPLATE)]))
 
 
 # ---- over TCP ---------------------------------------------------------------
-
-
-def name_of(address: tuple[object, ...]) -> str:
-    """Return HOST:PORT of a socket address.
-
-    Args:
-        address: what ``getsockname()`` gives.
-    """
-    host, port = str(address[0]), address[1]
-    # What an IPv6 socket says of an IPv4 peer.
-    host = host.removeprefix("::ffff:") if "." in host else host
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(host: str | None = None, port: int = PORT) -> socket.socket:
@@ -185,23 +176,18 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
         PingpongError: the address is not there, or in use.
     """
     port = within("port", port, 0, 65535)
-    where = name_of((host, port)) if host else f"TCP port {port}"
     try:
-        if not host and socket.has_dualstack_ipv6():
-            with suppress(OSError):
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=1, dualstack_ipv6=True
-                )
-        family, *_, address = socket.getaddrinfo(
-            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=1)
-    except OSError as error:
-        raise PingpongError(f"cannot listen on {where}: {_why(error)}") from None
+        listener = tcp.listen(host or None, port, backlog=1)
+    except tcp.TCPError as error:
+        raise PingpongError(str(error)) from None
+    listener.setblocking(True)
+    return listener
 
 
-def accept(listener: socket.socket, timeout: float, wait: float | None = None) -> Line:
-    """Take one client, and listen no more.
+def accept(
+    listener: socket.socket, timeout: float, wait: float | None = None
+) -> HandshakeConnection:
+    """Accept one client, and stop listening.
 
     Args:
         listener: from ``listen``; it is closed.
@@ -211,23 +197,20 @@ def accept(listener: socket.socket, timeout: float, wait: float | None = None) -
     Raises:
         PingpongError: none came.
     """
-    with listener:
+    try:
         listener.settimeout(wait)
         name = name_of(listener.getsockname())
-        try:
-            sock, address = listener.accept()
-        except TimeoutError:
-            raise PingpongError(f"no client came to {name} within {wait:g} s") from None
-        except OSError as error:
-            raise PingpongError(f"no client came: {_why(error)}") from None
-        finally:
-            # close() alone would leave it listening while a forked child has a copy of it.
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-    return Line(sock, name_of(address), timeout, is_client=False)
+        sock, address = listener.accept()
+    except TimeoutError:
+        raise PingpongError(f"no client came to {name} within {wait:g} s") from None
+    except OSError as error:
+        raise PingpongError(f"no client came: {reason(error)}") from None
+    finally:
+        tcp.stop_listening(listener)
+    return HandshakeConnection(sock, name_of(address), timeout, is_client=False)
 
 
-def dial(host: str, port: int, timeout: float) -> Line:
+def dial(host: str, port: int, timeout: float) -> HandshakeConnection:
     """Connect to a server.
 
     Args:
@@ -241,38 +224,21 @@ def dial(host: str, port: int, timeout: float) -> Line:
     """
     port = within("port", port, 1, 65535)
     who = name_of((host, port))
-    end = time.monotonic() + timeout
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise PingpongError(f"there is no host {host!r}: {_why(error)}") from None
-    why = ""
-    for family, kind, protocol, _, address in found:
-        try:
-            sock = socket.socket(family, kind, protocol)
-        except OSError as error:
-            why = _why(error)
-            continue
-        try:
-            sock.settimeout(max(0.001, end - time.monotonic()))
-            sock.connect(address)
-        except OSError as error:
-            sock.close()
-            why = why or _why(error)
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return Line(sock, who, timeout, is_client=True)
-    if not why or why == "timed out":
+        return HandshakeConnection(tcp.dial(host, port, timeout), who, timeout, is_client=True)
+    except tcp.TCPError as error:
+        raise PingpongError(str(error)) from None
+    except TimeoutError:
         why = f"no answer within {timeout:g} s; see that the host is up and lets the port through"
-    elif why == "Connection refused":
-        why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
+    except OSError as error:
+        why = reason(error)
+        if error.errno == errno.ECONNREFUSED:
+            why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
     raise PingpongError(f"cannot connect to {who}: {why}")
 
 
-class Line:
-    """A TCP connection to a peer, and the exchange over it; a context manager.
+class HandshakeConnection(ClosesOnExit):
+    """A TCP connection to a peer, and the handshake over it; a context manager.
 
     Args:
         sock: the connection; it is closed at the end.
@@ -289,17 +255,10 @@ class Line:
         self._sock = sock
         self._timeout = timeout
         self._is_client = is_client
-        self._exchange = Exchange(is_client=is_client)
+        self._handshake = Handshake(is_client=is_client)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the connection."""
         self._sock.close()
 
     def send(self, message: bytes) -> None:
@@ -312,7 +271,7 @@ class Line:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(message)
         except OSError as error:
-            raise self._gone(_why(error)) from None
+            raise self._closed_error(reason(error)) from None
 
     def peer(self) -> Address:
         """Return the peer's address when it has come.
@@ -322,8 +281,8 @@ class Line:
         """
         # "done" is not to be read before the answer has gone out.
         self._read(0 if self._is_client else len(DONE))
-        assert self._exchange.peer is not None
-        return self._exchange.peer
+        assert self._handshake.peer is not None
+        return self._handshake.peer
 
     def done(self) -> None:
         """Wait for the client's "done".
@@ -334,41 +293,33 @@ class Line:
         self._read(0)
 
     def _read(self, leave: int) -> None:
-        """Hear the peer until so many bytes are left to come."""
-        exchange = self._exchange
+        """Receive until so many bytes are left to come."""
+        handshake = self._handshake
         end = time.monotonic() + self._timeout
-        while (needed := exchange.needed - leave) > 0:
+        while (needed := handshake.needed - leave) > 0:
             try:
                 # One limit for the whole message: a peer that sends a byte now and then ends too.
                 self._sock.settimeout(max(0.001, end - time.monotonic()))
                 data = self._sock.recv(needed)
             except TimeoutError:
                 raise PingpongError(
-                    f"{self.who} did not send {exchange.stage} within {self._timeout:g} s"
+                    f"{self.who} did not send {handshake.stage} within {self._timeout:g} s"
                 ) from None
             except OSError as error:
-                raise self._gone(_why(error)) from None
+                raise self._closed_error(reason(error)) from None
             if not data:
-                raise self._gone("")
+                raise self._closed_error("")
             try:
-                exchange.feed(data)
+                handshake.feed(data)
             except PingpongError as error:
                 raise PingpongError(f"{self.who}: {error}") from None
 
-    def _gone(self, why: str) -> PingpongError:
+    def _closed_error(self, why: str) -> PingpongError:
         why = f" ({why})" if why else ""
         hint = "it says why itself"
         if self._is_client:
             hint += "; on RoCE a stock server has to be started with -g INDEX"
         return PingpongError(
-            f"{self.who} closed the connection{why} instead of sending {self._exchange.stage}: "
+            f"{self.who} closed the connection{why} instead of sending {self._handshake.stage}: "
             f"{hint}"
         )
-
-
-def _why(error: Exception) -> str:
-    if not isinstance(error, OSError):
-        return str(error)
-    # The numbers of getaddrinfo(3) are negative, and a time limit of ours has none.
-    code = error.errno or 0
-    return os.strerror(code) if code > 0 else error.strerror or str(error)

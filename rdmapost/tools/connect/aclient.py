@@ -1,0 +1,308 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from ...enums import Access, QPType
+from ...errors import RdmaError
+from ...resources.device import Context
+from ..resource_stack import AsyncClosesOnExit
+from ..tcp import prepare
+from .base_connection import BaseConnection
+from .client import MARGIN_S
+from .client_session import IORequests, NoData, Outcome
+from .failures import ConnectError, ProtocolError, not_reached
+from .host_port import DEFAULT_PORT, check_where
+from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
+from .server_state import check_token
+
+__all__ = ["AsyncConnection", "adial"]
+
+
+async def adial(
+    context: Context,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    qp_type: QPType = QPType.RC,
+    token: str | None = None,
+    timeout: float = 5.0,
+    local_size: int = 4096,
+    local_access: int = Access.LOCAL_WRITE,
+    depth: int = 16,
+    max_inline_data: int = 0,
+    port_num: int = 1,
+    gid_index: int | None = None,
+) -> AsyncConnection:
+    """Connect a queue pair to a server's: ``dial`` for asyncio.
+
+    Args:
+        context, host, port, qp_type, token, timeout: as in dial.
+        local_size, local_access, depth, max_inline_data, port_num, gid_index: likewise.
+
+    Returns:
+        The connection; an asynchronous context manager.
+
+    Raises:
+        TypeError, ValueError, ConnectError, ConnectTimeout, ProtocolError, VerbsError: as in dial.
+    """
+    port = check_where(host, port)
+    check_token(token)
+    connection = AsyncConnection(
+        context,
+        host,
+        port,
+        qp_type=qp_type,
+        timeout=timeout,
+        local_size=local_size,
+        local_access=local_access,
+        depth=depth,
+        max_inline_data=max_inline_data,
+        port_num=port_num,
+        gid_index=gid_index,
+    )
+    await connection._connect(host, port, token)
+    return connection
+
+
+class AsyncConnection(BaseConnection, AsyncClosesOnExit):
+    """A connection to a server; ``adial`` makes it.
+
+    A question (report, look) that is cancelled, by asyncio.timeout() for instance,
+    leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
+    event loop; await ``cq.completions`` there.  It belongs to the event loop that
+    ``adial`` ran in: elsewhere report, look and close raise RuntimeError.
+
+    One that is dropped without close() releases everything, with a ResourceWarning.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._writer: asyncio.StreamWriter | None = None
+        self._turn = asyncio.Lock()
+        self._closing = asyncio.get_running_loop().create_future()
+        super().__init__(*args, **options)
+
+    async def _connect(self, host: str, port: int, token: str | None) -> None:
+        where = self._session.where
+        try:
+            try:
+                async with asyncio.timeout(self.timeout):
+                    self._reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE)
+            except (OSError, UnicodeError) as error:
+                failed = error if isinstance(error, OSError) else OSError(str(error))
+                raise not_reached(where, failed, self.timeout) from error
+            prepare(writer.get_extra_info("socket"))
+            self._read_on()
+            self._writer = writer
+            await self._drive(writer, self._handshake(token))
+        except BaseException:
+            self._disconnect()
+            with suppress(RdmaError):
+                self._release()
+            raise
+        self._where = where
+
+    def _read_on(self) -> None:
+        # Always in progress, so that the server's end is noticed without asking.
+        self._reading = asyncio.create_task(self._reader.read(MAX_LINE))
+        self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
+        self._refuse_inherited()
+        self._refuse_elsewhere()
+        leaving = isinstance(message, Bye)
+        async with self._turn:
+            if self._writer is None or (self._closing.done() and not leaving):
+                raise ConnectError("the connection is closed", "lost")
+            try:
+                question = self._session.ask(message, more_time)
+                return await self._drive(self._writer, question, leaving)
+            except ConnectError:
+                # close() still has to say goodbye.
+                if not self._closing.done() or leaving:
+                    self._disconnect()
+                raise
+
+    def _refuse_elsewhere(self) -> None:
+        """Raise RuntimeError in another event loop than that of ``adial``."""
+        loop = self._closing.get_loop()
+        if loop.is_closed():
+            raise RuntimeError(
+                f"{self._named} belongs to an event loop that is closed: it has ended with it"
+            )
+        if loop is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"{self._named} belongs to another event loop: use it in the one that adial() "
+                "ran in (asyncio.run_coroutine_threadsafe)"
+            )
+
+    @property
+    def _named(self) -> str:
+        return f"the connection to {self._where}" if self._where else "the connection"
+
+    async def _drive(
+        self, writer: asyncio.StreamWriter, requests: IORequests, leaving: bool = False
+    ) -> Message:
+        """Do what a session yields, and return its answer, as Connection does."""
+        try:
+            data, deadline = next(requests)
+            while True:
+                left = max(0.0, deadline - time.monotonic())
+                if data:
+                    outcome = await self._send(writer, data, left)
+                else:
+                    outcome = await self._receive(left, leaving)
+                data, deadline = requests.send(outcome)
+        except StopIteration as end:
+            answer: Message = end.value
+            return answer
+
+    async def _send(self, writer: asyncio.StreamWriter, data: bytes, left: float) -> Outcome:
+        try:
+            async with asyncio.timeout(left):
+                writer.write(data)
+                await writer.drain()
+        except TimeoutError:
+            return NoData.TIMED_OUT
+        except OSError as error:
+            return error
+        return b""
+
+    async def _receive(self, left: float, leaving: bool) -> Outcome:
+        awaited: set[asyncio.Future[Any]] = {self._reading}
+        if not leaving:
+            awaited.add(self._closing)
+        # A cancellation here ends the wait, not the read.
+        done, _ = await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not leaving and self._closing.done():
+            return NoData.CLOSED_MEANWHILE
+        if not done:
+            return NoData.TIMED_OUT
+        try:
+            return self._take_read()
+        except OSError as error:
+            return error
+
+    def _take_read(self) -> bytes:
+        """Return what has been read, and read on; nothing at the end."""
+        data = b"" if self._reading.cancelled() else self._reading.result()
+        if data:
+            self._read_on()
+        return data
+
+    async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
+        """Ask the server what has arrived in one of its receives: Connection.report for asyncio.
+
+        Args:
+            index, timeout: as there.
+
+        Returns:
+            The arrival, or None if it did not come in time.
+
+        Raises:
+            TypeError, ValueError, ClosedError, ConnectError: as there.
+            RuntimeError: it belongs to another event loop, or its event loop is closed.
+        """
+        question, wait = self._ask_report(index, timeout)
+        return self._as_arrival(await self._ask(question, wait + MARGIN_S))
+
+    async def look(self, offset: int = 0, length: int | None = None) -> Seen:
+        """Ask the server what its memory holds: Connection.look for asyncio.
+
+        Args:
+            offset, length: as there.
+
+        Returns:
+            A digest and the first bytes.
+
+        Raises:
+            TypeError, ValueError, ClosedError, ConnectError: as there.
+            RuntimeError: it belongs to another event loop, or its event loop is closed.
+        """
+        seen = await self._ask(self._ask_look(offset, length))
+        assert isinstance(seen, Seen), "nothing else answers a look"
+        return seen
+
+    @property
+    def closed(self) -> bool:
+        """True once the server has gone away or dropped this client, as in Connection."""
+        if self._pid != os.getpid():
+            return True
+        if self._turn.locked():
+            return False
+        # Unasked, it sends only its last error.
+        if (
+            self._writer is None
+            or not self._reading.done()
+            or not self._session.protocol.answer_pending
+        ):
+            return self._writer is None or self._reading.done()
+        try:
+            return self._session.is_over(self._take_read())
+        except (OSError, ProtocolError):
+            self._disconnect()
+            return True
+
+    async def close(self) -> None:
+        """Tell the server, and close everything; do nothing if already closed.
+
+        Other tasks' questions end with a ConnectError. In the child of a fork it does nothing: its
+        parent has the connection.
+
+        Raises:
+            VerbsError: the device refused.
+            RuntimeError: it belongs to another event loop, and nothing is done; or its
+                event loop was closed before it; everything is released, without telling the
+                server.
+        """
+        if self._pid != os.getpid():
+            return
+        if self._writer is not None:
+            try:
+                self._refuse_elsewhere()
+            except RuntimeError:
+                if self._closing.get_loop().is_closed():
+                    self._where = ""
+                    self._break_off()
+                    self._release()
+                raise
+        self._where = ""
+        if not self._closing.done():
+            self._closing.set_result(None)
+        try:
+            if self._writer is not None:
+                with suppress(ConnectError):
+                    await self._ask(Bye())
+        finally:
+            self._disconnect()
+            self._release()
+
+    def _abandon(self) -> None:
+        if self._writer is not None:
+            # A closed loop needs nothing.
+            with suppress(RuntimeError):
+                loop = self._closing.get_loop()
+                loop.call_soon_threadsafe(_close, self._writer, self._reading)
+
+    def _break_off(self) -> None:
+        """Shut the TCP connection down where no event loop can close it."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+    def _disconnect(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            _close(writer, self._reading)
+
+
+def _close(writer: asyncio.StreamWriter, reading: asyncio.Task[bytes]) -> None:
+    reading.cancel()
+    writer.close()

@@ -1,0 +1,119 @@
+"""The client's side of a connection: its questions and the server's answers; no I/O.
+
+Both clients drive the same generators: each value yielded is what to do next, and the outcome is
+sent back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from enum import Enum, auto
+from typing import TypeAlias
+
+from ..tcp import reason
+from .failures import ConnectError, ConnectTimeout, ProtocolError
+from .protocol import ClientProtocol
+from .protocol_messages import Bye, Error, Message, encode
+
+__all__ = ["ClientSession", "IORequests", "NoData", "Outcome"]
+
+
+class NoData(Enum):
+    """Why nothing has been sent or received."""
+
+    TIMED_OUT = auto()
+    CLOSED_MEANWHILE = auto()
+
+
+Outcome: TypeAlias = bytes | OSError | NoData
+"""What has been received, nothing for what was sent, or why not."""
+
+IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
+"""Yields bytes to send, or none to receive some, and the deadline by time.monotonic()."""
+
+
+class ClientSession:
+    """Asks a server one question at a time.
+
+    Args:
+        where: the server, HOST:PORT.
+        timeout: seconds for each step.
+
+    Attributes:
+        where: as given.
+        protocol: what has been asked and answered.
+    """
+
+    def __init__(self, where: str, timeout: float) -> None:
+        self.where = where
+        self.protocol = ClientProtocol()
+        self._timeout = timeout
+
+    def ask(self, message: Message, more_time: float = 0.0) -> IORequests:
+        """Send a message and return the answer.
+
+        Args:
+            message: the question.
+            more_time: seconds that the server may take in addition.
+
+        Raises:
+            ConnectError: there is no answer, or it is an error.
+        """
+        if self.protocol.must_wait and not isinstance(message, Bye):
+            # The late answer to an interrupted question.
+            yield from self._answer(self._timeout)
+        data = encode(message)
+        self.protocol.ask(message)
+        outcome = yield data, time.monotonic() + self._timeout
+        if outcome is NoData.TIMED_OUT:
+            raise self._silent(self._timeout)
+        # What the server sent before it went may still be pending.
+        broken = reason(outcome) if isinstance(outcome, OSError) else ""
+        return (yield from self._answer(self._timeout + more_time, broken))
+
+    def _answer(self, limit: float, broken: str = "") -> IORequests:
+        deadline = time.monotonic() + limit
+        while (answer := self._next_message()) is None:
+            outcome = yield b"", deadline
+            if outcome is NoData.TIMED_OUT:
+                raise self._silent(limit)
+            if isinstance(outcome, NoData):
+                raise ConnectError("the connection was closed before the answer came", "lost")
+            if isinstance(outcome, OSError):
+                raise self._ended(reason(outcome))
+            if not outcome:
+                raise self._ended(broken)
+            self.protocol.receive(outcome)
+        if isinstance(answer, Error):
+            raise ConnectError(f"{self.where} refused: {answer.text}", answer.code)
+        return answer
+
+    def _next_message(self) -> Message | None:
+        try:
+            return self.protocol.next_message()
+        except ProtocolError as error:
+            text = f"{self.where} is not an 'rdmapost serve': {error}"
+            raise ProtocolError(text, error.code) from None
+
+    def _ended(self, why: str) -> ConnectError:
+        half = " in the middle of a message" if self.protocol.partial else ""
+        how = f" ({why})" if why else half
+        return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
+
+    def _silent(self, seconds: float) -> ConnectTimeout:
+        return ConnectTimeout(
+            f"{self.where} took the connection and did not answer within {seconds:g} s: "
+            "is it 'rdmapost serve'?"
+        )
+
+    def is_over(self, data: bytes) -> bool:
+        """Take bytes that no question waits for; return whether they are the server's last.
+
+        Raises:
+            ProtocolError: they are not right.
+        """
+        if data:
+            # This may be a late answer.
+            self.protocol.receive(data)
+        return not data or self.protocol.drop_late_answers()

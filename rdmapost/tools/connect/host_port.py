@@ -1,0 +1,72 @@
+"""Where a server listens: ``HOST[:PORT]``."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any
+
+from ..._arguments import expect, within
+
+__all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address"]
+
+DEFAULT_PORT = 18600
+"""TCP port of a server; ibv_rc_pingpong has 18515."""
+
+
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Read ``HOST[:PORT]``; an IPv6 address goes in brackets: ``[::1]:18600``.
+
+    Args:
+        text: the text.
+        default_port: the port if the text has none.
+
+    Raises:
+        TypeError: text is not a str.
+        ValueError: it is not of this form.
+    """
+    expect("text", text, str)
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError(f"{text!r} is not [ADDRESS] or [ADDRESS]:PORT")
+        port = rest[1:] if rest else None
+        if ":" not in host:
+            raise ValueError(f"{text!r}: only an IPv6 address stands in brackets")
+    elif text.count(":") > 1:
+        raise ValueError(f"{text!r}: an IPv6 address stands in brackets: [{text}]")
+    else:
+        host, colon, after = text.partition(":")
+        port = after if colon else None
+    if not host or any(c.isspace() or not c.isprintable() for c in host):
+        raise ValueError(f"{text!r} has no host: it is HOST[:PORT]")
+    if port is None:
+        return host, default_port
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535):
+        raise ValueError(f"{port[:20]!r} is not a port: 1..65535")
+    return host, int(port)
+
+
+def check_where(host: str, port: int, least: int = 1) -> int:
+    """Check the arguments that say where a server listens.
+
+    Args:
+        host: a name or an address.
+        port: the port.
+        least: the lowest port: 0 if that means any free one.
+
+    Returns:
+        The port, as an int.
+
+    Raises:
+        TypeError: one of them is of another type.
+        ValueError: host is empty, or there is no such port.
+    """
+    expect("host", host, str)
+    if not host:
+        raise ValueError("host: expected a name or an address, got ''")
+    return within("port", port, least, 65535)
+
+
+def is_loopback(address: tuple[Any, ...]) -> bool:
+    """Whether only this machine can reach a socket's address."""
+    return ip_address(address[0].partition("%")[0]).is_loopback

@@ -1,0 +1,34 @@
+"""What belongs to one process, and cannot be copied."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+from ...errors import ClosedError
+
+__all__ = ["NotCopied", "refuse_inherited"]
+
+
+def refuse_inherited(what: str, pid: int) -> None:
+    """Refuse what a child process inherits from its parent, which still uses the same sockets.
+
+    Args:
+        what: what it is.
+        pid: the process that opened it.
+
+    Raises:
+        ClosedError: this is another process.
+    """
+    if pid != os.getpid():
+        raise ClosedError(f"{what} was opened by process {pid}")
+
+
+class NotCopied:
+    """What can be neither copied nor pickled: dropping the copy would close the original."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"cannot copy or pickle {type(self).__name__!r} object: "
+            "a second one would close the first"
+        )

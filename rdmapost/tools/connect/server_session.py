@@ -1,0 +1,294 @@
+"""The server's side of one session, from its messages to the device; no I/O.
+
+The caller feeds it input (bytes, completions, time) and sends what it returns. A client that dies,
+stalls or sends garbage ends at most its own session.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterable, Iterator
+
+from ...errors import RdmaError
+from ...resources.channel import CompChannel
+from ..tcp import reason
+from .exposure import ServedClient
+from .failures import ProtocolError
+from .protocol import ServerProtocol, State
+from .protocol_messages import (
+    Arrival,
+    Bye,
+    Error,
+    Hello,
+    Look,
+    Message,
+    Nothing,
+    Ready,
+    Report,
+    Seen,
+    encode,
+)
+from .server_events import Arrived, Changed, Joined, Left, Refused
+from .server_state import ServerState
+
+__all__ = ["HELLO_S", "ServerSession"]
+
+_log = logging.getLogger("rdmapost.connect")
+
+HELLO_S = 5.0
+"""How long a hello may take at most, whatever the timeout for other steps."""
+
+
+class ServerSession:
+    """One client, from its first byte: ``receive`` and ``authenticate``, then ``feed``.
+
+    Args:
+        server: the server's.
+        address: where the client comes from, HOST:PORT.
+
+    Attributes:
+        over: nothing more will be read; send what was returned, then ``close``.
+        code: what ended it, one of protocol_messages.CODES or "lost".
+    """
+
+    def __init__(self, server: ServerState, address: str) -> None:
+        self._server = server
+        self._address = address
+        self._protocol = ServerProtocol(server.token)
+        self._hello: Hello | None = None
+        self._client: ServedClient | None = None
+        self._report: Report | None = None
+        self._report_until = 0.0
+        self._look: Generator[None, None, Seen] | None = None
+        self._last_message_at = time.monotonic()
+        self._reason = ""
+        self.code = "lost"
+        self.over = False
+
+    @property
+    def channel(self) -> CompChannel | None:
+        """The channel that reports arrivals, once there is a client."""
+        return None if self._client is None else self._client.channel
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` is due, by time.monotonic(), or None."""
+        if self._look is not None or (self._client is not None and self._client.may_have_more):
+            return 0.0
+        if self._report is not None:
+            # A client waiting for an answer is not idle.
+            return self._report_until
+        limit = self._limit()
+        return None if limit is None else self._last_message_at + limit
+
+    def _limit(self) -> float | None:
+        if self._protocol.state is State.OPEN:
+            return self._server.idle_timeout
+        timeout = self._server.timeout
+        return min(timeout, HELLO_S) if self._protocol.state is State.HELLO else timeout
+
+    # ---- what comes -----------------------------------------------------------
+
+    def receive(self, data: bytes) -> bool:
+        """Take bytes of the hello; return whether ``authenticate`` can be called."""
+        self._protocol.receive(data)
+        return self._protocol.ready
+
+    def authenticate(self) -> bytes:
+        """Check the hello, its token first, and return what to send.
+
+        It creates nothing for the client: the next ``feed`` does that.
+        """
+        try:
+            message = self._protocol.next_message()
+            assert isinstance(message, Hello), "nothing else is let through first"
+            self._hello, self._last_message_at = message, time.monotonic()
+        except Exception as error:
+            return encode(self._fail(error))
+        return b""
+
+    def feed(self, data: bytes = b"") -> bytes:
+        """Take bytes from the client, and return what to send to it."""
+        self._protocol.receive(data)
+        return self._encode(self._handle_input())
+
+    def completions(self) -> bytes:
+        """Look for arrivals, and return what to send."""
+        return self._encode(self._poll_client())
+
+    def tick(self) -> bytes:
+        """Check the time, continue long work, and return what to send."""
+        if self.over:
+            return b""
+        if self.deadline == 0.0:
+            data = self.completions()
+            if self._look is not None:
+                with self._server.look_lock:
+                    data += self._encode(self._continue_look())
+            return data
+        now, limit = time.monotonic(), self._limit()
+        if self._report is not None:
+            if now < self._report_until:
+                return b""
+            self._report, self._last_message_at = None, now
+            return encode(Nothing(0 if self._client is None else self._client.arrived))
+        if limit is not None and now >= self._last_message_at + limit:
+            what = "half a message" if self._protocol.partial else "nothing"
+            text = f"{what} came from the client within {limit:g} s"
+            if self._protocol.state is not State.OPEN:
+                text += f": its {self._protocol.state.name.lower()} was to come"
+            return self.end("timeout", text)
+        return b""
+
+    def lost(self, error: OSError | None = None) -> None:
+        """The connection is gone, with an error or without."""
+        if not self.over:
+            self.over = True
+            half = " in the middle of a message" if self._protocol.partial else ""
+            self._reason = f"the connection ended{half} without a bye"
+            if error is not None:
+                self._reason = f"the connection broke: {reason(error)}"
+
+    def end(self, code: str = "closing", text: str = "the server is shutting down") -> bytes:
+        """End the session from the server's side, and return what to send."""
+        return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
+
+    def close(self) -> None:
+        """Release what the client had, and report it; do nothing a second time."""
+        self.over = True
+        self._release()
+        if self._reason:
+            self._server.notify(Refused(self._address, self.code, self._reason))
+            self._reason = ""
+
+    # ---- what is done -----------------------------------------------------------
+
+    def _encode(self, messages: Iterator[Message]) -> bytes:
+        data = b""
+        try:
+            for message in messages:
+                data += encode(message)
+        except Exception as error:
+            data += encode(self._fail(error))
+        return data
+
+    def _handle_input(self) -> Iterator[Message]:
+        hello, self._hello = self._hello, None
+        if hello is not None:
+            self._client = client = self._server.admit(hello)
+            self._server.notify(Joined(client.number, self._address, hello.qp_type, client.offer))
+            # Creating all that took time that the client is not charged for.
+            self._last_message_at = time.monotonic()
+            yield client.offer
+        while not self.over and (message := self._protocol.next_message()) is not None:
+            # Only whole messages are a sign of life, not single bytes.
+            self._last_message_at = time.monotonic()
+            yield from self._answer(message)
+
+    def _poll_client(self) -> Iterator[Message]:
+        if self._client is not None and not self.over:
+            self._poll(self._client)
+            yield from self._answer_report()
+
+    def _continue_look(self) -> Iterator[Message]:
+        """Continue a look; at its end, yield what was seen."""
+        if self._look is None or self.over:
+            return
+        try:
+            next(self._look)
+        except StopIteration as end:
+            self._look, self._last_message_at = None, time.monotonic()
+            yield end.value
+
+    def _answer(self, message: Message) -> list[Message]:
+        if isinstance(message, Ready):
+            return [Ready()]
+        if isinstance(message, Bye):
+            self.over = True
+            self._reason = "done"
+            self._release()
+            return [Bye()]
+        assert self._client is not None, "the session lets nothing else come before the hello"
+        if self._look or (isinstance(message, Look) and self._protocol.partial):
+            # So a client that does not listen cannot create work either.
+            raise ProtocolError("another question came before the answer to the last one")
+        late: list[Message] = []
+        if self._report is not None:
+            # Nothing is waiting for that answer any longer.
+            self._report = None
+            late = [Nothing(self._client.arrived)]
+        if isinstance(message, Look):
+            # If it is long, later ticks do the rest.
+            self._look = self._client.look(message.offset, message.length)
+            return [*late, *self._continue_look()]
+        assert isinstance(message, Report)
+        # It may have arrived and not have been reported yet.
+        self._poll(self._client)
+        self._report = message
+        self._report_until = time.monotonic() + message.timeout_ms / 1000
+        return [*late, *self._answer_report()]
+
+    def _poll(self, client: ServedClient) -> None:
+        """Report what has arrived."""
+        arrivals = client.poll()
+        try:
+            # First, so that the client does not wait for the owner.
+            client.repost()
+        finally:
+            self._notify_arrivals(client, arrivals)
+
+    def _notify_arrivals(self, client: ServedClient, arrivals: Iterable[Arrival]) -> None:
+        for arrival in arrivals:
+            self._last_message_at = time.monotonic()
+            self._server.notify(Arrived(client.number, arrival))
+
+    def _answer_report(self) -> list[Message]:
+        """Answer a pending report, if possible."""
+        if self._report is None or self._client is None:
+            return []
+        arrival = self._client.arrival(self._report.index)
+        if arrival is None:
+            return []
+        self._report = None
+        return [arrival]
+
+    def _fail(self, error: Exception) -> Error:
+        """End the session, and return the error for the client."""
+        code = error.code if isinstance(error, ProtocolError) else "failed"
+        text = str(error) or type(error).__name__
+        if not isinstance(error, (RdmaError, OSError, ValueError, MemoryError)):
+            _log.error("%s: a fault of the server", self._address, exc_info=error)
+            text = f"the server met a fault of its own ({type(error).__name__})"
+        self.over = True
+        self.code, self._reason = code, text
+        return Error(code, text)
+
+    def _release(self) -> None:
+        client, self._client, self._look = self._client, None, None
+        if client is None:
+            return
+        changed, reason = None, self._reason or "the server closed it"
+        self._reason = ""
+        try:
+            # Nothing arrives after this, and nothing in the memory changes.
+            self._notify_arrivals(client, client.stop())
+            changed = self._changed(client)
+        except Exception:
+            _log.exception("client %d: what it has done last is not known", client.number)
+        try:
+            self._server.release(client)
+        except RdmaError as error:
+            _log.error("client %d: not everything could be given back: %s", client.number, error)
+            reason = f"{reason}; not everything could be given back: {error}"
+        self._server.notify(Left(client.number, self._address, reason, changed))
+
+    def _changed(self, client: ServedClient) -> Changed | None:
+        steps = client.changed()
+        while True:
+            try:
+                with self._server.look_lock:
+                    next(steps)
+            except StopIteration as end:
+                changed: Changed | None = end.value
+                return changed

@@ -1,0 +1,137 @@
+"""A server's settings and its clients."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..._arguments import counted, expect, time_limit, within
+from ...resources.device import Context
+from .exposure import ServedClient, make_exposure
+from .fabric import fabric_of, why_unreachable
+from .failures import ProtocolError
+from .protocol_messages import MAX_TOKEN, Hello
+from .server_events import Event, OnEvent
+
+__all__ = ["ServerState", "check_token"]
+
+_log = logging.getLogger("rdmapost.connect")
+
+
+_MAX_CLIENTS = 1 << 16
+
+
+class ServerState:
+    """A server's settings, and its clients.
+
+    Args:
+        context: an open device.
+        token: the token to ask for, or None.
+        max_clients: how many at once.
+        timeout: seconds for each step, and to send each answer.
+        idle_timeout: seconds in which a client must send something; None for no limit.
+        on_event: gets the events.
+        call: calls on_event with an event.
+        exposed: what each client is given, as make_exposure takes it.
+
+    Attributes:
+        exposure: what each client is given.
+        clients: the connected clients, by number.
+        look_lock: held while one piece of a large memory is read, so that any number of looks
+            keep only one core busy.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        token: str | None,
+        max_clients: int,
+        timeout: float,
+        idle_timeout: float | None,
+        on_event: OnEvent | None,
+        call: Callable[[OnEvent, Event], None] = lambda on_event, event: on_event(event),
+        **exposed: Any,
+    ) -> None:
+        exposure = make_exposure(context, **exposed)
+        check_token(token)
+        max_clients = within("max_clients", max_clients, 1, _MAX_CLIENTS)
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
+        timeout = time_limit(timeout)
+        if idle_timeout is not None:
+            idle_timeout = time_limit(idle_timeout, "idle_timeout")
+        self.context, self.exposure = context, exposure
+        self.token, self.max_clients = token, max_clients
+        self.timeout, self.idle_timeout = timeout, idle_timeout
+        self._on_event, self._call = on_event, call
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._admitted = 0
+        self.look_lock = threading.Lock()
+        self.clients: dict[int, ServedClient] = {}
+
+    def admit(self, hello: Hello) -> ServedClient:
+        """Give a client its queue pair and its memory.
+
+        Raises:
+            ProtocolError: it cannot be reached, or the server is full.
+            RdmaError: the device refused.
+        """
+        if why := why_unreachable(fabric_of(self.context), hello.fabric):
+            raise ProtocolError(why, "device")
+        with self._lock:
+            if self._admitted >= self.max_clients:
+                raise ProtocolError(self.full, "busy")
+            self._admitted += 1
+            number = next(self._numbers)
+        try:
+            client = ServedClient(self.context, self.exposure, hello, number)
+        except BaseException:
+            with self._lock:
+                self._admitted -= 1
+            raise
+        self.clients[number] = client
+        return client
+
+    def release(self, client: ServedClient) -> None:
+        """Release what a client has.
+
+        Raises:
+            RdmaError: the device refused; the rest is released.
+        """
+        self.clients.pop(client.number, None)
+        try:
+            client.close()
+        finally:
+            with self._lock:
+                self._admitted -= 1
+
+    @property
+    def full(self) -> str:
+        """The error when the server is full."""
+        return f"this server has its {counted(self.max_clients, 'client')}; try again later"
+
+    def notify(self, event: Event) -> None:
+        """Call on_event; its failures do not affect the client."""
+        if self._on_event is not None:
+            try:
+                self._call(self._on_event, event)
+            except BaseException:
+                # Including SystemExit, which would end the thread, and with it the client or the
+                # acceptor.
+                _log.exception("on_event failed")
+
+
+def check_token(token: str | None) -> None:
+    """Raise TypeError or ValueError for an invalid token."""
+    expect("token", token, str, None)
+    if token is not None and not 1 <= len(token) <= MAX_TOKEN:
+        raise ValueError(f"a token has 1 to {MAX_TOKEN} characters, not {len(token)}")

@@ -1,0 +1,321 @@
+"""The threads of a server: one accepts connections, and one talks to each client."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from ..._binding import door
+from ...errors import RdmaError
+from ...resources.device import Context
+from ...resources.memory import PD
+from ..tcp import cannot_listen, drain, prepare, send_all, show_address, stop_listening
+from .acceptor import Acceptor
+from .failures import from_tcp
+from .protocol_messages import MAX_LINE
+from .server_session import ServerSession
+from .server_state import ServerState
+
+__all__ = ["ServerThreads"]
+
+_log = logging.getLogger("rdmapost.connect")
+
+_MAX_LEAVING = 64
+"""Threads for connections beyond max_clients, which are being refused or are leaving."""
+_SHUTDOWN_S = 10.0
+_THREAD_END_S = 1.0
+
+
+class _DeviceHold(PD):
+    """Keeps a device open while a server uses it, with or without clients."""
+
+    __slots__ = ("_server",)
+
+    def __init__(self, context: Context, server: str) -> None:
+        self._server = server
+        super().__init__(context)
+
+    def __str__(self) -> str:
+        return f"server {self._server}"
+
+
+class _ReentrantEvent:
+    """An event that a thread can wait for, and so can a signal handler in the middle of that wait.
+
+    It has no lock that the thread could be holding when the handler runs.
+    """
+
+    def __init__(self) -> None:
+        self._happened = False
+        self._waiters: list[_thread.LockType] = []
+
+    def set(self) -> None:
+        """Release all waiters; called in a thread that runs no signal handlers."""
+        self._happened = True
+        with suppress(IndexError):
+            while True:
+                self._waiters.pop().release()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, and return whether it has happened."""
+        mine = _thread.allocate_lock()
+        mine.acquire()
+        self._waiters.append(mine)
+        # After the append: set() does these in the other order.
+        return self._happened or mine.acquire(timeout=timeout)
+
+
+class ServerThreads:
+    """The parts of a server: an acceptor, a thread for each client, and all that they use.
+
+    The threads refer to this, never to the Server, so that an unreachable Server is finalized, and
+    ends them. Cleanup runs in threads other than the main one, so that no signal handler can
+    interrupt it.
+
+    Args:
+        server: the server's.
+        listener: a listening socket.
+    """
+
+    # At the interpreter's exit finalizers may find no globals.
+    _suppress, _both_ways = suppress, socket.SHUT_RDWR
+
+    def __init__(self, server: ServerState, listener: socket.socket) -> None:
+        self.server = server
+        self.address: tuple[Any, ...] = listener.getsockname()
+        self.pid = os.getpid()
+        self.ended = False
+        self._name = show_address(self.address)
+        self._listener = listener
+        self._stop: socket.socket
+        self._lifeline: weakref.ref[socket.socket] | None = None
+        # Changed only by single C calls, so it needs no lock.
+        self._clients: set[threading.Thread] = set()
+        self._acceptor: threading.Thread | None = None
+        self._started = False
+        # Its holder starts the server, or prevents the start.
+        self._start_once = _thread.allocate_lock()
+        self._start_error: Exception | None = None
+        self._finished = _ReentrantEvent()
+        self._device_hold = _DeviceHold(server.context, self._name)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def start(self, lifeline: list[socket.socket]) -> None:
+        """Start the threads.
+
+        Args:
+            lifeline: where to put one end of a socket pair, which only the Server keeps. The
+                threads end when that is shut down, or when C closes it because the Server is gone,
+                even if a signal handler interrupts the finalizer.
+        """
+        # Thread.start() waits, and what a signal handler raises there may be lost; so another
+        # thread does that.
+        done = _thread.allocate_lock()
+        done.acquire()
+        try:
+            _thread.start_new_thread(self._start_threads, (done, lifeline))
+        except (RuntimeError, MemoryError) as error:
+            self._start_error = error
+            self._release()
+        else:
+            done.acquire()
+        if not self._started:
+            why = self._start_error
+            if isinstance(why, OSError):
+                raise from_tcp(cannot_listen(self._name, why)) from why
+            text = str(why) or type(why).__name__
+            raise RuntimeError(f"cannot start a thread for the server: {text}")
+
+    def _start_threads(self, done: _thread.LockType, lifeline: list[socket.socket]) -> None:
+        acceptor: Acceptor | None = None
+        try:
+            if not self._start_once.acquire(blocking=False):
+                return
+            self._stop, end = socket.socketpair()
+            self._lifeline = weakref.ref(end)
+            lifeline.append(end)
+            del end
+            # In this order: end() does these in the other order.
+            if self.ended:
+                self.end()
+            _running.add(self)
+            # Here, not in the thread: for lack of descriptors it cannot be made.
+            acceptor = Acceptor(
+                self.server, self._listener, self._stop.fileno(), self._start_client
+            )
+            self._acceptor = threading.Thread(
+                target=self.run, args=(acceptor,), name=f"serve {self}", daemon=True
+            )
+            self._acceptor.start()
+            self._started = True
+        except Exception as error:
+            self._start_error = error
+            if acceptor is not None:
+                acceptor.close()
+            self._release()
+        finally:
+            done.release()
+
+    def run(self, acceptor: Acceptor) -> None:
+        try:
+            try:
+                acceptor.run()
+            finally:
+                # No new clients from here on.
+                stop_listening(self._listener)
+                with suppress(OSError):
+                    self._stop.shutdown(socket.SHUT_RDWR)
+                for thread in self._clients.copy():
+                    thread.join()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        try:
+            _running.discard(self)
+            stop_listening(self._listener)
+            if hasattr(self, "_stop"):
+                self._stop.close()
+            with suppress(RdmaError):
+                self._device_hold.close()
+        finally:
+            self._finished.set()
+
+    def end(self) -> None:
+        """Tell the threads to end, without waiting; callable from a finalizer.
+
+        If interrupted at any point, it can be called again.
+        """
+        self.ended = True
+        if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
+            with self._suppress(OSError):
+                lifeline.shutdown(self._both_ways)
+
+    def abandon(self) -> None:
+        """End what an interrupted or failed start() has begun.
+
+        Wait until it has ended, but not for ever, and not in the middle of a verb.
+        """
+        self.end()
+        if self._start_once.acquire(blocking=False):
+            self._release()
+        elif not door.in_verb():
+            self._finished.wait(_SHUTDOWN_S)
+
+    def close(self) -> None:
+        """End the threads, and wait until what the clients had is released.
+
+        Do not wait in one of the threads, or in the middle of a verb, whose end the threads may be
+        waiting for.
+        """
+        if self.pid != os.getpid():
+            # These are the parent's; a child has none.
+            return
+        self.end()
+        this, acceptor = threading.current_thread(), self._acceptor
+        if acceptor is None or this is acceptor or this in self._clients or door.in_verb():
+            return
+        # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
+        if self._finished.wait(self.server.timeout + _SHUTDOWN_S):
+            # It has no more to do; a handler waits this long at most.
+            acceptor.join(_THREAD_END_S)
+
+    # ---- a client ---------------------------------------------------------------
+
+    def _start_client(self, sock: socket.socket, session: ServerSession) -> bool:
+        thread = threading.Thread(
+            target=self._serve_client,
+            args=(sock, session),
+            name=f"serve {self}: a client",
+            daemon=True,
+        )
+        if len(self._clients) >= self.server.max_clients + _MAX_LEAVING:
+            return False
+        self._clients.add(thread)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            self._clients.discard(thread)
+            return False
+        return True
+
+    def _serve_client(self, sock: socket.socket, session: ServerSession) -> None:
+        try:
+            with sock:
+                prepare(sock)
+                try:
+                    self._run_session(sock, session)
+                finally:
+                    session.close()
+                drain(sock)
+        except Exception:
+            _log.exception("a client's thread failed")
+        finally:
+            self._clients.discard(threading.current_thread())
+
+    def _run_session(self, sock: socket.socket, session: ServerSession) -> None:
+        poller = select.poll()
+        poller.register(self._stop, select.POLLIN)
+        poller.register(sock, select.POLLIN)
+        channel_fd = -1
+        # The hello has arrived, and maybe more.
+        answer = session.feed()
+        while True:
+            answer += session.tick()
+            try:
+                send_all(sock, answer, self.server.timeout)
+            except OSError as error:
+                session.lost(error)
+            if session.over:
+                return
+            if channel_fd < 0 and session.channel is not None:
+                channel_fd = session.channel.fileno()
+                poller.register(channel_fd, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll(_milliseconds(session.deadline))}
+            answer = b""
+            if self._stop.fileno() in ready:
+                answer = session.end()
+            if not session.over and channel_fd in ready:
+                answer += session.completions()
+            if not session.over and sock.fileno() in ready:
+                try:
+                    data = sock.recv(MAX_LINE)
+                except BlockingIOError:
+                    pass
+                except OSError as error:
+                    session.lost(error)
+                    return
+                else:
+                    if not data:
+                        session.lost()
+                        return
+                    answer += session.feed(data)
+
+
+_running: set[ServerThreads] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Close the queue pairs before the devices, however the process ends."""
+    for threads in _running.copy():
+        threads.close()
+
+
+def _milliseconds(deadline: float | None) -> float | None:
+    # Rounded up, so that the last moment is not a busy wait; and poll(2) takes an int.
+    if deadline is None:
+        return None
+    left = deadline - time.monotonic()
+    return 0.0 if deadline == 0.0 or left <= 0 else min(left, 3600.0) * 1000 + 1

@@ -1,0 +1,57 @@
+"""The data of a message: what a client sends, and what is wrong with the data that has come.
+
+The stock programs mark the start of each page, and look at nothing else.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+__all__ = ["FILL", "payload", "what_is_wrong"]
+
+FILL = 0x7B
+_PAGE_START = 0
+_SMALLEST_PAGE = 4096
+
+
+def payload(size: int, *, marked: bool) -> bytes:
+    """Return the data of a client's message.
+
+    Args:
+        size: bytes.
+        marked: mark the start of each page, for a peer that validates.
+    """
+    data = bytearray((FILL,)) * size
+    if marked:
+        data[:: mmap.PAGESIZE] = bytes((_PAGE_START,)) * len(range(0, size, mmap.PAGESIZE))
+    return bytes(data)
+
+
+def what_is_wrong(found: bytes, *, is_server: bool) -> str:
+    """Compare data with what a client that validates sends; return "" if it is right.
+
+    Args:
+        found: what has come; the peer may have smaller pages.
+        is_server: whether the peer is the client.
+    """
+    marks = found[:: mmap.PAGESIZE]
+    wrong = len(marks) - marks.count(_PAGE_START)
+    if wrong:
+        first = next(i for i, byte in enumerate(marks) if byte != _PAGE_START)
+        at, want = first * mmap.PAGESIZE, _PAGE_START
+    else:
+        rest = bytearray(found)
+        small = len(range(0, len(found), _SMALLEST_PAGE))
+        if set(rest[::_SMALLEST_PAGE]) <= {_PAGE_START, FILL}:
+            rest[::_SMALLEST_PAGE] = bytes((FILL,)) * small
+        wrong = len(found) - rest.count(FILL)
+        if not wrong:
+            return ""
+        at, want = next(i for i, byte in enumerate(rest) if byte != FILL), FILL
+    text = (
+        f"the data is wrong: {wrong} of {len(found)} bytes, the first at {at}: "
+        f"{found[at]:#04x}, not {want:#04x}"
+    )
+    if is_server and found[at] == FILL:
+        text += "; was the client told to validate (-c), and are its pages as large?"
+    return text

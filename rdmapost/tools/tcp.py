@@ -1,0 +1,262 @@
+"""TCP for the tools: addresses as text, listening, connecting, and what to say if that fails."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from ..errors import RdmaError
+
+__all__ = [
+    "LINGER_BYTES",
+    "LINGER_S",
+    "TCPError",
+    "TCPTimeout",
+    "cannot_listen",
+    "dial",
+    "drain",
+    "errno_of",
+    "listen",
+    "prepare",
+    "reason",
+    "send_all",
+    "show_address",
+    "stop_listening",
+]
+
+LINGER_S = 0.5
+LINGER_BYTES = 1 << 16
+"""How long, and for how many bytes, to read on after the last message, so that it is not lost."""
+
+_LOOK_UP_S = 5.0
+_KEEPALIVE = (
+    ("TCP_KEEPIDLE", 15),
+    ("TCP_KEEPINTVL", 5),
+    ("TCP_KEEPCNT", 3),
+    ("TCP_USER_TIMEOUT", 30_000),
+)
+
+
+class TCPError(RdmaError, OSError):
+    """A host that cannot be found, or an address that cannot be listened on.
+
+    Args:
+        text: all that there is to say.
+        errno: the operating system's error number, if it gave one.
+    """
+
+    def __init__(self, text: str, errno: int | None = None) -> None:
+        super().__init__(text)
+        self.errno = errno
+
+
+class TCPTimeout(TCPError, TimeoutError):
+    """The name service did not answer."""
+
+
+def errno_of(error: OSError) -> int | None:
+    """Return an error's errno; None if it has none, as getaddrinfo's EAI_ codes are not."""
+    return None if isinstance(error, socket.gaierror) else error.errno
+
+
+def reason(error: Exception) -> str:
+    """Say what went wrong, without the error's number."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def show_address(address: tuple[Any, ...]) -> str:
+    """Return a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
+
+    Args:
+        address: what ``getsockname()`` gives.
+    """
+    host, port = address[:2]
+    # How an IPv6 socket shows an IPv4 peer.
+    host = host.removeprefix("::ffff:") if "." in host else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
+    """Look up a host in bounded time; return what getaddrinfo does.
+
+    Raises:
+        TCPError: there is no such host, or it cannot be looked up, for lack of file
+            descriptors for instance.
+        TCPTimeout: the name service did not answer.
+    """
+    found: list[Any] = []
+
+    def look_up(flags: int = 0) -> None:
+        try:
+            found[:] = [socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
+        except (OSError, UnicodeError) as error:
+            found[:] = [error]
+
+    # An address needs no name service.
+    look_up(socket.AI_NUMERICHOST)
+    if not isinstance(found[0], list):
+        del found[:]
+        # The resolver's own time limits are too long.
+        thread = threading.Thread(target=look_up, name=f"look up {host}", daemon=True)
+        thread.start()
+        thread.join(timeout)
+    if not found:
+        raise TCPTimeout(f"host {host}: the name service did not answer within {timeout:g} s")
+    if isinstance(found[0], list):
+        return found[0]
+    error = found[0]
+    if isinstance(error, socket.gaierror):
+        # The resolver does not say if it had no file descriptors.
+        try:
+            socket.socket().close()
+        except OSError as cause:
+            error = cause
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
+        raise TCPError(f"host {host} cannot be looked up: {reason(error)}", error.errno)
+    raise TCPError(f"host {host} cannot be found: {reason(error)}")
+
+
+def dial(host: str, port: int, timeout: float) -> socket.socket:
+    """Connect to a host, trying all of its addresses; return a non-blocking socket.
+
+    Args:
+        host, port: where a server listens.
+        timeout: seconds for all of it.
+
+    Raises:
+        TCPError, TCPTimeout: the host cannot be found.
+        OSError: it cannot be reached; what the last address gave.
+    """
+    deadline = time.monotonic() + timeout
+    last: OSError = OSError(f"{host} has no address")
+    for family, kind, proto, _, address in _resolve(host, port, timeout):
+        try:
+            sock = socket.socket(family, kind, proto)
+        except OSError as error:
+            last = error
+            continue
+        try:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            sock.connect(address)
+            sock.setblocking(False)
+            prepare(sock)
+            return sock
+        except OSError as error:
+            sock.close()
+            last = error
+        except BaseException:
+            sock.close()
+            raise
+    raise last
+
+
+def listen(host: str | None, port: int, backlog: int) -> socket.socket:
+    """Open a non-blocking listening socket.
+
+    Args:
+        host: the local address; None for every one.
+        port: the port; 0 for a free one.
+        backlog: as in listen(2).
+
+    Raises:
+        TCPError, TCPTimeout: there is no such host, or the address cannot be listened on.
+    """
+    if host is None:
+        if socket.has_dualstack_ipv6():
+            with suppress(OSError):
+                return _listen_on(socket.AF_INET6, ("::", port), backlog)
+        family, address, where = socket.AF_INET, ("", port), f"TCP port {port}"
+    else:
+        family, _, _, _, address = _resolve(host, port, _LOOK_UP_S)[0]
+        where = show_address(address)
+    try:
+        return _listen_on(family, address, backlog)
+    except OSError as error:
+        raise cannot_listen(where, error) from error
+
+
+def _listen_on(family: int, address: tuple[Any, ...], backlog: int) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and address[0] == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.setblocking(False)
+        listener.bind(address)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def cannot_listen(where: str, error: OSError) -> TCPError:
+    """Make the error for an address that cannot be listened on, with what to try."""
+    in_use = error.errno == errno.EADDRINUSE
+    remedy = "; give another port, or 0 for a free one" if in_use else ""
+    return TCPError(f"cannot listen on {where}: {reason(error)}{remedy}", errno_of(error))
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set a socket's options for short messages and a peer that may vanish."""
+    with suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if (option := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def stop_listening(listener: socket.socket) -> None:
+    """Close a listening socket, and let others have its port.
+
+    close() alone leaves it listening as long as the child of a fork has a copy of it.
+    """
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
+    """Send on a non-blocking socket, in bounded time.
+
+    Raises:
+        TimeoutError: the other side did not receive it.
+        OSError: the connection is gone.
+    """
+    deadline = time.monotonic() + timeout
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[sock.send(view) :]
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            poller = select.poll()
+            poller.register(sock, select.POLLOUT)
+            if left <= 0 or not poller.poll(left * 1000 + 1):
+                raise TimeoutError(f"it did not take its answers within {timeout:g} s") from None
+
+
+def drain(sock: socket.socket) -> None:
+    """Shut down sending, and read on for a moment.
+
+    A socket closed with unread bytes discards what it has not yet delivered, and with it the error
+    that its peer should see.
+    """
+    deadline, left = time.monotonic() + LINGER_S, LINGER_BYTES
+    poller = select.poll()
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        poller.register(sock, select.POLLIN)
+        while left > 0 and (wait := deadline - time.monotonic()) > 0:
+            if not poller.poll(wait * 1000 + 1):
+                break
+            data = sock.recv(4096)
+            if not data:
+                break
+            left -= len(data)
