@@ -27,7 +27,7 @@ else:
     def _close_all():
         """Close what is open, after the atexit handlers that were registered after the import."""
         global _exited
-        resource = sys.modules.get(f"{__name__}._resource")
+        resource = sys.modules.get(f"{__name__}.resources.resource")
         _exited = resource is None
         if resource:
             resource.close_all()
