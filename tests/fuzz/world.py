@@ -486,8 +486,8 @@ class World:
     # ---- the beginning and the end ------------------------------------------
 
     def __enter__(self) -> World:
-        logging.getLogger("rdmapost.providers.soft0.engine").addHandler(self._log)
-        logging.getLogger("rdmapost.providers.soft0.engine").propagate = False
+        logging.getLogger("rdmapost.soft").addHandler(self._log)
+        logging.getLogger("rdmapost.soft").propagate = False
         sys.unraisablehook = self.on_unraisable
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGALRM, self.on_signal)
@@ -497,7 +497,7 @@ class World:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        logging.getLogger("rdmapost.providers.soft0.engine").removeHandler(self._log)
+        logging.getLogger("rdmapost.soft").removeHandler(self._log)
         sys.unraisablehook = sys.__unraisablehook__
 
     def end(self, before: dict[str, int]) -> None:

@@ -36,7 +36,7 @@ __all__ = [
     "verb",
 ]
 
-_log = logging.getLogger("rdmapost.providers.soft0.engine")
+_log = logging.getLogger("rdmapost.soft")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

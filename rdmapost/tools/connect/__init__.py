@@ -30,7 +30,9 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from . import aio
 
-        return getattr(aio, name)
+        found = getattr(aio, name)
+        found.__module__ = "rdmapost.connect"
+        return found
 
 
 __all__ = [

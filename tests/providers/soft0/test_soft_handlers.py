@@ -192,7 +192,7 @@ def failing(self, name):
 
 tries, begin = [], device.Device.__init__
 device.Device.__init__ = failing
-logging.getLogger("rdmapost.providers.soft0.engine").disabled = True
+logging.getLogger("rdmapost.soft").disabled = True
 pid = os.fork()
 if not pid:
     with contextlib.suppress(rp.VerbsError):
@@ -253,7 +253,7 @@ class Raises(logging.Handler):
     def emit(self, record):
         raise LookupError(type(record.exc_info[1]).__name__)
 
-logging.getLogger("rdmapost.providers.soft0.engine").addHandler(Raises())
+logging.getLogger("rdmapost.soft").addHandler(Raises())
 requester._carry_out = lambda *_: 1 // 0
 post(1)
 print([error.args[0] for error in chain], [wc.status.name for wc in cq.poll()])
