@@ -64,7 +64,7 @@ def public_bases(app: Any, name: str, obj: object, options: Any, bases: list[Any
 def is_public(base: type) -> bool:
     """Whether a class is shown as a base, and not what it has as its heirs' own."""
     name = f"{base.__module__}.{base.__name__}"
-    if base.__name__ in ("Dialled", "Multicast", "NotCopied", "Serving", "Steps"):
+    if base.__name__ in ("Dialled", "NotCopied", "Serving"):
         return False
     return "._" not in name or name == "rdmapost.resources.resource.Resource"
 

@@ -69,7 +69,7 @@ class PostQueue(door.Queue):
     ) -> None:
         self.verb = verb.name
         self.wr_type = _WR_TYPES[verb]
-        self.limits = limits
+        self.limits, self.checked = limits, checked
         self.depth, self.depth_name, self.sge_name = depth, depth_name, sge_name
         sends = verb is Verb.ibv_post_send
         self.max_sge = limits.max_send_sge if sends else limits.max_recv_sge

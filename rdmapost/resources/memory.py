@@ -413,7 +413,7 @@ def refuse_posted(resource_: Resource, context: Context) -> None:
         str(batch)
         for handle in open_handles()
         if hasattr(handle, "_batches")
-        for batch in handle._prepared_lists()
+        for batch in handle._batches
         if batch._names(resource_)
     ]
     if batches:

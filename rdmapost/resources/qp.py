@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import functools
 import os
-import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from .._arguments import expect, index, member
+from .._arguments import expect, index, member, within
 from .._binding import ffi, fill
-from ..enums import Access, QPState, QPType, SendFlags
-from ..errors import PostError, RdmaError, VerbsError, describe_errno, where_explained
-from ..posting.prepared import Batch
+from ..enums import Access, LinkLayer, QPState, QPType, SendFlags
+from ..errors import RdmaError, VerbsError, describe_errno, where_explained
+from ..posting.prepared import Batch, OpenBatches, prepare
 from ..posting.queue import PostQueue, recv_queue, send_queue
 from ..posting.rules import (
     MAX_MSG_SIZE,
@@ -22,25 +21,35 @@ from ..posting.rules import (
     Limits,
     check_send_state,
     flags_allowed,
-    too_long_a_list,
 )
 from ..posting.wr import BindMW, RecvWR, SendWR
+from ..qp_states import missing_attributes, unchangeable_attributes
+from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
 from .cq import CQ
-from .device import PortAttr
-from .memory import MR, MW, PD
-from .multicast import Multicast
+from .device import GID, PortAttr
+from .endpoint import Endpoint
+from .memory import MR, MW, PD, access_flags
+from .multicast import Group, MulticastGroups, why_not_attached
+from .qp_attr import QUERY_MASK, QPAttr
 from .qp_init import XRC, how_to_create, refuse_misfits, why_not_created
-from .qp_transitions import DEFAULT_QKEY
+from .qp_transitions import (
+    DEFAULT_QKEY,
+    RTR_OPTIONS,
+    RTS_OPTIONS,
+    fill_attributes,
+    grantable,
+    mask_of,
+    out_of_range,
+    refuse_another_peer,
+)
+from .resource import Resource
 from .srq import SRQ
 from .xrcd import XRCD
 
 if TYPE_CHECKING:
     from ..tools.diagnose import Finding
-    from .endpoint import Endpoint
 
 __all__ = ["DEFAULT_QKEY", "QP", "Outstanding"]
-
-_BATCH_NUMBERS = itertools.count()
 
 
 class Outstanding(NamedTuple):
@@ -55,7 +64,7 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(Multicast, struct="ibv_qp"):
+class QP(Resource, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
     Args:
@@ -94,10 +103,12 @@ class QP(Multicast, struct="ibv_qp"):
 
     __slots__ = (
         "_batches",
-        "_enough_batches",
-        "_limits",
+        "_gid",
+        "_gid_index",
+        "_groups",
         "_recv",
         "_send",
+        "_state",
         "checked",
         "max_inline_data",
         "max_recv_sge",
@@ -105,6 +116,11 @@ class QP(Multicast, struct="ibv_qp"):
         "max_send_sge",
         "max_send_wr",
         "max_tso_header",
+        "pd",
+        "port_num",
+        "psn",
+        "qp_num",
+        "qp_type",
         "recv_cq",
         "send_cq",
         "sq_sig_all",
@@ -157,8 +173,8 @@ class QP(Multicast, struct="ibv_qp"):
         pd._live()
         port = context.query_port(port_num)
         self._gid_index = gid_index
-        self._gid = None
-        self._groups = {}
+        self._gid: GIDChoice | None = None
+        self._groups = MulticastGroups()
         self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 
@@ -201,7 +217,7 @@ class QP(Multicast, struct="ibv_qp"):
         self.max_inline_data: int = cap.max_inline_data
 
         device_cap = context.attr.device_cap_flags
-        self._limits = Limits(
+        limits = Limits(
             self.qp_type,
             pd,
             self.max_send_sge,
@@ -217,11 +233,10 @@ class QP(Multicast, struct="ibv_qp"):
         )
         # If there is no queue, the check gives a better reason than that it is full.
         self._send = send_queue(
-            self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
+            limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
         )
-        self._recv = recv_queue(self._limits, self.max_recv_wr, checked=self.checked)
-        self._batches: dict[int, weakref.ref[Batch]] = {}
-        self._enough_batches = 1
+        self._recv = recv_queue(limits, self.max_recv_wr, checked=self.checked)
+        self._batches = OpenBatches()
         for queue in (self._send, self._recv):
             context._queues[queue.in_flight.number] = queue.in_flight
         self._note_state(QPState.RESET)
@@ -233,9 +248,13 @@ class QP(Multicast, struct="ibv_qp"):
         if not hasattr(self, "_batches"):
             # An interrupt has cut the constructor short: nothing was posted.
             return
-        for batch in self._prepared_lists():
+        for batch in self._batches:
             batch.close()
-        self._leave_groups()
+        # A queue pair that is attached cannot be destroyed.
+        for group in self._groups.all():
+            # Where it is not attached; else the destruction says why not.
+            with contextlib.suppress(VerbsError):
+                self._detach(group)
         self._keep_completions()
 
     def _forget(self) -> None:
@@ -267,6 +286,436 @@ class QP(Multicast, struct="ibv_qp"):
         with contextlib.suppress(RdmaError):
             if any(self.outstanding):
                 self.to_reset()
+
+    # ---- addressing ---------------------------------------------------------
+
+    @property
+    def gid(self) -> GIDChoice:
+        """The local GID that it uses, and why that one (choose_gid).
+
+        Raises:
+            RdmaError: the port has none, or not the one asked for.
+        """
+        if self._gid is None:
+            self._gid = choose_gid(self.pd.context, self.port_num, self._gid_index)
+        return self._gid
+
+    def endpoint(self) -> Endpoint:
+        """Return what the peer needs to connect to this queue pair.
+
+        Raises:
+            RdmaError: the port has no GID.
+            ClosedError: the QP is closed.
+        """
+        self._live()
+        port = self.pd.context.query_port(self.port_num)
+        return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, port.active_mtu)
+
+    def path_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AHAttr:
+        """Return the path to a peer, for an AH or for ibv_modify_qp's ah_attr.
+
+        Args:
+            remote: the peer's endpoint.
+            sl: service level, 0..15.
+            traffic_class: 0..255.
+
+        Raises:
+            TypeError: remote is no Endpoint.
+        """
+        expect("remote", remote, Endpoint)
+        port = self.pd.context.query_port(self.port_num)
+        # On InfiniBand the LID is enough; a GID is needed only beyond the subnet.
+        by_lid = port.link_layer is not LinkLayer.ETHERNET and remote.lid != 0
+        return AHAttr(
+            port_num=self.port_num,
+            dlid=remote.lid,
+            sl=sl,
+            dgid=None if by_lid else remote.gid,
+            sgid_index=0 if by_lid else self.gid.index,
+            traffic_class=traffic_class,
+        )
+
+    def ah_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AH:
+        """Make an address handle to a UD peer.
+
+        Args:
+            remote: the peer's endpoint.
+            sl, traffic_class: as in path_to.
+
+        Raises:
+            TypeError: remote is no Endpoint.
+            ValueError: a number does not fit.
+            ClosedError: the PD is closed.
+            VerbsError: the device refused.
+        """
+        return AH(self.pd, self.path_to(remote, sl=sl, traffic_class=traffic_class))
+
+    # ---- states -------------------------------------------------------------
+
+    @property
+    def state(self) -> QPState:
+        """Its state, as the device reports it now."""
+        self._note_state(self.query().qp_state)
+        return self._state
+
+    def query(self) -> QPAttr:
+        """Return its attributes as they are now.
+
+        Raises:
+            ClosedError: the QP is closed.
+            VerbsError: the device failed.
+
+        See ibv_query_qp(3).
+        """
+        raw = ffi.new("struct ibv_qp_attr *")
+        init = ffi.new("struct ibv_qp_init_attr *")
+        self._verb(self.pd.context._provider.query_qp, raw, QUERY_MASK, init)
+        return QPAttr._read(raw)
+
+    def modify(self, **attrs: Any) -> None:
+        """Change attributes; the mask is made of those that are passed.
+
+        Args:
+            attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
+                qp_access_flags, pkey_index, port_num, qkey, ah_attr, path_mtu,
+                dest_qp_num, rq_psn, sq_psn, timeout, retry_cnt, rnr_retry,
+                min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, ...).
+
+        Raises:
+            TypeError: there is no such field, or its value is of another type.
+            ValueError: the state machine has no such step, an attribute that
+                the step needs is missing, or a number is out of range.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self._live()
+        raw = ffi.new("struct ibv_qp_attr *")
+        mask = mask_of(attrs)
+        fill_attributes(raw, attrs)
+        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
+        to = member("qp_state", attrs.get("qp_state", state), QPState)
+        if reason := missing_attributes(self.qp_type, state, to, mask):
+            raise ValueError(reason)
+        if to is QPState.RESET:
+            self._keep_completions()
+        try:
+            self._verb(self.pd.context._provider.modify_qp, raw, mask)
+            self._note_modified(to)
+        except VerbsError as error:
+            error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
+            raise
+        except BaseException:
+            # An interrupt came before or after the device did it.
+            with contextlib.suppress(RdmaError):
+                if self.state is to:
+                    self._note_modified(to)
+            raise
+
+    def _note_modified(self, to: QPState) -> None:
+        if to is QPState.RESET:
+            # A reset drops what is posted, without completions.
+            self._keep_completions()
+            self._forget_posted()
+        self._note_state(to)
+
+    def to_init(
+        self,
+        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
+        *,
+        pkey_index: int = 0,
+        qkey: int = DEFAULT_QKEY,
+    ) -> None:
+        """Bring the queue pair from RESET to INIT, from which receives can be posted.
+
+        Args:
+            access: what a peer may do through it (not on UD), an Access.
+            pkey_index: entry of the port's P_Key table.
+            qkey: Q_Key (UD).
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: access has bits that are not in Access; or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        access = access_flags("access", access)
+        attrs: dict[str, Any] = {"qp_state": QPState.INIT, "port_num": self.port_num}
+        if self.qp_type is not QPType.RAW_PACKET:
+            attrs["pkey_index"] = pkey_index
+        if self.qp_type is QPType.UD:
+            attrs["qkey"] = qkey
+        elif self.qp_type is not QPType.RAW_PACKET:
+            attrs["qp_access_flags"] = grantable(access, self.qp_type, self.pd.context.attr)
+        self.modify(**attrs)
+
+    def to_rtr(
+        self,
+        remote: Endpoint | None = None,
+        *,
+        min_rnr_timer: int = 12,
+        max_dest_rd_atomic: int | None = None,
+        sl: int = 0,
+        traffic_class: int = 0,
+    ) -> None:
+        """Bring the queue pair from INIT to RTR, in which it receives.
+
+        Args:
+            remote: the peer's endpoint; not for UD and RAW_PACKET.
+            min_rnr_timer: how long the peer waits before it tries again when no receive
+                is posted, encoded as in the man page; 12 is 0.64 ms.
+            max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
+                None is what the device can do, at most 16.
+            sl, traffic_class: as in path_to.
+
+        Raises:
+            TypeError: remote is no Endpoint, or another argument is not an integer.
+            ValueError: the peer's endpoint is missing, or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        expect("remote", remote, Endpoint, None)
+        attrs: dict[str, Any] = {"qp_state": QPState.RTR}
+        if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
+            if remote is None:
+                raise ValueError(f"{self.qp_type.name} queue pairs need the peer's endpoint")
+            port = self.pd.context.query_port(self.port_num)
+            attrs |= {
+                "ah_attr": self.path_to(remote, sl=sl, traffic_class=traffic_class),
+                "path_mtu": min(port.active_mtu, remote.mtu),
+                "dest_qp_num": remote.qpn,
+                "rq_psn": remote.psn,
+            }
+        if self.qp_type in (QPType.RC, QPType.XRC_RECV):
+            most = self.pd.context.attr.max_qp_rd_atom
+            attrs["min_rnr_timer"] = min_rnr_timer
+            attrs["max_dest_rd_atomic"] = (
+                min(16, most) if max_dest_rd_atomic is None else max_dest_rd_atomic
+            )
+        self.modify(**attrs)
+
+    def to_rts(
+        self,
+        *,
+        timeout: int = 14,
+        retry_cnt: int = 6,
+        rnr_retry: int = 6,
+        max_rd_atomic: int | None = None,
+    ) -> None:
+        """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
+
+        With the defaults it gives up after about half a second without an
+        acknowledgement, or after six retries while the peer has no receive.
+
+        Args:
+            timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout,
+                0..31; 14 is 67 ms, 0 waits for ever.
+            retry_cnt: retries after that, 0..7.
+            rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
+            max_rd_atomic: how many reads and atomics it may have outstanding; None is
+                what the device can do, at most 16.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        attrs: dict[str, Any] = {"qp_state": QPState.RTS}
+        if self._state is QPState.RTR:
+            if self.qp_type is not QPType.RAW_PACKET:
+                attrs["sq_psn"] = self.psn
+            if self.qp_type in (QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV):
+                attrs["timeout"] = timeout
+            if self.qp_type in (QPType.RC, QPType.XRC_SEND):
+                most = self.pd.context.attr.max_qp_init_rd_atom
+                attrs |= {
+                    "retry_cnt": retry_cnt,
+                    "rnr_retry": rnr_retry,
+                    "max_rd_atomic": min(16, most) if max_rd_atomic is None else max_rd_atomic,
+                }
+        self.modify(**attrs)
+
+    def connect(
+        self,
+        remote: Endpoint | None = None,
+        *,
+        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
+        qkey: int = DEFAULT_QKEY,
+        **more: int,
+    ) -> None:
+        """Bring the queue pair to RTS from RESET, INIT, RTR, SQD or SQE.
+
+        From ERR the only way is back: to_reset() first, on both sides.
+
+        Args:
+            remote: the peer's endpoint; not for UD.
+            access, qkey: as in to_init.
+            more: other options of to_rtr and to_rts.
+
+        Raises:
+            TypeError: remote is no Endpoint, another argument is not an integer, or there
+                is no such option.
+            ValueError: the peer's endpoint is missing, the queue pair is connected to
+                another one or was put into ERR by to_err(), or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused, as it does if an error has put the queue pair into ERR.
+
+        See ibv_modify_qp(3).
+        """
+        expect("remote", remote, Endpoint, None)
+        unknown = more.keys() - RTR_OPTIONS - RTS_OPTIONS
+        if unknown:
+            raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
+        if self._state is QPState.RESET:
+            self.to_init(access, qkey=qkey)
+        if self._state is QPState.INIT:
+            self.to_rtr(remote, **{k: v for k, v in more.items() if k in RTR_OPTIONS})
+        elif remote is not None and self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
+            refuse_another_peer(str(self), self.query(), remote)
+        self.to_rts(**{k: v for k, v in more.items() if k in RTS_OPTIONS})
+
+    def to_sqd(self) -> None:
+        """Drain the send queue; sends posted from now on are held.
+
+        Raises:
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self.modify(qp_state=QPState.SQD)
+
+    def to_err(self) -> None:
+        """Bring the queue pair to ERR: outstanding work requests complete with WR_FLUSH_ERR.
+
+        Raises:
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self.modify(qp_state=QPState.ERR)
+
+    def to_reset(self) -> None:
+        """Take the queue pair back to RESET and drop its outstanding work requests.
+
+        They never complete, and the regions, windows, address handles and buffers
+        that they hold are released.  Completions that are in the CQ by then stay
+        there for the next poll or wait.  Receives of an SRQ stay posted.
+
+        Raises:
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self.modify(qp_state=QPState.RESET)
+
+    def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
+        port = self.pd.context.query_port(self.port_num)
+        if port.state.name != "ACTIVE":
+            return f"port {self.port_num} is {port.state.name}; bring the link up"
+        if (state := self.state) is QPState.ERR:
+            return "the QP is in ERR: take it back with to_reset() first"
+        if reason := out_of_range(attrs, self.pd.context.attr):
+            return reason
+        if code == errno.EINVAL and (
+            reason := unchangeable_attributes(self.qp_type, state, to, mask_of(attrs))
+        ):
+            return reason
+        if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
+            path = attrs.get("ah_attr")
+            if isinstance(path, AHAttr) and path.dgid is not None:
+                if reason := why_no_source(self.pd.context, path):
+                    return reason
+                return (
+                    f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
+                    "both sides need GIDs of one kind and one network (see --gid-index)"
+                )
+        return f"the QP stays in {state.name} and does not go to {to.name}"
+
+    # ---- multicast ----------------------------------------------------------
+
+    def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
+        """Also receive what is sent to a multicast group (UD).
+
+        A message to the group has ``remote_qpn=MULTICAST_QPN``, the Q_Key of the
+        receivers, and an AH with the group as dgid (and its LID as dlid).  Each
+        queue pair that is attached gets one copy, however often it was attached.
+        On a network the port must also have joined the group, on InfiniBand
+        through the subnet administrator.  Closing the queue pair detaches it.
+
+        Args:
+            gid: the group: in ff00::/8, or an IPv4 one such as "::ffff:239.1.2.3".
+            lid: its LID on InfiniBand; 0 on Ethernet.
+
+        Raises:
+            TypeError: gid is of another type, or lid is not an integer.
+            ValueError: it is not a multicast GID, or lid is not in 0..65535.
+            RdmaError: the queue pair is not of type UD.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_attach_mcast(3).
+        """
+        verb = functools.partial(self._verb, self.pd.context._provider.attach_mcast)
+        try:
+            self._groups.attach(verb, self._group(gid, lid))
+        except VerbsError as error:
+            error.hint = error.hint or why_not_attached(self.pd.context, error.errno)
+            raise
+
+    def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
+        """Stop receiving what is sent to a multicast group.
+
+        Args:
+            gid, lid: as passed to attach_mcast.
+
+        Raises:
+            RdmaError: the queue pair is not attached to the group.
+            TypeError: gid is of another type, or lid is not an integer.
+            ValueError: it is not a multicast GID, or lid is not in 0..65535.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+        """
+        group = self._group(gid, lid)
+        try:
+            self._detach(group)
+        except VerbsError:
+            attached = self._groups.attached()
+            if group in attached:
+                raise
+            named = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in attached))
+            raise RdmaError(
+                f"{self} is not attached to {group[0]} (lid {lid})"
+                + (f", but to {named}" if named else "")
+            ) from None
+
+    def _detach(self, group: Group) -> None:
+        verb = functools.partial(self._verb, self.pd.context._provider.detach_mcast)
+        self._groups.detach(verb, group)
+
+    def _group(self, gid: GID | bytes | str, lid: int) -> Group:
+        if self.qp_type is not QPType.UD:
+            raise RdmaError(f"{self} has no multicast; UD queue pairs have it")
+        group = GID._named("gid", gid)
+        if not group.is_multicast:
+            raise ValueError(
+                f"gid: {group} is not a multicast GID such as ff0e::1 (ff00::/8) or "
+                "::ffff:239.1.2.3 (::ffff:224.0.0.0/100)"
+            )
+        return group, within("lid", lid, 0, 0xFFFF)
 
     # ---- posting ------------------------------------------------------------
 
@@ -376,42 +825,14 @@ class QP(Multicast, struct="ibv_qp"):
         return self._prepared(self._recv, wrs)
 
     def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
-        batch = Batch()
-        if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
-            wrs = tuple(wrs)
-        # Closing the QP closes it, as soon as it names anything.
-        self._note_batch(batch)
-        batch._prepare(queue, self, wrs)
+        batch = prepare(queue, self, wrs, self._batches)
         try:
             self._live()
-            if self.checked and len(batch) > queue.depth:
-                raise PostError(
-                    queue.verb,
-                    errno.ENOMEM,
-                    too_long_a_list(queue, len(batch)),
-                    index=queue.depth,
-                    posted=0,
-                    count=len(batch),
-                    wr=wrs[queue.depth] if queue.depth else wrs,
-                )
         except RdmaError:
             # If another thread has closed the QP meanwhile, it may not have seen the list.
             batch.close()
             raise
         return batch
-
-    def _prepared_lists(self) -> list[Batch]:
-        # Other threads may add to it.
-        return [batch for one in tuple(self._batches.values()) if (batch := one()) is not None]
-
-    def _note_batch(self, batch: Batch) -> None:
-        self._batches[next(_BATCH_NUMBERS)] = weakref.ref(batch)
-        if len(self._batches) > self._enough_batches:
-            # Not in a weakref callback: what a signal handler raises there is lost.
-            for number, one in tuple(self._batches.items()):
-                if one() is None:
-                    self._batches.pop(number, None)
-            self._enough_batches = 2 * len(self._batches)
 
     def bind_mw(
         self,

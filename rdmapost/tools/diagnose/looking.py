@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from ...enums import QPState, QPType
 from ...errors import RdmaError
 from ...resources.device import GIDTableEntry, PortAttr
 from ...resources.endpoint import Endpoint
 from ...resources.memory import PD
+from ...resources.qp import QP
 from ...resources.qp_attr import QPAttr
-from ...resources.qp_transitions import Steps
 from .system import System
-
-if TYPE_CHECKING:
-    from ...resources.qp import QP
 
 __all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "is_queue_pair", "look", "name_of"]
 
@@ -117,8 +114,8 @@ def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:
-    """Whether it is a queue pair; only those have steps, and QP itself calls these checks."""
-    return isinstance(thing, Steps)
+    """Whether it is a queue pair."""
+    return isinstance(thing, QP)
 
 
 def name_of(qp: QP) -> str:
