@@ -16,6 +16,7 @@ from .._binding import door, ffi
 from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from ..errors import NoDeviceError, NoRdmaError
 from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
+from ..providers.base import is_multicast
 from .resource import Resource
 
 __all__ = [
@@ -87,8 +88,7 @@ class GID(bytes):
     @property
     def is_multicast(self) -> bool:
         """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
-        address = IPv6Address(bytes(self))
-        return (address.ipv4_mapped or address).is_multicast
+        return is_multicast(self)
 
 
 def _why_no_gid(text: str) -> str:

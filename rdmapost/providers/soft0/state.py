@@ -1,7 +1,7 @@
 """What all verbs of the soft device have in common.
 
 The device itself, and what the C structs stand for.  ``verb`` makes a control
-verb of a method: it holds the device's lock, and all that it changes in the
+verb of a function: it holds the device's lock, and all that it changes in the
 device is there when it returns, or, if it raises, nothing of it
 (``_c/soft_verb.c``).  The data verbs are in C (``_c/soft.c``).
 """
@@ -24,7 +24,6 @@ from .engine.table import Table
 
 __all__ = [
     "OpenHandles",
-    "bind_verbs",
     "bound",
     "context_of",
     "contexts",
@@ -40,25 +39,14 @@ _log = logging.getLogger("rdmapost.soft")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_verbs: set[Callable[..., Any]] = set()
-
 
 def verb(function: _Function) -> _Function:
-    """Make a control verb of a method, once its provider is bound."""
-    _verbs.add(function)
-    return function
-
-
-def bind_verbs(provider: Any) -> None:
-    """Put in the place of a provider's control verbs what calls them in one step.
+    """Make a control verb of a function.
 
     That is C from its first instruction to its last, so no signal handler runs between the end of
     a verb and its return.
     """
-    for name in dir(provider):
-        method = getattr(provider, name)
-        if getattr(method, "__func__", None) in _verbs:
-            setattr(provider, name, functools.partial(door.verb, method))
+    return functools.partial(door.verb, function)  # type: ignore[return-value]
 
 
 _tables: list[dict[Any, Any]] = []
