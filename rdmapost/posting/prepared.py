@@ -121,6 +121,10 @@ class OpenBatches:
         # Other threads may add to it.
         return (batch for ref in tuple(self._batches.values()) if (batch := ref()) is not None)
 
+    def naming(self, resource: Any) -> list[Batch]:
+        """Return those that name a resource."""
+        return [batch for batch in self if batch._names(resource)]
+
     def add(self, batch: Batch) -> None:
         """Add one, and now and then take out those that are gone."""
         self._batches[next(_numbers)] = weakref.ref(batch)

@@ -29,9 +29,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import expect, index, seconds
 from ..errors import ClosedError, RdmaError
-from .channel import CompChannel
+from .channel import CompChannel, next_event
 from .device import Context
-from .events import AsyncEvent, next_taken
+from .events import AsyncEvent, next_taken, timed_out
+from .waiting import (
+    CompletionSource,
+    drop_event,
+    events_of,
+    fd_of,
+    poller_of,
+    take_all_events,
+    take_event,
+)
 
 if TYPE_CHECKING:
     from .cq import CQ, WC
@@ -74,12 +83,12 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
         ClosedError: the CQ is closed, now or while it waits.
         VerbsError: the device failed.
     """
-    # Its module imports this one, so the class cannot be imported here.
-    if getattr(type(cq), "_kind", "") != "CQ":
+    # Its module imports this one, so the class itself cannot be imported here.
+    if not issubclass(type(cq), CompletionSource):
         raise TypeError(f"cq: expected CQ, got {type(cq).__name__}")
     count, timeout = index("count", count), seconds(timeout)
     # What is promised to tasks that are about to run is theirs.
-    if (found := cq._take(count, _promised(cq))) is not None:
+    if (found := _take(cq, count, _promised(cq))) is not None:
         return found
     waiter, queue = _Waiter(count), _queue_of(cq)
     try:
@@ -88,11 +97,10 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
             while True:
                 queue.look()
                 await waiter.woken
-                if (found := cq._take(count)) is not None:
+                if (found := _take(cq, count)) is not None:
                     break
                 if waiter.expired:
-                    there = cq._look(count)
-                    raise cq._timed_out(there, count, timeout)
+                    raise timed_out(cq, _rearm(cq, count), count, timeout)
                 # Another thread's poll() has taken them.
                 waiter.sleep()
         finally:
@@ -101,7 +109,7 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
             queue.leave(waiter)
     except BaseException:
         if found:
-            cq._put_back(found)
+            poller_of(cq).put_back(found)
         raise
     return found
 
@@ -131,9 +139,9 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
     deadline = _deadline(seconds(timeout))
     while True:
         place = _place(channel, _Channel)
-        expired = await _sleep_at(place, deadline, channel._events)
+        expired = await _sleep_at(place, deadline, events_of(channel))
         # Last: an interrupt before this leaves the event to the next caller.
-        if (cq := channel._next_event()) is not None or expired:
+        if (cq := next_event(channel)) is not None or expired:
             return cq
 
 
@@ -160,7 +168,7 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
     deadline = _deadline(seconds(timeout))
     while True:
         place = _place(context, _Device)
-        expired = await _sleep_at(place, deadline, context._events)
+        expired = await _sleep_at(place, deadline, events_of(context))
         if (event := next_taken(context)) is not None or expired:
             return event
 
@@ -185,6 +193,33 @@ async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]
 
 
 # ---- who waits --------------------------------------------------------------
+
+
+def _runs(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _rearm(cq: CQ, count: int) -> int:
+    """Request the next event, then poll for `count` completions; return how many are available."""
+    poller = poller_of(cq)
+    poller.notify(cq, False)
+    return poller.fill(cq, count)
+
+
+def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
+    """Return exactly `count` if `promised` more are available too, else None."""
+    poller = poller_of(cq)
+    found: list[WC] = []
+    try:
+        missing = poller.wait(cq, count, promised, 0.0, found)
+    except BaseException:
+        poller.put_back(found)
+        raise
+    return found if missing is None else None
 
 
 class _Waiter:
@@ -254,7 +289,7 @@ class _Watch:
         if (epoll := self._epoll) is None:
             return
         if not self._loop.is_closed():
-            if asyncio._get_running_loop() is not self._loop:
+            if not _runs(self._loop):
                 self._loop.call_soon_threadsafe(self.close)
                 return
             self._loop.remove_reader(epoll.fileno())
@@ -322,11 +357,11 @@ class _Place:
     def start(self) -> None:
         """Take the events from now on, unless it does already."""
         self.claim()
-        self._watch.open(self.fd(), self.ready)
+        self._watch.open(fd_of(self.owner), self.ready)
 
     def claim(self) -> None:
         """Make threads that arrive from now on leave the events to the tasks."""
-        poller = self.owner._poller
+        poller = poller_of(self.owner)
         if poller.claim(self):
             return
         if poller.tasks is None:
@@ -339,7 +374,7 @@ class _Place:
     def stop(self) -> None:
         """Leave the events to others. If this is interrupted, the next to want them finishes it."""
         self._watch.close()
-        self.owner._poller.unclaim(self)
+        poller_of(self.owner).unclaim(self)
 
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
@@ -347,10 +382,6 @@ class _Place:
             self._try(self.hear)
         else:
             self.stop()
-
-    def fd(self) -> int:
-        """Return the descriptor to watch."""
-        raise NotImplementedError
 
     def look(self) -> None:
         """Take what is available, and wake the tasks that it is for."""
@@ -392,13 +423,8 @@ class _Device(_Place):
 
     threads = "waits in get_async_event()"
 
-    def fd(self) -> int:
-        fd: int = self.owner.async_fd
-        return fd
-
     def look(self) -> None:
-        context: Context = self.owner
-        if context._poller.until(context, -1, context._take_event, 0.0, True) is not None:
+        if take_event(self.owner):
             self.wake()
 
 
@@ -407,14 +433,10 @@ class _Queue(_Place):
 
     threads = "sleeps in wait()"
 
-    def fd(self) -> int:
-        fd: int = self.owner._event_fd
-        return fd
-
     def look(self) -> None:
         """Ask for the next event, then poll, and wake the tasks that can have enough."""
         waiting = self.waiting()
-        there = self.owner._look(sum(waiter.count for waiter in waiting))
+        there = _rearm(self.owner, sum(waiter.count for waiter in waiting))
         # Small waits are not blocked by larger ones.
         there -= self.promised()
         for waiter in waiting:
@@ -423,7 +445,7 @@ class _Queue(_Place):
                 waiter.wake()
 
     def hear(self) -> None:
-        self.owner._drop_event()
+        drop_event(self.owner)
         self.look()
 
     def promised(self) -> int:
@@ -455,7 +477,7 @@ class _SharedQueue(_Queue):
             queues.pop(self.owner, None)
         if not self.channel.in_use():
             self.channel.stop()
-        self.owner._poller.unclaim(self)
+        poller_of(self.owner).unclaim(self)
 
 
 class _Channel(_Place):
@@ -470,18 +492,14 @@ class _Channel(_Place):
     def in_use(self) -> bool:
         return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
 
-    def fd(self) -> int:
-        fd: int = self.owner.fileno()
-        return fd
-
     def look(self) -> None:
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
         channel: CompChannel = self.owner
         try:
             # soft0 retries here what it had to put off.
-            channel._take_all_events()
+            take_all_events(channel)
             heard = {}
-            while (cq := channel._next_event(self.queues)) is not None:
+            while (cq := next_event(channel, self.queues)) is not None:
                 heard[cq] = self.queues.get(cq)
             for queue in heard.values():
                 if queue is not None:
@@ -490,7 +508,7 @@ class _Channel(_Place):
             # An event may have been taken without anyone being told.
             self.wake()
             raise
-        if channel._events:
+        if events_of(channel):
             super().wake()
 
     def wake(self) -> None:
@@ -510,7 +528,7 @@ _AnyPlace = TypeVar("_AnyPlace", bound=_Place)
 def _place(owner: Any, kind: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
     """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
-    place: _AnyPlace | None = owner._poller.tasks
+    place: _AnyPlace | None = poller_of(owner).tasks
     # Another loop's is refused when this one claims the events.
     return place if place is not None and place.loop is loop else kind(loop, owner)
 
@@ -533,5 +551,5 @@ def _queue_of(cq: CQ) -> _Queue:
 
 def _promised(cq: CQ) -> int:
     """Return how many completions are promised to tasks."""
-    queue: _Queue | None = cq._poller.tasks
+    queue: _Queue | None = poller_of(cq).tasks
     return 0 if queue is None else queue.promised()

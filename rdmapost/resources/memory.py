@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from .._arguments import counted, expect, flags, index, member, within
 from .._binding import door, ffi, start_of
 from ..enums import Access, MWType
-from ..errors import InUseError, VerbsError
+from ..errors import VerbsError
 from ..posting.wr import SGE
-from .device import Context
-from .resource import Resource, close_dropped, open_handles
+from .device import Context, provider_of
+from .posted import refuse_posted
+from .resource import Resource
 
 __all__ = ["MR", "MW", "PD"]
 
@@ -54,7 +55,7 @@ class PD(Resource, struct="ibv_pd"):
     def __init__(self, context: Context) -> None:
         expect("context", context, Context)
         self.context = context
-        provider = context._provider
+        provider = provider_of(context)
         self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
 
 
@@ -146,7 +147,7 @@ class MR(Resource, struct="ibv_mr"):
         held = memoryview(buffer)
         length, start = len(held), start_of(held)
         self.buffer, self._memory, self._length = buffer, held, length
-        provider = pd.context._provider
+        provider = provider_of(pd.context)
         try:
             handle = self._make(
                 provider.reg_mr,
@@ -260,7 +261,7 @@ class MW(Resource, struct="ibv_mw"):
         expect("pd", pd, PD)
         self.pd = pd
         self.type = member("mw_type", mw_type, MWType)
-        provider = pd.context._provider
+        provider = provider_of(pd.context)
         self._make(provider.alloc_mw, (pd, self.type), provider.dealloc_mw, (pd,))
 
     def __str__(self) -> str:
@@ -399,65 +400,6 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
         yield "z" if cls._type_ == "Z" else cls._type_
     else:
         yield "&"
-
-
-def refuse_posted(resource_: Resource, context: Context) -> None:
-    """Refuse to close what outstanding or prepared work requests name.
-
-    Raises:
-        InUseError: always, unless it has closed queue pairs that nobody refers to.
-    """
-    if close_dropped(handle for handle in open_handles() if handle._kind in ("QP", "SRQ")):
-        return
-    batches = [
-        str(batch)
-        for handle in open_handles()
-        if hasattr(handle, "_batches")
-        for batch in handle._batches
-        if batch._names(resource_)
-    ]
-    if batches:
-        raise InUseError(
-            f"{resource_} cannot be closed: {', '.join(batches)} still open; "
-            f"close {'it' if len(batches) == 1 else 'them'} first"
-        )
-    named = [
-        (wr_id, queue)
-        for queue in list(context._queues.values())
-        for wr_id, held in outstanding_of(queue)
-        if held is resource_ or (isinstance(held, tuple) and resource_ in held)
-    ]
-    wr_ids = [wr_id for wr_id, _ in named]
-    shared = {
-        queue for handle in open_handles() if handle._kind == "SRQ" for queue in handle._queues()
-    }
-    holders = " or ".join(
-        name
-        for name, is_there in (
-            ("the QP", any(queue not in shared for _, queue in named)),
-            ("the SRQ", any(queue in shared for _, queue in named)),
-        )
-        if is_there
-    )
-    if not wr_ids:
-        raise InUseError(
-            f"{resource_} cannot be closed: in use by an outstanding prepared list; poll its "
-            "completions, or close the QP first"
-        )
-    shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
-    count = counted(len(wr_ids), "outstanding work request")
-    raise InUseError(
-        f"{resource_} cannot be closed: in use by {count} "
-        f"(wr_id {shown}); poll their completions, or close {holders} first"
-    )
-
-
-def outstanding_of(queue: door.InFlight) -> Iterator[tuple[int, Any]]:
-    """Go through a queue's outstanding work requests: the wr_id, and what each holds."""
-    index = 0
-    while (entry := queue.entry(index)) is not None:
-        yield entry
-        index += 1
 
 
 def _why_not_registered(code: int | None, length: int) -> str:

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .._arguments import expect, index, member, within
-from .._binding import ffi, fill
+from .._binding import address_of, ffi, fill
 from ..enums import Access, LinkLayer, QPState, QPType, SendFlags
 from ..errors import RdmaError, VerbsError, describe_errno, where_explained
-from ..posting.prepared import Batch, OpenBatches, prepare
-from ..posting.queue import PostQueue, recv_queue, send_queue
+from ..posting.fields import Verb
+from ..posting.prepared import Batch, prepare
+from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
@@ -25,12 +26,13 @@ from ..posting.rules import (
 from ..posting.wr import BindMW, RecvWR, SendWR
 from ..qp_states import missing_attributes, unchangeable_attributes
 from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
-from .cq import CQ
-from .device import GID, PortAttr
+from .cq import CQ, keep_completions
+from .device import GID, PortAttr, gid_argument, provider_of
 from .endpoint import Endpoint
 from .memory import MR, MW, PD, access_flags
 from .multicast import Group, MulticastGroups, why_not_attached
-from .qp_attr import QUERY_MASK, QPAttr
+from .posted import PostTarget
+from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
 from .qp_init import XRC, how_to_create, refuse_misfits, why_not_created
 from .qp_transitions import (
     DEFAULT_QKEY,
@@ -42,7 +44,7 @@ from .qp_transitions import (
     out_of_range,
     refuse_another_peer,
 )
-from .resource import Resource
+from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD
 
@@ -64,7 +66,7 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(Resource, struct="ibv_qp"):
+class QP(PostTarget, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
     Args:
@@ -102,7 +104,6 @@ class QP(Resource, struct="ibv_qp"):
     """
 
     __slots__ = (
-        "_batches",
         "_gid",
         "_gid_index",
         "_groups",
@@ -116,7 +117,6 @@ class QP(Resource, struct="ibv_qp"):
         "max_send_sge",
         "max_send_wr",
         "max_tso_header",
-        "pd",
         "port_num",
         "psn",
         "qp_num",
@@ -170,7 +170,7 @@ class QP(Resource, struct="ibv_qp"):
         self.port_num = port_num = index("port_num", port_num)
         if gid_index is not None:
             gid_index = index("gid_index", gid_index)
-        pd._live()
+        struct_of(pd)
         port = context.query_port(port_num)
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
@@ -179,9 +179,9 @@ class QP(Resource, struct="ibv_qp"):
         self.psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
-        init.send_cq, init.recv_cq = send_cq._live(), recv_cq._live()
+        init.send_cq, init.recv_cq = struct_of(send_cq), struct_of(recv_cq)
         if srq is not None:
-            init.srq = srq._live()
+            init.srq = struct_of(srq)
         if srq is not None or self.qp_type in XRC:
             max_recv_wr = max_recv_sge = 0
         if self.qp_type is QPType.XRC_RECV:
@@ -201,7 +201,9 @@ class QP(Resource, struct="ibv_qp"):
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)
         try:
-            handle = self._make(create, args, context._provider.destroy_qp, tuple(parents.values()))
+            handle = self._make(
+                create, args, provider_of(context).destroy_qp, tuple(parents.values())
+            )
         except VerbsError as error:
             error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
             raise
@@ -219,7 +221,7 @@ class QP(Resource, struct="ibv_qp"):
         device_cap = context.attr.device_cap_flags
         limits = Limits(
             self.qp_type,
-            pd,
+            address_of(struct_of(pd)),
             self.max_send_sge,
             self.max_recv_sge,
             self.max_inline_data,
@@ -231,55 +233,48 @@ class QP(Resource, struct="ibv_qp"):
             self.max_tso_header,
             sq_sig_all=self.sq_sig_all,
         )
-        # If there is no queue, the check gives a better reason than that it is full.
-        self._send = send_queue(
-            limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
+        self._send = PostQueue(
+            Verb.ibv_post_send,
+            limits,
+            self.max_send_wr,
+            Reasons(_why_refused, _why_not_sending),
+            checked=self.checked,
+            # If there is no queue, the check gives a better reason than that it is full.
+            bounded=self.xrcd is None,
         )
-        self._recv = recv_queue(limits, self.max_recv_wr, checked=self.checked)
-        self._batches = OpenBatches()
-        for queue in (self._send, self._recv):
-            context._queues[queue.in_flight.number] = queue.in_flight
+        self._recv = PostQueue(
+            Verb.ibv_post_recv,
+            limits,
+            self.max_recv_wr,
+            Reasons(_why_refused, _why_not_receiving),
+            checked=self.checked,
+        )
+        self._open_queues(self._send.in_flight, self._recv.in_flight)
         self._note_state(QPState.RESET)
 
     def __str__(self) -> str:
         return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
 
     def _release(self) -> None:
-        if not hasattr(self, "_batches"):
-            # An interrupt has cut the constructor short: nothing was posted.
-            return
-        for batch in self._batches:
-            batch.close()
-        # A queue pair that is attached cannot be destroyed.
-        for group in self._groups.all():
-            # Where it is not attached; else the destruction says why not.
-            with contextlib.suppress(VerbsError):
-                self._detach(group)
-        self._keep_completions()
-
-    def _forget(self) -> None:
-        if not hasattr(self, "_batches"):
-            return
-        self._keep_completions()
-        for queue in (self._send.in_flight, self._recv.in_flight):
-            self.pd.context._queues.pop(queue.number, None)
-            queue.clear()
+        if hasattr(self, "_in_flight"):
+            # A queue pair that is attached cannot be destroyed.
+            for group in self._groups.all():
+                # Where it is not attached; else the destruction says why not.
+                with contextlib.suppress(VerbsError):
+                    self._detach(group)
+        super()._release()
 
     def _keep_completions(self) -> None:
         if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
-            self.send_cq._keep()
+            keep_completions(self.send_cq)
             if self.recv_cq is not self.send_cq:
-                self.recv_cq._keep()
+                keep_completions(self.recv_cq)
 
     def _note_state(self, state: QPState) -> None:
         self._state = state
         self._send.set_ready(state >= QPState.RTS or not self.checked)
         receives = self.srq is None and self.qp_type not in XRC
         self._recv.set_ready(receives and (state is not QPState.RESET or not self.checked))
-
-    def _forget_posted(self) -> None:
-        self._send.in_flight.clear()
-        self._recv.in_flight.clear()
 
     def _drop_outstanding(self) -> None:
         """Reset it if necessary: nothing that an outstanding work request names can be closed."""
@@ -369,8 +364,8 @@ class QP(Resource, struct="ibv_qp"):
         """
         raw = ffi.new("struct ibv_qp_attr *")
         init = ffi.new("struct ibv_qp_init_attr *")
-        self._verb(self.pd.context._provider.query_qp, raw, QUERY_MASK, init)
-        return QPAttr._read(raw)
+        self._verb(provider_of(self.pd.context).query_qp, raw, QUERY_MASK, init)
+        return read_qp_attr(raw)
 
     def modify(self, **attrs: Any) -> None:
         """Change attributes; the mask is made of those that are passed.
@@ -401,7 +396,7 @@ class QP(Resource, struct="ibv_qp"):
         if to is QPState.RESET:
             self._keep_completions()
         try:
-            self._verb(self.pd.context._provider.modify_qp, raw, mask)
+            self._verb(provider_of(self.pd.context).modify_qp, raw, mask)
             self._note_modified(to)
         except VerbsError as error:
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
@@ -669,7 +664,7 @@ class QP(Resource, struct="ibv_qp"):
 
         See ibv_attach_mcast(3).
         """
-        verb = functools.partial(self._verb, self.pd.context._provider.attach_mcast)
+        verb = functools.partial(self._verb, provider_of(self.pd.context).attach_mcast)
         try:
             self._groups.attach(verb, self._group(gid, lid))
         except VerbsError as error:
@@ -703,13 +698,13 @@ class QP(Resource, struct="ibv_qp"):
             ) from None
 
     def _detach(self, group: Group) -> None:
-        verb = functools.partial(self._verb, self.pd.context._provider.detach_mcast)
+        verb = functools.partial(self._verb, provider_of(self.pd.context).detach_mcast)
         self._groups.detach(verb, group)
 
     def _group(self, gid: GID | bytes | str, lid: int) -> Group:
         if self.qp_type is not QPType.UD:
             raise RdmaError(f"{self} has no multicast; UD queue pairs have it")
-        group = GID._named("gid", gid)
+        group = gid_argument("gid", gid)
         if not group.is_multicast:
             raise ValueError(
                 f"gid: {group} is not a multicast GID such as ff0e::1 (ff00::/8) or "
@@ -880,17 +875,6 @@ class QP(Resource, struct="ibv_qp"):
         # rxe keeps what was posted before RTS, and carries it out in RTS.
         self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 
-    def _why_not_ready(self, queue: PostQueue) -> str:
-        """Say why nothing can be posted to a queue now.
-
-        Raises:
-            RdmaError: nothing ever can.
-        """
-        if queue is self._send:
-            return check_send_state(self._state) or f"the QP is in {self._state.name}"
-        self._refuse_without_receives()
-        return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
-
     def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
         """Say what is wrong, or may go wrong: a checklist of why sends do not complete.
 
@@ -916,15 +900,23 @@ class QP(Resource, struct="ibv_qp"):
     _checklist: ClassVar[Any]
     """A function of both sides; the package's public face sets it (_public.py)."""
 
-    # ---- explanations -------------------------------------------------------
 
-    def _hint(self, code: int, wr: Any) -> str:
-        name = self.pd.context.name
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-            what = getattr(getattr(wr, "opcode", None), "name", "the call")
-            return f"{what} is not supported by {name}"
-        if code == errno.ENOMEM:
-            return f"{name} says that the queue is full, or the work request too large for it"
-        if code == errno.EINVAL and self._state < QPState.RTS:
-            return f"{name} refused it: the QP is in {self._state.name}"
-        return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
+def _why_not_sending(qp: QP) -> str:
+    return check_send_state(qp._state) or f"the QP is in {qp._state.name}"
+
+
+def _why_not_receiving(qp: QP) -> str:
+    qp._refuse_without_receives()
+    return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
+
+
+def _why_refused(qp: QP, code: int, wr: Any) -> str:
+    name = qp.pd.context.name
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        what = getattr(getattr(wr, "opcode", None), "name", "the call")
+        return f"{what} is not supported by {name}"
+    if code == errno.ENOMEM:
+        return f"{name} says that the queue is full, or the work request too large for it"
+    if code == errno.EINVAL and qp._state < QPState.RTS:
+        return f"{name} refused it: the QP is in {qp._state.name}"
+    return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"

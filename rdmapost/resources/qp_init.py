@@ -9,7 +9,9 @@ from typing import Any
 from .._binding import ffi, lib
 from ..enums import Opcode, QPType, SRQType
 from ..posting.rules import QP_TYPES_BY_OPCODE
+from .device import provider_of
 from .memory import PD
+from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD
 
@@ -77,9 +79,9 @@ def how_to_create(
     Raises:
         ClosedError: the PD or the XRC domain is closed.
     """
-    provider, context, pd_handle = pd.context._provider, pd.context, pd._live()
+    provider, context, pd_handle = provider_of(pd.context), pd.context, struct_of(pd)
     if xrcd is not None:
-        init.xrcd, init.comp_mask = xrcd._live(), lib.IBV_QP_INIT_ATTR_XRCD
+        init.xrcd, init.comp_mask = struct_of(xrcd), lib.IBV_QP_INIT_ATTR_XRCD
         init.send_cq = init.recv_cq = ffi.NULL
         return provider.create_qp_ex, (context, init)
     if max_tso_header or init.qp_type == QPType.XRC_SEND:

@@ -8,7 +8,7 @@ from typing import Any
 from .._arguments import expect, index
 from ..enums import Access, QPAttrMask, QPState, QPType
 from ..qp_states import FIELDS, RANGES
-from .address import AHAttr
+from .address import AHAttr, fill_ah_attr
 from .device import DeviceAttr
 from .endpoint import Endpoint
 from .qp_attr import QPAttr
@@ -56,7 +56,7 @@ def fill_attributes(raw: Any, attrs: dict[str, Any]) -> None:
     for name, value in attrs.items():
         if name in ("ah_attr", "alt_ah_attr"):
             expect(name, value, AHAttr)
-            value._fill(getattr(raw, name))
+            fill_ah_attr(value, getattr(raw, name))
             continue
         attrs[name] = number = index(name, value)
         try:

@@ -23,7 +23,15 @@ from typing import Any, NoReturn, Self
 from .._binding import door, ffi
 from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
 
-__all__ = ["Resource", "open_handles", "resource_at"]
+__all__ = [
+    "Resource",
+    "call_verb",
+    "close_dropped",
+    "open_children",
+    "open_handles",
+    "resource_at",
+    "struct_of",
+]
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -112,17 +120,10 @@ class Resource(door.Handle):
     def __repr__(self) -> str:
         return f"<rdmapost.{type(self).__name__} {self}{' (closed)' if self.closed else ''}>"
 
-    def _open_children(self) -> list[Any]:
-        return [
-            handle
-            for handle in reversed(open_handles())
-            if not handle._inner and any(parent is self for parent in handle._parents)
-        ]
-
     def _refuse_children(self) -> None:
         """Refuse to be closed, unless all children are only waiting for their finalizers to
         retry."""
-        children = self._open_children()
+        children = open_children(self)
         some_closed = close_dropped(children)
         names = [str(child) for child in children if not child.closed]
         if some_closed and not names:
@@ -229,6 +230,33 @@ door.describe_handles(
     ffi.typeof,
     _structs,
 )
+
+
+def struct_of(resource: Resource) -> Any:
+    """Return the struct of a resource.
+
+    Raises:
+        ClosedError: it is closed.
+    """
+    return resource._live()
+
+
+def call_verb(resource: Resource, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the struct of a resource, which cannot be destroyed meanwhile.
+
+    Raises:
+        ClosedError: it is closed.
+    """
+    return resource._verb(function, *args)
+
+
+def open_children(resource: Resource) -> list[Any]:
+    """Return what must be closed before a resource, the oldest first."""
+    return [
+        handle
+        for handle in reversed(open_handles())
+        if not handle._inner and any(parent is resource for parent in handle._parents)
+    ]
 
 
 def open_handles() -> list[Any]:

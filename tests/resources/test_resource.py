@@ -17,7 +17,7 @@ from support import needs, prints
 
 import rdmapost as rp
 from rdmapost._binding import ffi
-from rdmapost.resources.resource import Resource, _open
+from rdmapost.resources.resource import Resource, _open, open_children
 
 closed: list[str] = []
 
@@ -783,4 +783,4 @@ def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, p
         del qp
         for _ in range(99):
             gc.isenabled()
-        assert not any(isinstance(child, rp.QP) for child in pd._open_children())
+        assert not any(isinstance(child, rp.QP) for child in open_children(pd))

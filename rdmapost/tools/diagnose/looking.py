@@ -12,6 +12,7 @@ from ...resources.endpoint import Endpoint
 from ...resources.memory import PD
 from ...resources.qp import QP
 from ...resources.qp_attr import QPAttr
+from ...resources.resource import open_children
 from .system import System
 
 __all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "is_queue_pair", "look", "name_of"]
@@ -139,8 +140,8 @@ def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> Q
         here = path.dgid in [entry.gid for entry in table]
     if not here:
         return None
-    for pd in qp.pd.context._open_children():
-        for child in pd._open_children() if isinstance(pd, PD) else ():
+    for pd in open_children(qp.pd.context):
+        for child in open_children(pd) if isinstance(pd, PD) else ():
             if is_queue_pair(child) and child.qp_num == attr.dest_qp_num:
                 return child
     return None

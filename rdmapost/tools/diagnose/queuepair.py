@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...enums import Access, QPState, QPType
 from ...resources.cq import CQ
 from ...resources.events import OVERRUN, has_overrun
-from ...resources.resource import Resource
+from ...resources.resource import Resource, open_children
 from ...resources.srq import SRQ
 from ...timers import RNR_FOR_EVER, ack_timeout, rnr_timer, until_retry_exc, until_rnr_retry_exc
 from .finding import Finding, Severity, duration
@@ -351,7 +351,7 @@ def _overrun(qp: QP) -> list[CQ]:
 
 def _check_cq(cq: CQ, seen: Seen) -> Finding:
     outstanding = capacity = 0
-    users = cq._open_children()
+    users = open_children(cq)
     shared: dict[int, SRQ] = {}
     for user in users:
         sends, receives = _what_completes(user, cq, shared)

@@ -20,6 +20,7 @@ from support.serving import Served, servers
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.connect import server as module
+from rdmapost.resources.resource import open_children
 
 serve = servers
 SOON = 5.0
@@ -138,7 +139,7 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
                 context.close()
         if server is not None:
             server.close()
-        until(lambda: not context._open_children())
+        until(lambda: not open_children(context))
         context.close()
         return at.reached
 
