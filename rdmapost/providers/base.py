@@ -20,14 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["DeviceInfo", "GIDEntry", "Provider", "is_multicast"]
-
-_IPV4_MAPPED = bytes(10) + b"\xff\xff"
-
-
-def is_multicast(gid: bytes) -> bool:
-    """Whether a GID names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
-    return gid[0] == 0xFF or (gid[:12] == _IPV4_MAPPED and gid[12] >> 4 == 0xE)
+__all__ = ["DeviceInfo", "GIDEntry", "Provider"]
 
 
 class DeviceInfo(NamedTuple):

@@ -16,7 +16,6 @@ from .._binding import door, ffi
 from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from ..errors import NoDeviceError, NoRdmaError
 from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
-from ..providers.base import is_multicast
 from .waiting import EventSource
 
 __all__ = [
@@ -76,7 +75,8 @@ class GID(bytes):
     @property
     def is_multicast(self) -> bool:
         """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
-        return is_multicast(self)
+        address = IPv6Address(bytes(self))
+        return (address.ipv4_mapped or address).is_multicast
 
 
 def gid_argument(name: str, given: Any) -> GID:
