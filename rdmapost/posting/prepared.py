@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from .._arguments import index as whole_number
-from .._binding import door
+from .._binding import native
 from ..errors import PostError
 from .fields import NUMBERS
 from .queue import PostQueue
@@ -24,7 +24,7 @@ from .rules import too_long_a_list
 __all__ = ["Batch", "OpenBatches", "PreparedWR", "prepare"]
 
 
-class PreparedWR(door.PreparedItem):
+class PreparedWR(native.PreparedItem):
     """One work request of a batch; changes to its fields take effect from the next post.
 
     ``batch[index]`` makes it.
@@ -53,11 +53,11 @@ class PreparedWR(door.PreparedItem):
 @functools.cache
 def _class_for(wr_type: type) -> type[PreparedWR]:
     """Return the class for prepared work requests of a class, with its fields."""
-    numbers = {name: door.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
+    numbers = {name: native.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
     return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **numbers})
 
 
-class Batch(door.Prepared):
+class Batch(native.Prepared):
     """A list of work requests that is posted again and again; ``qp.prepare`` makes it.
 
     It is checked once, and a post of it costs one call.  The memory regions,

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from .._binding import door
+from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
 from .fields import KINDS, Verb
@@ -45,7 +45,7 @@ class Reasons(NamedTuple):
     not_ready: Callable[[Any], str] = "{} is not ready".format
 
 
-class PostQueue(door.Queue):
+class PostQueue(native.Queue):
     """A queue that work requests are posted to.
 
     ``post(owner, wrs)`` posts a work request or an iterable of them to the queue of ``owner``,
@@ -86,8 +86,8 @@ class PostQueue(door.Queue):
         self.max_sge = limits.max_send_sge if sends else limits.max_recv_sge
         self.max_num_tags = limits.max_num_tags
         is_ops = verb is Verb.ibv_post_srq_ops
-        self.tagged = door.InFlight(in_order=False) if is_ops else None
-        self.in_flight = door.InFlight(
+        self.tagged = native.InFlight(in_order=False) if is_ops else None
+        self.in_flight = native.InFlight(
             tagged=self.tagged, in_order=verb is not Verb.ibv_post_srq_recv
         )
         super().__init__(
@@ -142,8 +142,8 @@ class PostQueue(door.Queue):
 
     def _not_a_sequence(self, wrs: Any) -> NoReturn:
         if issubclass(type(wrs), self.wr_type):
-            kind = type(wrs).__name__
-            raise TypeError(f"{kind} is only a base class; post one of its subclasses")
+            name = type(wrs).__name__
+            raise TypeError(f"{name} is only a base class; post one of its subclasses")
         raise TypeError(
             f"{self.verb}: expected {self.wr_type.__name__} or an iterable of them, "
             f"got {type(wrs).__name__}"

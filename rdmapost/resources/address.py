@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._arguments import expect, index, within
-from .._binding import door, ffi
+from .._binding import ffi, native
 from ..enums import GIDType, LinkLayer
 from ..errors import RdmaError, VerbsError
 from .device import GID, Context, GIDTableEntry, gid_argument, provider_of
@@ -42,8 +42,8 @@ class GIDChoice:
     reason: str
 
     def __str__(self) -> str:
-        kind = "" if self.gid_type is None else f" ({self.gid_type.name})"
-        return f"{self.index}, {self.gid}{kind}: {self.reason}"
+        gid_type = "" if self.gid_type is None else f" ({self.gid_type.name})"
+        return f"{self.index}, {self.gid}{gid_type}: {self.reason}"
 
 
 def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
@@ -84,10 +84,10 @@ def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None
 def _no_such_gid(
     context: Context, port_num: int, gid_index: int, table: list[GIDTableEntry]
 ) -> str:
-    there = ", ".join(str(entry.index) for entry in table) or "none"
+    valid = ", ".join(str(entry.index) for entry in table) or "none"
     return (
         f"{context.name} port {port_num} has no GID with index {gid_index}; "
-        f"the valid ones are: {there}"
+        f"the valid ones are: {valid}"
     )
 
 
@@ -99,12 +99,12 @@ def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
 def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
     if len(table) == 1:
         return "the only GID of the port"
-    kind = best.gid_type.name if best.gid_type is not None else "a GID"
+    name = best.gid_type.name if best.gid_type is not None else "a GID"
     if best.gid.is_ipv4:
-        return f"{kind} with an IPv4 address"
+        return f"{name} with an IPv4 address"
     if not best.gid.is_link_local:
-        return f"{kind} with an address that is not link-local"
-    return f"{kind}; the port has only link-local addresses"
+        return f"{name} with an address that is not link-local"
+    return f"{name}; the port has only link-local addresses"
 
 
 _LOCAL = {"port_num": 255, "dlid": 0xFFFF, "sl": 15, "src_path_bits": 255, "static_rate": 255}
@@ -158,13 +158,13 @@ def fill_ah_attr(attr: AHAttr, raw: Any) -> None:
         TypeError: a number is not an integer.
         ValueError: a number is out of range.
     """
-    for name, most in _LOCAL.items():
-        setattr(raw, name, within(name, getattr(attr, name), 0, most))
+    for name, maximum in _LOCAL.items():
+        setattr(raw, name, within(name, getattr(attr, name), 0, maximum))
     raw.is_global = attr.dgid is not None
     if attr.dgid is not None:
         raw.grh.dgid.raw = bytes(attr.dgid)
-        for name, most in _GLOBAL.items():
-            setattr(raw.grh, name, within(name, getattr(attr, name), 0, most))
+        for name, maximum in _GLOBAL.items():
+            setattr(raw.grh, name, within(name, getattr(attr, name), 0, maximum))
 
 
 def read_ah_attr(raw: Any) -> AHAttr:
@@ -239,4 +239,4 @@ class AH(Resource, struct="ibv_ah"):
         refuse_posted(self, self.pd.context)
 
 
-door.describe_resource("AH", AH)
+native.describe_resource("AH", AH)

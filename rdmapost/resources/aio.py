@@ -95,7 +95,7 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
         try:
             queue.join(waiter, timeout)
             while True:
-                queue.look()
+                queue.deliver()
                 await waiter.woken
                 if (found := _take(cq, count)) is not None:
                     break
@@ -182,7 +182,7 @@ async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]
     waiter = _Waiter(1)
     try:
         place.join(waiter, None if deadline is None else deadline - place.loop.time())
-        place.look()
+        place.deliver()
         if not taken:
             await waiter.woken
     finally:
@@ -227,7 +227,7 @@ class _Waiter:
 
     Attributes:
         count: how many completions it wants.
-        woken: done when it should look at what is available.
+        woken: done when it should check what is available.
         expired: whether its time is up.
         gone: whether it has stopped waiting; everything else follows from this.
     """
@@ -245,7 +245,7 @@ class _Waiter:
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Wake it to look at what is available."""
+        """Wake it to check what is available."""
         if not self.woken.done():
             self.woken.set_result(None)
 
@@ -300,8 +300,8 @@ class _Watch:
 class _Place:
     """Where tasks of one event loop wait for a resource's completions or events.
 
-    The resource's poller has it as ``tasks``, and calls it when the loop should look again, or step
-    down.
+    The resource's poller has it as ``tasks``, and calls it when the loop should check again, or
+    step down.
 
     Args:
         loop: the event loop.
@@ -326,10 +326,10 @@ class _Place:
         return not self.loop.is_closed() and bool(self.waiting())
 
     def __call__(self) -> None:
-        """Have the tasks look again, from any thread; stop if none is waiting."""
+        """Have the tasks check again, from any thread; stop if none is waiting."""
         if self.in_use():
             try:
-                self.loop.call_soon_threadsafe(self.look_again)
+                self.loop.call_soon_threadsafe(self.deliver_or_fail)
             except RuntimeError:
                 # It has just been closed.
                 pass
@@ -350,7 +350,7 @@ class _Place:
             waiter.timer.cancel()
         self.waiters[:] = self.waiting()
         if self.in_use():
-            self.look_again()
+            self.deliver_or_fail()
         else:
             self.stop()
 
@@ -379,36 +379,36 @@ class _Place:
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
         if self.in_use():
-            self._try(self.hear)
+            self._try(self.on_event)
         else:
             self.stop()
 
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Take what is available, and wake the tasks that it is for."""
         raise NotImplementedError
 
-    def hear(self) -> None:
-        """Take an event off the descriptor, and look."""
-        self.look()
+    def on_event(self) -> None:
+        """Take an event off the descriptor, and deliver."""
+        self.deliver()
 
-    def look_again(self) -> None:
-        """Look on behalf of sleeping tasks, and raise in them what that raises."""
-        self._try(self.look)
+    def deliver_or_fail(self) -> None:
+        """Deliver to sleeping tasks, and raise in them what that raises."""
+        self._try(self.deliver)
 
-    def _try(self, look: Callable[[], object]) -> None:
+    def _try(self, deliver: Callable[[], object]) -> None:
         try:
-            look()
+            deliver()
         except ClosedError:
             self.wake()
         except Exception as error:
             self.fail(error)
         except BaseException:
-            # It ends the loop; or the loop's caller continues, and then the tasks look again.
+            # It ends the loop; or the loop's caller continues, and then the tasks check again.
             self.wake()
             raise
 
     def wake(self) -> None:
-        """Wake all of them to look at what is available."""
+        """Wake all of them to check what is available."""
         for waiter in self.waiting():
             waiter.wake()
 
@@ -423,7 +423,7 @@ class _Device(_Place):
 
     threads = "waits in get_async_event()"
 
-    def look(self) -> None:
+    def deliver(self) -> None:
         if take_event(self.owner):
             self.wake()
 
@@ -433,20 +433,20 @@ class _Queue(_Place):
 
     threads = "sleeps in wait()"
 
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Ask for the next event, then poll, and wake the tasks that can have enough."""
         waiting = self.waiting()
-        there = _rearm(self.owner, sum(waiter.count for waiter in waiting))
+        available = _rearm(self.owner, sum(waiter.count for waiter in waiting))
         # Small waits are not blocked by larger ones.
-        there -= self.promised()
+        available -= self.promised()
         for waiter in waiting:
-            if not waiter.woken.done() and waiter.count <= there:
-                there -= waiter.count
+            if not waiter.woken.done() and waiter.count <= available:
+                available -= waiter.count
                 waiter.wake()
 
-    def hear(self) -> None:
+    def on_event(self) -> None:
         drop_event(self.owner)
-        self.look()
+        self.deliver()
 
     def promised(self) -> int:
         """Return how many completions are promised to tasks that are about to run."""
@@ -492,20 +492,20 @@ class _Channel(_Place):
     def in_use(self) -> bool:
         return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
 
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
         channel: CompChannel = self.owner
         try:
             # soft0 retries here what it had to put off.
             take_all_events(channel)
-            heard = {}
+            reported = {}
             while (cq := next_event(channel, self.queues)) is not None:
-                heard[cq] = self.queues.get(cq)
-            for queue in heard.values():
+                reported[cq] = self.queues.get(cq)
+            for queue in reported.values():
                 if queue is not None:
-                    queue.look_again()
+                    queue.deliver_or_fail()
         except BaseException:
-            # An event may have been taken without anyone being told.
+            # An event may have been taken without any task knowing.
             self.wake()
             raise
         if events_of(channel):
@@ -525,12 +525,12 @@ class _Channel(_Place):
 _AnyPlace = TypeVar("_AnyPlace", bound=_Place)
 
 
-def _place(owner: Any, kind: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
+def _place(owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
     """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
     place: _AnyPlace | None = poller_of(owner).tasks
     # Another loop's is refused when this one claims the events.
-    return place if place is not None and place.loop is loop else kind(loop, owner)
+    return place if place is not None and place.loop is loop else make(loop, owner)
 
 
 def _queue_of(cq: CQ) -> _Queue:
@@ -543,7 +543,7 @@ def _queue_of(cq: CQ) -> _Queue:
         return _SharedQueue(loop, cq, channel)
 
     queue = _place(cq, make)
-    # The channel's place that it was made with may have given way.
+    # The channel's place that it was made with may have been replaced.
     if isinstance(queue, _SharedQueue):
         queue.channel = channel
     return queue

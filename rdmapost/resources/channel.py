@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import expect
-from .._binding import address_of, door
+from .._binding import address_of, native
 from .device import Context, provider_of
 from .waiting import EventSource, wait_for_event
 
@@ -48,7 +48,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         # By the address of the CQ's struct.
         self._events = {}
-        self._poller = door.Poller({}, False, 0, -1, None)
+        self._poller = native.Poller({}, False, 0, -1, None)
         provider = provider_of(context)
         handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)

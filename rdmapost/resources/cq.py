@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._arguments import counted, expect, index, seconds, within
-from .._binding import door
+from .._binding import native
 from ..enums import WCFlags, WCOpcode, WCStatus
 from ..errors import ClosedError, CompletionError, RdmaError, VerbsError
 from .channel import CompChannel, OwnChannel, announce_on
@@ -104,7 +104,7 @@ class WC(NamedTuple):
 
 _RECV = int(WCOpcode.RECV)
 
-door.make_completions_of(
+native.make_completions_of(
     WC,
     {int(status): status for status in WCStatus},
     WCStatus.GENERAL_ERR,
@@ -171,9 +171,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
         self.context = context
         vectors = struct_of(context).num_comp_vectors
         comp_vector = within("comp_vector", comp_vector, 0, vectors - 1)
-        most = context.attr.max_cqe
-        if not 1 <= cqe <= most:
-            raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
+        max_cqe = context.attr.max_cqe
+        if not 1 <= cqe <= max_cqe:
+            raise ValueError(f"cqe={cqe} is not in 1..{max_cqe}, what {context.name} can hold")
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
@@ -198,7 +198,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         provider = provider_of(context)
         self._channel = struct_of(announces)
         self._drop_event = functools.partial(provider.get_cq_event, self._channel, {})
-        self._poller = door.Poller(
+        self._poller = native.Poller(
             in_flight_of(context),
             self._extended,
             provider.spin_ns,
@@ -302,13 +302,13 @@ class CQ(CompletionSource, struct="ibv_cq"):
             count = index("count", count)
         found: list[WC] = []
         try:
-            there = self._poller.wait(self, count, 0, timeout, found)
-            if there is None:
+            available = self._poller.wait(self, count, 0, timeout, found)
+            if available is None:
                 return found
         except BaseException:
             self._poller.put_back(found)
             raise
-        raise timed_out(self, there, count, timeout)
+        raise timed_out(self, available, count, timeout)
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._arguments import expect, index
 from .._arguments import index as whole_number
-from .._binding import door, ffi
+from .._binding import ffi, native
 from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from ..errors import NoDeviceError, NoRdmaError
 from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
@@ -241,8 +241,8 @@ def open_device(name: str | None = None) -> Context:
             if info.name == name:
                 return Context(provider, info)
     names = ", ".join(info.name for info in found)
-    there = f"there is {names}" if names else NO_DEVICES
-    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {there}")
+    devices = f"there is {names}" if names else NO_DEVICES
+    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {devices}")
 
 
 def _open_active() -> Context:
@@ -289,9 +289,9 @@ class Context(EventSource, struct="ibv_context"):
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
-        self._queues: dict[int, door.InFlight] = {}
+        self._queues: dict[int, native.InFlight] = {}
         self._events = {}
-        self._poller = door.Poller({}, False, 0, -1, None)
+        self._poller = native.Poller({}, False, 0, -1, None)
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
@@ -440,7 +440,7 @@ def provider_of(context: Context) -> Provider:
     return context._provider
 
 
-def in_flight_of(context: Context) -> dict[int, door.InFlight]:
+def in_flight_of(context: Context) -> dict[int, native.InFlight]:
     """Return what is posted to a device's queues, by the number of each queue."""
     return context._queues
 
@@ -448,14 +448,14 @@ def in_flight_of(context: Context) -> dict[int, door.InFlight]:
 _ASYNC_FD = operator.attrgetter("async_fd")
 
 
-def _wr_id_of(queues: dict[int, door.InFlight], ticket: int) -> int | None:
-    queue = queues.get(ticket >> 32)
-    return None if queue is None else queue.peek(ticket)
+def _wr_id_of(queues: dict[int, native.InFlight], cookie: int) -> int | None:
+    queue = queues.get(cookie >> 32)
+    return None if queue is None else queue.peek(cookie)
 
 
-def _enum(kind: Any, value: int, otherwise: Any) -> Any:
+def _enum(enum: Any, value: int, otherwise: Any) -> Any:
     """Return a member by value; for a value that only a newer device reports, `otherwise`."""
     try:
-        return kind(value)
+        return enum(value)
     except ValueError:
         return otherwise

@@ -17,7 +17,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import counted, expect, flags, index, member, within
-from .._binding import door, ffi, start_of
+from .._binding import ffi, native, start_of
 from ..enums import Access, MWType
 from ..errors import VerbsError
 from ..posting.wr import SGE
@@ -166,7 +166,7 @@ class MR(Resource, struct="ibv_mr"):
         self._lkey: int = handle.lkey
         self._rkey: int = handle.rkey
 
-    # Read-only: peers are told them, and SGEs are made from them.
+    # Read-only: peers use them, and SGEs are made from them.
     access: Access = _fixed("_access", "What may be done with it.")
     addr: int = _fixed("_addr", "Address of the first byte; 0 if access has ZERO_BASED.")
     end: int = _fixed("_end", "Address just past the last byte.")
@@ -229,9 +229,9 @@ class MR(Resource, struct="ibv_mr"):
 
 
 # MR.__getitem__ is C's (_c/region.c).
-door.make_sges(MR, SGE)
-door.describe_resource("SGE", SGE)
-door.describe_resource("MR", MR)
+native.make_sges(MR, SGE)
+native.describe_resource("SGE", SGE)
+native.describe_resource("MR", MR)
 
 
 class MW(Resource, struct="ibv_mw"):
@@ -296,7 +296,7 @@ class MW(Resource, struct="ibv_mw"):
         refuse_posted(self, self.pd.context)
 
 
-door.describe_resource("MW", MW)
+native.describe_resource("MW", MW)
 
 
 def _size_of(memory: Any) -> int | None:
@@ -346,8 +346,8 @@ def _bytes_of(memory: Any) -> memoryview:
         raise ValueError("a region is one piece of memory, and this buffer has gaps")
     if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
         return view
-    plain = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
-    if view.c_contiguous and plain:
+    is_numbers = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
+    if view.c_contiguous and is_numbers:
         return view.cast("B")
     # Unlike memoryview.cast, it knows every format and order of dimensions.
     return PickleBuffer(view).raw()
@@ -358,7 +358,7 @@ def _followed(view: memoryview) -> str | None:
 
     Addresses that are mere numbers (``P``) are the caller's business. So are pointers in memory
     exposed as numbers (``numpy.frombuffer``, ctypes' ``from_buffer``), and packed ctypes structures
-    and unions whose class has had its ``_fields_`` changed: nothing else tells their contents.
+    and unions whose class has had its ``_fields_`` changed: nothing else describes their contents.
     """
     ctypes = sys.modules.get("_ctypes")
     for behind in _views_behind(view):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._arguments import counted
-from .._binding import door
+from .._binding import native
 from ..errors import InUseError
 from ..posting.prepared import OpenBatches
 from .device import Context, in_flight_of
@@ -22,10 +22,10 @@ class PostTarget(Resource):
 
     pd: Any
     _batches: OpenBatches
-    _in_flight: tuple[door.InFlight, ...]
+    _in_flight: tuple[native.InFlight, ...]
     """What is posted to each of its queues; its CQs find them by number."""
 
-    def _open_queues(self, *queues: door.InFlight) -> None:
+    def _open_queues(self, *queues: native.InFlight) -> None:
         """Let completions of these queues be found."""
         self._batches = OpenBatches()
         self._in_flight = queues
@@ -97,12 +97,12 @@ def refuse_posted(resource: Resource, context: Context) -> None:
     )
 
 
-def _holder(queue: door.InFlight, targets: list[PostTarget]) -> str:
+def _holder(queue: native.InFlight, targets: list[PostTarget]) -> str:
     """Say what a queue belongs to."""
     return next((f"the {each._kind}" for each in targets if queue in each._in_flight), "the QP")
 
 
-def outstanding_of(queue: door.InFlight) -> Iterator[tuple[int, Any]]:
+def outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
     """Go through a queue's outstanding work requests: the wr_id, and what each holds."""
     index = 0
     while (entry := queue.entry(index)) is not None:

@@ -487,10 +487,10 @@ class QP(PostTarget, struct="ibv_qp"):
                 "rq_psn": remote.psn,
             }
         if self.qp_type in (QPType.RC, QPType.XRC_RECV):
-            most = self.pd.context.attr.max_qp_rd_atom
+            limit = self.pd.context.attr.max_qp_rd_atom
             attrs["min_rnr_timer"] = min_rnr_timer
             attrs["max_dest_rd_atomic"] = (
-                min(16, most) if max_dest_rd_atomic is None else max_dest_rd_atomic
+                min(16, limit) if max_dest_rd_atomic is None else max_dest_rd_atomic
             )
         self.modify(**attrs)
 
@@ -530,11 +530,11 @@ class QP(PostTarget, struct="ibv_qp"):
             if self.qp_type in (QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV):
                 attrs["timeout"] = timeout
             if self.qp_type in (QPType.RC, QPType.XRC_SEND):
-                most = self.pd.context.attr.max_qp_init_rd_atom
+                limit = self.pd.context.attr.max_qp_init_rd_atom
                 attrs |= {
                     "retry_cnt": retry_cnt,
                     "rnr_retry": rnr_retry,
-                    "max_rd_atomic": min(16, most) if max_rd_atomic is None else max_rd_atomic,
+                    "max_rd_atomic": min(16, limit) if max_rd_atomic is None else max_rd_atomic,
                 }
         self.modify(**attrs)
 

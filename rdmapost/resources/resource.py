@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from .._binding import door, ffi
+from .._binding import ffi, native
 from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
-class Resource(door.Handle):
+class Resource(native.Handle):
     """An object of the device that must be destroyed.
 
     ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
@@ -74,7 +74,7 @@ class Resource(door.Handle):
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
         # Its own finalizer, or one of a base class in front.
-        if cls.__del__ is not door.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
+        if cls.__del__ is not native.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
             cls.__del__ = _and_finalized(cls.__del__)  # type: ignore[assignment, method-assign]
         if struct is None:
             return
@@ -150,7 +150,7 @@ class Resource(door.Handle):
     def _close_quietly(self) -> None:
         """Close what no caller has, while an error propagates."""
         with contextlib.suppress(RdmaError):
-            door.Handle.close(self)
+            native.Handle.close(self)
 
     def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
         """Add to an error a note of what could not be closed because of it, and why."""
@@ -192,7 +192,7 @@ def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resourc
         try:
             finalizer(self)
         finally:
-            door.Handle.__del__(self)
+            native.Handle.__del__(self)
 
     __del__._finalizes = True  # type: ignore[attr-defined]
     return __del__
@@ -219,7 +219,7 @@ _open: dict[int, Any] = {}
 """Weak references to what is open, by address, in creation order; strong ones to what a device
 refused to destroy."""
 
-door.describe_handles(
+native.describe_handles(
     ClosedError,
     RdmaError,
     InUseError,
@@ -297,7 +297,7 @@ def close_all() -> None:
     """
     interrupt: BaseException | None = None
     try:
-        door.exiting(False)
+        native.exiting(False)
         for handle in sorted(_all_open(), key=lambda handle: handle._rank):
             try:
                 handle.close()
@@ -309,6 +309,6 @@ def close_all() -> None:
                 with contextlib.suppress(RdmaError):
                     Resource.close(handle)
     finally:
-        door.exiting(True)
+        native.exiting(True)
     if interrupt is not None:
         raise interrupt

@@ -136,20 +136,20 @@ class SRQ(PostTarget, struct="ibv_srq"):
     def __str__(self) -> str:
         if not hasattr(self, "max_wr"):
             return self._kind
-        kind = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
-        return f"{kind}SRQ of {counted(self.max_wr, 'work request')}"
+        prefix = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
+        return f"{prefix}SRQ of {counted(self.max_wr, 'work request')}"
 
     def _what_is_missing(self) -> str | None:
-        kind, name = self.srq_type, self.srq_type.name
+        srq_type, name = self.srq_type, self.srq_type.name
         for what, given, wanted in (
-            ("an XRC domain (xrcd=...)", self.xrcd, kind is SRQType.XRC),
-            ("a CQ (cq=...)", self.cq, kind is not SRQType.BASIC),
+            ("an XRC domain (xrcd=...)", self.xrcd, srq_type is SRQType.XRC),
+            ("a CQ (cq=...)", self.cq, srq_type is not SRQType.BASIC),
         ):
             if (given is not None) != wanted:
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.pd.context:
                 return f"the {given} was created on another open device than the PD"
-        if kind is SRQType.TM and self.cq is not None and not carries_tags(self.cq):
+        if srq_type is SRQType.TM and self.cq is not None and not carries_tags(self.cq):
             return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
         return None
 
@@ -169,11 +169,11 @@ class SRQ(PostTarget, struct="ibv_srq"):
                 "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
             )
         for name in ("max_num_tags", "max_ops"):
-            value, most = getattr(self, name), getattr(caps, name)
-            if not 1 <= value <= most:
-                raise ValueError(f"{name}={value} is not in 1..{most}, what {context.name} has")
-        most_sge: int = caps.max_sge
-        return most_sge
+            value, limit = getattr(self, name), getattr(caps, name)
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name}={value} is not in 1..{limit}, what {context.name} has")
+        max_sge: int = caps.max_sge
+        return max_sge
 
     def _create(self, init: Any) -> Any:
         context, pd = self.pd.context, self.pd
@@ -182,10 +182,10 @@ class SRQ(PostTarget, struct="ibv_srq"):
         parents = tuple(parent for parent in given if parent is not None)
         if self.srq_type is SRQType.BASIC:
             # Use the older call, which every driver has.
-            plain = ffi.new("struct ibv_srq_init_attr *")
-            plain.attr = init.attr
-            handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
-            init.attr = plain.attr
+            init_attr = ffi.new("struct ibv_srq_init_attr *")
+            init_attr.attr = init.attr
+            handle = self._make(provider.create_srq, (pd, init_attr), provider.destroy_srq, parents)
+            init.attr = init_attr.attr
             return handle
         assert self.cq is not None
         init.srq_type, init.pd, init.cq = self.srq_type, struct_of(pd), struct_of(self.cq)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .._arguments import seconds
-from .._binding import door
+from .._binding import native
 from ..errors import RdmaError
 from .resource import Resource
 
@@ -37,7 +37,7 @@ class Waitable(Resource):
 
     __slots__ = ("_poller",)
 
-    _poller: door.Poller
+    _poller: native.Poller
     """Who waits, and whose turn it is (``_c/cq.c``)."""
 
     def _event_fd(self) -> int:
@@ -79,7 +79,7 @@ class EventSource(Waitable):
         return self._events or None
 
 
-def poller_of(resource: Waitable) -> door.Poller:
+def poller_of(resource: Waitable) -> native.Poller:
     """Return what makes threads and tasks wait for each other."""
     return resource._poller
 
@@ -146,9 +146,9 @@ def wait_for_event(
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         left = None if deadline is None else deadline - time.monotonic()
-        there = source._poller.until(source, source._event_fd(), source._take_event, left, False)
-        if there is NotImplemented:
+        result = source._poller.until(source, source._event_fd(), source._take_event, left, False)
+        if result is NotImplemented:
             raise RdmaError(refused)
         # Another thread may get it instead.
-        if (event := next_event(source)) is not None or there is None:
+        if (event := next_event(source)) is not None or result is None:
             return event

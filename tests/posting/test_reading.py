@@ -18,7 +18,7 @@ from support.tap import Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, SRQType
-from rdmapost._binding import door, ffi
+from rdmapost._binding import ffi, native
 
 U64, U32 = (1 << 64) - 1, (1 << 32) - 1
 
@@ -929,7 +929,7 @@ NO_FIELD = ("nonsense", 0, 4, "N")
 )
 def test_fields_of_a_class_are_within_its_struct(fields, error):
     with pytest.raises(error):
-        door.describe_wr(rp.SendWithImm, 0, 0, False, False, fields)
+        native.describe_wr(rp.SendWithImm, 0, 0, False, False, fields)
 
 
 def test_class_is_of_a_verb_and_has_the_slots_of_one():
@@ -938,24 +938,24 @@ def test_class_is_of_a_verb_and_has_the_slots_of_one():
         (rp.Send, 4, 0, False, False, (NO_FIELD,)),
     ):
         with pytest.raises(ValueError, match="too many"):
-            door.describe_wr(*wrong)
+            native.describe_wr(*wrong)
     for kind, verb in ((rp.RecvWR, 0), (rp.Send, 3), (int, 1), (object, 0)):
         with pytest.raises(AttributeError):
-            door.describe_wr(kind, verb, 0, False, False, ())
+            native.describe_wr(kind, verb, 0, False, False, ())
     for wrong in ((), (5, 0, 0, False, False, ()), (rp.Send, "0", 0, False, False, ())):
         with pytest.raises(TypeError):
-            door.describe_wr(*wrong)
+            native.describe_wr(*wrong)
     with pytest.raises(RuntimeError, match="MR: already described"):
-        door.describe_resource("MR", rp.MR)
+        native.describe_resource("MR", rp.MR)
 
 
 def test_no_more_classes_are_taken_than_there_is_room_for():
     assert prints(
         "import rdmapost as rp\n"
-        "from rdmapost._binding import door\n"
+        "from rdmapost._binding import native\n"
         "last = -1\n"
         "try:\n"
-        "    while last < 100: last = door.describe_wr(rp.LocalInv, 0, 6, False, False, ())\n"
+        "    while last < 100: last = native.describe_wr(rp.LocalInv, 0, 6, False, False, ())\n"
         "except ValueError as error: print(last, error)\n"
         "with rp.open_device('soft0') as c, rp.PD(c) as pd, rp.CQ(c) as cq:\n"
         "    with rp.QP(pd, rp.QPType.RC, cq) as qp:\n"

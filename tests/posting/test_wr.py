@@ -113,7 +113,7 @@ def test_derived_classes():
 
 def test_only_classes_for_an_opcode_can_be_made():
     with pytest.raises(TypeError, match=r"^make one of a class for an opcode$"):
-        rp.posting.wr.door.WR(wr_id=1)
+        rp.posting.wr.native.WR(wr_id=1)
 
 
 def test_cycles_are_collected():

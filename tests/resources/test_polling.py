@@ -323,7 +323,7 @@ def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_o
     code = """
         import threading, time
         import rdmapost as rp
-        from rdmapost._binding import door
+        from rdmapost._binding import native
         context = rp.open_device("soft0")
         pd, cq = rp.PD(context), rp.CQ(context)
         qp, mr = rp.QP(pd, rp.QPType.RC, cq), rp.MR(pd, 64, 7)
@@ -336,7 +336,7 @@ def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_o
             other.start()
             time.sleep(0.3)  # nothing tells that it waits for the device
             cq._poller.put_back(found)
-        cq._verb(lambda _: door.verb(verb))
+        cq._verb(lambda _: native.verb(verb))
         other.join()
         print([wc.wr_id for wc in [*theirs, *cq.poll()]])
     """

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from ..._binding import address_of, door, ffi, lib
+from ..._binding import address_of, ffi, lib, native
 from ...enums import (
     MTU,
     Access,
@@ -181,10 +181,10 @@ class SoftProvider:
 
     @staticmethod
     @verb
-    def get_async_event(context: Any, into: dict[object, Any]) -> None:
+    def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
         if event is not None:
-            door.on_commit(into.__setitem__, object(), event)
+            native.on_commit(events.__setitem__, object(), event)
 
     def read_async_event(self, event: tuple[int, Any]) -> tuple[int, Any]:
         return event
@@ -312,11 +312,11 @@ class SoftProvider:
 
     @staticmethod
     @verb
-    def get_cq_event(channel: Any, into: dict[int, None]) -> bool | None:
+    def get_cq_event(channel: Any, events: dict[int, None]) -> bool | None:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:
             return None
-        door.on_commit(into.__setitem__, address_of(made.handle), None)
+        native.on_commit(events.__setitem__, address_of(made.handle), None)
         return True
 
     # ---- queues -------------------------------------------------------------

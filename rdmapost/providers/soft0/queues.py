@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any
 
-from ..._binding import door, ffi, lib
+from ..._binding import ffi, lib, native
 from ...enums import QPAttrMask, QPType, SRQAttrMask, SRQType
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE
@@ -76,11 +76,11 @@ def create_srq(pd: Any, init: Any) -> Any:
 
 @verb
 def create_srq_ex(context: Any, init: Any) -> Any:
-    mask, kind = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
-    if mask | _SRQ_TYPE != _SRQ_FIELDS.get(kind):
+    mask, srq_type = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
+    if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
         raise VerbsError("ibv_create_srq_ex", errno.EINVAL, "comp_mask does not fit the type")
     cap = init.tm_cap
-    if kind == SRQType.TM and not (
+    if srq_type == SRQType.TM and not (
         1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
     ):
         raise VerbsError(
@@ -91,10 +91,10 @@ def create_srq_ex(context: Any, init: Any) -> Any:
     name = "ibv_create_srq_ex"
     srq = _create_srq(context, init.pd, init.attr)
     made: SharedReceiveQueue = bound(srq, name)
-    if kind == SRQType.XRC:
+    if srq_type == SRQType.XRC:
         made.xrcd = _domain_of(init.xrcd, name)
         made.xrcd.users += 1
-    elif kind == SRQType.TM:
+    elif srq_type == SRQType.TM:
         made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
         made.ops = made.tags.ops
     if mask & _SRQ_CQ:
@@ -134,7 +134,7 @@ def get_srq_num(srq: Any) -> int:
 def modify_srq(srq: Any, attr: Any, mask: int) -> None:
     made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
     depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
-    if not 1 <= depth <= MAX_SRQ_WR or not door.resize(made.queue, depth):
+    if not 1 <= depth <= MAX_SRQ_WR or not native.resize(made.queue, depth):
         raise VerbsError("ibv_modify_srq", errno.EINVAL)
     if mask & SRQAttrMask.LIMIT:
         if attr.srq_limit > depth:
@@ -299,7 +299,7 @@ def modify_qp(qp: Any, attr: Any, mask: int) -> None:
         )
     if not made.modify(QPAttrMask(mask), attrs):
         raise VerbsError("ibv_modify_qp", errno.EINVAL)
-    door.on_commit(setattr, qp, "state", made.state)
+    native.on_commit(setattr, qp, "state", made.state)
     device.start(made)
 
 
@@ -347,7 +347,7 @@ def create_ah(pd: Any, attr: Any) -> Any:
         raise VerbsError("ibv_create_ah", errno.EINVAL)
     ah = ffi.new("struct ibv_ah *")
     ah.context, ah.pd = pd.context, pd
-    way = AddressHandle(
+    address = AddressHandle(
         device.gids[grh.sgid_index],
         bytes(grh.dgid.raw),
         attr.sl,
@@ -355,7 +355,7 @@ def create_ah(pd: Any, attr: Any) -> Any:
         grh.hop_limit,
         grh.traffic_class,
     )
-    return keep(ah, way)
+    return keep(ah, address)
 
 
 @verb

@@ -15,7 +15,7 @@ from io import FileIO
 from threading import get_ident
 from typing import Any, Self
 
-from ..._binding import door
+from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
@@ -495,7 +495,7 @@ class Connection(Dialled, ClosedAtTheEnd):
         self._wake.close()
 
     def _part(self, sock: socket.socket) -> None:
-        if (in_verb := door.in_verb()) or self._is_asking():
+        if (in_verb := native.in_verb()) or self._is_asking():
             self._left = True
             # The server's release may have to wait for that verb.
             self._leave(sock, 0.0 if in_verb else self.timeout)

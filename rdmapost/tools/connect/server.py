@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..._arguments import content, counted, expect, flags, within
-from ..._binding import door
+from ..._binding import native
 from ...enums import Access
 from ...errors import RdmaError
 from ...resources.address import choose_gid
@@ -391,7 +391,7 @@ class _Threads:
         self.end()
         if self._first.acquire(blocking=False):
             self._give_back()
-        elif not door.in_verb():
+        elif not native.in_verb():
             self._over.wait(_LAST_MOMENT_S)
 
     def close(self) -> None:
@@ -405,7 +405,7 @@ class _Threads:
             return
         self.end()
         this, acceptor = threading.current_thread(), self._acceptor
-        if acceptor is None or this is acceptor or this in self._clients or door.in_verb():
+        if acceptor is None or this is acceptor or this in self._clients or native.in_verb():
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
         if self._over.wait(self.reception.timeout + _LAST_MOMENT_S):
