@@ -518,7 +518,7 @@ def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
     assert gone(region)
 
 
-def test_a_number_that_closes_its_prepared_list_is_told(pair, pd):
+def test_setting_a_number_that_closes_its_prepared_list_raises_closed_error(pair, pd):
     """From its __index__, so that the list is gone by the time the number is found not to fit."""
     batch = pair.a.prepare(write(pair, pair.mine))
     item = batch[0]
@@ -568,7 +568,9 @@ def test_device_that_does_not_say_which_one_it_refused(pair, pd, context, bad, s
         (38, 1, 38, 0),
     ],
 )
-def test_answers_of_drivers(pair, context, stack, rc, bad, code, posted):
+def test_bad_wr_of_a_driver_decides_what_stays_outstanding(
+    pair, context, stack, rc, bad, code, posted
+):
     if context.kind != "soft":
         pytest.skip("only soft0 can be made to refuse")
     tap = open_tap(context)
@@ -824,7 +826,7 @@ def test_each_region_of_a_closed_prepared_list_is_held_while_it_is_outstanding(p
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_closed_region_is_told_wherever_it_stands(pair, pd, at):
+def test_closed_region_is_named_at_any_place_in_an_sg_list(pair, pd, at):
     sges = [rp.MR(pd, 64)[:8] for _ in range(3)]
     closed = sges[at].owner
     assert closed is not None

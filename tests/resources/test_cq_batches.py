@@ -44,7 +44,7 @@ def test_one_poll_takes_more_than_the_device_is_asked_for_at_a_time(many, contex
     assert [wc.wr_id for wc in many.cq.poll(MANY)] == [*range(asked, MANY)]
 
 
-def test_device_that_refuses_to_announce_is_told():
+def test_device_that_refuses_req_notify_is_a_verbs_error():
     """Its CQ is destroyed behind the library's back."""
     code = """
 import os
@@ -70,7 +70,7 @@ def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
 
 
 @pytest.mark.parametrize("timeout", [-1, -1.0, -1e-9, 0])
-def test_wait_of_no_time_looks_once(rc, timeout):
+def test_wait_without_time_polls_once(rc, timeout):
     began = time.monotonic()
     with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 completions came within"):
         rc.cq.wait(1, timeout)

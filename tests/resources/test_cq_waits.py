@@ -230,7 +230,7 @@ def test_signal_that_another_thread_gets_ends_the_wait_of_the_main_thread(source
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_close_between_a_look_and_the_sleep_that_follows_ends_the_wait_at_once(context):
+def test_close_between_a_poll_and_the_sleep_after_it_ends_the_wait_at_once(context):
     class Channel(rp.CompChannel):
         def _take_event(self) -> None:
             if not looked.is_set():
@@ -517,7 +517,7 @@ def test_thread_that_does_not_sleep_on_the_channel_sleeps(rc):
     assert idle(attempt)
 
 
-def test_exception_out_of_the_event_loop_that_is_told_to_look_ends_the_wait(cq):
+def test_exception_from_waking_the_event_loop_ends_the_wait(cq):
     def told() -> None:
         raise LookupError
 

@@ -253,7 +253,7 @@ def test_close_inside_a_verb_of_the_same_thread_is_put_off():
     assert context.closed
 
 
-def test_refusal_that_was_put_off_is_told(monkeypatch):
+def test_refusal_that_was_put_off_is_reported(monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     pd = Thing("pd")
@@ -337,7 +337,7 @@ def test_closed_parent_has_no_children():
         Thing("mr", pd)
 
 
-def test_resource_is_made_once(pd):
+def test_constructor_of_an_open_region_cannot_be_called_again(pd):
     with rp.MR(pd, 64) as mr, pytest.raises(RuntimeError, match="has been made"):
         mr.__init__(pd, 4096)  # type: ignore[misc]
 
@@ -420,7 +420,7 @@ def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, t
     assert len(open_children(pair.pd)) == before
 
 
-def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
+def test_resource_that_the_device_keeps_is_reported_and_keeps_its_parents_open(pd):
     """A finalizer reports it in a warning, and the parent stays open."""
     parent = Thing("pd")
     with pytest.warns(ResourceWarning) as told:
@@ -505,7 +505,7 @@ def in_child(work):
 """
 
 
-def test_child_of_a_fork_is_told_who_opened_what_it_uses(context):
+def test_error_in_the_child_of_a_fork_names_the_process_that_opened_the_resource(context):
     said = prints(
         IN_CHILD + "context = rp.open_device(sys.argv[1])\n"
         "pd, cq, channel = rp.PD(context), rp.CQ(context), rp.CompChannel(context)\n"

@@ -318,7 +318,7 @@ def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collect
 # ---- closing ------------------------------------------------------------------
 
 
-def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_other_poll():
+def test_completions_put_back_in_a_signal_handler_wait_for_no_other_poll():
     """The other thread has the CQ's lock, and waits for the device, which our verb holds."""
     code = """
         import threading, time
@@ -383,7 +383,7 @@ def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
     assert errors == ["completion channel is closed"] * 3
 
 
-def test_a_thread_that_looks_for_events_over_and_over_does_not_keep_a_channel_open(context):
+def test_a_thread_that_polls_for_events_does_not_keep_a_channel_open(context):
     for _ in range(20):
         channel, looks, errors = rp.CompChannel(context), threading.Semaphore(0), []
 

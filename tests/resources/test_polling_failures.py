@@ -223,7 +223,7 @@ def test_spinning_ends_when_its_time_is_over(extended):
 
 
 @pytest.mark.parametrize("missing", ["cq", "wc", "tm"])
-def test_null_is_einval(missing):
+def test_polling_with_a_null_pointer_is_einval(missing):
     cq = ffi.cast("struct ibv_cq_ex *", PolledCQ(True, [1]).address)
     given: dict[str, Any] = {
         "cq": cq,
