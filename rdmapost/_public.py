@@ -81,7 +81,7 @@ from .resources.endpoint import Endpoint
 from .resources.events import AsyncEvent, get_async_event
 from .resources.grh import GRH, Datagram
 from .resources.memory import MR, MW, PD
-from .resources.qp import QP, Outstanding
+from .resources.qp import QP, Outstanding, set_checklist
 from .resources.qp_attr import QPAttr
 from .resources.resource import Resource
 from .resources.srq import SRQ, SRQAttr
@@ -96,7 +96,7 @@ def _diagnose(qp: QP, peer: QP | Endpoint | None) -> Any:
 
 
 # The core knows nothing of the tools.
-QP._checklist = staticmethod(_diagnose)
+set_checklist(_diagnose)
 
 __all__ = [
     "AH",

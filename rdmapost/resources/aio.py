@@ -34,6 +34,7 @@ from .device import Context
 from .events import AsyncEvent, next_taken, timed_out
 from .waiting import (
     CompletionSource,
+    EventSource,
     drop_event,
     events_of,
     fd_of,
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from .cq import CQ, WC
 
 __all__ = ["Completions", "completions", "get_async_event", "get_cq_event"]
+
+_AnySource = TypeVar("_AnySource", bound=EventSource)
+_Event = TypeVar("_Event")
 
 
 class Completions:
@@ -136,13 +140,7 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
     See ibv_get_cq_event(3).
     """
     expect("channel", channel, CompChannel)
-    deadline = _deadline(seconds(timeout))
-    while True:
-        place = _place(channel, _Channel)
-        expired = await _sleep_at(place, deadline, events_of(channel))
-        # Last: an interrupt before this leaves the event to the next caller.
-        if (cq := next_event(channel)) is not None or expired:
-            return cq
+    return await _next_event(channel, timeout, _Channel, next_event)
 
 
 async def get_async_event(context: Context, timeout: float | None = None) -> AsyncEvent | None:
@@ -165,16 +163,22 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
     See ibv_get_async_event(3).
     """
     expect("context", context, Context)
-    deadline = _deadline(seconds(timeout))
+    return await _next_event(context, timeout, _Device, next_taken)
+
+
+async def _next_event(
+    source: _AnySource,
+    timeout: float | None,
+    make: Callable[[asyncio.AbstractEventLoop, _AnySource], _Place],
+    take: Callable[[_AnySource], _Event | None],
+) -> _Event | None:
+    timeout = seconds(timeout)
+    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     while True:
-        place = _place(context, _Device)
-        expired = await _sleep_at(place, deadline, events_of(context))
-        if (event := next_taken(context)) is not None or expired:
+        expired = await _sleep_at(_place(source, make), deadline, events_of(source))
+        # Last: an interrupt before this leaves the event to the next caller.
+        if (event := take(source)) is not None or expired:
             return event
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else asyncio.get_running_loop().time() + timeout
 
 
 async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]) -> bool:

@@ -14,7 +14,7 @@ from .channel import CompChannel, OwnChannel, announce_on
 from .device import Context, in_flight_of, provider_of
 from .events import timed_out
 from .grh import Datagram, read_datagram
-from .resource import struct_of
+from .resource import close_quietly, struct_of
 from .waiting import CompletionSource
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 # It closes with the CQ, or at once if there is none.
                 own._abandoned = True
                 if self._handle is None:
-                    own._close_quietly()
+                    close_quietly(own)
         if channel is not None:
             announce_on(channel, self, self._handle)
 

@@ -29,6 +29,7 @@ __all__ = [
     "list_devices",
     "open_device",
     "provider_of",
+    "query_device_ex",
 ]
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
@@ -433,6 +434,13 @@ class Context(EventSource, struct="ibv_context"):
             if count > 1
             else f"{self.name} has no port {port_num}; its only port is 1"
         )
+
+
+def query_device_ex(context: Context) -> Any:
+    """Return a ``struct ibv_device_attr_ex *`` of a device (ibv_query_device_ex(3))."""
+    attr = ffi.new("struct ibv_device_attr_ex *")
+    context._verb(context._provider.query_device_ex, attr)
+    return attr
 
 
 def provider_of(context: Context) -> Provider:

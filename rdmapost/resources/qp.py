@@ -6,8 +6,8 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._arguments import expect, index, member, within
 from .._binding import address_of, ffi, fill
@@ -51,7 +51,16 @@ from .xrcd import XRCD
 if TYPE_CHECKING:
     from ..tools.diagnose import Finding
 
-__all__ = ["DEFAULT_QKEY", "QP", "Outstanding"]
+__all__ = [
+    "DEFAULT_QKEY",
+    "QP",
+    "Outstanding",
+    "asked_gid_index",
+    "chosen_gid",
+    "oldest_send",
+    "sends_for_receive",
+    "set_checklist",
+]
 
 
 class Outstanding(NamedTuple):
@@ -894,11 +903,38 @@ class QP(PostTarget, struct="ibv_qp"):
         Raises:
             TypeError: the peer is neither.
         """
-        found: list[Finding] = self._checklist(self, peer)
-        return found
+        return _checklist(self, peer)
 
-    _checklist: ClassVar[Any]
-    """A function of both sides; the package's public face sets it (_public.py)."""
+
+_checklist: Callable[[QP, QP | Endpoint | None], list[Finding]]
+
+
+def set_checklist(function: Callable[[QP, QP | Endpoint | None], list[Finding]]) -> None:
+    """Set what QP.diagnose calls: the resources know none of the tools."""
+    global _checklist
+    _checklist = function
+
+
+def asked_gid_index(qp: QP) -> int | None:
+    """Return the GID index that a queue pair was created with, or None if it chooses."""
+    return qp._gid_index
+
+
+def chosen_gid(qp: QP) -> GIDChoice | None:
+    """Return the GID that a queue pair has chosen, or None if it has not yet."""
+    return qp._gid
+
+
+def oldest_send(qp: QP) -> int | None:
+    """Return the wr_id of the oldest outstanding send, or None."""
+    entry = qp._send.in_flight.entry(0)
+    return None if entry is None else entry[0]
+
+
+def sends_for_receive(qp: QP) -> int | None:
+    """Return how many pending sends consume a receive; None where the device cannot tell."""
+    count: int | None = qp._verb(provider_of(qp.pd.context).sends_for_receive)
+    return count
 
 
 def _why_not_sending(qp: QP) -> str:

@@ -27,6 +27,8 @@ __all__ = [
     "Resource",
     "call_verb",
     "close_dropped",
+    "close_quietly",
+    "creator",
     "open_children",
     "open_handles",
     "resource_at",
@@ -147,11 +149,6 @@ class Resource(native.Handle):
             stacklevel=1,
         )
 
-    def _close_quietly(self) -> None:
-        """Close what no caller has, while an error propagates."""
-        with contextlib.suppress(RdmaError):
-            native.Handle.close(self)
-
     def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
         """Add to an error a note of what could not be closed because of it, and why."""
         # Nothing may hide the error: neither a subclass's text nor its add_note().
@@ -178,7 +175,7 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
         except BaseException:
             self._end_making(False)
             # The traceback may keep it for long, and nothing else refers to it.
-            self._close_quietly()
+            close_quietly(self)
             raise
 
     return __init__
@@ -250,6 +247,17 @@ def call_verb(resource: Resource, function: Callable[..., Any], *args: Any) -> A
     return resource._verb(function, *args)
 
 
+def close_quietly(resource: Resource) -> None:
+    """Close what no caller has, while an error propagates."""
+    with contextlib.suppress(RdmaError):
+        native.Handle.close(resource)
+
+
+def creator(resource: Resource) -> int:
+    """Return the process that opened a resource, by its ID."""
+    return resource._pid
+
+
 def open_children(resource: Resource) -> list[Any]:
     """Return what must be closed before a resource, the oldest first."""
     return [
@@ -271,7 +279,7 @@ def close_dropped(handles: Iterable[Any]) -> bool:
     """Close those that nothing refers to any more; return whether any is closed."""
     dropped = [handle for handle in handles if handle._abandoned]
     for handle in dropped:
-        handle._close_quietly()
+        close_quietly(handle)
     return any(handle.closed for handle in dropped)
 
 

@@ -16,10 +16,10 @@ from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import Limits
 from ..posting.wr import OpsWR, RecvWR
 from .cq import CQ, carries_tags, keep_completions
-from .device import provider_of
+from .device import provider_of, query_device_ex
 from .memory import PD
 from .posted import PostTarget
-from .resource import call_verb, struct_of
+from .resource import struct_of
 from .xrcd import XRCD
 
 __all__ = ["SRQ", "SRQAttr"]
@@ -161,9 +161,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
             ValueError: more is requested than it has.
         """
         context = self.pd.context
-        attr = ffi.new("struct ibv_device_attr_ex *")
-        call_verb(context, provider_of(context).query_device_ex, attr)
-        caps = attr.tm_caps
+        caps = query_device_ex(context).tm_caps
         if not caps.max_num_tags:
             raise UnsupportedError(
                 "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
