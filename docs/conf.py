@@ -66,7 +66,7 @@ def is_public(base: type) -> bool:
     name = f"{base.__module__}.{base.__name__}"
     if base.__module__ == "rdmapost.tools.resource_stack":
         return False
-    if base.__name__ in ("BaseConnection", "BaseServer", "Multicast", "NotCopied", "Steps"):
+    if base.__name__ in ("BaseConnection", "BaseServer", "NotCopied"):
         return False
     return "._" not in name or name == "rdmapost.resources.resource.Resource"
 

@@ -14,9 +14,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._public import *  # noqa: F403
-    from .enums import *  # noqa: F403
-    from .errors import *  # noqa: F403
-    from .posting.wr import *  # noqa: F403
+    from ._public import __all__ as __all__
 else:
     import atexit
     import sys
@@ -49,11 +47,12 @@ else:
             ) from error
 
         names = public["__all__"]
-        globals().update({each: public[each] for each in names}, __all__=names)
+        globals().update(public["ANNOTATIONS"], __all__=names)
+        globals().update({each: public[each] for each in names})
         try:
             return globals()[name]
         except KeyError:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
     def __dir__():
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted([*__getattr__("__all__"), "__version__"])

@@ -24,32 +24,32 @@ __all__ = [
 ]
 
 _LONGEST_S = 1e6
-_PLAIN = 1 << 20
+_DECIMAL_BELOW = 1 << 20
 """Bounds below this are shown in decimal, others as a power of two if they are one."""
 
 _Member = TypeVar("_Member", bound=IntEnum)
 _Flags = TypeVar("_Flags", bound=IntFlag)
 
 
-def expect(name: str, given: object, *kinds: type | None) -> None:
+def expect(name: str, given: object, *types: type | None) -> None:
     """Raise TypeError unless an argument is of one of the given types.
 
     Args:
         name: the parameter's name.
         given: the argument.
-        kinds: the accepted types; None accepts None.
+        types: the accepted types; None accepts None.
 
     Raises:
         TypeError: it is of another type; the text names the argument, what was
             expected, and what was given.
     """
     # Not isinstance(): that believes an object's __class__.
-    kind = type(given)
-    for wanted in kinds:
-        if given is None if wanted is None else issubclass(kind, wanted):
+    given_type = type(given)
+    for wanted in types:
+        if given is None if wanted is None else issubclass(given_type, wanted):
             return
-    names = " or ".join("None" if wanted is None else wanted.__name__ for wanted in kinds)
-    raise TypeError(f"{name}: expected {names}, got {kind.__name__}")
+    names = " or ".join("None" if wanted is None else wanted.__name__ for wanted in types)
+    raise TypeError(f"{name}: expected {names}, got {given_type.__name__}")
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -80,22 +80,22 @@ def index(name: str, given: Any) -> int:
     return int(operator.index(given))
 
 
-def within(name: str, given: Any, least: int, most: int | None = None) -> int:
+def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> int:
     """Return an argument that is an integer of any type, in a range, as an int.
 
     Args:
         name: the parameter's name.
         given: the argument.
-        least, most: the range, both included; most None is no bound.
+        minimum, maximum: the range, both included; None is no bound.
 
     Raises:
         TypeError: it is not an integer; the text names the argument.
         ValueError: it is out of range; the text names the argument.
     """
     value = index(name, given)
-    if value < least or (most is not None and value > most):
+    if value < minimum or (maximum is not None and value > maximum):
         raise ValueError(
-            f"{name}={value} is not in {least}..{'' if most is None else _bound(most)}"
+            f"{name}={value} is not in {minimum}..{'' if maximum is None else _bound(maximum)}"
         )
     return value
 
@@ -104,32 +104,32 @@ def _bound(number: int) -> str:
     """Show the upper bound of a range."""
     for below in (0, 1):
         power = number + below
-        if power >= _PLAIN and power & (power - 1) == 0:
+        if power >= _DECIMAL_BELOW and power & (power - 1) == 0:
             return f"2^{power.bit_length() - 1}{'-1' if below else ''}"
     return str(number)
 
 
-def member(name: str, given: Any, kind: type[_Member]) -> _Member:
+def member(name: str, given: Any, enum: type[_Member]) -> _Member:
     """Return an argument that is a member of an enumeration, or the number of one.
 
     Args:
         name: the parameter's name.
         given: the argument.
-        kind: the enumeration.
+        enum: the enumeration.
 
     Raises:
         TypeError: it is not an integer; the text names the argument.
         ValueError: it is the number of no member; the text names the argument.
     """
-    if type(given) is kind:
+    if type(given) is enum:
         return given
     if not hasattr(type(given), "__index__"):
-        raise TypeError(f"{name}: expected {kind.__name__}, got {type(given).__name__}")
+        raise TypeError(f"{name}: expected {enum.__name__}, got {type(given).__name__}")
     number = operator.index(given)
     try:
-        return kind(number)
+        return enum(number)
     except ValueError:
-        raise ValueError(f"{name}={number} is not a valid {kind.__name__}") from None
+        raise ValueError(f"{name}={number} is not a valid {enum.__name__}") from None
 
 
 def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
@@ -188,8 +188,8 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
     except TypeError:
         if hasattr(type(given), "__float__") or hasattr(type(given), "__index__"):
             raise
-        kind = type(given).__name__
-        raise TypeError(f"{name}: expected seconds or None, got {kind}") from None
+        found = type(given).__name__
+        raise TypeError(f"{name}: expected seconds or None, got {found}") from None
     except OverflowError:
         raise ValueError(f"{name}: so many seconds do not fit into a float") from None
     if math.isnan(value):

@@ -3,11 +3,11 @@
 import sys
 from typing import Any
 
-from . import _verbs as door
+from . import _verbs as native
 from ._arguments import within
 from ._verbs import ffi, lib
 
-__all__ = ["address_of", "door", "ffi", "fill", "lib", "start_of"]
+__all__ = ["address_of", "ffi", "fill", "lib", "native", "start_of"]
 
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
     # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
@@ -19,7 +19,7 @@ if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
 
 
 def address_of(cdata: object) -> int:
-    """Return the address in a cffi pointer, as the functions of ``door`` take it."""
+    """Return the address in a cffi pointer, as the functions of ``native`` take it."""
     return int(ffi.cast("uintptr_t", cdata))
 
 

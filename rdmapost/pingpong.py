@@ -2,6 +2,7 @@
 
 import sys
 
+from ._exports import export
 from .tools import pingpong as _itself
 
 TYPE_CHECKING = False
@@ -9,4 +10,5 @@ if TYPE_CHECKING:
     from .tools.pingpong import *  # noqa: F403
 else:
     # The same module, under the name that its users know.
+    export(__name__, vars(_itself))
     sys.modules[__name__] = _itself

@@ -12,7 +12,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .._binding import door, ffi
+from .._binding import ffi, native
 from .wr import (
     TSO,
     AtomicCmpAndSwp,
@@ -135,16 +135,16 @@ _KINDS_OF_FIELD = {
 
 def _member(struct: str, path: str) -> tuple[int, int]:
     """Return the offset and size in bytes of a member, by its path from the struct."""
-    kind = ffi.typeof(struct)
+    ctype = ffi.typeof(struct)
     for name in path.split("."):
-        fields = dict(_flat(kind))
-        kind = fields[name].type
-    return ffi.offsetof(struct, *path.split(".")), ffi.sizeof(kind)
+        fields = dict(_flat(ctype))
+        ctype = fields[name].type
+    return ffi.offsetof(struct, *path.split(".")), ffi.sizeof(ctype)
 
 
-def _flat(kind: Any) -> Any:
+def _flat(ctype: Any) -> Any:
     """Go through the fields of a struct, and those of its anonymous unions."""
-    for name, field in kind.fields:
+    for name, field in ctype.fields:
         if name:
             yield name, field
         else:
@@ -158,7 +158,7 @@ def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
         for name, path in row.members.items()
     )
     opcode = int(getattr(wr_type, "opcode", 0))
-    return door.describe_wr(wr_type, int(verb), opcode, row.writes, row.atomic, fields)
+    return native.describe_wr(wr_type, int(verb), opcode, row.writes, row.atomic, fields)
 
 
 KINDS: Mapping[type, int] = MappingProxyType(

@@ -7,18 +7,24 @@ The work is in C (``_c/posting/prepared.c``).
 
 from __future__ import annotations
 
+import errno
 import functools
-from collections.abc import Iterator
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from .._arguments import index as whole_number
-from .._binding import door
+from .._binding import native
+from ..errors import PostError
 from .fields import NUMBERS
+from .queue import PostQueue
+from .rules import too_long_a_list
 
-__all__ = ["Batch", "PreparedWR"]
+__all__ = ["Batch", "OpenBatches", "PreparedWR", "prepare"]
 
 
-class PreparedWR(door.PreparedItem):
+class PreparedWR(native.PreparedItem):
     """One work request of a batch; changes to its fields take effect from the next post.
 
     ``batch[index]`` makes it.
@@ -47,11 +53,11 @@ class PreparedWR(door.PreparedItem):
 @functools.cache
 def _class_for(wr_type: type) -> type[PreparedWR]:
     """Return the class for prepared work requests of a class, with its fields."""
-    numbers = {name: door.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
+    numbers = {name: native.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
     return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **numbers})
 
 
-class Batch(door.Prepared):
+class Batch(native.Prepared):
     """A list of work requests that is posted again and again; ``qp.prepare`` makes it.
 
     It is checked once, and a post of it costs one call.  The memory regions,
@@ -97,3 +103,69 @@ class Batch(door.Prepared):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("cannot copy or pickle 'Batch' object")
+
+
+_numbers = itertools.count()
+
+
+class OpenBatches:
+    """The prepared lists of a queue pair; it keeps none of them alive."""
+
+    __slots__ = ("_batches", "_enough")
+
+    def __init__(self) -> None:
+        self._batches: dict[int, weakref.ref[Batch]] = {}
+        self._enough = 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Other threads may add to it.
+        return (batch for ref in tuple(self._batches.values()) if (batch := ref()) is not None)
+
+    def naming(self, resource: Any) -> list[Batch]:
+        """Return those that name a resource."""
+        return [batch for batch in self if batch._names(resource)]
+
+    def add(self, batch: Batch) -> None:
+        """Add one, and now and then take out those that are gone."""
+        self._batches[next(_numbers)] = weakref.ref(batch)
+        if len(self._batches) > self._enough:
+            # Not in a weakref callback: what a signal handler raises there is lost.
+            for number, ref in tuple(self._batches.items()):
+                if ref() is None:
+                    self._batches.pop(number, None)
+            self._enough = 2 * len(self._batches)
+
+
+def prepare(queue: PostQueue, owner: Any, wrs: Any, batches: OpenBatches) -> Batch:
+    """Check and pack work requests for a queue.
+
+    Args:
+        queue: the queue.
+        owner: its queue pair, which closes the list when it is closed.
+        wrs: a work request or an iterable of them.
+        batches: where the owner finds the list.
+
+    Raises:
+        TypeError: wrs is neither.
+        PostError: a work request cannot be posted, or a checked queue could never hold all of them.
+        ValueError: the list is empty.
+    """
+    batch = Batch()
+    if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
+        wrs = tuple(wrs)
+    # Closing the owner closes it, as soon as it names anything.
+    batches.add(batch)
+    batch._prepare(queue, owner, wrs)
+    if queue.checked and len(batch) > queue.depth:
+        count = len(batch)
+        batch.close()
+        raise PostError(
+            queue.verb,
+            errno.ENOMEM,
+            too_long_a_list(queue, count),
+            index=queue.depth,
+            posted=0,
+            count=count,
+            wr=wrs[queue.depth] if queue.depth else wrs,
+        )
+    return batch

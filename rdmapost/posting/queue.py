@@ -8,30 +8,44 @@ posted; those before it are posted.
 from __future__ import annotations
 
 import errno
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
 
-from .._binding import address_of, door
+from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
 from .fields import KINDS, Verb
 from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal, too_long_a_list
 from .wr import OpsWR, RecvWR, SendWR
 
-__all__ = ["PostQueue", "ops_queue", "recv_queue", "send_queue"]
+__all__ = ["PostQueue", "Reasons"]
 
 _COUNT_MASK = 0xFFFF_FFFF
 _ALL_FLAGS = sum(int(flag) for flag in SendFlags)
 _UNLIMITED = (1 << 64) - 1
 _MOST_SGES = 0x7FFF_FFFF
-_WR_TYPES: dict[Verb, type] = {
-    Verb.ibv_post_send: SendWR,
-    Verb.ibv_post_recv: RecvWR,
-    Verb.ibv_post_srq_recv: RecvWR,
-    Verb.ibv_post_srq_ops: OpsWR,
+_ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
+    Verb.ibv_post_send: (SendWR, "max_send_wr", "max_send_sge"),
+    Verb.ibv_post_recv: (RecvWR, "max_recv_wr", "max_recv_sge"),
+    Verb.ibv_post_srq_recv: (RecvWR, "max_wr", "max_recv_sge"),
+    Verb.ibv_post_srq_ops: (OpsWR, "max_ops", "max_recv_sge"),
 }
+"""What is posted with each verb, and the attributes that set the queue's size."""
 
 
-class PostQueue(door.Queue):
+class Reasons(NamedTuple):
+    """Why a post is refused, as functions of the queue pair or SRQ: a queue does not refer to it.
+
+    Attributes:
+        refused: what the device's errno means for a work request.
+        not_ready: why nothing can be posted now.
+    """
+
+    refused: Callable[[Any, int, Any], str]
+    not_ready: Callable[[Any], str] = "{} is not ready".format
+
+
+class PostQueue(native.Queue):
     """A queue that work requests are posted to.
 
     ``post(owner, wrs)`` posts a work request or an iterable of them to the queue of ``owner``,
@@ -41,17 +55,17 @@ class PostQueue(door.Queue):
         verb: the verb that posts to it.
         limits: what the queue was created with.
         depth: how many work requests it holds.
-        depth_name: the attribute that set this.
-        sge_name: the attribute that set how many SGEs each may have.
+        reasons: why its owner or the device refuses a post.
         checked: check work requests; refuse one when ``depth`` are outstanding.
         bounded: with ``checked``, whether it can be full at all.
-        flags: for each class of work requests that it accepts, the flags allowed.
-        tagged: the receives on its matching list.
 
     Attributes:
-        verb, depth, depth_name, sge_name, max_sge, max_num_tags, limits: as given.
+        verb: the verb's name.
+        wr_type: the base class of what is posted to it.
+        limits, depth, checked: as given.
+        depth_name, sge_name: the attributes that set its depth, and how many SGEs each may have.
         in_flight: what is posted and not known to be done.
-        tagged: as given.
+        tagged: the receives on its matching list, if operations are posted to it.
     """
 
     def __init__(
@@ -59,28 +73,28 @@ class PostQueue(door.Queue):
         verb: Verb,
         limits: Limits,
         depth: int,
-        depth_name: str,
-        sge_name: str,
-        flags: dict[type, int],
+        reasons: Reasons,
         *,
         checked: bool,
         bounded: bool = True,
-        tagged: door.InFlight | None = None,
     ) -> None:
         self.verb = verb.name
-        self.wr_type = _WR_TYPES[verb]
-        self.limits = limits
-        self.depth, self.depth_name, self.sge_name = depth, depth_name, sge_name
+        self.wr_type, self.depth_name, self.sge_name = _ATTRIBUTES[verb]
+        self.limits, self.depth, self.checked = limits, depth, checked
+        self._reasons = reasons
         sends = verb is Verb.ibv_post_send
         self.max_sge = limits.max_send_sge if sends else limits.max_recv_sge
         self.max_num_tags = limits.max_num_tags
-        self.tagged = tagged
-        self.in_flight = door.InFlight(tagged=tagged, in_order=verb is not Verb.ibv_post_srq_recv)
+        is_ops = verb is Verb.ibv_post_srq_ops
+        self.tagged = native.InFlight(in_order=False) if is_ops else None
+        self.in_flight = native.InFlight(
+            tagged=self.tagged, in_order=verb is not Verb.ibv_post_srq_recv
+        )
         super().__init__(
             verb=int(verb),
             in_flight=self.in_flight,
             checked=checked,
-            pd=address_of(limits.pd._live()),
+            pd=limits.pd,
             room=depth if checked and bounded else _COUNT_MASK,
             datagram=sends and limits.qp_type is QPType.UD,
             binds=Opcode.BIND_MW in OPCODES_BY_QP_TYPE[limits.qp_type],
@@ -89,8 +103,18 @@ class PostQueue(door.Queue):
             max_inline_data=limits.max_inline_data,
             max_tso_header=limits.max_tso_header,
             max_num_tags=limits.max_num_tags,
-            kinds=tuple((KINDS[wr_type], allowed) for wr_type, allowed in flags.items()),
+            kinds=tuple(self._allowed()),
         )
+
+    def _allowed(self) -> Iterator[tuple[int, int]]:
+        """Go through the classes of work requests that it accepts, and the flags of each."""
+        for wr_type, number in KINDS.items():
+            if not issubclass(wr_type, self.wr_type):
+                continue
+            if not self.checked or not issubclass(wr_type, SendWR):
+                yield number, _ALL_FLAGS
+            elif wr_type.opcode in self.limits.flags:
+                yield number, self.limits.flags[wr_type.opcode]
 
     @property
     def outstanding(self) -> int:
@@ -118,8 +142,8 @@ class PostQueue(door.Queue):
 
     def _not_a_sequence(self, wrs: Any) -> NoReturn:
         if issubclass(type(wrs), self.wr_type):
-            kind = type(wrs).__name__
-            raise TypeError(f"{kind} is only a base class; post one of its subclasses")
+            name = type(wrs).__name__
+            raise TypeError(f"{name} is only a base class; post one of its subclasses")
         raise TypeError(
             f"{self.verb}: expected {self.wr_type.__name__} or an iterable of them, "
             f"got {type(wrs).__name__}"
@@ -144,7 +168,7 @@ class PostQueue(door.Queue):
         """Say why a work request was refused; ``posted`` is -1 if a field was to be changed."""
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
         if rule == "not_ready":
-            reason = owner._why_not_ready(self)
+            reason = self._reasons.not_ready(owner)
         else:
             if rule == "full":
                 # An ordinary list stops at the first work request without a slot; a prepared one is
@@ -164,54 +188,5 @@ class PostQueue(door.Queue):
         if code == errno.ENOMEM and len(wrs) > self.depth:
             reason = too_long_a_list(self, len(wrs))
         else:
-            reason = owner._hint(code, wr)
+            reason = self._reasons.refused(owner, code, wr)
         raise PostError(self.verb, code, reason, index=index, posted=index, count=len(wrs), wr=wr)
-
-
-def _flags(wr_type: type, value: dict[Any, int], checked: bool) -> dict[type, int]:
-    kinds = [kind for kind in KINDS if issubclass(kind, wr_type)]
-    if not checked or wr_type is not SendWR:
-        return dict.fromkeys(kinds, _ALL_FLAGS)
-    return {kind: value[kind.opcode] for kind in kinds if kind.opcode in value}  # type: ignore[attr-defined]
-
-
-def send_queue(limits: Limits, depth: int, *, checked: bool, bounded: bool = True) -> PostQueue:
-    """Return the send queue of a queue pair."""
-    return PostQueue(
-        Verb.ibv_post_send,
-        limits,
-        depth,
-        "max_send_wr",
-        "max_send_sge",
-        _flags(SendWR, dict(limits.flags), checked),
-        checked=checked,
-        bounded=bounded,
-    )
-
-
-def recv_queue(limits: Limits, depth: int, *, checked: bool, shared: bool = False) -> PostQueue:
-    """Return the receive queue of a queue pair, or of an SRQ."""
-    verb = Verb.ibv_post_srq_recv if shared else Verb.ibv_post_recv
-    return PostQueue(
-        verb,
-        limits,
-        depth,
-        "max_wr" if shared else "max_recv_wr",
-        "max_recv_sge",
-        _flags(RecvWR, {}, checked),
-        checked=checked,
-    )
-
-
-def ops_queue(limits: Limits, depth: int, *, checked: bool) -> PostQueue:
-    """Return the queue of an SRQ's tag-matching operations."""
-    return PostQueue(
-        Verb.ibv_post_srq_ops,
-        limits,
-        depth,
-        "max_ops",
-        "max_recv_sge",
-        _flags(OpsWR, {}, checked),
-        checked=checked,
-        tagged=door.InFlight(in_order=False),
-    )

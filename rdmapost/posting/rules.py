@@ -107,7 +107,8 @@ class Limits:
     """The creation parameters of a queue pair that posting depends on."""
 
     qp_type: QPType
-    pd: Any
+    pd: int
+    """Address of the protection domain's struct."""
     max_send_sge: int
     max_recv_sge: int
     max_inline_data: int

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from .._binding import door
+from .._binding import native
 from ..enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class SGE(NamedTuple):
             ValueError: its buffer is not contiguous.
         """
         try:
-            owner = door.Buffer(data)
+            owner = native.Buffer(data)
         except BufferError as error:
             raise ValueError(str(error)) from None
         return cls(owner.addr, owner.length, 0, owner)
@@ -91,7 +91,7 @@ class SGE(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class SendWR(door.WR):
+class SendWR(native.WR):
     """Base class of send work requests (ibv_post_send(3)); post one of its subclasses.
 
     Attributes:
@@ -311,7 +311,7 @@ class TSO(_WithBuffers):
 
 
 @dataclass(slots=True)
-class RecvWR(door.WR):
+class RecvWR(native.WR):
     """A receive: buffers for one incoming message (ibv_post_recv(3)).
 
     Attributes:
@@ -324,7 +324,7 @@ class RecvWR(door.WR):
 
 
 if not TYPE_CHECKING:
-    TagHandle = door.TagHandle
+    TagHandle = native.TagHandle
 
 
 @dataclass(slots=True, kw_only=True)
@@ -394,26 +394,26 @@ class TagSync(OpsWR):
     flags: int = OpsFlags.SIGNALED | OpsFlags.TM_SYNC
 
 
-def _quicken(*kinds: Any) -> None:
+def _use_fast_init(*wr_types: Any) -> None:
     """Let C do the work of a dataclass's __init__ (``_c/posting/wr.c``), in half the time.
 
     Args:
-        kinds: the classes, derived ones before their bases.
+        wr_types: the classes, derived ones before their bases.
     """
-    for kind in kinds:
-        kind.__signature__ = inspect.signature(kind)
+    for wr_type in wr_types:
+        wr_type.__signature__ = inspect.signature(wr_type)
         # In the order in which they can be passed.
-        ordered = sorted(fields(kind), key=lambda field: bool(field.kw_only))
-        door.quick_init(
-            kind,
-            kind.__init__,
+        ordered = sorted(fields(wr_type), key=lambda field: bool(field.kw_only))
+        native.quick_init(
+            wr_type,
+            wr_type.__init__,
             sum(not field.kw_only for field in ordered),
             tuple((field.name, field.default) for field in ordered),
         )
-        del kind.__init__
+        del wr_type.__init__
 
 
-_quicken(
+_use_fast_init(
     RdmaWrite,
     Send,
     RecvWR,

@@ -47,11 +47,11 @@ def soft_provider() -> Provider:
     return _once("soft", load)
 
 
-def _once(kind: str, load: Callable[[], Provider]) -> Provider:
-    provider = _loaded.get(kind)
+def _once(name: str, load: Callable[[], Provider]) -> Provider:
+    provider = _loaded.get(name)
     if provider is None:
         with _loading:
-            provider = _loaded.get(kind)
+            provider = _loaded.get(name)
             if provider is None:
-                provider = _loaded[kind] = load()
+                provider = _loaded[name] = load()
     return provider

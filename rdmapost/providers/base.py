@@ -9,7 +9,7 @@ Every method takes and returns the C structs as cffi pointers, and raises
 VerbsError (UnsupportedError where the device has no such call).
 
 What makes a struct or destroys it may be a function of C's instead, which is
-called by C (Resource._make) and tells of a failure as libibverbs does: by NULL
+called by C (Resource._make) and reports a failure as libibverbs does: by NULL
 or what is not 0, and errno.  No interrupt can come between such a call and the
 note of what it did.
 """
@@ -62,7 +62,7 @@ class Provider(Protocol):
 
     kind: str
     spin_ns: int
-    """How long it pays to look for a completion again and again before sleeping."""
+    """How long it pays to poll before sleeping."""
 
     def list_devices(self) -> list[DeviceInfo]: ...
     def found_device(self, name: str) -> AbstractContextManager[Any]:
@@ -77,11 +77,11 @@ class Provider(Protocol):
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]: ...
     def query_pkey(self, context: Any, port_num: int, index: int) -> int: ...
 
-    def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
+    def get_async_event(self, context: Any, events: dict[object, Any]) -> None:
         """Take the next event, if there is one, and acknowledge it.
 
         Args:
-            into: where it is put, under a key of its own, in the same step as it
+            events: where it is put, under a key of its own, in the same step as it
                 is taken: an interrupt cannot lose it.
         """
         ...
@@ -105,7 +105,7 @@ class Provider(Protocol):
     def destroy_comp_channel(self, channel: Any) -> None: ...
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any: ...
     def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        """Create a CQ that also tells the tag of a tag-matching message; return its ibv_cq."""
+        """Create a CQ that also reports the tag of a tag-matching message; return its ibv_cq."""
         ...
 
     def destroy_cq(self, cq: Any) -> None: ...
@@ -117,11 +117,11 @@ class Provider(Protocol):
         """How many pending sends are to consume a receive; None where the device cannot tell."""
         ...
 
-    def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
+    def get_cq_event(self, channel: Any, events: dict[int, None]) -> bool | None:
         """Take an event off a channel that does not block, and acknowledge it.
 
         Args:
-            into: where the address of its CQ's struct is put, in the same step as it
+            events: where the address of its CQ's struct is put, in the same step as it
                 is taken: an interrupt cannot lose it.
 
         Returns:

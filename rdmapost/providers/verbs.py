@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._binding import address_of, door, ffi, lib
+from .._binding import address_of, ffi, lib, native
 from ..enums import EventType
 from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
 from .base import DeviceInfo, GIDEntry
@@ -145,7 +145,7 @@ class VerbsProvider:
         return self._query_gids_one_by_one(context, port_num, length)
 
     def _query_gids_one_by_one(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
-        # What a library before rdma-core 32 offers; the kinds are not known.
+        # What a library before rdma-core 32 offers; the types are not known.
         found = []
         gid = ffi.new("union ibv_gid *")
         for index in range(length):
@@ -160,17 +160,17 @@ class VerbsProvider:
         _zero("ibv_query_pkey", lib.ibv_query_pkey(context, port_num, index, pkey))
         return _from_network(pkey[0], 2)
 
-    def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
+    def get_async_event(self, context: Any, events: dict[object, Any]) -> None:
         event, key = ffi.new("struct ibv_async_event *"), object()
         event.event_type = _NO_EVENT
         try:
             failed = lib.rp_get_async_event(context, event)
         finally:
             # An interrupt during the call is raised after it, and the event has been taken and
-            # acknowledged.  Python looks at signals after calls, so none comes in here before the
+            # acknowledged.  Python handles signals after calls, so none comes in here before the
             # event is kept.
             if event.event_type != _NO_EVENT:
-                into[key] = event
+                events[key] = event
         if failed and ffi.errno != errno.EAGAIN:
             raise _failed("ibv_get_async_event", ffi.errno)
 
@@ -207,8 +207,8 @@ class VerbsProvider:
     def sends_for_receive(self, qp: Any) -> None:
         return None
 
-    def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
-        return door.get_cq_event(address_of(channel), into)
+    def get_cq_event(self, channel: Any, events: dict[int, None]) -> bool | None:
+        return native.get_cq_event(address_of(channel), events)
 
     # ---- queues -------------------------------------------------------------
 

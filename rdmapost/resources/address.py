@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._arguments import expect, index, within
-from .._binding import door, ffi
+from .._binding import ffi, native
 from ..enums import GIDType, LinkLayer
 from ..errors import RdmaError, VerbsError
-from .device import GID, Context, GIDTableEntry
-from .memory import PD, refuse_posted
-from .resource import Resource
+from .device import GID, Context, GIDTableEntry, gid_argument, provider_of
+from .memory import PD
+from .posted import refuse_posted
+from .resource import Resource, struct_of
 
-__all__ = ["AH", "AHAttr", "GIDChoice", "choose_gid", "why_no_source"]
+__all__ = [
+    "AH",
+    "AHAttr",
+    "GIDChoice",
+    "choose_gid",
+    "fill_ah_attr",
+    "read_ah_attr",
+    "why_no_source",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +42,8 @@ class GIDChoice:
     reason: str
 
     def __str__(self) -> str:
-        kind = "" if self.gid_type is None else f" ({self.gid_type.name})"
-        return f"{self.index}, {self.gid}{kind}: {self.reason}"
+        gid_type = "" if self.gid_type is None else f" ({self.gid_type.name})"
+        return f"{self.index}, {self.gid}{gid_type}: {self.reason}"
 
 
 def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
@@ -75,10 +84,10 @@ def choose_gid(context: Context, port_num: int = 1, gid_index: int | None = None
 def _no_such_gid(
     context: Context, port_num: int, gid_index: int, table: list[GIDTableEntry]
 ) -> str:
-    there = ", ".join(str(entry.index) for entry in table) or "none"
+    valid = ", ".join(str(entry.index) for entry in table) or "none"
     return (
         f"{context.name} port {port_num} has no GID with index {gid_index}; "
-        f"the valid ones are: {there}"
+        f"the valid ones are: {valid}"
     )
 
 
@@ -90,12 +99,12 @@ def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
 def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
     if len(table) == 1:
         return "the only GID of the port"
-    kind = best.gid_type.name if best.gid_type is not None else "a GID"
+    name = best.gid_type.name if best.gid_type is not None else "a GID"
     if best.gid.is_ipv4:
-        return f"{kind} with an IPv4 address"
+        return f"{name} with an IPv4 address"
     if not best.gid.is_link_local:
-        return f"{kind} with an address that is not link-local"
-    return f"{kind}; the port has only link-local addresses"
+        return f"{name} with an address that is not link-local"
+    return f"{name}; the port has only link-local addresses"
 
 
 _LOCAL = {"port_num": 255, "dlid": 0xFFFF, "sl": 15, "src_path_bits": 255, "static_rate": 255}
@@ -139,41 +148,39 @@ class AHAttr:
 
     def __post_init__(self) -> None:
         if self.dgid is not None:
-            object.__setattr__(self, "dgid", GID._named("dgid", self.dgid))
+            object.__setattr__(self, "dgid", gid_argument("dgid", self.dgid))
 
-    def _fill(self, raw: Any) -> None:
-        """Write the fields into a ``struct ibv_ah_attr``.
 
-        Raises:
-            TypeError: a number is not an integer.
-            ValueError: a number is out of range.
-        """
-        for name, most in _LOCAL.items():
-            setattr(raw, name, self._number(name, most))
-        raw.is_global = self.dgid is not None
-        if self.dgid is not None:
-            raw.grh.dgid.raw = bytes(self.dgid)
-            for name, most in _GLOBAL.items():
-                setattr(raw.grh, name, self._number(name, most))
+def fill_ah_attr(attr: AHAttr, raw: Any) -> None:
+    """Write an address vector into a ``struct ibv_ah_attr``.
 
-    def _number(self, name: str, most: int) -> int:
-        return within(name, getattr(self, name), 0, most)
+    Raises:
+        TypeError: a number is not an integer.
+        ValueError: a number is out of range.
+    """
+    for name, maximum in _LOCAL.items():
+        setattr(raw, name, within(name, getattr(attr, name), 0, maximum))
+    raw.is_global = attr.dgid is not None
+    if attr.dgid is not None:
+        raw.grh.dgid.raw = bytes(attr.dgid)
+        for name, maximum in _GLOBAL.items():
+            setattr(raw.grh, name, within(name, getattr(attr, name), 0, maximum))
 
-    @classmethod
-    def _read(cls, raw: Any) -> AHAttr:
-        """Read the fields of a ``struct ibv_ah_attr``."""
-        return cls(
-            port_num=raw.port_num,
-            dlid=raw.dlid,
-            sl=raw.sl,
-            src_path_bits=raw.src_path_bits,
-            static_rate=raw.static_rate,
-            dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None,
-            sgid_index=raw.grh.sgid_index,
-            flow_label=raw.grh.flow_label,
-            hop_limit=raw.grh.hop_limit,
-            traffic_class=raw.grh.traffic_class,
-        )
+
+def read_ah_attr(raw: Any) -> AHAttr:
+    """Return the address vector in a ``struct ibv_ah_attr``."""
+    return AHAttr(
+        port_num=raw.port_num,
+        dlid=raw.dlid,
+        sl=raw.sl,
+        src_path_bits=raw.src_path_bits,
+        static_rate=raw.static_rate,
+        dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None,
+        sgid_index=raw.grh.sgid_index,
+        flow_label=raw.grh.flow_label,
+        hop_limit=raw.grh.hop_limit,
+        traffic_class=raw.grh.traffic_class,
+    )
 
 
 def why_no_source(context: Context, attr: AHAttr) -> str | None:
@@ -211,13 +218,13 @@ class AH(Resource, struct="ibv_ah"):
         self.pd = pd
         self.attr = attr
         context = pd.context
-        pd._live()
-        provider = context._provider
+        struct_of(pd)
+        provider = provider_of(context)
         port = context.query_port(attr.port_num)
         if attr.dgid is None and port.link_layer is LinkLayer.ETHERNET:
             raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
         raw = ffi.new("struct ibv_ah_attr *")
-        attr._fill(raw)
+        fill_ah_attr(attr, raw)
         try:
             self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
         except VerbsError as error:
@@ -232,4 +239,4 @@ class AH(Resource, struct="ibv_ah"):
         refuse_posted(self, self.pd.context)
 
 
-door.describe_resource("AH", AH)
+native.describe_resource("AH", AH)

@@ -29,14 +29,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import expect, index, seconds
 from ..errors import ClosedError, RdmaError
-from .channel import CompChannel
+from .channel import CompChannel, next_event
 from .device import Context
-from .events import AsyncEvent, next_taken
+from .events import AsyncEvent, next_taken, timed_out
+from .waiting import (
+    CompletionSource,
+    EventSource,
+    drop_event,
+    events_of,
+    fd_of,
+    poller_of,
+    take_all_events,
+    take_event,
+)
 
 if TYPE_CHECKING:
     from .cq import CQ, WC
 
 __all__ = ["Completions", "completions", "get_async_event", "get_cq_event"]
+
+_AnySource = TypeVar("_AnySource", bound=EventSource)
+_Event = TypeVar("_Event")
 
 
 class Completions:
@@ -74,25 +87,24 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
         ClosedError: the CQ is closed, now or while it waits.
         VerbsError: the device failed.
     """
-    # Its module imports this one, so the class cannot be imported here.
-    if getattr(type(cq), "_kind", "") != "CQ":
+    # Its module imports this one, so the class itself cannot be imported here.
+    if not issubclass(type(cq), CompletionSource):
         raise TypeError(f"cq: expected CQ, got {type(cq).__name__}")
     count, timeout = index("count", count), seconds(timeout)
     # What is promised to tasks that are about to run is theirs.
-    if (found := cq._take(count, _promised(cq))) is not None:
+    if (found := _take(cq, count, _promised(cq))) is not None:
         return found
     waiter, queue = _Waiter(count), _queue_of(cq)
     try:
         try:
             queue.join(waiter, timeout)
             while True:
-                queue.look()
+                queue.deliver()
                 await waiter.woken
-                if (found := cq._take(count)) is not None:
+                if (found := _take(cq, count)) is not None:
                     break
                 if waiter.expired:
-                    there = cq._look(count)
-                    raise cq._timed_out(there, count, timeout)
+                    raise timed_out(cq, _rearm(cq, count), count, timeout)
                 # Another thread's poll() has taken them.
                 waiter.sleep()
         finally:
@@ -101,7 +113,7 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
             queue.leave(waiter)
     except BaseException:
         if found:
-            cq._put_back(found)
+            poller_of(cq).put_back(found)
         raise
     return found
 
@@ -128,13 +140,7 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
     See ibv_get_cq_event(3).
     """
     expect("channel", channel, CompChannel)
-    deadline = _deadline(seconds(timeout))
-    while True:
-        place = _place(channel, _Channel)
-        expired = await _sleep_at(place, deadline, channel._events)
-        # Last: an interrupt before this leaves the event to the next caller.
-        if (cq := channel._next_event()) is not None or expired:
-            return cq
+    return await _next_event(channel, timeout, _Channel, next_event)
 
 
 async def get_async_event(context: Context, timeout: float | None = None) -> AsyncEvent | None:
@@ -157,16 +163,22 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
     See ibv_get_async_event(3).
     """
     expect("context", context, Context)
-    deadline = _deadline(seconds(timeout))
+    return await _next_event(context, timeout, _Device, next_taken)
+
+
+async def _next_event(
+    source: _AnySource,
+    timeout: float | None,
+    make: Callable[[asyncio.AbstractEventLoop, _AnySource], _Place],
+    take: Callable[[_AnySource], _Event | None],
+) -> _Event | None:
+    timeout = seconds(timeout)
+    deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     while True:
-        place = _place(context, _Device)
-        expired = await _sleep_at(place, deadline, context._events)
-        if (event := next_taken(context)) is not None or expired:
+        expired = await _sleep_at(_place(source, make), deadline, events_of(source))
+        # Last: an interrupt before this leaves the event to the next caller.
+        if (event := take(source)) is not None or expired:
             return event
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else asyncio.get_running_loop().time() + timeout
 
 
 async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]) -> bool:
@@ -174,7 +186,7 @@ async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]
     waiter = _Waiter(1)
     try:
         place.join(waiter, None if deadline is None else deadline - place.loop.time())
-        place.look()
+        place.deliver()
         if not taken:
             await waiter.woken
     finally:
@@ -187,12 +199,39 @@ async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]
 # ---- who waits --------------------------------------------------------------
 
 
+def _runs(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread runs an event loop."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _rearm(cq: CQ, count: int) -> int:
+    """Request the next event, then poll for `count` completions; return how many are available."""
+    poller = poller_of(cq)
+    poller.notify(cq, False)
+    return poller.fill(cq, count)
+
+
+def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
+    """Return exactly `count` if `promised` more are available too, else None."""
+    poller = poller_of(cq)
+    found: list[WC] = []
+    try:
+        missing = poller.wait(cq, count, promised, 0.0, found)
+    except BaseException:
+        poller.put_back(found)
+        raise
+    return found if missing is None else None
+
+
 class _Waiter:
     """A task that waits.
 
     Attributes:
         count: how many completions it wants.
-        woken: done when it should look at what is available.
+        woken: done when it should check what is available.
         expired: whether its time is up.
         gone: whether it has stopped waiting; everything else follows from this.
     """
@@ -210,7 +249,7 @@ class _Waiter:
         self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Wake it to look at what is available."""
+        """Wake it to check what is available."""
         if not self.woken.done():
             self.woken.set_result(None)
 
@@ -254,7 +293,7 @@ class _Watch:
         if (epoll := self._epoll) is None:
             return
         if not self._loop.is_closed():
-            if asyncio._get_running_loop() is not self._loop:
+            if not _runs(self._loop):
                 self._loop.call_soon_threadsafe(self.close)
                 return
             self._loop.remove_reader(epoll.fileno())
@@ -265,8 +304,8 @@ class _Watch:
 class _Place:
     """Where tasks of one event loop wait for a resource's completions or events.
 
-    The resource's poller has it as ``tasks``, and calls it when the loop should look again, or step
-    down.
+    The resource's poller has it as ``tasks``, and calls it when the loop should check again, or
+    step down.
 
     Args:
         loop: the event loop.
@@ -291,10 +330,10 @@ class _Place:
         return not self.loop.is_closed() and bool(self.waiting())
 
     def __call__(self) -> None:
-        """Have the tasks look again, from any thread; stop if none is waiting."""
+        """Have the tasks check again, from any thread; stop if none is waiting."""
         if self.in_use():
             try:
-                self.loop.call_soon_threadsafe(self.look_again)
+                self.loop.call_soon_threadsafe(self.deliver_or_fail)
             except RuntimeError:
                 # It has just been closed.
                 pass
@@ -315,18 +354,18 @@ class _Place:
             waiter.timer.cancel()
         self.waiters[:] = self.waiting()
         if self.in_use():
-            self.look_again()
+            self.deliver_or_fail()
         else:
             self.stop()
 
     def start(self) -> None:
         """Take the events from now on, unless it does already."""
         self.claim()
-        self._watch.open(self.fd(), self.ready)
+        self._watch.open(fd_of(self.owner), self.ready)
 
     def claim(self) -> None:
         """Make threads that arrive from now on leave the events to the tasks."""
-        poller = self.owner._poller
+        poller = poller_of(self.owner)
         if poller.claim(self):
             return
         if poller.tasks is None:
@@ -339,45 +378,41 @@ class _Place:
     def stop(self) -> None:
         """Leave the events to others. If this is interrupted, the next to want them finishes it."""
         self._watch.close()
-        self.owner._poller.unclaim(self)
+        poller_of(self.owner).unclaim(self)
 
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
         if self.in_use():
-            self._try(self.hear)
+            self._try(self.on_event)
         else:
             self.stop()
 
-    def fd(self) -> int:
-        """Return the descriptor to watch."""
-        raise NotImplementedError
-
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Take what is available, and wake the tasks that it is for."""
         raise NotImplementedError
 
-    def hear(self) -> None:
-        """Take an event off the descriptor, and look."""
-        self.look()
+    def on_event(self) -> None:
+        """Take an event off the descriptor, and deliver."""
+        self.deliver()
 
-    def look_again(self) -> None:
-        """Look on behalf of sleeping tasks, and raise in them what that raises."""
-        self._try(self.look)
+    def deliver_or_fail(self) -> None:
+        """Deliver to sleeping tasks, and raise in them what that raises."""
+        self._try(self.deliver)
 
-    def _try(self, look: Callable[[], object]) -> None:
+    def _try(self, deliver: Callable[[], object]) -> None:
         try:
-            look()
+            deliver()
         except ClosedError:
             self.wake()
         except Exception as error:
             self.fail(error)
         except BaseException:
-            # It ends the loop; or the loop's caller continues, and then the tasks look again.
+            # It ends the loop; or the loop's caller continues, and then the tasks check again.
             self.wake()
             raise
 
     def wake(self) -> None:
-        """Wake all of them to look at what is available."""
+        """Wake all of them to check what is available."""
         for waiter in self.waiting():
             waiter.wake()
 
@@ -392,13 +427,8 @@ class _Device(_Place):
 
     threads = "waits in get_async_event()"
 
-    def fd(self) -> int:
-        fd: int = self.owner.async_fd
-        return fd
-
-    def look(self) -> None:
-        context: Context = self.owner
-        if context._poller.until(context, -1, context._take_event, 0.0, True) is not None:
+    def deliver(self) -> None:
+        if take_event(self.owner):
             self.wake()
 
 
@@ -407,24 +437,20 @@ class _Queue(_Place):
 
     threads = "sleeps in wait()"
 
-    def fd(self) -> int:
-        fd: int = self.owner._event_fd
-        return fd
-
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Ask for the next event, then poll, and wake the tasks that can have enough."""
         waiting = self.waiting()
-        there = self.owner._look(sum(waiter.count for waiter in waiting))
+        available = _rearm(self.owner, sum(waiter.count for waiter in waiting))
         # Small waits are not blocked by larger ones.
-        there -= self.promised()
+        available -= self.promised()
         for waiter in waiting:
-            if not waiter.woken.done() and waiter.count <= there:
-                there -= waiter.count
+            if not waiter.woken.done() and waiter.count <= available:
+                available -= waiter.count
                 waiter.wake()
 
-    def hear(self) -> None:
-        self.owner._drop_event()
-        self.look()
+    def on_event(self) -> None:
+        drop_event(self.owner)
+        self.deliver()
 
     def promised(self) -> int:
         """Return how many completions are promised to tasks that are about to run."""
@@ -455,7 +481,7 @@ class _SharedQueue(_Queue):
             queues.pop(self.owner, None)
         if not self.channel.in_use():
             self.channel.stop()
-        self.owner._poller.unclaim(self)
+        poller_of(self.owner).unclaim(self)
 
 
 class _Channel(_Place):
@@ -470,27 +496,23 @@ class _Channel(_Place):
     def in_use(self) -> bool:
         return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
 
-    def fd(self) -> int:
-        fd: int = self.owner.fileno()
-        return fd
-
-    def look(self) -> None:
+    def deliver(self) -> None:
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
         channel: CompChannel = self.owner
         try:
             # soft0 retries here what it had to put off.
-            channel._take_all_events()
-            heard = {}
-            while (cq := channel._next_event(self.queues)) is not None:
-                heard[cq] = self.queues.get(cq)
-            for queue in heard.values():
+            take_all_events(channel)
+            reported = {}
+            while (cq := next_event(channel, self.queues)) is not None:
+                reported[cq] = self.queues.get(cq)
+            for queue in reported.values():
                 if queue is not None:
-                    queue.look_again()
+                    queue.deliver_or_fail()
         except BaseException:
-            # An event may have been taken without anyone being told.
+            # An event may have been taken without any task knowing.
             self.wake()
             raise
-        if channel._events:
+        if events_of(channel):
             super().wake()
 
     def wake(self) -> None:
@@ -507,12 +529,12 @@ class _Channel(_Place):
 _AnyPlace = TypeVar("_AnyPlace", bound=_Place)
 
 
-def _place(owner: Any, kind: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
+def _place(owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
     """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
-    place: _AnyPlace | None = owner._poller.tasks
+    place: _AnyPlace | None = poller_of(owner).tasks
     # Another loop's is refused when this one claims the events.
-    return place if place is not None and place.loop is loop else kind(loop, owner)
+    return place if place is not None and place.loop is loop else make(loop, owner)
 
 
 def _queue_of(cq: CQ) -> _Queue:
@@ -525,7 +547,7 @@ def _queue_of(cq: CQ) -> _Queue:
         return _SharedQueue(loop, cq, channel)
 
     queue = _place(cq, make)
-    # The channel's place that it was made with may have given way.
+    # The channel's place that it was made with may have been replaced.
     if isinstance(queue, _SharedQueue):
         queue.channel = channel
     return queue
@@ -533,5 +555,5 @@ def _queue_of(cq: CQ) -> _Queue:
 
 def _promised(cq: CQ) -> int:
     """Return how many completions are promised to tasks."""
-    queue: _Queue | None = cq._poller.tasks
+    queue: _Queue | None = poller_of(cq).tasks
     return 0 if queue is None else queue.promised()

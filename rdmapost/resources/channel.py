@@ -5,26 +5,24 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import time
 import weakref
 from collections.abc import Container
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .._arguments import expect, seconds
-from .._binding import address_of, door
-from ..errors import RdmaError
-from .device import Context
-from .resource import Resource
+from .._arguments import expect
+from .._binding import address_of, native
+from .device import Context, provider_of
+from .waiting import EventSource, wait_for_event
 
 if TYPE_CHECKING:
     from .cq import CQ
 
-__all__ = ["CompChannel"]
+__all__ = ["CompChannel", "OwnChannel", "announce_on", "next_event"]
 
 _FD = operator.attrgetter("fd")
 
 
-class CompChannel(Resource, struct="ibv_comp_channel"):
+class CompChannel(EventSource, struct="ibv_comp_channel"):
     """A completion channel that CQs share (ibv_create_comp_channel(3)).
 
     ``CQ(context, channel=...)`` reports its completions here, once for each
@@ -39,7 +37,7 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
         VerbsError: the device has no more channels.
     """
 
-    __slots__ = ("_cqs", "_events", "_get_event", "_poller", "context")
+    __slots__ = ("_cqs", "_get", "context")
 
     _kind = "completion channel"
     _rank = 6
@@ -48,27 +46,22 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
         expect("context", context, Context)
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
-        self._events: dict[int, None] = {}
-        """Events taken but not yet returned, by the address of the CQ's struct."""
-        self._poller = door.Poller({}, False, 0, -1, None)
-        provider = context._provider
+        # By the address of the CQ's struct.
+        self._events = {}
+        self._poller = native.Poller({}, False, 0, -1, None)
+        provider = provider_of(context)
         handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)
         )
         # An event that another thread took must not block this one.
         os.set_blocking(handle.fd, False)
-        self._get_event = functools.partial(provider.get_cq_event, handle, self._events)
+        self._get = functools.partial(provider.get_cq_event, handle, self._events)
 
-    def _wake(self) -> None:
-        if hasattr(self, "_poller"):
-            self._poller.release()
+    def _event_fd(self) -> int:
+        return self.fileno()
 
-    def _announced_by(self, cq: CQ) -> None:
-        """Register a CQ by its struct, which is all that an event carries."""
-        address = address_of(cq._handle)
-        # An event may be left from a closed CQ at the same address.
-        self._events.pop(address, None)
-        self._cqs[address] = weakref.ref(cq)
+    def _get_event(self) -> object:
+        return self._get()
 
     def fileno(self) -> int:
         """Return the file descriptor; it is readable when there is an event.
@@ -103,52 +96,12 @@ class CompChannel(Resource, struct="ibv_comp_channel"):
 
         See ibv_get_cq_event(3).
         """
-        timeout = seconds(timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = None if deadline is None else deadline - time.monotonic()
-            there = self._poller.until(self, self.fileno(), self._take_event, left, False)
-            if there is NotImplemented:
-                raise RdmaError(
-                    f"tasks wait for the events of this {self}: take them with aio.get_cq_event()"
-                )
-            # Another thread may get it instead.
-            if (cq := self._next_event()) is not None or there is None:
-                return cq
-
-    def _take_event(self) -> object:
-        """Take an event, unless one is taken already; return None if there is none."""
-        if not self._events:
-            self._get_event()
-        return self._events or None
-
-    def _take_all_events(self) -> None:
-        """Take the pending events, for tasks."""
-        while self._poller.until(self, -1, self._get_event, 0.0, True) is not None:
-            pass
-
-    def _next_event(self, cqs: Container[CQ] | None = None) -> CQ | None:
-        """Return the CQ of an event that is taken, and forget the event; None if there is none.
-
-        Args:
-            cqs: only of these.
-        """
-        for address in self._events.copy():
-            known = self._cqs.get(address)
-            cq = None if known is None else known()
-            if cq is not None and cq.closed:
-                cq = None
-            if cq is not None and cqs is not None and cq not in cqs:
-                continue
-            try:
-                # From here no call, and so no interrupt, comes before the caller has it.
-                del self._events[address]
-            except KeyError:
-                # Another thread gets this one.
-                continue
-            if cq is not None:
-                return cq
-        return None
+        return wait_for_event(
+            self,
+            timeout,
+            next_event,
+            f"tasks wait for the events of this {self}: take them with aio.get_cq_event()",
+        )
 
 
 class OwnChannel(CompChannel):
@@ -157,3 +110,36 @@ class OwnChannel(CompChannel):
     __slots__ = ()
 
     _inner = True
+
+
+def announce_on(channel: CompChannel, cq: CQ, struct: Any) -> None:
+    """Register a CQ by its struct, which is all that an event carries."""
+    address = address_of(struct)
+    # An event may be left from a closed CQ at the same address.
+    channel._events.pop(address, None)
+    channel._cqs[address] = weakref.ref(cq)
+
+
+def next_event(channel: CompChannel, cqs: Container[CQ] | None = None) -> CQ | None:
+    """Return the CQ of an event that is taken, and forget the event; None if there is none.
+
+    Args:
+        channel: the channel.
+        cqs: only of these.
+    """
+    for address in channel._events.copy():
+        known = channel._cqs.get(address)
+        cq = None if known is None else known()
+        if cq is not None and cq.closed:
+            cq = None
+        if cq is not None and cqs is not None and cq not in cqs:
+            continue
+        try:
+            # From here no call, and so no interrupt, comes before the caller has it.
+            del channel._events[address]
+        except KeyError:
+            # Another thread gets this one.
+            continue
+        if cq is not None:
+            return cq
+    return None

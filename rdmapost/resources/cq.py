@@ -7,19 +7,20 @@ import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._arguments import counted, expect, index, seconds, within
-from .._binding import door
+from .._binding import native
 from ..enums import WCFlags, WCOpcode, WCStatus
-from ..errors import ClosedError, CompletionError, RdmaError, VerbsError, WaitTimeout
-from .channel import CompChannel, OwnChannel
-from .device import Context
-from .events import OVERRUN, has_overrun
+from ..errors import ClosedError, CompletionError, RdmaError, VerbsError
+from .channel import CompChannel, OwnChannel, announce_on
+from .device import Context, in_flight_of, provider_of
+from .events import timed_out
 from .grh import Datagram, read_datagram
-from .resource import Resource
+from .resource import close_quietly, struct_of
+from .waiting import CompletionSource
 
 if TYPE_CHECKING:
     from .aio import Completions
 
-__all__ = ["CQ", "WC"]
+__all__ = ["CQ", "WC", "carries_tags", "keep_completions"]
 
 
 class WC(NamedTuple):
@@ -103,7 +104,7 @@ class WC(NamedTuple):
 
 _RECV = int(WCOpcode.RECV)
 
-door.make_completions_of(
+native.make_completions_of(
     WC,
     {int(status): status for status in WCStatus},
     WCStatus.GENERAL_ERR,
@@ -117,7 +118,7 @@ _BATCH = 64
 """The most completions that one call polls (``_c/polling/cq.c``)."""
 
 
-class CQ(Resource, struct="ibv_cq"):
+class CQ(CompletionSource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
     If more completions are outstanding than it has entries, it overruns: completions are lost, and
@@ -146,10 +147,7 @@ class CQ(Resource, struct="ibv_cq"):
 
     __slots__ = (
         "_channel",
-        "_drop",
         "_extended",
-        "_overrun",
-        "_poller",
         "channel",
         "context",
         "cqe",
@@ -171,11 +169,11 @@ class CQ(Resource, struct="ibv_cq"):
         expect("channel", channel, CompChannel, None)
         cqe = index("cqe", cqe)
         self.context = context
-        vectors = context._live().num_comp_vectors
+        vectors = struct_of(context).num_comp_vectors
         comp_vector = within("comp_vector", comp_vector, 0, vectors - 1)
-        most = context.attr.max_cqe
-        if not 1 <= cqe <= most:
-            raise ValueError(f"cqe={cqe} is not in 1..{most}, what {context.name} can hold")
+        max_cqe = context.attr.max_cqe
+        if not 1 <= cqe <= max_cqe:
+            raise ValueError(f"cqe={cqe} is not in 1..{max_cqe}, what {context.name} can hold")
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
@@ -191,17 +189,21 @@ class CQ(Resource, struct="ibv_cq"):
                 # It closes with the CQ, or at once if there is none.
                 own._abandoned = True
                 if self._handle is None:
-                    own._close_quietly()
+                    close_quietly(own)
         if channel is not None:
-            channel._announced_by(self)
+            announce_on(channel, self, self._handle)
 
     def _create(self, announces: Any, cqe: int, comp_vector: int) -> None:
         context = self.context
-        provider = context._provider
-        self._channel = announces._live()
-        self._drop = functools.partial(provider.get_cq_event, self._channel, {})
-        self._poller = door.Poller(
-            context._queues, self._extended, provider.spin_ns, self._channel.fd, self._drop
+        provider = provider_of(context)
+        self._channel = struct_of(announces)
+        self._drop_event = functools.partial(provider.get_cq_event, self._channel, {})
+        self._poller = native.Poller(
+            in_flight_of(context),
+            self._extended,
+            provider.spin_ns,
+            self._channel.fd,
+            self._drop_event,
         )
         create = provider.create_cq_ex if self._extended else provider.create_cq
         handle = self._make(
@@ -217,9 +219,9 @@ class CQ(Resource, struct="ibv_cq"):
             f"CQ of {counted(self.cqe, 'entry', 'entries')}" if hasattr(self, "cqe") else self._kind
         )
 
-    def _wake(self) -> None:
-        if hasattr(self, "_poller"):
-            self._poller.release()
+    def _event_fd(self) -> int:
+        fd: int = self._channel.fd
+        return fd
 
     def req_notify(self, solicited_only: bool = False) -> None:
         """Request one event on the channel, at the next completion.
@@ -300,21 +302,13 @@ class CQ(Resource, struct="ibv_cq"):
             count = index("count", count)
         found: list[WC] = []
         try:
-            there = self._poller.wait(self, count, 0, timeout, found)
-            if there is None:
+            available = self._poller.wait(self, count, 0, timeout, found)
+            if available is None:
                 return found
         except BaseException:
             self._poller.put_back(found)
             raise
-        raise self._timed_out(there, count, timeout)
-
-    def _timed_out(self, there: int, count: int, timeout: float | None) -> WaitTimeout:
-        text = f"{there} of {count} completions came within {timeout:g} s"
-        # soft0 cannot tell in the middle of another verb.
-        with contextlib.suppress(RdmaError):
-            if has_overrun(self):
-                text += f"; {OVERRUN}"
-        return WaitTimeout(text)
+        raise timed_out(self, available, count, timeout)
 
     async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
         """Wait for completions in an asyncio task and return exactly that many.
@@ -349,45 +343,17 @@ class CQ(Resource, struct="ibv_cq"):
 
         return Completions(self)
 
-    # ---- for aio.py -----------------------------------------------------------
 
-    def _look(self, count: int) -> int:
-        """Ask for the next event, then poll for `count` completions; return how many are
-        available."""
-        self._poller.notify(self, False)
-        return self._poller.fill(self, count)
+def carries_tags(cq: CQ) -> bool:
+    """Whether completions carry the tags of tag-matching messages."""
+    return cq._extended
 
-    def _take(self, count: int, promised: int = 0) -> list[WC] | None:
-        """Return exactly `count` if `promised` more are available too, else None."""
-        found: list[WC] = []
-        try:
-            there = self._poller.wait(self, count, promised, 0.0, found)
-        except BaseException:
-            self._poller.put_back(found)
-            raise
-        return found if there is None else None
 
-    def _put_back(self, found: list[WC]) -> None:
-        """Put what a task has taken but not returned back at the front."""
-        self._poller.put_back(found)
+def keep_completions(cq: CQ) -> None:
+    """Poll everything in the queue, before or after one of its QPs is destroyed.
 
-    def _drop_event(self) -> None:
-        """Take an event off its private channel, if one is pending."""
-        self._poller.until(self, -1, self._drop, 0.0, True)
-
-    @property
-    def _event_fd(self) -> int:
-        """The descriptor of the channel on which it reports completions."""
-        fd: int = self._channel.fd
-        return fd
-
-    # ---- for the queues that complete here ---------------------------------
-
-    def _keep(self) -> None:
-        """Poll everything in the queue, before or after one of its QPs is destroyed.
-
-        Some devices drop the completions of a destroyed QP; taken here, they
-        are delivered on every device.
-        """
-        with contextlib.suppress(ClosedError, VerbsError):
-            self._poller.fill(self, self._poller.fill(self, 0) + self.cqe)
+    Some devices drop the completions of a destroyed QP; taken here, they
+    are delivered on every device.
+    """
+    with contextlib.suppress(ClosedError, VerbsError):
+        cq._poller.fill(cq, cq._poller.fill(cq, 0) + cq.cqe)

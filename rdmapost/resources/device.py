@@ -12,11 +12,11 @@ from typing import Any
 
 from .._arguments import expect, index
 from .._arguments import index as whole_number
-from .._binding import door, ffi
+from .._binding import ffi, native
 from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from ..errors import NoDeviceError, NoRdmaError
 from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
-from .resource import Resource
+from .waiting import EventSource
 
 __all__ = [
     "GID",
@@ -24,8 +24,12 @@ __all__ = [
     "DeviceAttr",
     "GIDTableEntry",
     "PortAttr",
+    "gid_argument",
+    "in_flight_of",
     "list_devices",
     "open_device",
+    "provider_of",
+    "query_device_ex",
 ]
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
@@ -49,22 +53,7 @@ class GID(bytes):
     """
 
     def __new__(cls, value: bytes | str) -> GID:
-        return cls._named("value", value)
-
-    @classmethod
-    def _named(cls, name: str, value: Any) -> GID:
-        """Make one from an argument or a field, whose name the errors give."""
-        expect(name, value, bytes, str, bytearray, memoryview)
-        if isinstance(value, str):
-            try:
-                raw = IPv6Address(value).packed
-            except ValueError as error:
-                raise ValueError(f"{name}: {_why_no_gid(value) or error}") from None
-        else:
-            raw = bytes(value)
-        if len(raw) != 16:
-            raise ValueError(f"{name}: a GID has 16 bytes, not {len(raw)}")
-        return super().__new__(cls, raw)
+        return super().__new__(cls, _gid_bytes("value", value))
 
     def __str__(self) -> str:
         address = IPv6Address(bytes(self))
@@ -89,6 +78,31 @@ class GID(bytes):
         """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
         address = IPv6Address(bytes(self))
         return (address.ipv4_mapped or address).is_multicast
+
+
+def gid_argument(name: str, given: Any) -> GID:
+    """Return an argument or a field as a GID.
+
+    Raises:
+        TypeError: it is of another type; the text names it.
+        ValueError: it is not a GID; the text names it.
+    """
+    return bytes.__new__(GID, _gid_bytes(name, given))
+
+
+def _gid_bytes(name: str, value: Any) -> bytes:
+    """Return the bytes of a GID; errors name the argument or field."""
+    expect(name, value, bytes, str, bytearray, memoryview)
+    if isinstance(value, str):
+        try:
+            raw = IPv6Address(value).packed
+        except ValueError as error:
+            raise ValueError(f"{name}: {_why_no_gid(value) or error}") from None
+    else:
+        raw = bytes(value)
+    if len(raw) != 16:
+        raise ValueError(f"{name}: a GID has 16 bytes, not {len(raw)}")
+    return raw
 
 
 def _why_no_gid(text: str) -> str:
@@ -228,8 +242,8 @@ def open_device(name: str | None = None) -> Context:
             if info.name == name:
                 return Context(provider, info)
     names = ", ".join(info.name for info in found)
-    there = f"there is {names}" if names else NO_DEVICES
-    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {there}")
+    devices = f"there is {names}" if names else NO_DEVICES
+    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {devices}")
 
 
 def _open_active() -> Context:
@@ -250,7 +264,7 @@ def _open_active() -> Context:
     raise NoDeviceError(f"there is no RDMA device: {NO_DEVICES}")
 
 
-class Context(Resource, struct="ibv_context"):
+class Context(EventSource, struct="ibv_context"):
     """An open device (ibv_open_device(3)); open_device() makes it.
 
     Attributes:
@@ -262,8 +276,6 @@ class Context(Resource, struct="ibv_context"):
     """
 
     __slots__ = (
-        "_events",
-        "_poller",
         "_provider",
         "_queues",
         "attr",
@@ -278,10 +290,9 @@ class Context(Resource, struct="ibv_context"):
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
-        self._queues: dict[int, door.InFlight] = {}
-        self._events: dict[object, Any] = {}
-        """Asynchronous events taken but not yet returned (events.py)."""
-        self._poller = door.Poller({}, False, 0, -1, None)
+        self._queues: dict[int, native.InFlight] = {}
+        self._events = {}
+        self._poller = native.Poller({}, False, 0, -1, None)
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
@@ -295,15 +306,11 @@ class Context(Resource, struct="ibv_context"):
     def __str__(self) -> str:
         return f"device {self.name}" if hasattr(self, "name") else self._kind
 
-    def _wake(self) -> None:
-        if hasattr(self, "_poller"):
-            self._poller.release()
+    def _event_fd(self) -> int:
+        return self.async_fd
 
-    def _take_event(self) -> object:
-        """Take an asynchronous event, unless one is taken already; return None if there is none."""
-        if not self._events:
-            self._verb(self._provider.get_async_event, self._events)
-        return self._events or None
+    def _get_event(self) -> object:
+        return self._verb(self._provider.get_async_event, self._events)
 
     def _query_attr(self) -> DeviceAttr:
         raw = ffi.new("struct ibv_device_attr *")
@@ -429,17 +436,34 @@ class Context(Resource, struct="ibv_context"):
         )
 
 
+def query_device_ex(context: Context) -> Any:
+    """Return a ``struct ibv_device_attr_ex *`` of a device (ibv_query_device_ex(3))."""
+    attr = ffi.new("struct ibv_device_attr_ex *")
+    context._verb(context._provider.query_device_ex, attr)
+    return attr
+
+
+def provider_of(context: Context) -> Provider:
+    """Return what carries out the control verbs of a device."""
+    return context._provider
+
+
+def in_flight_of(context: Context) -> dict[int, native.InFlight]:
+    """Return what is posted to a device's queues, by the number of each queue."""
+    return context._queues
+
+
 _ASYNC_FD = operator.attrgetter("async_fd")
 
 
-def _wr_id_of(queues: dict[int, door.InFlight], ticket: int) -> int | None:
-    queue = queues.get(ticket >> 32)
-    return None if queue is None else queue.peek(ticket)
+def _wr_id_of(queues: dict[int, native.InFlight], cookie: int) -> int | None:
+    queue = queues.get(cookie >> 32)
+    return None if queue is None else queue.peek(cookie)
 
 
-def _enum(kind: Any, value: int, otherwise: Any) -> Any:
+def _enum(enum: Any, value: int, otherwise: Any) -> Any:
     """Return a member by value; for a value that only a newer device reports, `otherwise`."""
     try:
-        return kind(value)
+        return enum(value)
     except ValueError:
         return otherwise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._arguments import expect, member, within
 from ..enums import MTU
-from .device import GID
+from .device import GID, gid_argument
 
 __all__ = ["Endpoint"]
 
@@ -46,7 +46,7 @@ class Endpoint:
         for name, bits in (("qpn", 24), ("psn", 24), ("lid", 16)):
             value = within(name, getattr(self, name), 0, (1 << bits) - 1)
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "gid", GID._named("gid", self.gid))
+        object.__setattr__(self, "gid", gid_argument("gid", self.gid))
         object.__setattr__(self, "mtu", member("mtu", self.mtu, MTU))
 
     def __str__(self) -> str:

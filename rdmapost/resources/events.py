@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any, NamedTuple
 
-from .._arguments import expect, seconds
+from .._arguments import expect
 from ..enums import EventType
-from ..errors import ClosedError, RdmaError
-from .device import Context
-from .resource import Resource, resource_at
+from ..errors import ClosedError, RdmaError, WaitTimeout
+from .device import Context, provider_of
+from .resource import Resource, call_verb, resource_at
+from .waiting import CompletionSource, events_of, note_overrun, overrun_noted, wait_for_event
 
-__all__ = ["OVERRUN", "AsyncEvent", "get_async_event", "has_overrun"]
+__all__ = ["OVERRUN", "AsyncEvent", "get_async_event", "has_overrun", "next_taken", "timed_out"]
 
 OVERRUN = (
     "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
@@ -60,27 +60,21 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
     See ibv_get_async_event(3).
     """
     expect("context", context, Context)
-    timeout = seconds(timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while True:
-        left = None if deadline is None else deadline - time.monotonic()
-        there = context._poller.until(context, context.async_fd, context._take_event, left, False)
-        if there is NotImplemented:
-            raise RdmaError(
-                f"tasks wait for the events of {context}: take them with aio.get_async_event()"
-            )
-        # Another thread may return it instead.
-        if (found := next_taken(context)) is not None or there is None:
-            return found
+    return wait_for_event(
+        context,
+        timeout,
+        next_taken,
+        f"tasks wait for the events of {context}: take them with aio.get_async_event()",
+    )
 
 
 def next_taken(context: Context) -> AsyncEvent | None:
     """Return the oldest event taken, and forget it; None if there is none."""
-    events = context._events
+    events = events_of(context)
     for key, taken in events.copy().items():
         found = _read(context, taken)
-        if found.event_type is EventType.CQ_ERR and isinstance(found.element, Resource):
-            found.element._overrun = True  # type: ignore[attr-defined]
+        if found.event_type is EventType.CQ_ERR and isinstance(found.element, CompletionSource):
+            note_overrun(found.element)
         try:
             # From here no call, and so no interrupt, comes before the caller has it.
             del events[key]
@@ -99,14 +93,24 @@ def has_overrun(cq: Any) -> bool:
     """
     context = cq.context
     with contextlib.suppress(ClosedError):
-        if cq._overrun or cq._verb(context._provider.has_overrun):
+        if overrun_noted(cq) or call_verb(cq, provider_of(context).has_overrun):
             return True
-    taken = [_read(context, event) for event in context._events.copy().values()]
+    taken = [_read(context, event) for event in events_of(context).copy().values()]
     return any(one.event_type is EventType.CQ_ERR and one.element is cq for one in taken)
 
 
+def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> WaitTimeout:
+    """Return the error of a wait for completions that was too short."""
+    text = f"{available} of {count} completions came within {timeout:g} s"
+    # soft0 cannot tell in the middle of another verb.
+    with contextlib.suppress(RdmaError):
+        if has_overrun(cq):
+            text += f"; {OVERRUN}"
+    return WaitTimeout(text)
+
+
 def _read(context: Context, taken: Any) -> AsyncEvent:
-    number, element = context._provider.read_async_event(taken)
+    number, element = provider_of(context).read_async_event(taken)
     if element is not None and not isinstance(element, int):
         element = resource_at(element)
     return AsyncEvent(_type_of(number), element)

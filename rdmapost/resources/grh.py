@@ -27,7 +27,7 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 @dataclass(frozen=True, slots=True)
 class GRH:
-    """A Global Routing Header (``struct ibv_grh``): the way that a datagram came.
+    """A Global Routing Header (``struct ibv_grh``): the path that a datagram took.
 
     Over RoCE v2 it is the header of the IP packet.  An IPv4 header has 20 bytes,
     which are the last 20 of the 40; its addresses are shown as GIDs.

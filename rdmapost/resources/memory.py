@@ -17,12 +17,13 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import counted, expect, flags, index, member, within
-from .._binding import door, ffi, start_of
+from .._binding import ffi, native, start_of
 from ..enums import Access, MWType
-from ..errors import InUseError, VerbsError
+from ..errors import VerbsError
 from ..posting.wr import SGE
-from .device import Context
-from .resource import Resource, close_dropped, open_handles
+from .device import Context, provider_of
+from .posted import refuse_posted
+from .resource import Resource
 
 __all__ = ["MR", "MW", "PD"]
 
@@ -54,7 +55,7 @@ class PD(Resource, struct="ibv_pd"):
     def __init__(self, context: Context) -> None:
         expect("context", context, Context)
         self.context = context
-        provider = context._provider
+        provider = provider_of(context)
         self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
 
 
@@ -146,7 +147,7 @@ class MR(Resource, struct="ibv_mr"):
         held = memoryview(buffer)
         length, start = len(held), start_of(held)
         self.buffer, self._memory, self._length = buffer, held, length
-        provider = pd.context._provider
+        provider = provider_of(pd.context)
         try:
             handle = self._make(
                 provider.reg_mr,
@@ -165,7 +166,7 @@ class MR(Resource, struct="ibv_mr"):
         self._lkey: int = handle.lkey
         self._rkey: int = handle.rkey
 
-    # Read-only: peers are told them, and SGEs are made from them.
+    # Read-only: peers use them, and SGEs are made from them.
     access: Access = _fixed("_access", "What may be done with it.")
     addr: int = _fixed("_addr", "Address of the first byte; 0 if access has ZERO_BASED.")
     end: int = _fixed("_end", "Address just past the last byte.")
@@ -228,9 +229,9 @@ class MR(Resource, struct="ibv_mr"):
 
 
 # MR.__getitem__ is C's (_c/posting/region.c).
-door.make_sges(MR, SGE)
-door.describe_resource("SGE", SGE)
-door.describe_resource("MR", MR)
+native.make_sges(MR, SGE)
+native.describe_resource("SGE", SGE)
+native.describe_resource("MR", MR)
 
 
 class MW(Resource, struct="ibv_mw"):
@@ -260,7 +261,7 @@ class MW(Resource, struct="ibv_mw"):
         expect("pd", pd, PD)
         self.pd = pd
         self.type = member("mw_type", mw_type, MWType)
-        provider = pd.context._provider
+        provider = provider_of(pd.context)
         self._make(provider.alloc_mw, (pd, self.type), provider.dealloc_mw, (pd,))
 
     def __str__(self) -> str:
@@ -295,7 +296,7 @@ class MW(Resource, struct="ibv_mw"):
         refuse_posted(self, self.pd.context)
 
 
-door.describe_resource("MW", MW)
+native.describe_resource("MW", MW)
 
 
 def _size_of(memory: Any) -> int | None:
@@ -345,8 +346,8 @@ def _bytes_of(memory: Any) -> memoryview:
         raise ValueError("a region is one piece of memory, and this buffer has gaps")
     if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
         return view
-    plain = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
-    if view.c_contiguous and plain:
+    is_numbers = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
+    if view.c_contiguous and is_numbers:
         return view.cast("B")
     # Unlike memoryview.cast, it knows every format and order of dimensions.
     return PickleBuffer(view).raw()
@@ -357,7 +358,7 @@ def _followed(view: memoryview) -> str | None:
 
     Addresses that are mere numbers (``P``) are the caller's business. So are pointers in memory
     exposed as numbers (``numpy.frombuffer``, ctypes' ``from_buffer``), and packed ctypes structures
-    and unions whose class has had its ``_fields_`` changed: nothing else tells their contents.
+    and unions whose class has had its ``_fields_`` changed: nothing else describes their contents.
     """
     ctypes = sys.modules.get("_ctypes")
     for behind in _views_behind(view):
@@ -399,65 +400,6 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
         yield "z" if cls._type_ == "Z" else cls._type_
     else:
         yield "&"
-
-
-def refuse_posted(resource_: Resource, context: Context) -> None:
-    """Refuse to close what outstanding or prepared work requests name.
-
-    Raises:
-        InUseError: always, unless it has closed queue pairs that nobody refers to.
-    """
-    if close_dropped(handle for handle in open_handles() if handle._kind in ("QP", "SRQ")):
-        return
-    batches = [
-        str(batch)
-        for handle in open_handles()
-        if hasattr(handle, "_batches")
-        for batch in handle._prepared_lists()
-        if batch._names(resource_)
-    ]
-    if batches:
-        raise InUseError(
-            f"{resource_} cannot be closed: {', '.join(batches)} still open; "
-            f"close {'it' if len(batches) == 1 else 'them'} first"
-        )
-    named = [
-        (wr_id, queue)
-        for queue in list(context._queues.values())
-        for wr_id, held in outstanding_of(queue)
-        if held is resource_ or (isinstance(held, tuple) and resource_ in held)
-    ]
-    wr_ids = [wr_id for wr_id, _ in named]
-    shared = {
-        queue for handle in open_handles() if handle._kind == "SRQ" for queue in handle._queues()
-    }
-    holders = " or ".join(
-        name
-        for name, is_there in (
-            ("the QP", any(queue not in shared for _, queue in named)),
-            ("the SRQ", any(queue in shared for _, queue in named)),
-        )
-        if is_there
-    )
-    if not wr_ids:
-        raise InUseError(
-            f"{resource_} cannot be closed: in use by an outstanding prepared list; poll its "
-            "completions, or close the QP first"
-        )
-    shown = ", ".join(map(str, wr_ids[:4])) + (", ..." if len(wr_ids) > 4 else "")
-    count = counted(len(wr_ids), "outstanding work request")
-    raise InUseError(
-        f"{resource_} cannot be closed: in use by {count} "
-        f"(wr_id {shown}); poll their completions, or close {holders} first"
-    )
-
-
-def outstanding_of(queue: door.InFlight) -> Iterator[tuple[int, Any]]:
-    """Go through a queue's outstanding work requests: the wr_id, and what each holds."""
-    index = 0
-    while (entry := queue.entry(index)) is not None:
-        yield entry
-        index += 1
 
 
 def _why_not_registered(code: int | None, length: int) -> str:

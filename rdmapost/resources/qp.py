@@ -2,44 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import itertools
+import functools
 import os
-import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._arguments import expect, index, member
-from .._binding import ffi, fill
-from ..enums import Access, QPState, QPType, SendFlags
-from ..errors import PostError, RdmaError, VerbsError, describe_errno, where_explained
-from ..posting.prepared import Batch
-from ..posting.queue import PostQueue, recv_queue, send_queue
+from .._arguments import expect, index, member, within
+from .._binding import address_of, ffi, fill
+from ..enums import Access, LinkLayer, QPState, QPType, SendFlags
+from ..errors import RdmaError, VerbsError, describe_errno, where_explained
+from ..posting.fields import Verb
+from ..posting.prepared import Batch, prepare
+from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
     Limits,
     check_send_state,
     flags_allowed,
-    too_long_a_list,
 )
 from ..posting.wr import BindMW, RecvWR, SendWR
-from .cq import CQ
-from .device import PortAttr
-from .memory import MR, MW, PD
-from .multicast import Multicast
+from ..qp_states import missing_attributes, unchangeable_attributes
+from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
+from .cq import CQ, keep_completions
+from .device import GID, PortAttr, gid_argument, provider_of
+from .endpoint import Endpoint
+from .memory import MR, MW, PD, access_flags
+from .multicast import Group, MulticastGroups, why_not_attached
+from .posted import PostTarget
+from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
 from .qp_init import XRC, how_to_create, refuse_misfits, why_not_created
-from .qp_transitions import DEFAULT_QKEY
+from .qp_transitions import (
+    DEFAULT_QKEY,
+    RTR_OPTIONS,
+    RTS_OPTIONS,
+    fill_attributes,
+    grantable,
+    mask_of,
+    out_of_range,
+    refuse_another_peer,
+)
+from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD
 
 if TYPE_CHECKING:
     from ..tools.diagnose import Finding
-    from .endpoint import Endpoint
 
-__all__ = ["DEFAULT_QKEY", "QP", "Outstanding"]
-
-_BATCH_NUMBERS = itertools.count()
+__all__ = [
+    "DEFAULT_QKEY",
+    "QP",
+    "Outstanding",
+    "asked_gid_index",
+    "chosen_gid",
+    "oldest_send",
+    "sends_for_receive",
+    "set_checklist",
+]
 
 
 class Outstanding(NamedTuple):
@@ -54,7 +75,7 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(Multicast, struct="ibv_qp"):
+class QP(PostTarget, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
     Args:
@@ -92,11 +113,12 @@ class QP(Multicast, struct="ibv_qp"):
     """
 
     __slots__ = (
-        "_batches",
-        "_enough_batches",
-        "_limits",
+        "_gid",
+        "_gid_index",
+        "_groups",
         "_recv",
         "_send",
+        "_state",
         "checked",
         "max_inline_data",
         "max_recv_sge",
@@ -104,6 +126,10 @@ class QP(Multicast, struct="ibv_qp"):
         "max_send_sge",
         "max_send_wr",
         "max_tso_header",
+        "port_num",
+        "psn",
+        "qp_num",
+        "qp_type",
         "recv_cq",
         "send_cq",
         "sq_sig_all",
@@ -153,18 +179,18 @@ class QP(Multicast, struct="ibv_qp"):
         self.port_num = port_num = index("port_num", port_num)
         if gid_index is not None:
             gid_index = index("gid_index", gid_index)
-        pd._live()
+        struct_of(pd)
         port = context.query_port(port_num)
         self._gid_index = gid_index
-        self._gid = None
-        self._groups = {}
+        self._gid: GIDChoice | None = None
+        self._groups = MulticastGroups()
         self._state = QPState.RESET
         self.psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
-        init.send_cq, init.recv_cq = send_cq._live(), recv_cq._live()
+        init.send_cq, init.recv_cq = struct_of(send_cq), struct_of(recv_cq)
         if srq is not None:
-            init.srq = srq._live()
+            init.srq = struct_of(srq)
         if srq is not None or self.qp_type in XRC:
             max_recv_wr = max_recv_sge = 0
         if self.qp_type is QPType.XRC_RECV:
@@ -184,7 +210,9 @@ class QP(Multicast, struct="ibv_qp"):
         parents = {id(p): p for p in given if p is not None}
         create, args = how_to_create(pd, xrcd, init, max_tso_header)
         try:
-            handle = self._make(create, args, context._provider.destroy_qp, tuple(parents.values()))
+            handle = self._make(
+                create, args, provider_of(context).destroy_qp, tuple(parents.values())
+            )
         except VerbsError as error:
             error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
             raise
@@ -200,9 +228,9 @@ class QP(Multicast, struct="ibv_qp"):
         self.max_inline_data: int = cap.max_inline_data
 
         device_cap = context.attr.device_cap_flags
-        self._limits = Limits(
+        limits = Limits(
             self.qp_type,
-            pd,
+            address_of(struct_of(pd)),
             self.max_send_sge,
             self.max_recv_sge,
             self.max_inline_data,
@@ -214,42 +242,42 @@ class QP(Multicast, struct="ibv_qp"):
             self.max_tso_header,
             sq_sig_all=self.sq_sig_all,
         )
-        # If there is no queue, the check gives a better reason than that it is full.
-        self._send = send_queue(
-            self._limits, self.max_send_wr, checked=self.checked, bounded=self.xrcd is None
+        self._send = PostQueue(
+            Verb.ibv_post_send,
+            limits,
+            self.max_send_wr,
+            Reasons(_why_refused, _why_not_sending),
+            checked=self.checked,
+            # If there is no queue, the check gives a better reason than that it is full.
+            bounded=self.xrcd is None,
         )
-        self._recv = recv_queue(self._limits, self.max_recv_wr, checked=self.checked)
-        self._batches: dict[int, weakref.ref[Batch]] = {}
-        self._enough_batches = 1
-        for queue in (self._send, self._recv):
-            context._queues[queue.in_flight.number] = queue.in_flight
+        self._recv = PostQueue(
+            Verb.ibv_post_recv,
+            limits,
+            self.max_recv_wr,
+            Reasons(_why_refused, _why_not_receiving),
+            checked=self.checked,
+        )
+        self._open_queues(self._send.in_flight, self._recv.in_flight)
         self._note_state(QPState.RESET)
 
     def __str__(self) -> str:
         return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
 
     def _release(self) -> None:
-        if not hasattr(self, "_batches"):
-            # An interrupt has cut the constructor short: nothing was posted.
-            return
-        for batch in self._prepared_lists():
-            batch.close()
-        self._leave_groups()
-        self._keep_completions()
-
-    def _forget(self) -> None:
-        if not hasattr(self, "_batches"):
-            return
-        self._keep_completions()
-        for queue in (self._send.in_flight, self._recv.in_flight):
-            self.pd.context._queues.pop(queue.number, None)
-            queue.clear()
+        if hasattr(self, "_in_flight"):
+            # A queue pair that is attached cannot be destroyed.
+            for group in self._groups.all():
+                # Where it is not attached; else the destruction says why not.
+                with contextlib.suppress(VerbsError):
+                    self._detach(group)
+        super()._release()
 
     def _keep_completions(self) -> None:
         if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
-            self.send_cq._keep()
+            keep_completions(self.send_cq)
             if self.recv_cq is not self.send_cq:
-                self.recv_cq._keep()
+                keep_completions(self.recv_cq)
 
     def _note_state(self, state: QPState) -> None:
         self._state = state
@@ -257,9 +285,435 @@ class QP(Multicast, struct="ibv_qp"):
         receives = self.srq is None and self.qp_type not in XRC
         self._recv.set_ready(receives and (state is not QPState.RESET or not self.checked))
 
-    def _forget_posted(self) -> None:
-        self._send.in_flight.clear()
-        self._recv.in_flight.clear()
+    # ---- addressing ---------------------------------------------------------
+
+    @property
+    def gid(self) -> GIDChoice:
+        """The local GID that it uses, and why that one (choose_gid).
+
+        Raises:
+            RdmaError: the port has none, or not the one asked for.
+        """
+        if self._gid is None:
+            self._gid = choose_gid(self.pd.context, self.port_num, self._gid_index)
+        return self._gid
+
+    def endpoint(self) -> Endpoint:
+        """Return what the peer needs to connect to this queue pair.
+
+        Raises:
+            RdmaError: the port has no GID.
+            ClosedError: the QP is closed.
+        """
+        self._live()
+        port = self.pd.context.query_port(self.port_num)
+        return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, port.active_mtu)
+
+    def path_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AHAttr:
+        """Return the path to a peer, for an AH or for ibv_modify_qp's ah_attr.
+
+        Args:
+            remote: the peer's endpoint.
+            sl: service level, 0..15.
+            traffic_class: 0..255.
+
+        Raises:
+            TypeError: remote is no Endpoint.
+        """
+        expect("remote", remote, Endpoint)
+        port = self.pd.context.query_port(self.port_num)
+        # On InfiniBand the LID is enough; a GID is needed only beyond the subnet.
+        by_lid = port.link_layer is not LinkLayer.ETHERNET and remote.lid != 0
+        return AHAttr(
+            port_num=self.port_num,
+            dlid=remote.lid,
+            sl=sl,
+            dgid=None if by_lid else remote.gid,
+            sgid_index=0 if by_lid else self.gid.index,
+            traffic_class=traffic_class,
+        )
+
+    def ah_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AH:
+        """Make an address handle to a UD peer.
+
+        Args:
+            remote: the peer's endpoint.
+            sl, traffic_class: as in path_to.
+
+        Raises:
+            TypeError: remote is no Endpoint.
+            ValueError: a number does not fit.
+            ClosedError: the PD is closed.
+            VerbsError: the device refused.
+        """
+        return AH(self.pd, self.path_to(remote, sl=sl, traffic_class=traffic_class))
+
+    # ---- states -------------------------------------------------------------
+
+    @property
+    def state(self) -> QPState:
+        """Its state, as the device reports it now."""
+        self._note_state(self.query().qp_state)
+        return self._state
+
+    def query(self) -> QPAttr:
+        """Return its attributes as they are now.
+
+        Raises:
+            ClosedError: the QP is closed.
+            VerbsError: the device failed.
+
+        See ibv_query_qp(3).
+        """
+        raw = ffi.new("struct ibv_qp_attr *")
+        init = ffi.new("struct ibv_qp_init_attr *")
+        self._verb(provider_of(self.pd.context).query_qp, raw, QUERY_MASK, init)
+        return read_qp_attr(raw)
+
+    def modify(self, **attrs: Any) -> None:
+        """Change attributes; the mask is made of those that are passed.
+
+        Args:
+            attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
+                qp_access_flags, pkey_index, port_num, qkey, ah_attr, path_mtu,
+                dest_qp_num, rq_psn, sq_psn, timeout, retry_cnt, rnr_retry,
+                min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, ...).
+
+        Raises:
+            TypeError: there is no such field, or its value is of another type.
+            ValueError: the state machine has no such step, an attribute that
+                the step needs is missing, or a number is out of range.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self._live()
+        raw = ffi.new("struct ibv_qp_attr *")
+        mask = mask_of(attrs)
+        fill_attributes(raw, attrs)
+        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
+        to = member("qp_state", attrs.get("qp_state", state), QPState)
+        if reason := missing_attributes(self.qp_type, state, to, mask):
+            raise ValueError(reason)
+        if to is QPState.RESET:
+            self._keep_completions()
+        try:
+            self._verb(provider_of(self.pd.context).modify_qp, raw, mask)
+            self._note_modified(to)
+        except VerbsError as error:
+            error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
+            raise
+        except BaseException:
+            # An interrupt came before or after the device did it.
+            with contextlib.suppress(RdmaError):
+                if self.state is to:
+                    self._note_modified(to)
+            raise
+
+    def _note_modified(self, to: QPState) -> None:
+        if to is QPState.RESET:
+            # A reset drops what is posted, without completions.
+            self._keep_completions()
+            self._forget_posted()
+        self._note_state(to)
+
+    def to_init(
+        self,
+        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
+        *,
+        pkey_index: int = 0,
+        qkey: int = DEFAULT_QKEY,
+    ) -> None:
+        """Bring the queue pair from RESET to INIT, from which receives can be posted.
+
+        Args:
+            access: what a peer may do through it (not on UD), an Access.
+            pkey_index: entry of the port's P_Key table.
+            qkey: Q_Key (UD).
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: access has bits that are not in Access; or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        access = access_flags("access", access)
+        attrs: dict[str, Any] = {"qp_state": QPState.INIT, "port_num": self.port_num}
+        if self.qp_type is not QPType.RAW_PACKET:
+            attrs["pkey_index"] = pkey_index
+        if self.qp_type is QPType.UD:
+            attrs["qkey"] = qkey
+        elif self.qp_type is not QPType.RAW_PACKET:
+            attrs["qp_access_flags"] = grantable(access, self.qp_type, self.pd.context.attr)
+        self.modify(**attrs)
+
+    def to_rtr(
+        self,
+        remote: Endpoint | None = None,
+        *,
+        min_rnr_timer: int = 12,
+        max_dest_rd_atomic: int | None = None,
+        sl: int = 0,
+        traffic_class: int = 0,
+    ) -> None:
+        """Bring the queue pair from INIT to RTR, in which it receives.
+
+        Args:
+            remote: the peer's endpoint; not for UD and RAW_PACKET.
+            min_rnr_timer: how long the peer waits before it tries again when no receive
+                is posted, encoded as in the man page; 12 is 0.64 ms.
+            max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
+                None is what the device can do, at most 16.
+            sl, traffic_class: as in path_to.
+
+        Raises:
+            TypeError: remote is no Endpoint, or another argument is not an integer.
+            ValueError: the peer's endpoint is missing, or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        expect("remote", remote, Endpoint, None)
+        attrs: dict[str, Any] = {"qp_state": QPState.RTR}
+        if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
+            if remote is None:
+                raise ValueError(f"{self.qp_type.name} queue pairs need the peer's endpoint")
+            port = self.pd.context.query_port(self.port_num)
+            attrs |= {
+                "ah_attr": self.path_to(remote, sl=sl, traffic_class=traffic_class),
+                "path_mtu": min(port.active_mtu, remote.mtu),
+                "dest_qp_num": remote.qpn,
+                "rq_psn": remote.psn,
+            }
+        if self.qp_type in (QPType.RC, QPType.XRC_RECV):
+            limit = self.pd.context.attr.max_qp_rd_atom
+            attrs["min_rnr_timer"] = min_rnr_timer
+            attrs["max_dest_rd_atomic"] = (
+                min(16, limit) if max_dest_rd_atomic is None else max_dest_rd_atomic
+            )
+        self.modify(**attrs)
+
+    def to_rts(
+        self,
+        *,
+        timeout: int = 14,
+        retry_cnt: int = 6,
+        rnr_retry: int = 6,
+        max_rd_atomic: int | None = None,
+    ) -> None:
+        """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
+
+        With the defaults it gives up after about half a second without an
+        acknowledgement, or after six retries while the peer has no receive.
+
+        Args:
+            timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout,
+                0..31; 14 is 67 ms, 0 waits for ever.
+            retry_cnt: retries after that, 0..7.
+            rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
+            max_rd_atomic: how many reads and atomics it may have outstanding; None is
+                what the device can do, at most 16.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        attrs: dict[str, Any] = {"qp_state": QPState.RTS}
+        if self._state is QPState.RTR:
+            if self.qp_type is not QPType.RAW_PACKET:
+                attrs["sq_psn"] = self.psn
+            if self.qp_type in (QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV):
+                attrs["timeout"] = timeout
+            if self.qp_type in (QPType.RC, QPType.XRC_SEND):
+                limit = self.pd.context.attr.max_qp_init_rd_atom
+                attrs |= {
+                    "retry_cnt": retry_cnt,
+                    "rnr_retry": rnr_retry,
+                    "max_rd_atomic": min(16, limit) if max_rd_atomic is None else max_rd_atomic,
+                }
+        self.modify(**attrs)
+
+    def connect(
+        self,
+        remote: Endpoint | None = None,
+        *,
+        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
+        qkey: int = DEFAULT_QKEY,
+        **more: int,
+    ) -> None:
+        """Bring the queue pair to RTS from RESET, INIT, RTR, SQD or SQE.
+
+        From ERR the only way is back: to_reset() first, on both sides.
+
+        Args:
+            remote: the peer's endpoint; not for UD.
+            access, qkey: as in to_init.
+            more: other options of to_rtr and to_rts.
+
+        Raises:
+            TypeError: remote is no Endpoint, another argument is not an integer, or there
+                is no such option.
+            ValueError: the peer's endpoint is missing, the queue pair is connected to
+                another one or was put into ERR by to_err(), or as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused, as it does if an error has put the queue pair into ERR.
+
+        See ibv_modify_qp(3).
+        """
+        expect("remote", remote, Endpoint, None)
+        unknown = more.keys() - RTR_OPTIONS - RTS_OPTIONS
+        if unknown:
+            raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
+        if self._state is QPState.RESET:
+            self.to_init(access, qkey=qkey)
+        if self._state is QPState.INIT:
+            self.to_rtr(remote, **{k: v for k, v in more.items() if k in RTR_OPTIONS})
+        elif remote is not None and self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
+            refuse_another_peer(str(self), self.query(), remote)
+        self.to_rts(**{k: v for k, v in more.items() if k in RTS_OPTIONS})
+
+    def to_sqd(self) -> None:
+        """Drain the send queue; sends posted from now on are held.
+
+        Raises:
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self.modify(qp_state=QPState.SQD)
+
+    def to_err(self) -> None:
+        """Bring the queue pair to ERR: outstanding work requests complete with WR_FLUSH_ERR.
+
+        Raises:
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self.modify(qp_state=QPState.ERR)
+
+    def to_reset(self) -> None:
+        """Take the queue pair back to RESET and drop its outstanding work requests.
+
+        They never complete, and the regions, windows, address handles and buffers
+        that they hold are released.  Completions that are in the CQ by then stay
+        there for the next poll or wait.  Receives of an SRQ stay posted.
+
+        Raises:
+            ValueError: as in modify.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_modify_qp(3).
+        """
+        self.modify(qp_state=QPState.RESET)
+
+    def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
+        port = self.pd.context.query_port(self.port_num)
+        if port.state.name != "ACTIVE":
+            return f"port {self.port_num} is {port.state.name}; bring the link up"
+        if (state := self.state) is QPState.ERR:
+            return "the QP is in ERR: take it back with to_reset() first"
+        if reason := out_of_range(attrs, self.pd.context.attr):
+            return reason
+        if code == errno.EINVAL and (
+            reason := unchangeable_attributes(self.qp_type, state, to, mask_of(attrs))
+        ):
+            return reason
+        if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
+            path = attrs.get("ah_attr")
+            if isinstance(path, AHAttr) and path.dgid is not None:
+                if reason := why_no_source(self.pd.context, path):
+                    return reason
+                return (
+                    f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
+                    "both sides need GIDs of one kind and one network (see --gid-index)"
+                )
+        return f"the QP stays in {state.name} and does not go to {to.name}"
+
+    # ---- multicast ----------------------------------------------------------
+
+    def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
+        """Also receive what is sent to a multicast group (UD).
+
+        A message to the group has ``remote_qpn=MULTICAST_QPN``, the Q_Key of the
+        receivers, and an AH with the group as dgid (and its LID as dlid).  Each
+        queue pair that is attached gets one copy, however often it was attached.
+        On a network the port must also have joined the group, on InfiniBand
+        through the subnet administrator.  Closing the queue pair detaches it.
+
+        Args:
+            gid: the group: in ff00::/8, or an IPv4 one such as "::ffff:239.1.2.3".
+            lid: its LID on InfiniBand; 0 on Ethernet.
+
+        Raises:
+            TypeError: gid is of another type, or lid is not an integer.
+            ValueError: it is not a multicast GID, or lid is not in 0..65535.
+            RdmaError: the queue pair is not of type UD.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+
+        See ibv_attach_mcast(3).
+        """
+        verb = functools.partial(self._verb, provider_of(self.pd.context).attach_mcast)
+        try:
+            self._groups.attach(verb, self._group(gid, lid))
+        except VerbsError as error:
+            error.hint = error.hint or why_not_attached(self.pd.context, error.errno)
+            raise
+
+    def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
+        """Stop receiving what is sent to a multicast group.
+
+        Args:
+            gid, lid: as passed to attach_mcast.
+
+        Raises:
+            RdmaError: the queue pair is not attached to the group.
+            TypeError: gid is of another type, or lid is not an integer.
+            ValueError: it is not a multicast GID, or lid is not in 0..65535.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused.
+        """
+        group = self._group(gid, lid)
+        try:
+            self._detach(group)
+        except VerbsError:
+            attached = self._groups.attached()
+            if group in attached:
+                raise
+            named = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in attached))
+            raise RdmaError(
+                f"{self} is not attached to {group[0]} (lid {lid})"
+                + (f", but to {named}" if named else "")
+            ) from None
+
+    def _detach(self, group: Group) -> None:
+        verb = functools.partial(self._verb, provider_of(self.pd.context).detach_mcast)
+        self._groups.detach(verb, group)
+
+    def _group(self, gid: GID | bytes | str, lid: int) -> Group:
+        if self.qp_type is not QPType.UD:
+            raise RdmaError(f"{self} has no multicast; UD queue pairs have it")
+        group = gid_argument("gid", gid)
+        if not group.is_multicast:
+            raise ValueError(
+                f"gid: {group} is not a multicast GID such as ff0e::1 (ff00::/8) or "
+                "::ffff:239.1.2.3 (::ffff:224.0.0.0/100)"
+            )
+        return group, within("lid", lid, 0, 0xFFFF)
 
     # ---- posting ------------------------------------------------------------
 
@@ -369,42 +823,14 @@ class QP(Multicast, struct="ibv_qp"):
         return self._prepared(self._recv, wrs)
 
     def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
-        batch = Batch()
-        if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
-            wrs = tuple(wrs)
-        # Closing the QP closes it, as soon as it names anything.
-        self._note_batch(batch)
-        batch._prepare(queue, self, wrs)
+        batch = prepare(queue, self, wrs, self._batches)
         try:
             self._live()
-            if self.checked and len(batch) > queue.depth:
-                raise PostError(
-                    queue.verb,
-                    errno.ENOMEM,
-                    too_long_a_list(queue, len(batch)),
-                    index=queue.depth,
-                    posted=0,
-                    count=len(batch),
-                    wr=wrs[queue.depth] if queue.depth else wrs,
-                )
         except RdmaError:
             # If another thread has closed the QP meanwhile, it may not have seen the list.
             batch.close()
             raise
         return batch
-
-    def _prepared_lists(self) -> list[Batch]:
-        # Other threads may add to it.
-        return [batch for one in tuple(self._batches.values()) if (batch := one()) is not None]
-
-    def _note_batch(self, batch: Batch) -> None:
-        self._batches[next(_BATCH_NUMBERS)] = weakref.ref(batch)
-        if len(self._batches) > self._enough_batches:
-            # Not in a weakref callback: what a signal handler raises there is lost.
-            for number, one in tuple(self._batches.items()):
-                if one() is None:
-                    self._batches.pop(number, None)
-            self._enough_batches = 2 * len(self._batches)
 
     def bind_mw(
         self,
@@ -452,17 +878,6 @@ class QP(Multicast, struct="ibv_qp"):
         # rxe keeps what was posted before RTS, and carries it out in RTS.
         self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 
-    def _why_not_ready(self, queue: PostQueue) -> str:
-        """Say why nothing can be posted to a queue now.
-
-        Raises:
-            RdmaError: nothing ever can.
-        """
-        if queue is self._send:
-            return check_send_state(self._state) or f"the QP is in {self._state.name}"
-        self._refuse_without_receives()
-        return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
-
     def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
         """Say what is wrong, or may go wrong: a checklist of why sends do not complete.
 
@@ -482,21 +897,56 @@ class QP(Multicast, struct="ibv_qp"):
         Raises:
             TypeError: the peer is neither.
         """
-        found: list[Finding] = self._checklist(self, peer)
-        return found
+        return _checklist(self, peer)
 
-    _checklist: ClassVar[Any]
-    """A function of both sides; the package's public face sets it (_public.py)."""
 
-    # ---- explanations -------------------------------------------------------
+_checklist: Callable[[QP, QP | Endpoint | None], list[Finding]]
 
-    def _hint(self, code: int, wr: Any) -> str:
-        name = self.pd.context.name
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-            what = getattr(getattr(wr, "opcode", None), "name", "the call")
-            return f"{what} is not supported by {name}"
-        if code == errno.ENOMEM:
-            return f"{name} says that the queue is full, or the work request too large for it"
-        if code == errno.EINVAL and self._state < QPState.RTS:
-            return f"{name} refused it: the QP is in {self._state.name}"
-        return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
+
+def set_checklist(function: Callable[[QP, QP | Endpoint | None], list[Finding]]) -> None:
+    """Set what QP.diagnose calls: the resources know none of the tools."""
+    global _checklist
+    _checklist = function
+
+
+def asked_gid_index(qp: QP) -> int | None:
+    """Return the GID index that a queue pair was created with, or None if it chooses."""
+    return qp._gid_index
+
+
+def chosen_gid(qp: QP) -> GIDChoice | None:
+    """Return the GID that a queue pair has chosen, or None if it has not yet."""
+    return qp._gid
+
+
+def oldest_send(qp: QP) -> int | None:
+    """Return the wr_id of the oldest outstanding send, or None."""
+    entry = qp._send.in_flight.entry(0)
+    return None if entry is None else entry[0]
+
+
+def sends_for_receive(qp: QP) -> int | None:
+    """Return how many pending sends consume a receive; None where the device cannot tell."""
+    count: int | None = qp._verb(provider_of(qp.pd.context).sends_for_receive)
+    return count
+
+
+def _why_not_sending(qp: QP) -> str:
+    return check_send_state(qp._state) or f"the QP is in {qp._state.name}"
+
+
+def _why_not_receiving(qp: QP) -> str:
+    qp._refuse_without_receives()
+    return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
+
+
+def _why_refused(qp: QP, code: int, wr: Any) -> str:
+    name = qp.pd.context.name
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        what = getattr(getattr(wr, "opcode", None), "name", "the call")
+        return f"{what} is not supported by {name}"
+    if code == errno.ENOMEM:
+        return f"{name} says that the queue is full, or the work request too large for it"
+    if code == errno.EINVAL and qp._state < QPState.RTS:
+        return f"{name} refused it: the QP is in {qp._state.name}"
+    return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..enums import MTU, Access, MigState, QPAttrMask, QPState
-from .address import AHAttr
+from .address import AHAttr, read_ah_attr
 
-__all__ = ["QUERY_MASK", "QPAttr"]
+__all__ = ["QUERY_MASK", "QPAttr", "read_qp_attr"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,6 @@ class QPAttr:
     max_recv_sge: int
     max_inline_data: int
 
-    @classmethod
-    def _read(cls, raw: Any) -> QPAttr:
-        """Read the fields of a ``struct ibv_qp_attr``."""
-        values: dict[str, Any] = {
-            name: getattr(raw, name)
-            for name in cls.__dataclass_fields__
-            if not name.startswith(("max_send", "max_recv", "max_inline", "ah_attr"))
-        }
-        values["qp_state"] = QPState(raw.qp_state)
-        values["cur_qp_state"] = QPState(raw.cur_qp_state)
-        values["path_mtu"] = MTU(raw.path_mtu) if raw.path_mtu else None
-        values["path_mig_state"] = MigState(raw.path_mig_state)
-        values["qp_access_flags"] = Access(raw.qp_access_flags)
-        values["sq_draining"] = bool(raw.sq_draining)
-        values["ah_attr"] = AHAttr._read(raw.ah_attr)
-        for name in ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge"):
-            values[name] = getattr(raw.cap, name)
-        values["max_inline_data"] = raw.cap.max_inline_data
-        return cls(**values)
-
 
 QUERY_MASK = int(
     QPAttrMask.STATE
@@ -87,3 +67,23 @@ QUERY_MASK = int(
     | QPAttrMask.PATH_MIG_STATE
 )
 """What a query asks for."""
+
+
+def read_qp_attr(raw: Any) -> QPAttr:
+    """Return the attributes in a ``struct ibv_qp_attr``."""
+    values: dict[str, Any] = {
+        name: getattr(raw, name)
+        for name in QPAttr.__dataclass_fields__
+        if not name.startswith(("max_send", "max_recv", "max_inline", "ah_attr"))
+    }
+    values["qp_state"] = QPState(raw.qp_state)
+    values["cur_qp_state"] = QPState(raw.cur_qp_state)
+    values["path_mtu"] = MTU(raw.path_mtu) if raw.path_mtu else None
+    values["path_mig_state"] = MigState(raw.path_mig_state)
+    values["qp_access_flags"] = Access(raw.qp_access_flags)
+    values["sq_draining"] = bool(raw.sq_draining)
+    values["ah_attr"] = read_ah_attr(raw.ah_attr)
+    for name in ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge"):
+        values[name] = getattr(raw.cap, name)
+    values["max_inline_data"] = raw.cap.max_inline_data
+    return QPAttr(**values)

@@ -9,7 +9,9 @@ from typing import Any
 from .._binding import ffi, lib
 from ..enums import Opcode, QPType, SRQType
 from ..posting.rules import QP_TYPES_BY_OPCODE
+from .device import provider_of
 from .memory import PD
+from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD
 
@@ -35,12 +37,12 @@ def refuse_misfits(
 
 
 def _misfit(
-    kind: QPType, pd: PD, srq: SRQ | None, xrcd: XRCD | None, max_tso_header: int
+    qp_type: QPType, pd: PD, srq: SRQ | None, xrcd: XRCD | None, max_tso_header: int
 ) -> str | None:
-    name, elsewhere = kind.name, "on another open device than the PD"
+    name, elsewhere = qp_type.name, "on another open device than the PD"
     if srq is not None and srq.pd.context is not pd.context:
         return f"the SRQ was created {elsewhere}"
-    if (xrcd is not None) != (kind is QPType.XRC_RECV):
+    if (xrcd is not None) != (qp_type is QPType.XRC_RECV):
         return (
             f"{name} queue pairs need an XRC domain (xrcd=...)"
             if xrcd is None
@@ -48,14 +50,14 @@ def _misfit(
         )
     if xrcd is not None and xrcd.context is not pd.context:
         return f"the XRCD was opened {elsewhere}"
-    if srq is not None and (kind in XRC or srq.srq_type is SRQType.XRC):
+    if srq is not None and (qp_type in XRC or srq.srq_type is SRQType.XRC):
         return (
             "receives of XRC belong to the SRQ that a message names (remote_srqn), not to "
             "a queue pair"
         )
-    if srq is not None and srq.srq_type is SRQType.TM and kind is not QPType.RC:
+    if srq is not None and srq.srq_type is SRQType.TM and qp_type is not QPType.RC:
         return f"tag matching is for RC queue pairs, not {name}"
-    if max_tso_header and kind not in QP_TYPES_BY_OPCODE[Opcode.TSO]:
+    if max_tso_header and qp_type not in QP_TYPES_BY_OPCODE[Opcode.TSO]:
         return f"{name} queue pairs have no TSO, so max_tso_header cannot be given"
     if not 0 <= max_tso_header <= 0xFFFF:
         return f"max_tso_header={max_tso_header} is not in 0..65535"
@@ -77,9 +79,9 @@ def how_to_create(
     Raises:
         ClosedError: the PD or the XRC domain is closed.
     """
-    provider, context, pd_handle = pd.context._provider, pd.context, pd._live()
+    provider, context, pd_handle = provider_of(pd.context), pd.context, struct_of(pd)
     if xrcd is not None:
-        init.xrcd, init.comp_mask = xrcd._live(), lib.IBV_QP_INIT_ATTR_XRCD
+        init.xrcd, init.comp_mask = struct_of(xrcd), lib.IBV_QP_INIT_ATTR_XRCD
         init.send_cq = init.recv_cq = ffi.NULL
         return provider.create_qp_ex, (context, init)
     if max_tso_header or init.qp_type == QPType.XRC_SEND:
@@ -88,7 +90,7 @@ def how_to_create(
             init.max_tso_header = max_tso_header
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
         return provider.create_qp_ex, (context, init)
-    # The extended struct begins with the plain one. The cast does not keep the struct alive; the
+    # The extended struct begins with the older one. The cast does not keep the struct alive; the
     # caller does.
     return provider.create_qp, (pd, ffi.cast("struct ibv_qp_init_attr *", init))
 
@@ -98,15 +100,15 @@ def why_not_created(code: int | None, pd: PD, init: Any, max_tso_header: int) ->
     attr, device = pd.context.attr, pd.context.name
     if init.qp_type == QPType.RAW_PACKET and code in NOT_PERMITTED:
         return "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"
-    for name, most_name in (
+    for name, limit_name in (
         ("max_send_wr", "max_qp_wr"),
         ("max_recv_wr", "max_qp_wr"),
         ("max_send_sge", "max_sge"),
         ("max_recv_sge", "max_sge"),
     ):
-        value, most = getattr(init.cap, name), getattr(attr, most_name)
-        if value > most:
-            return f"{name}={value}, but the device's {most_name} is {most}"
+        value, limit = getattr(init.cap, name), getattr(attr, limit_name)
+        if value > limit:
+            return f"{name}={value}, but the device's {limit_name} is {limit}"
     if max_tso_header:
         return f"max_tso_header={max_tso_header}, but {device} may have no TSO"
     if init.cap.max_inline_data:

@@ -20,15 +20,25 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from .._binding import door, ffi
+from .._binding import ffi, native
 from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
 
-__all__ = ["Resource", "open_handles", "resource_at"]
+__all__ = [
+    "Resource",
+    "call_verb",
+    "close_dropped",
+    "close_quietly",
+    "creator",
+    "open_children",
+    "open_handles",
+    "resource_at",
+    "struct_of",
+]
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
-class Resource(door.Handle):
+class Resource(native.Handle):
     """An object of the device that must be destroyed.
 
     ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
@@ -66,7 +76,7 @@ class Resource(door.Handle):
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
         # Its own finalizer, or one of a base class in front.
-        if cls.__del__ is not door.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
+        if cls.__del__ is not native.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
             cls.__del__ = _and_finalized(cls.__del__)  # type: ignore[assignment, method-assign]
         if struct is None:
             return
@@ -112,17 +122,10 @@ class Resource(door.Handle):
     def __repr__(self) -> str:
         return f"<rdmapost.{type(self).__name__} {self}{' (closed)' if self.closed else ''}>"
 
-    def _open_children(self) -> list[Any]:
-        return [
-            handle
-            for handle in reversed(open_handles())
-            if not handle._inner and any(parent is self for parent in handle._parents)
-        ]
-
     def _refuse_children(self) -> None:
         """Refuse to be closed, unless all children are only waiting for their finalizers to
         retry."""
-        children = self._open_children()
+        children = open_children(self)
         some_closed = close_dropped(children)
         names = [str(child) for child in children if not child.closed]
         if some_closed and not names:
@@ -145,11 +148,6 @@ class Resource(door.Handle):
             source=self,
             stacklevel=1,
         )
-
-    def _close_quietly(self) -> None:
-        """Close what no caller has, while an error propagates."""
-        with contextlib.suppress(RdmaError):
-            door.Handle.close(self)
 
     def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
         """Add to an error a note of what could not be closed because of it, and why."""
@@ -177,7 +175,7 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
         except BaseException:
             self._end_making(False)
             # The traceback may keep it for long, and nothing else refers to it.
-            self._close_quietly()
+            close_quietly(self)
             raise
 
     return __init__
@@ -191,7 +189,7 @@ def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resourc
         try:
             finalizer(self)
         finally:
-            door.Handle.__del__(self)
+            native.Handle.__del__(self)
 
     __del__._finalizes = True  # type: ignore[attr-defined]
     return __del__
@@ -218,7 +216,7 @@ _open: dict[int, Any] = {}
 """Weak references to what is open, by address, in creation order; strong ones to what a device
 refused to destroy."""
 
-door.describe_handles(
+native.describe_handles(
     ClosedError,
     RdmaError,
     InUseError,
@@ -229,6 +227,44 @@ door.describe_handles(
     ffi.typeof,
     _structs,
 )
+
+
+def struct_of(resource: Resource) -> Any:
+    """Return the struct of a resource.
+
+    Raises:
+        ClosedError: it is closed.
+    """
+    return resource._live()
+
+
+def call_verb(resource: Resource, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the struct of a resource, which cannot be destroyed meanwhile.
+
+    Raises:
+        ClosedError: it is closed.
+    """
+    return resource._verb(function, *args)
+
+
+def close_quietly(resource: Resource) -> None:
+    """Close what no caller has, while an error propagates."""
+    with contextlib.suppress(RdmaError):
+        native.Handle.close(resource)
+
+
+def creator(resource: Resource) -> int:
+    """Return the process that opened a resource, by its ID."""
+    return resource._pid
+
+
+def open_children(resource: Resource) -> list[Any]:
+    """Return what must be closed before a resource, the oldest first."""
+    return [
+        handle
+        for handle in reversed(open_handles())
+        if not handle._inner and any(parent is resource for parent in handle._parents)
+    ]
 
 
 def open_handles() -> list[Any]:
@@ -243,7 +279,7 @@ def close_dropped(handles: Iterable[Any]) -> bool:
     """Close those that nothing refers to any more; return whether any is closed."""
     dropped = [handle for handle in handles if handle._abandoned]
     for handle in dropped:
-        handle._close_quietly()
+        close_quietly(handle)
     return any(handle.closed for handle in dropped)
 
 
@@ -269,7 +305,7 @@ def close_all() -> None:
     """
     interrupt: BaseException | None = None
     try:
-        door.exiting(False)
+        native.exiting(False)
         for handle in sorted(_all_open(), key=lambda handle: handle._rank):
             try:
                 handle.close()
@@ -281,6 +317,6 @@ def close_all() -> None:
                 with contextlib.suppress(RdmaError):
                     Resource.close(handle)
     finally:
-        door.exiting(True)
+        native.exiting(True)
     if interrupt is not None:
         raise interrupt

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._arguments import counted, expect, index, member
-from .._binding import ffi, fill, lib
+from .._binding import address_of, ffi, fill, lib
 from ..enums import QPType, SRQAttrMask, SRQType
 from ..errors import RdmaError, UnsupportedError, describe_errno, where_explained
-from ..posting.queue import ops_queue, recv_queue
+from ..posting.fields import Verb
+from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import Limits
 from ..posting.wr import OpsWR, RecvWR
-from .cq import CQ
+from .cq import CQ, carries_tags, keep_completions
+from .device import provider_of, query_device_ex
 from .memory import PD
-from .resource import Resource
+from .posted import PostTarget
+from .resource import struct_of
 from .xrcd import XRCD
 
 __all__ = ["SRQ", "SRQAttr"]
@@ -37,7 +40,7 @@ class SRQAttr:
     srq_limit: int
 
 
-class SRQ(Resource, struct="ibv_srq"):
+class SRQ(PostTarget, struct="ibv_srq"):
     """A shared receive queue: receives for many queue pairs (ibv_create_srq_ex(3)).
 
     Args:
@@ -73,7 +76,6 @@ class SRQ(Resource, struct="ibv_srq"):
         "max_ops",
         "max_sge",
         "max_wr",
-        "pd",
         "srq_type",
         "xrcd",
     )
@@ -105,8 +107,7 @@ class SRQ(Resource, struct="ibv_srq"):
         self.max_ops = max_ops if tagged else 0
         if reason := self._what_is_missing():
             raise ValueError(reason)
-        context = pd.context
-        pd._live()
+        struct_of(pd)
         tag_sge = self._query_tm() if tagged else 0
         init = ffi.new("struct ibv_srq_init_attr_ex *")
         fill(init.attr, max_wr=max_wr, max_sge=max_sge)
@@ -114,33 +115,41 @@ class SRQ(Resource, struct="ibv_srq"):
         self._create(init)
         self.max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
-        limits = Limits(QPType.RC, pd, 0, self.max_sge, 0, {})
-        self._recv = recv_queue(limits, self.max_wr, checked=bool(checked), shared=True)
-        tagged = self.srq_type is SRQType.TM
-        limits = Limits(QPType.RC, pd, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
-        self._ops = ops_queue(limits, self.max_ops, checked=bool(checked) and tagged)
-        for queue in self._queues():
-            context._queues[queue.number] = queue
+        domain = address_of(struct_of(pd))
+        limits = Limits(QPType.RC, domain, 0, self.max_sge, 0, {})
+        self._recv = PostQueue(
+            Verb.ibv_post_srq_recv, limits, self.max_wr, _REASONS, checked=bool(checked)
+        )
+        limits = Limits(QPType.RC, domain, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
+        self._ops = PostQueue(
+            Verb.ibv_post_srq_ops,
+            limits,
+            self.max_ops,
+            _REASONS,
+            checked=bool(checked) and tagged,
+        )
+        assert self._ops.tagged is not None
+        self._open_queues(self._recv.in_flight, self._ops.in_flight, self._ops.tagged)
         self._recv.set_ready(True)
         self._ops.set_ready(True)
 
     def __str__(self) -> str:
         if not hasattr(self, "max_wr"):
             return self._kind
-        kind = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
-        return f"{kind}SRQ of {counted(self.max_wr, 'work request')}"
+        prefix = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
+        return f"{prefix}SRQ of {counted(self.max_wr, 'work request')}"
 
     def _what_is_missing(self) -> str | None:
-        kind, name = self.srq_type, self.srq_type.name
+        srq_type, name = self.srq_type, self.srq_type.name
         for what, given, wanted in (
-            ("an XRC domain (xrcd=...)", self.xrcd, kind is SRQType.XRC),
-            ("a CQ (cq=...)", self.cq, kind is not SRQType.BASIC),
+            ("an XRC domain (xrcd=...)", self.xrcd, srq_type is SRQType.XRC),
+            ("a CQ (cq=...)", self.cq, srq_type is not SRQType.BASIC),
         ):
             if (given is not None) != wanted:
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.pd.context:
                 return f"the {given} was created on another open device than the PD"
-        if kind is SRQType.TM and self.cq is not None and not self.cq._extended:
+        if srq_type is SRQType.TM and self.cq is not None and not carries_tags(self.cq):
             return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
         return None
 
@@ -152,64 +161,45 @@ class SRQ(Resource, struct="ibv_srq"):
             ValueError: more is requested than it has.
         """
         context = self.pd.context
-        attr = ffi.new("struct ibv_device_attr_ex *")
-        context._verb(context._provider.query_device_ex, attr)
-        caps = attr.tm_caps
+        caps = query_device_ex(context).tm_caps
         if not caps.max_num_tags:
             raise UnsupportedError(
                 "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
             )
         for name in ("max_num_tags", "max_ops"):
-            value, most = getattr(self, name), getattr(caps, name)
-            if not 1 <= value <= most:
-                raise ValueError(f"{name}={value} is not in 1..{most}, what {context.name} has")
-        most_sge: int = caps.max_sge
-        return most_sge
+            value, limit = getattr(self, name), getattr(caps, name)
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name}={value} is not in 1..{limit}, what {context.name} has")
+        max_sge: int = caps.max_sge
+        return max_sge
 
     def _create(self, init: Any) -> Any:
         context, pd = self.pd.context, self.pd
-        provider = context._provider
+        provider = provider_of(context)
         given = (pd, self.xrcd, self.cq)
         parents = tuple(parent for parent in given if parent is not None)
         if self.srq_type is SRQType.BASIC:
             # Use the older call, which every driver has.
-            plain = ffi.new("struct ibv_srq_init_attr *")
-            plain.attr = init.attr
-            handle = self._make(provider.create_srq, (pd, plain), provider.destroy_srq, parents)
-            init.attr = plain.attr
+            init_attr = ffi.new("struct ibv_srq_init_attr *")
+            init_attr.attr = init.attr
+            handle = self._make(provider.create_srq, (pd, init_attr), provider.destroy_srq, parents)
+            init.attr = init_attr.attr
             return handle
         assert self.cq is not None
-        init.srq_type, init.pd, init.cq = self.srq_type, pd._live(), self.cq._live()
+        init.srq_type, init.pd, init.cq = self.srq_type, struct_of(pd), struct_of(self.cq)
         init.comp_mask = (
             lib.IBV_SRQ_INIT_ATTR_TYPE | lib.IBV_SRQ_INIT_ATTR_PD | lib.IBV_SRQ_INIT_ATTR_CQ
         )
         if self.xrcd is not None:
-            init.xrcd = self.xrcd._live()
+            init.xrcd = struct_of(self.xrcd)
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_XRCD
         else:
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_TM
         return self._make(provider.create_srq_ex, (context, init), provider.destroy_srq, parents)
 
-    def _queues(self) -> tuple[Any, ...]:
-        return self._recv.in_flight, self._ops.in_flight, self._ops.tagged
-
-    def _release(self) -> None:
-        if not hasattr(self, "_ops"):
-            # An interrupt has cut the constructor short: nothing was posted.
-            return
-        self._keep_completions()
-
-    def _forget(self) -> None:
-        if not hasattr(self, "_ops"):
-            return
-        self._keep_completions()
-        for queue in self._queues():
-            self.pd.context._queues.pop(queue.number, None)
-            queue.clear()
-
     def _keep_completions(self) -> None:
-        if self.cq is not None and any(queue.outstanding for queue in self._queues()):
-            self.cq._keep()
+        if self.cq is not None and any(queue.outstanding for queue in self._in_flight):
+            keep_completions(self.cq)
 
     @property
     def srq_num(self) -> int:
@@ -223,7 +213,7 @@ class SRQ(Resource, struct="ibv_srq"):
         """
         if self.srq_type is not SRQType.XRC:
             raise RdmaError(f"{self} has no number that a message could name; XRC has")
-        number: int = self._verb(self.pd.context._provider.get_srq_num)
+        number: int = self._verb(provider_of(self.pd.context).get_srq_num)
         return number
 
     @property
@@ -261,7 +251,7 @@ class SRQ(Resource, struct="ibv_srq"):
     def query(self) -> SRQAttr:
         """Return its attributes as they are now (ibv_query_srq(3))."""
         raw = ffi.new("struct ibv_srq_attr *")
-        self._verb(self.pd.context._provider.query_srq, raw)
+        self._verb(provider_of(self.pd.context).query_srq, raw)
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
     def arm_limit(self, srq_limit: int) -> None:
@@ -282,7 +272,7 @@ class SRQ(Resource, struct="ibv_srq"):
         """
         raw = ffi.new("struct ibv_srq_attr *")
         fill(raw, srq_limit=srq_limit)
-        self._verb(self.pd.context._provider.modify_srq, raw, SRQAttrMask.LIMIT)
+        self._verb(provider_of(self.pd.context).modify_srq, raw, SRQAttrMask.LIMIT)
 
     def post_srq_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post receives that any queue pair of this SRQ may use.
@@ -319,18 +309,22 @@ class SRQ(Resource, struct="ibv_srq"):
         """
         self._ops.post(self, wrs)
 
-    def _hint(self, code: int, wr: Any) -> str:
-        name = self.pd.context.name
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-            what = "tag matching" if isinstance(wr, OpsWR) else "shared receive queues"
-            return f"{what} is not supported by {name}"
-        if code == errno.EINVAL and isinstance(wr, OpsWR) and self.srq_type is not SRQType.TM:
-            return f"{self} has no matching list; create it with srq_type=SRQType.TM"
-        if code == errno.ENOMEM and isinstance(wr, OpsWR):
-            return (
-                f"{name} says that the queue of operations or the matching list is full "
-                f"(max_ops={self.max_ops}, max_num_tags={self.max_num_tags})"
-            )
-        if code == errno.ENOMEM:
-            return f"{name} says that the queue is full (max_wr={self.max_wr})"
-        return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
+
+def _why_refused(srq: SRQ, code: int, wr: Any) -> str:
+    name = srq.pd.context.name
+    if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+        what = "tag matching" if isinstance(wr, OpsWR) else "shared receive queues"
+        return f"{what} is not supported by {name}"
+    if code == errno.EINVAL and isinstance(wr, OpsWR) and srq.srq_type is not SRQType.TM:
+        return f"{srq} has no matching list; create it with srq_type=SRQType.TM"
+    if code == errno.ENOMEM and isinstance(wr, OpsWR):
+        return (
+            f"{name} says that the queue of operations or the matching list is full "
+            f"(max_ops={srq.max_ops}, max_num_tags={srq.max_num_tags})"
+        )
+    if code == errno.ENOMEM:
+        return f"{name} says that the queue is full (max_wr={srq.max_wr})"
+    return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
+
+
+_REASONS = Reasons(_why_refused)

@@ -6,7 +6,7 @@ import os
 
 from .._arguments import expect, index, within
 from .._binding import ffi, lib
-from .device import Context
+from .device import Context, provider_of
 from .resource import Resource
 
 __all__ = ["XRCD"]
@@ -46,5 +46,5 @@ class XRCD(Resource, struct="ibv_xrcd"):
         init = ffi.new("struct ibv_xrcd_init_attr *")
         init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS
         init.fd, init.oflags = fd, oflags
-        provider = context._provider
+        provider = provider_of(context)
         self._make(provider.open_xrcd, (context, init), provider.close_xrcd, (context,))

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 from .._arguments import expect, member, time_limit, within
-from .._binding import ffi
 from ..enums import Access, DeviceCap, MWType, QPType, SRQType
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
 from ..resources.cq import CQ, WC
-from ..resources.device import Context
+from ..resources.device import Context, query_device_ex
 from ..resources.grh import GRH_BYTES
 from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
@@ -379,8 +378,7 @@ def _require(
         raise _Lacking("ibv_create_srq", "shared receive queues are", context)
     if not max_tso_header and srq_type is not SRQType.TM:
         return
-    extended = ffi.new("struct ibv_device_attr_ex *")
-    context._provider.query_device_ex(context._live(), extended)
+    extended = query_device_ex(context)
     tso = extended.tso_caps
     if max_tso_header and not (tso.max_tso and tso.supported_qpts >> qp_type & 1):
         raise _Lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs is", context)

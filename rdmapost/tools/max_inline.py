@@ -17,6 +17,7 @@ from ..errors import VerbsError
 from ..resources.cq import CQ
 from ..resources.memory import PD
 from ..resources.qp import QP
+from ..resources.resource import close_quietly
 
 __all__ = ["max_inline"]
 
@@ -69,7 +70,7 @@ def max_inline(
             qp.close()
         except BaseException:
             # An interrupt may have cut that short.
-            qp._close_quietly()
+            close_quietly(qp)
             raise
         return granted
 

@@ -423,7 +423,7 @@ def test_receives_are_chained(device, posts, verb):
 
 
 @pytest.mark.parametrize("times", [1, 2, 20])
-def test_sends_of_every_kind_are_chained(device, times):
+def test_sends_of_every_opcode_are_chained(device, times):
     """Records have different lengths, and the chain goes through all of them."""
     kinds = [kind for kind in MEMBERS if issubclass(kind, rp.SendWR)]
     wrs = [distinct(kind, device, n % 4) for n, kind in enumerate(kinds * times)]

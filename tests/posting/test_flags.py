@@ -64,7 +64,7 @@ def test_inline_gathers_registered_and_unregistered_buffers(connect, kind):
     assert bytes(pair.theirs.buffer[:19]) == b"loose region bytes\0"
 
 
-def test_inline_does_not_look_at_the_lkey(connect, context):
+def test_inline_ignores_the_lkey(connect, context):
     """Nor the domain, nor whether the device could read the memory."""
     pair = connect(max_inline_data=64)
     with rp.PD(context) as other, rp.MR(other, bytearray(b"foreign!")) as mr:

@@ -25,7 +25,7 @@ from support.tap import Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import OpsFlags, QPType, SendFlags, WCStatus
-from rdmapost._binding import door
+from rdmapost._binding import native
 from rdmapost.posting.fields import KINDS
 
 wr_ids = st.integers(0, (1 << 64) - 1)
@@ -518,7 +518,7 @@ def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
     assert gone(region)
 
 
-def test_a_number_that_closes_its_prepared_list_is_told(pair, pd):
+def test_setting_a_number_that_closes_its_prepared_list_raises_closed_error(pair, pd):
     """From its __index__, so that the list is gone by the time the number is found not to fit."""
     batch = pair.a.prepare(write(pair, pair.mine))
     item = batch[0]
@@ -568,7 +568,9 @@ def test_device_that_does_not_say_which_one_it_refused(pair, pd, context, bad, s
         (38, 1, 38, 0),
     ],
 )
-def test_answers_of_drivers(pair, context, stack, rc, bad, code, posted):
+def test_bad_wr_of_a_driver_decides_what_stays_outstanding(
+    pair, context, stack, rc, bad, code, posted
+):
     if context.kind != "soft":
         pytest.skip("only soft0 can be made to refuse")
     tap = open_tap(context)
@@ -824,7 +826,7 @@ def test_each_region_of_a_closed_prepared_list_is_held_while_it_is_outstanding(p
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_closed_region_is_told_wherever_it_stands(pair, pd, at):
+def test_closed_region_is_named_at_any_place_in_an_sg_list(pair, pd, at):
     sges = [rp.MR(pd, 64)[:8] for _ in range(3)]
     closed = sges[at].owner
     assert closed is not None
@@ -939,7 +941,7 @@ def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_
 def queue(**changed: Any) -> Any:
     given: dict[str, Any] = {
         "verb": 0,
-        "in_flight": door.InFlight(),
+        "in_flight": native.InFlight(),
         "checked": True,
         "pd": 0,
         "room": 1,
@@ -952,7 +954,7 @@ def queue(**changed: Any) -> Any:
         "max_num_tags": 0,
         "kinds": (),
     }
-    return door.Queue(**{**given, **changed})
+    return native.Queue(**{**given, **changed})
 
 
 @pytest.mark.parametrize(
@@ -980,7 +982,7 @@ def test_queue_is_initialised_once():
     with pytest.raises(TypeError, match="it has been initialised"):
         made.__init__(
             verb=0,
-            in_flight=door.InFlight(),
+            in_flight=native.InFlight(),
             checked=True,
             pd=0,
             room=1,
@@ -1000,14 +1002,14 @@ def test_queue_takes_posts_of_its_owner_only(pair):
     made, wr = queue(), rp.Send()
     for _ in range(2):
         for wrong in ((), (pair.a,), (pair.a, wr, wr), (wr, wr), (None, wr)):
-            for at in (made, pair.a._send, door.Queue.__new__(door.Queue)):
+            for at in (made, pair.a._send, native.Queue.__new__(native.Queue)):
                 with pytest.raises(TypeError, match="post"):
                     at.post(*wrong)
         for wrong in ((), (pair.a, wr), (None, wr, True), (wr, wr, True)):
             with pytest.raises(TypeError):
                 pair.a._send.bind_mw(*wrong)
         with pytest.raises(TypeError, match="post"):
-            door.Queue.__new__(door.Queue).post(pair.a, wr)
+            native.Queue.__new__(native.Queue).post(pair.a, wr)
         assert pair.a.outstanding == (0, 0)
         pair.a.post_send(write(pair, pair.mine))
         pair.wait()
@@ -1070,11 +1072,11 @@ def test_entry_of_a_prepared_list_is_that_of_its_work_request(pair, pd):
 def test_tagged_receives_are_of_an_inflight():
     for wrong in ({"tagged": 5}, {"tagged": object()}, {"other": 1}):
         with pytest.raises(TypeError):
-            door.InFlight(**wrong)
-    assert door.InFlight(tagged=door.InFlight(in_order=False)).outstanding == 0
+            native.InFlight(**wrong)
+    assert native.InFlight(tagged=native.InFlight(in_order=False)).outstanding == 0
 
 
 @pytest.mark.parametrize("name", ["Sent", "TagHandle"])
 def test_what_only_a_post_makes_cannot_be_made(name):
     with pytest.raises(TypeError, match="cannot create"):
-        getattr(door, name)()
+        getattr(native, name)()

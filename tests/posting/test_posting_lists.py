@@ -91,7 +91,7 @@ def test_long_list_goes_in_with_one_call(connect, stack, context):
     assert bytes(pair.theirs.buffer[:200]) == bytes(range(1, 201))
 
 
-def test_list_of_different_kinds(rc, context):
+def test_list_of_different_opcodes_is_posted_in_order(rc, context):
     """One list, records of different lengths."""
     needs(context.attr.atomic_cap, "atomics", context)
     rc.b.post_recv([rp.RecvWR([rc.theirs[:4], rc.theirs[4:100]], wr_id=70), rp.RecvWR(wr_id=71)])
@@ -202,7 +202,7 @@ def test_work_request_of_the_other_queue_is_refused(rc):
         ({"sg_list": rp.SGE(1, 1, 1 << 32)}, "an SGE's lkey=4294967296"),
     ],
 )
-def test_field_of_a_wrong_kind_is_named(connect, checked, fields, words):
+def test_field_of_a_wrong_type_is_named(connect, checked, fields, words):
     """Whatever a field holds, the post raises a PostError and the list before it is posted."""
     pair = connect(checked=checked)
     good = writes(pair, 1)[0]
@@ -314,7 +314,9 @@ def test_list_that_fills_the_queue_stops_where_it_is_full(connect):
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("prepared", [False, True], ids=["posted", "prepared"])
 @pytest.mark.parametrize("kind", [list, iter])
-def test_list_longer_than_its_queue_is_not_told_to_wait(connect, checked, prepared, kind):
+def test_error_for_a_list_longer_than_its_queue_does_not_advise_to_poll(
+    connect, checked, prepared, kind
+):
     """It never fits, however many are polled; a checked queue pair does not even prepare it."""
     pair = connect(max_send_wr=16, checked=checked)
     depth = pair.a.max_send_wr

@@ -166,7 +166,7 @@ def test_no_receive_ends_with_rnr_retry_exceeded(rc):
 
 @pytest.mark.parametrize("what", ["rkey", "range", "permission"])
 @pytest.mark.parametrize("kind", [rp.RdmaWrite, rp.RdmaRead])
-def test_access_that_the_peer_did_not_grant(connect, what, kind):
+def test_access_that_the_peer_did_not_grant_ends_with_an_error_completion(connect, what, kind):
     pair = connect()
     with rp.MR(pair.pd, 64, rp.Access.LOCAL_WRITE) as closed_to_peers:
         fields = {

@@ -43,7 +43,7 @@ def test_list_is_posted_many_times(rc):
     assert rc.a.outstanding.send == 0
 
 
-def test_posts_mix_with_others(rc):
+def test_prepared_and_ordinary_posts_complete_in_the_order_of_their_posts(rc):
     """Prepared lists and plain posts share a queue, and complete in the order of their posts."""
     batch = rc.a.prepare([write(rc, wr_id=1), write(rc, wr_id=2)])
     rc.a.post_send(write(rc, wr_id=3))
@@ -168,7 +168,7 @@ def test_wrong_values_are_refused_and_change_nothing(rc, field, value, text):
     rc.wait()
 
 
-def test_fields_that_the_opcode_does_not_have(rc):
+def test_prepared_work_request_has_no_fields_that_its_opcode_lacks(rc):
     batch = rc.a.prepare(write(rc))
     with pytest.raises(AttributeError, match="imm_data"):
         batch[0].imm_data = 1
@@ -211,7 +211,7 @@ def test_list_that_does_not_fit_is_refused_whole(connect: Connect):
     pair.wait(3)
 
 
-def test_state_is_looked_at_when_it_is_posted(connect: Connect):
+def test_state_is_checked_at_each_post_of_a_prepared_list(connect: Connect):
     """A list can be prepared before the queue pair is connected, but not posted."""
     pair = connect(to=QPState.RESET)
     batch = pair.a.prepare(write(pair))
@@ -228,7 +228,7 @@ def test_state_is_looked_at_when_it_is_posted(connect: Connect):
         batch.post()
 
 
-def test_closing(rc):
+def test_a_prepared_list_holds_what_it_names_until_it_is_closed_but_not_the_queue_pair(rc):
     """What a list names stays open until the list is closed, but not the queue pair."""
     with rc.a.prepare(write(rc)) as batch:
         post = batch.post
@@ -261,7 +261,7 @@ def test_nothing_of_a_closed_list_can_be_changed(rc):
     assert item.sg_list == ()
 
 
-def test_wr_id_that_closes_its_list_is_told(rc):
+def test_setting_a_wr_id_that_closes_its_list_raises_closed_error(rc):
     batch = rc.a.prepare(write(rc, wr_id=3))
 
     class Closing:
@@ -380,7 +380,7 @@ def test_list_is_made_of_a_queue_and_its_owner(rc):
         rp.Batch()._prepare(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
 
 
-def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
+def test_address_of_an_atomic_that_is_no_number_is_not_called_misaligned(rc):
     """Not as misaligned, if it is not a number at all."""
     [item] = rc.a.prepare(rp.AtomicFetchAndAdd(rc.mine[:8], rkey=rc.theirs.rkey))
 
@@ -401,7 +401,7 @@ def test_wrong_address_of_an_atomic_is_told_as_what_it_is(rc):
     assert item.remote_addr == 0
 
 
-def test_sges_that_close_their_list_while_they_are_read_are_told(rc):
+def test_sges_that_close_their_list_while_they_are_read_raise_closed_error(rc):
     for sges in ((rc.mine[:8],), (rc.mine[:8], 5), (5,)):
         batch = rc.a.prepare(write(rc))
 
@@ -578,7 +578,9 @@ def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch
 
 
 @pytest.mark.parametrize("what", ["batch.post", "batch.close", "post_send", "post_recv", "close"])
-def test_nothing_waits_for_itself(context, rc, monkeypatch, what):
+def test_finalizer_that_posts_to_the_same_queue_in_the_middle_of_a_post_does_not_deadlock(
+    context, rc, monkeypatch, what
+):
     """What a finalizer does in the middle of a post to the same queue takes effect."""
     needs(context.kind == "soft", "verb that is written in Python", context)
     from rdmapost.providers.soft0.engine import responder
@@ -630,7 +632,9 @@ def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
     assert [wc.wr_id for wc in rc.wait(1)] == [1]
 
 
-def test_device_refuses(context, rc):
+def test_work_requests_of_a_prepared_list_that_the_device_refuses_are_named_and_not_outstanding(
+    context, rc
+):
     """What the device did not accept is undone, and named."""
     needs(context.kind == "soft", "way to make a post fail", context)
     batch = rc.a.prepare([write(rc, wr_id=i) for i in range(4)])

@@ -18,7 +18,7 @@ from support.tap import Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, SRQType
-from rdmapost._binding import door, ffi
+from rdmapost._binding import ffi, native
 
 U64, U32 = (1 << 64) - 1, (1 << 32) - 1
 
@@ -105,7 +105,7 @@ class Enumerated(enum.IntEnum):
         (0, 0),
     ],
 )
-def test_numbers_of_any_class(watched, given, read):
+def test_number_of_a_class_with_index_is_read_once(watched, given, read):
     """An object with __index__ is read once, whatever becomes of the list."""
     wr = watched.write(rkey=given, wr_id=given)
     if isinstance(given, Counted):
@@ -133,7 +133,7 @@ def test_wr_id_of_any_class_comes_back_as_an_int(watched):
 @pytest.mark.parametrize(
     "name", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 )
-def test_numbers_of_numpy(watched, name):
+def test_numpy_numbers_are_exact_or_refused(watched, name):
     """Of every width and sign: exact to the last bit, and refused if they do not fit."""
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     kind = getattr(numpy, name)
@@ -159,7 +159,7 @@ def test_numbers_of_numpy(watched, name):
     [1.0, 1.5, float("nan"), float("inf"), 1j, None, "7", b"7", [7], (7,), {}, object(), int],
     ids=repr,
 )
-def test_what_is_no_number(watched, value):
+def test_number_field_of_another_type_is_refused_by_name(watched, value):
     kind = type(value).__name__
     for name in ("wr_id", "send_flags", "remote_addr", "rkey", "remote_srqn"):
         said = watched.refused(watched.write(**{name: value}))
@@ -370,7 +370,7 @@ def test_sges_of_one_region_need_not_stand_together(watched, order):
         qp.to_reset()
 
 
-def test_lists_are_read_once_and_may_be_of_any_kind(watched):
+def test_any_iterable_of_work_requests_is_read_once(watched):
     """Generators, and sequences that make their items on demand."""
     asked: list[int] = []
 
@@ -430,7 +430,7 @@ def test_list_that_cannot_be_read_says_why_in_its_own_words(watched, kind):
     watched.nothing_posted()
 
 
-def test_type_error_of_an_iterator_is_told_and_not_that_it_is_no_list(watched):
+def test_type_error_of_an_iterator_propagates(watched):
     with pytest.raises(TypeError, match="not today"):
         watched.qp.post_send(FailingAtOnce(TypeError("not today")))
     assert watched.refused(rp.Send(FailingAtOnce(TypeError("not today")))) == "not today"
@@ -484,7 +484,7 @@ def test_region_that_is_closed_while_the_list_is_read_is_refused(watched):
     assert watched.refused(wrs) == f"MR of 64 bytes (lkey {lkey:#x}) is closed"
 
 
-def test_queue_pair_that_is_closed_while_the_list_is_read_is_told(watched):
+def test_queue_pair_closed_while_a_list_is_read_raises_closed_error(watched):
     with rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.qp.checked) as qp:
         qp.connect(qp.endpoint())
         with pytest.raises(rp.ClosedError):
@@ -684,7 +684,7 @@ def test_tuples_that_look_like_sges_are_none(watched):
     assert "sg_list holds SGE" in watched.refused(rp.Send([short]))
 
 
-def test_attributes_that_are_deleted_are_told(watched):
+def test_work_request_with_a_deleted_attribute_is_refused(watched):
     for name in ("wr_id", "send_flags", "sg_list", "rkey", "remote_addr", "remote_srqn"):
         wr = watched.write()
         delattr(wr, name)
@@ -726,7 +726,7 @@ def test_longest_header_that_16_bits_can_count_is_read_whole(watched):
     assert len(watched.tap.chains) == 1
 
 
-def test_header_that_is_released_or_none_is_told(watched):
+def test_header_that_is_released_or_none_is_refused(watched):
     view = memoryview(b"header")
     view.release()
     for hdr in (view, None):
@@ -929,7 +929,7 @@ NO_FIELD = ("nonsense", 0, 4, "N")
 )
 def test_fields_of_a_class_are_within_its_struct(fields, error):
     with pytest.raises(error):
-        door.describe_wr(rp.SendWithImm, 0, 0, False, False, fields)
+        native.describe_wr(rp.SendWithImm, 0, 0, False, False, fields)
 
 
 def test_class_is_of_a_verb_and_has_the_slots_of_one():
@@ -938,24 +938,24 @@ def test_class_is_of_a_verb_and_has_the_slots_of_one():
         (rp.Send, 4, 0, False, False, (NO_FIELD,)),
     ):
         with pytest.raises(ValueError, match="too many"):
-            door.describe_wr(*wrong)
+            native.describe_wr(*wrong)
     for kind, verb in ((rp.RecvWR, 0), (rp.Send, 3), (int, 1), (object, 0)):
         with pytest.raises(AttributeError):
-            door.describe_wr(kind, verb, 0, False, False, ())
+            native.describe_wr(kind, verb, 0, False, False, ())
     for wrong in ((), (5, 0, 0, False, False, ()), (rp.Send, "0", 0, False, False, ())):
         with pytest.raises(TypeError):
-            door.describe_wr(*wrong)
+            native.describe_wr(*wrong)
     with pytest.raises(RuntimeError, match="MR: already described"):
-        door.describe_resource("MR", rp.MR)
+        native.describe_resource("MR", rp.MR)
 
 
 def test_no_more_classes_are_taken_than_there_is_room_for():
     assert prints(
         "import rdmapost as rp\n"
-        "from rdmapost._binding import door\n"
+        "from rdmapost._binding import native\n"
         "last = -1\n"
         "try:\n"
-        "    while last < 100: last = door.describe_wr(rp.LocalInv, 0, 6, False, False, ())\n"
+        "    while last < 100: last = native.describe_wr(rp.LocalInv, 0, 6, False, False, ())\n"
         "except ValueError as error: print(last, error)\n"
         "with rp.open_device('soft0') as c, rp.PD(c) as pd, rp.CQ(c) as cq:\n"
         "    with rp.QP(pd, rp.QPType.RC, cq) as qp:\n"

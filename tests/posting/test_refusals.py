@@ -198,7 +198,7 @@ def test_without_a_name_a_device_with_an_active_port_is_wanted(on_null):
         ("ibv_get_device_list=38", "there is no RDMA device null0"),
     ],
 )
-def test_device_that_cannot_be_opened(on_null, refuses, words):
+def test_error_of_a_device_that_cannot_be_opened_says_what_is_missing(on_null, refuses, words):
     text = on_null('print(said(lambda: rp.open_device("null0")))', NULL_REFUSES=refuses)
     assert words in text
 
@@ -330,7 +330,7 @@ with rp.open_device("null0") as context:
         ("doctor", "other data arrived than the"),
     ],
 )
-def test_the_command_line_sees_it_too(on_null, command, words):
+def test_command_on_a_device_that_lies_fails_with_its_reason(on_null, command, words):
     said = on_null(LIES + COMMAND, COMMAND=f"{command} -d null0 --timeout 0.5")
     assert words in " ".join(said.split())
     assert said.endswith("exit 1")

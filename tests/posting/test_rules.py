@@ -1119,7 +1119,7 @@ def refuses(soft: Soft, case: Case) -> None:
 
 
 @each(lambda case: case.where != "unchecked")
-def test_rule_refuses(soft, case):
+def test_each_rule_refuses_its_case(soft, case):
     refuses(soft, case)
 
 
@@ -1128,7 +1128,7 @@ def test_rule_about_what_harms_the_process_refuses_unchecked_too(unchecked, case
     refuses(unchecked, case)
 
 
-def test_base_class_alone_is_told_from_what_is_no_work_request(soft):
+def test_error_for_a_base_class_differs_from_that_for_no_work_request(soft):
     for post, base in (
         (soft.qp().post_send, rp.SendWR),
         (soft.srq(SRQType.TM).post_srq_ops, rp.OpsWR),
@@ -1152,7 +1152,7 @@ def test_any_other_rule_is_the_devices_affair_unchecked(unchecked, case):
 
 
 @each(lambda case: case.fits)
-def test_what_is_beside_it_fits(soft, case):
+def test_case_next_to_each_refused_one_is_posted(soft, case):
     assert case.fits is not None
     for wr in case.fits(soft):
         post, outstanding, _ = poster(soft, case.to)
@@ -1369,7 +1369,7 @@ def test_srq_without_a_matching_list_says_so_of_every_operation(checked):
 
 @provokes("no_tag_handle")
 @pytest.mark.parametrize("checked", [True, False])
-def test_handle_of_another_queue(checked):
+def test_tag_handle_of_another_srq_is_refused(checked):
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as another:
         soft, other = Soft(stack, checked=checked), Soft(another)
         handle = other.added().handle
@@ -1503,7 +1503,7 @@ def test_length_of_0_unbinds_a_window_of_type_1(soft):
     assert soft.cq.wait(1)[0].status is rp.WCStatus.SUCCESS
 
 
-def test_bind_is_checked(soft):
+def test_each_rule_of_bind_info_refuses_its_case(soft):
     """The statements about struct ibv_mw_bind_info, one by one."""
     post = soft.qp().post_send
     for wrong in (
@@ -1616,7 +1616,7 @@ def test_every_rule_of_c_has_a_text_and_every_text_its_rule():
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_closed_prepared_list_is_told_by_a_class_of_its_own(checked):
+def test_closed_prepared_list_raises_closed_error(checked):
     with contextlib.ExitStack() as stack:
         batch = Soft(stack, checked=checked).qp().prepare([rp.LocalInv()] * 3)
         batch.close()
@@ -1702,7 +1702,7 @@ def test_work_request_has_the_fields_that_its_opcode_uses(kind):
 
 
 @pytest.mark.parametrize("kind", WRS.values())
-def test_send_work_request_is_signaled_unless_told_otherwise(kind):
+def test_send_work_request_is_signaled_by_default(kind):
     assert kind().send_flags == SendFlags.SIGNALED
     assert kind(send_flags=0).send_flags == 0
     assert isinstance(kind(), rp.SendWR)
@@ -1795,7 +1795,7 @@ def test_fields_are_those_of_the_struct():
     assert several <= {QPAttrMask.ALT_PATH}
 
 
-def test_the_way_on_is_told():
+def test_error_names_the_step_that_continues():
     assert "qp.connect" in str(check_send_state(QPState.RESET))
     assert "qp.connect" in str(check_send_state(QPState.INIT))
     assert "qp.to_rts" in str(check_send_state(QPState.RTR))

@@ -239,6 +239,6 @@ def test_message_of_no_bytes_has_no_sges(connect, qp_type, kind):
         assert not any(pair.theirs.buffer)
 
 
-def test_remote_memory_of_a_message_of_no_bytes_is_not_looked_at(rc):
+def test_remote_memory_of_a_message_of_no_bytes_is_not_checked(rc):
     """So an empty write is a way to see whether the peer is alive."""
     assert zero_bytes(rc, rp.RdmaWrite, remote_addr=0, rkey=0)[9].status is WCStatus.SUCCESS

@@ -118,7 +118,7 @@ def test_number_of_an_endpoint_that_does_not_fit_is_named(field, value):
         Endpoint(**fields)
 
 
-def test_mtu_in_bytes():
+def test_mtu_bytes_are_those_of_the_man_page():
     assert [mtu.bytes for mtu in MTU] == [256, 512, 1024, 2048, 4096]
 
 
@@ -157,7 +157,7 @@ def wc(status: rp.WCStatus, vendor_err: int = 0) -> rp.WC:
     return rp.WC(7, status, None, 0, None, None, 0x11, 0, rp.WCFlags(0), vendor_err, 0, 0, 0, 0)
 
 
-def test_completion_is_checked():
+def test_check_returns_a_successful_completion_and_raises_for_another():
     good = wc(rp.WCStatus.SUCCESS)
     assert good.check() is good
     bad = wc(rp.WCStatus.RNR_RETRY_EXC_ERR, 0x81)

@@ -73,7 +73,7 @@ def test_arguments_are_taken_as_by_any_dataclass(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_dataclasses_do(kind):
+def test_work_requests_compare_copy_and_pickle_like_dataclasses(kind):
     wr = kind(wr_id=5)
     assert wr == kind(wr_id=5) != kind(wr_id=6)
     assert copy.copy(wr) == pickle.loads(pickle.dumps(wr)) == wr
@@ -87,7 +87,7 @@ def test_what_dataclasses_do(kind):
     assert wr == kind(wr_id=7)
 
 
-def test_derived_classes():
+def test_classes_derived_from_work_requests_are_initialised_and_posted_like_them():
     """With fields of their own or none, and with an __init__ of their own."""
 
     @dataclasses.dataclass(slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def test_derived_classes():
 
 def test_only_classes_for_an_opcode_can_be_made():
     with pytest.raises(TypeError, match=r"^make one of a class for an opcode$"):
-        rp.posting.wr.door.WR(wr_id=1)
+        rp.posting.wr.native.WR(wr_id=1)
 
 
 def test_cycles_are_collected():

@@ -141,7 +141,7 @@ def raised(function: Any) -> set[str]:
 
 def verbs(function: Any) -> set[str]:
     """Return the verbs that a function's own statements call."""
-    called = re.findall(r"(?:_provider\.|lib\.ibv_|door\.)(\w+)\(", source(function))
+    called = re.findall(r"(?:provider_of\([\w.]+\)\.|lib\.ibv_|native\.)(\w+)\(", source(function))
     return set(called) - {"faults", "Lock"}
 
 

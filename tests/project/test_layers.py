@@ -28,10 +28,7 @@ NAMED_ONLY = {
     ("rdmapost.resources.aio", "rdmapost.resources.cq"),
     ("rdmapost.resources.channel", "rdmapost.resources.cq"),
     # A queue pair diagnoses itself.
-    ("rdmapost.tools.diagnose", "rdmapost.resources.qp"),
-    ("rdmapost.tools.diagnose.looking", "rdmapost.resources.qp"),
-    ("rdmapost.tools.diagnose.peer", "rdmapost.resources.qp"),
-    ("rdmapost.tools.diagnose.queuepair", "rdmapost.resources.qp"),
+    ("rdmapost.resources.qp", "rdmapost.tools.diagnose"),
     # The parts of the soft device are passed to one another.
     ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device"),
     ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.queue"),

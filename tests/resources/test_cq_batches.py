@@ -8,6 +8,7 @@ import pytest
 from support import Pair, needs, prints, until
 
 import rdmapost as rp
+from rdmapost.resources.aio import _rearm, _take
 
 MANY = 200
 """More than one call polls at a time (64)."""
@@ -43,7 +44,7 @@ def test_one_poll_takes_more_than_the_device_is_asked_for_at_a_time(many, contex
     assert [wc.wr_id for wc in many.cq.poll(MANY)] == [*range(asked, MANY)]
 
 
-def test_device_that_refuses_to_announce_is_told():
+def test_device_that_refuses_req_notify_is_a_verbs_error():
     """Its CQ is destroyed behind the library's back."""
     code = """
 import os
@@ -69,7 +70,7 @@ def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
 
 
 @pytest.mark.parametrize("timeout", [-1, -1.0, -1e-9, 0])
-def test_wait_of_no_time_looks_once(rc, timeout):
+def test_wait_without_time_polls_once(rc, timeout):
     began = time.monotonic()
     with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 completions came within"):
         rc.cq.wait(1, timeout)
@@ -80,7 +81,7 @@ def test_wait_of_no_time_looks_once(rc, timeout):
 
 
 @pytest.mark.parametrize(
-    "call", [rp.CQ.poll, rp.CQ.wait, lambda cq: cq.wait(0), lambda cq: cq._look(1)]
+    "call", [rp.CQ.poll, rp.CQ.wait, lambda cq: cq.wait(0), lambda cq: _rearm(cq, 1)]
 )
 def test_call_on_a_closed_cq_names_it(context, call):
     cq = rp.CQ(context, 16)
@@ -93,7 +94,7 @@ def test_call_on_a_closed_cq_names_it(context, call):
 def test_what_tasks_are_promised_is_left_to_them(rc):
     rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(3)])
     until(lambda: rc.cq._poller.fill(rc.cq, 3) == 3)
-    assert rc.cq._take(2, promised=2) is None
-    assert [wc.wr_id for wc in rc.cq._take(1, promised=2)] == [0]
-    assert rc.cq._take(1, promised=2) is None
-    assert [wc.wr_id for wc in rc.cq._take(2)] == [1, 2]
+    assert _take(rc.cq, 2, promised=2) is None
+    assert [wc.wr_id for wc in _take(rc.cq, 1, promised=2)] == [0]
+    assert _take(rc.cq, 1, promised=2) is None
+    assert [wc.wr_id for wc in _take(rc.cq, 2)] == [1, 2]

@@ -147,7 +147,7 @@ def test_event_that_wakes_a_wait_is_taken_off_the_channel(rc):
         asleep(rc.cq, 1)
         write(rc)
         assert len(waiter.end()) == 1
-        return not select.select([rc.cq._event_fd], [], [], 0)[0]
+        return not select.select([rc.cq._event_fd()], [], [], 0)[0]
 
     assert any(attempt() for _ in range(TRIES))
 
@@ -230,7 +230,7 @@ def test_signal_that_another_thread_gets_ends_the_wait_of_the_main_thread(source
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_close_between_a_look_and_the_sleep_that_follows_ends_the_wait_at_once(context):
+def test_close_between_a_poll_and_the_sleep_after_it_ends_the_wait_at_once(context):
     class Channel(rp.CompChannel):
         def _take_event(self) -> None:
             if not looked.is_set():
@@ -422,14 +422,14 @@ def test_completions_that_are_put_back_wake_who_waits_for_them(rc, vain):
         waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
         asleep(rc.cq, 1)
         for _ in range(vain):
-            rc.cq._put_back(found)
+            rc.cq._poller.put_back(found)
             found = rc.cq.poll()
             if not found:  # It was faster.
                 assert len(waiter.end()) == 1
                 return AT_ONCE
             time.sleep(0.02)
         began = time.monotonic()
-        rc.cq._put_back(found)
+        rc.cq._poller.put_back(found)
         assert waiter.end() == found
         return waiter.ended - began
 
@@ -442,10 +442,10 @@ def test_thread_that_is_woken_in_vain_sleeps_again(rc):
         found = rc.cq.wait(1)
         waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
         asleep(rc.cq, 1)
-        rc.cq._put_back(found)
+        rc.cq._poller.put_back(found)
         if found := rc.cq.poll():
             time.sleep(0.5)
-            rc.cq._put_back(found)
+            rc.cq._poller.put_back(found)
         assert len(waiter.end()) == 1
 
     assert idle(attempt)
@@ -517,7 +517,7 @@ def test_thread_that_does_not_sleep_on_the_channel_sleeps(rc):
     assert idle(attempt)
 
 
-def test_exception_out_of_the_event_loop_that_is_told_to_look_ends_the_wait(cq):
+def test_exception_from_waking_the_event_loop_ends_the_wait(cq):
     def told() -> None:
         raise LookupError
 

@@ -28,7 +28,7 @@ def refused(pair: Pair, wr: rp.SendWR, words: str) -> None:
     assert pair.a.outstanding.send == 0
 
 
-def test_sg_list_that_points_nowhere(connect, checked):
+def test_sg_list_of_anything_but_sges_is_refused(connect, checked):
     """A list takes only SGEs, is copied, and knows its own length."""
     pair = connect(checked=checked)
     for wrong, words in (
@@ -85,7 +85,7 @@ def test_inline_buffer_at_an_illegal_address(connect, checked):
     pair.works()
 
 
-def test_next_that_points_nowhere(connect, checked):
+def test_work_request_takes_no_next(connect, checked):
     """A work request has no next: the chain is made from a Python list."""
     pair = connect(checked=checked)
     wr = pair.wr(rp.RdmaWrite, pair.mine[:1])
@@ -110,7 +110,7 @@ def test_next_that_points_nowhere(connect, checked):
     pair.works()
 
 
-def test_bad_wr_that_nobody_gave(connect, checked):
+def test_error_in_the_middle_of_a_list_names_the_work_request(connect, checked):
     """A failure in the middle has somewhere to go: the exception says which one it was."""
     pair = connect(checked=checked, max_recv_wr=4)
     wr = pair.wr(rp.RdmaWrite, pair.mine[:1])
@@ -132,7 +132,7 @@ def test_bad_wr_that_nobody_gave(connect, checked):
     assert {wc.wr_id for wc in pair.wait(2)} == {0, 9000}
 
 
-def test_address_handle_that_is_none(connect, context, checked):
+def test_ud_send_without_an_address_handle_is_refused(connect, context, checked):
     """Drivers follow the pointer unchecked."""
     pair = connect(QPType.UD, checked=checked)
     assert pair.ah is not None

@@ -43,7 +43,7 @@ def test_header_of_ipv4_stands_in_the_last_20_bytes():
 
 
 @pytest.mark.parametrize(("checksum", "version"), [(b"\x26\x9b", 4), (b"\x26\x9c", 6)])
-def test_the_checksum_tells_ipv4_from_an_address_of_ipv6(checksum, version):
+def test_ipv4_header_is_recognised_by_its_checksum(checksum, version):
     """What was there before may look like the beginning of an IPv6 header."""
     data = bytes([0x60]) + bytes(19) + IPV4[:10] + checksum + IPV4[12:]
     assert rp.GRH.parse(data).version == version
@@ -203,7 +203,7 @@ def test_message_without_a_header_has_its_payload_in_the_same_place(connect):
     assert without.datagram(recv) == (None, b"payload")
 
 
-def test_what_holds_no_datagram_is_told(connect):
+def test_datagram_of_a_wrong_buffer_is_refused(connect):
     pair = connect(QPType.UD)
     recv = rp.RecvWR(pair.theirs[: GRH + 64], wr_id=1)
     wc = receive(pair, recv, b"payload")

@@ -97,7 +97,7 @@ def test_a_thread_asleep_on_the_channel_wakes(context, pd, channel, cq, mr, stac
     assert woken == [far_cq]
 
 
-def test_misuse_of_channels_is_told(context, pd, channel, cq, stack):
+def test_misuse_of_channels_is_refused_with_advice(context, pd, channel, cq, stack):
     shared = stack.enter_context(rp.CQ(context, 8, channel=channel))
     with pytest.raises(rp.RdmaError, match="channel that it shares"):
         shared.wait(1, 0)

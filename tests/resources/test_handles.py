@@ -20,7 +20,7 @@ from support import ALL, LIMIT, LOSES_MEMORY, needs, prints
 import rdmapost as rp
 from rdmapost import Access, QPType
 from rdmapost._binding import ffi
-from rdmapost.resources.resource import Resource
+from rdmapost.resources.resource import Resource, open_children
 
 ROUNDS = int(os.environ.get("RDMAPOST_ROUNDS", "100"))
 """Rounds of a close against a verb, for each kind."""
@@ -253,7 +253,7 @@ def test_close_inside_a_verb_of_the_same_thread_is_put_off():
     assert context.closed
 
 
-def test_refusal_that_was_put_off_is_told(monkeypatch):
+def test_refusal_that_was_put_off_is_reported(monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     pd = Thing("pd")
@@ -337,7 +337,7 @@ def test_closed_parent_has_no_children():
         Thing("mr", pd)
 
 
-def test_resource_is_made_once(pd):
+def test_constructor_of_an_open_region_cannot_be_called_again(pd):
     with rp.MR(pd, 64) as mr, pytest.raises(RuntimeError, match="has been made"):
         mr.__init__(pd, 4096)  # type: ignore[misc]
 
@@ -377,12 +377,12 @@ def test_region_that_cannot_be_deregistered_keeps_its_memory(connect, context):
     )
     pair.a.post_send(bind)
     pair.wait()
-    before = {id(r) for r in pair.pd._open_children()}
+    before = {id(r) for r in open_children(pair.pd)}
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         del mr, memory, bind
         gc.collect()
     # It still exists, and its memory has not been reused.
-    assert {id(r) for r in pair.pd._open_children()} == before
+    assert {id(r) for r in open_children(pair.pd)} == before
     others = [bytearray(4096) for _ in range(64)]
     pair.mine.buffer[:5] = b"wrong"
     write = rp.RdmaWrite(pair.mine[:5], remote_addr=addr, rkey=rkey)
@@ -390,7 +390,7 @@ def test_region_that_cannot_be_deregistered_keeps_its_memory(connect, context):
     pair.wait()
     assert not any(any(other) for other in others)
     mw.close()
-    for left in pair.pd._open_children():
+    for left in open_children(pair.pd):
         if isinstance(left, rp.MR) and left not in (pair.mine, pair.theirs):
             left.close()
 
@@ -399,7 +399,7 @@ def test_region_that_cannot_be_deregistered_keeps_its_memory(connect, context):
 def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, turned):
     needs(context.attr.max_mw, "memory windows", context)
     pair = connect()
-    before = len(pair.pd._open_children())
+    before = len(open_children(pair.pd))
     mr = rp.MR(pair.pd, 64, ALL | Access.MW_BIND)
     mw = rp.MW(pair.pd)
     bind = rp.BindMW(
@@ -417,10 +417,10 @@ def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, t
     del mw, mr, bind, holder
     with warnings.catch_warnings(action="error", category=ResourceWarning):
         gc.collect()  # soft0 keeps a region that a window is bound to, and that would be told
-    assert len(pair.pd._open_children()) == before
+    assert len(open_children(pair.pd)) == before
 
 
-def test_what_the_device_keeps_is_told_and_keeps_its_parents(pd):
+def test_resource_that_the_device_keeps_is_reported_and_keeps_its_parents_open(pd):
     """A finalizer reports it in a warning, and the parent stays open."""
     parent = Thing("pd")
     with pytest.warns(ResourceWarning) as told:
@@ -451,7 +451,7 @@ def test_finalizer_tries_again_where_the_last_user_left_while_it_was_refused():
 
 def test_collector_at_every_allocation_leaves_nothing_open(context):
     """Queue pairs, windows and regions die in cycles in the middle of verbs."""
-    before = len(context._open_children())
+    before = len(open_children(context))
     threshold = gc.get_threshold()
     gc.set_threshold(1)
     try:
@@ -469,7 +469,7 @@ def test_collector_at_every_allocation_leaves_nothing_open(context):
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
-    assert len(context._open_children()) == before
+    assert len(open_children(context)) == before
 
 
 # ---- copies -----------------------------------------------------------------
@@ -505,7 +505,7 @@ def in_child(work):
 """
 
 
-def test_child_of_a_fork_is_told_who_opened_what_it_uses(context):
+def test_error_in_the_child_of_a_fork_names_the_process_that_opened_the_resource(context):
     said = prints(
         IN_CHILD + "context = rp.open_device(sys.argv[1])\n"
         "pd, cq, channel = rp.PD(context), rp.CQ(context), rp.CompChannel(context)\n"
@@ -574,10 +574,10 @@ def test_everything_goes_at_exit_in_an_order_that_devices_accept():
         "from rdmapost.providers.soft0.provider import SoftProvider\n"
         "for name in [*dir(SoftProvider)]:\n"
         "    if name.startswith(('de', 'close_')) and not name.startswith('detach'):\n"
-        "        def noted(self, struct, name=name, call=getattr(SoftProvider, name)):\n"
+        "        def noted(struct, name=name, call=getattr(SoftProvider, name)):\n"
         "            print(name)\n"
-        "            return call(self, struct)\n"
-        "        setattr(SoftProvider, name, noted)\n"
+        "            return call(struct)\n"
+        "        setattr(SoftProvider, name, staticmethod(noted))\n"
         "context = rp.open_device('soft0')\n"
         "pd, xrcd = rp.PD(context), rp.XRCD(context)\n"
         "channel = rp.CompChannel(context)\n"

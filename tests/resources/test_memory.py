@@ -86,7 +86,7 @@ def test_buffer_with_gaps_is_refused(pd):
 
 
 @pytest.mark.parametrize("access", [Access.REMOTE_WRITE, Access.REMOTE_ATOMIC])
-def test_access_flags_that_need_local_write(pd, access):
+def test_remote_write_and_atomic_access_without_local_write_are_refused(pd, access):
     with pytest.raises(ValueError, match=f"{access.name} needs LOCAL_WRITE too"):
         rp.MR(pd, 64, access)
 
@@ -112,7 +112,7 @@ def test_region_of_a_size_is_zeroed_and_aligned_and_can_be_read_afterwards(pd):
     assert bytes(mr.buffer[:4]) == b"data"
 
 
-def test_slices(pd):
+def test_slice_of_a_region_has_the_address_and_length_of_its_bytes(pd):
     with rp.MR(pd, 100) as mr:
         for bounds, (start, stop) in {
             (None, None): (0, 100),
@@ -136,7 +136,7 @@ def test_slice_outside_the_region_is_an_index_error(pd, bounds):
 
 
 @pytest.mark.parametrize("index", [0, "a", (1, 2), slice(0, 10, 2)])
-def test_only_a_plain_slice_is_an_sge(pd, index):
+def test_only_a_slice_without_a_step_is_an_sge(pd, index):
     with rp.MR(pd, 100) as mr, pytest.raises(TypeError, match="plain slice"):
         mr[index]
 
@@ -357,7 +357,7 @@ def test_window_and_region_of_a_posted_bind_stay_open(rc, window):
         ({"mr": "window"}, "mr: expected MR, got MW"),
     ],
 )
-def test_bind_is_checked(rc, window, fields, words):
+def test_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
     mw, region = window
     stand_for = {"plain": rc.theirs, "region": region, "window": mw}
     given = {name: stand_for.get(value, value) for name, value in fields.items()}

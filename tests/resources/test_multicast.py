@@ -99,7 +99,7 @@ def test_every_attached_queue_pair_gets_one_copy(party, group):
 
 
 @pytest.mark.usefixtures("hears_itself")
-def test_groups_are_apart(party):
+def test_message_reaches_the_members_of_its_group_only(party):
     first, second = rp.GID("ff0e::1"), rp.GID("ff0e::2")
     sender, one, both = party(), party(), party()
     for listener in (one, both):
@@ -170,7 +170,7 @@ def test_attached_queue_pair_still_hears_what_is_for_it(connect, group):
     pair.works()
 
 
-def test_attached_again_after_it_was_detached(connect, group):
+def test_queue_pair_can_be_attached_again_after_it_was_detached(connect, group):
     pair = connect(QPType.UD)
     for _ in range(3):
         pair.a.attach_mcast(group)
@@ -208,7 +208,7 @@ def test_group_that_threads_attach_and_detach_at_once_can_be_left(pd, cq, group,
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
 @pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
-def test_only_datagrams_have_it(pd, cq, qp_type, call):
+def test_multicast_is_refused_on_queue_pairs_other_than_ud(pd, cq, qp_type, call):
     with (
         rp.QP(pd, qp_type, cq) as qp,
         pytest.raises(rp.RdmaError, match=f"{qp_type.name} QP .* has no multicast; UD"),
@@ -234,7 +234,7 @@ def test_only_datagrams_have_it(pd, cq, qp_type, call):
         (("ff0e::1", 1 << 16), "lid=65536 is not in"),
     ],
 )
-def test_what_is_no_group(pd, cq, call, arguments, words):
+def test_gid_that_is_not_multicast_is_refused(pd, cq, call, arguments, words):
     with rp.QP(pd, QPType.UD, cq) as qp, pytest.raises(ValueError, match=words):
         getattr(qp, call)(*arguments)
 
@@ -259,7 +259,7 @@ def test_group_that_it_is_not_attached_to(connect, group):
 
 
 @pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
-def test_closed_queue_pair(pd, cq, call, group):
+def test_multicast_calls_on_a_closed_queue_pair_raise_closed_error(pd, cq, call, group):
     qp = rp.QP(pd, QPType.UD, cq)
     qp.close()
     with pytest.raises(rp.ClosedError, match="is closed"):

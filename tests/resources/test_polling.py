@@ -318,12 +318,12 @@ def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collect
 # ---- closing ------------------------------------------------------------------
 
 
-def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_other_poll():
+def test_completions_put_back_in_a_signal_handler_wait_for_no_other_poll():
     """The other thread has the CQ's lock, and waits for the device, which our verb holds."""
     code = """
         import threading, time
         import rdmapost as rp
-        from rdmapost._binding import door
+        from rdmapost._binding import native
         context = rp.open_device("soft0")
         pd, cq = rp.PD(context), rp.CQ(context)
         qp, mr = rp.QP(pd, rp.QPType.RC, cq), rp.MR(pd, 64, 7)
@@ -336,7 +336,7 @@ def test_what_a_signal_handler_gives_back_in_the_middle_of_a_verb_waits_for_no_o
             other.start()
             time.sleep(0.3)  # nothing tells that it waits for the device
             cq._poller.put_back(found)
-        cq._verb(lambda _: door.verb(verb))
+        cq._verb(lambda _: native.verb(verb))
         other.join()
         print([wc.wr_id for wc in [*theirs, *cq.poll()]])
     """
@@ -383,7 +383,7 @@ def test_closing_a_channel_ends_the_threads_that_wait_for_its_events(context):
     assert errors == ["completion channel is closed"] * 3
 
 
-def test_a_thread_that_looks_for_events_over_and_over_does_not_keep_a_channel_open(context):
+def test_a_thread_that_polls_for_events_does_not_keep_a_channel_open(context):
     for _ in range(20):
         channel, looks, errors = rp.CompChannel(context), threading.Semaphore(0), []
 

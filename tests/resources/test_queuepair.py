@@ -228,7 +228,7 @@ def test_attribute_that_is_none_is_named(rc, attrs, error, words):
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unnoticed"])
-def test_connect_in_err_names_the_way_back(connect, known):
+def test_connect_in_err_advises_to_reset(connect, known):
     pair = connect()
     if known:
         pair.a.to_err()
@@ -289,7 +289,7 @@ def test_connect_goes_on_from_where_it_is(connect):
     pair.works()
 
 
-def test_attributes_arrive(connect):
+def test_options_of_connect_are_what_query_returns(connect):
     pair = connect(to=QPState.RESET)
     remote = pair.b.endpoint()
     pair.a.connect(

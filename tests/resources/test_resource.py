@@ -17,7 +17,7 @@ from support import needs, prints
 
 import rdmapost as rp
 from rdmapost._binding import ffi
-from rdmapost.resources.resource import Resource, _open
+from rdmapost.resources.resource import Resource, _open, open_children
 
 closed: list[str] = []
 
@@ -96,7 +96,7 @@ def test_use_after_close_names_the_resource():
         pass
 
 
-def test_closed_window_is_named_by_its_kind(pd):
+def test_closed_window_is_named_without_its_key(pd):
     """Its name includes the device's key only while it is open."""
     needs(pd.context.attr.max_mw, "memory windows", pd.context)
     mw = rp.MW(pd)
@@ -345,7 +345,7 @@ def test_closes_in_the_middle_of_a_verb_may_come_in_any_order(order):
     other.close()
 
 
-def test_close_in_the_middle_of_a_verb_that_fails_afterwards_is_told(monkeypatch):
+def test_close_put_off_in_a_verb_and_then_refused_is_reported(monkeypatch):
     told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
     things, other = tree(), Thing("other")
@@ -543,7 +543,7 @@ def test_what_could_not_be_made_is_not_listed_as_open():
     assert _open == before
 
 
-def test_resource_is_made_once():
+def test_constructor_that_makes_twice_is_refused():
     class Again(Thing):
         def __init__(self) -> None:
             self.name = "again"
@@ -783,4 +783,4 @@ def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, p
         del qp
         for _ in range(99):
             gc.isenabled()
-        assert not any(isinstance(child, rp.QP) for child in pd._open_children())
+        assert not any(isinstance(child, rp.QP) for child in open_children(pd))

@@ -88,7 +88,7 @@ def test_queue_pair_with_a_shared_queue_has_none_of_its_own(connect, stack, pd, 
     assert srq.outstanding == 0
 
 
-def test_what_is_no_receive_is_told(stack, pd, context):
+def test_post_srq_recv_of_anything_but_receives_is_refused(stack, pd, context):
     srq = stack.enter_context(rp.SRQ(pd))
     for wrong in (None, 5, object()):
         with pytest.raises(TypeError, match="ibv_post_srq_recv: expected RecvWR or an iterable"):

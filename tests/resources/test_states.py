@@ -100,7 +100,7 @@ def test_reset_init_and_rtr_refuse_a_send_at_once(connect, qp_type, state):
 
 
 @pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
-def test_the_device_refuses_it_too(connect, context, state):
+def test_unchecked_send_before_rts_is_refused_by_the_device(connect, context, state):
     """Unchecked, so that the state is not checked first."""
     needs(context.kind == "soft", "refusal of a send before RTS that holds for good", context)
     pair = connect(to=QPState.RESET, checked=False)

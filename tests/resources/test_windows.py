@@ -78,7 +78,7 @@ def test_window_serves_every_queue_pair_of_its_domain(region, mw, connect):
     assert write(other, region.addr, mw.rkey) is WCStatus.SUCCESS
 
 
-def test_bound_window_is_bound_anew(region, mw, rc):
+def test_bound_window_can_be_bound_again(region, mw, rc):
     """Without an invalidation in between; the previous key no longer works."""
     keys = {mw.rkey}
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_full_queue_is_refused_by_name(connect, region, mw):
     assert mw.rkey == key
 
 
-def test_closed_queue_pair(rc, region, mw):
+def test_bind_on_a_closed_queue_pair_raises_closed_error(rc, region, mw):
     rc.b.close()
     with pytest.raises(rp.ClosedError, match="is closed"):
         rc.b.bind_mw(mw, region, region.addr, 64)
@@ -266,7 +266,7 @@ def test_closed_queue_pair(rc, region, mw):
 # ---- what fails later -------------------------------------------------------------
 
 
-def test_failed_bind_and_the_key_that_is_set_back(region, mw, connect):
+def test_window_keeps_the_key_of_a_failed_bind_until_it_is_set_back(region, mw, connect):
     """The key is that of the bind that failed, until it is set back (ibv_bind_mw(3))."""
     pair = connect(checked=False)
     before = mw.rkey

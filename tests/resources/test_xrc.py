@@ -114,7 +114,7 @@ def test_remote_memory_is_of_the_named_queues_domain(xrc, context, stack):
     assert xrc.post(write) is WCStatus.REM_ACCESS_ERR
 
 
-def test_inline_message(xrc):
+def test_inline_message_reaches_an_xrc_srq(xrc):
     srq = xrc.srqs[0]
     srq.post_srq_recv(rp.RecvWR(xrc.theirs[:64]))
     flags = rp.SendFlags.SIGNALED | rp.SendFlags.INLINE
@@ -124,7 +124,7 @@ def test_inline_message(xrc):
     assert bytes(xrc.theirs.buffer[:6]) == b"inline"
 
 
-def test_queue_without_a_receive(xrc):
+def test_xrc_message_to_an_empty_srq_takes_no_receive_of_another(xrc):
     """Another queue's receives are not used."""
     xrc.srqs[1].post_srq_recv(rp.RecvWR(xrc.theirs[:64]))
     wr = rp.Send(xrc.mine[:4], remote_srqn=xrc.srqs[0].srq_num)
@@ -223,7 +223,7 @@ def test_closing_the_queue_delivers_its_completions(xrc):
 # ---- domains that a file names ----------------------------------------------------
 
 
-def test_file_names_a_domain(context, pd, stack, tmp_path):
+def test_opening_one_file_twice_gives_one_xrc_domain(context, pd, stack, tmp_path):
     """Opening one with the same file gives the same domain; the queues of both work together."""
     needs(context.attr.device_cap_flags & DeviceCap.XRC, "XRC", context)
     with open(tmp_path / "domain", "w") as file, open(tmp_path / "domain") as again:
@@ -251,7 +251,7 @@ def test_file_names_a_domain(context, pd, stack, tmp_path):
             rp.XRCD(context, file.fileno(), 0)
 
 
-def test_file_that_is_not_open(context):
+def test_xrc_domain_of_a_closed_descriptor_is_refused(context):
     needs(context.attr.device_cap_flags & DeviceCap.XRC, "XRC", context)
     with pytest.raises(rp.VerbsError):
         rp.XRCD(context, 999999)

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from ..._binding import address_of, door, ffi, lib
+from ..._binding import address_of, ffi, lib, native
 from ...enums import (
     MTU,
     Access,
@@ -23,16 +23,16 @@ from ...enums import (
 from ...errors import VerbsError
 from ...posting.rules import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
+from . import queues
 from .engine import tags
 from .engine.completion import Channel, CompletionQueue
 from .engine.device import OpenDevice
 from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
-from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, Queues
+from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
 from .state import (
     OpenHandles,
-    bind_verbs,
     bound,
     context_of,
     contexts,
@@ -106,14 +106,11 @@ _extended_cqs: dict[int, Any] = table()
 """The structs of extended CQs, by their handle: a pointer to a part does not keep the whole."""
 
 
-class SoftProvider(Queues):
+class SoftProvider:
     """The soft device's control verbs."""
 
     kind = "soft"
     spin_ns = 0
-
-    def __init__(self) -> None:
-        bind_verbs(self)
 
     # ---- devices ------------------------------------------------------------
 
@@ -123,8 +120,9 @@ class SoftProvider(Queues):
     def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(name)
 
+    @staticmethod
     @verb
-    def open_device(self, name: str) -> Any:
+    def open_device(name: str) -> Any:
         whole = ffi.new("struct verbs_context *")
         context = lib.rp_soft_context_init(whole)
         try:
@@ -137,8 +135,9 @@ class SoftProvider(Queues):
         contexts[address_of(context)] = OpenHandles(opened, whole)
         return context
 
+    @staticmethod
     @verb
-    def close_device(self, context: Any) -> None:
+    def close_device(context: Any) -> None:
         events = context_of(context, "ibv_close_device").events
         device.event_queues -= {events}
         events.close()
@@ -148,9 +147,6 @@ class SoftProvider(Queues):
         opened = context_of(context, "faults")
         opened.wr_id_of = wr_id_of
         return opened.plan
-
-    def inside_verb(self) -> bool:
-        return bool(lib.rp_soft_busy())
 
     def query_device(self, context: Any, attr: Any) -> None:
         for name, value in _DEVICE_ATTR.items():
@@ -183,30 +179,34 @@ class SoftProvider(Queues):
             raise VerbsError("ibv_query_pkey", errno.EINVAL)
         return PKEY
 
+    @staticmethod
     @verb
-    def get_async_event(self, context: Any, into: dict[object, Any]) -> None:
+    def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
         if event is not None:
-            door.on_commit(into.__setitem__, object(), event)
+            native.on_commit(events.__setitem__, object(), event)
 
     def read_async_event(self, event: tuple[int, Any]) -> tuple[int, Any]:
         return event
 
     # ---- memory -------------------------------------------------------------
 
+    @staticmethod
     @verb
-    def alloc_pd(self, context: Any) -> Any:
+    def alloc_pd(context: Any) -> Any:
         context_of(context, "ibv_alloc_pd")
         pd = ffi.new("struct ibv_pd *")
         pd.context = context
         return keep(pd, ProtectionDomain())
 
+    @staticmethod
     @verb
-    def dealloc_pd(self, pd: Any) -> None:
+    def dealloc_pd(pd: Any) -> None:
         drop(pd, "ibv_dealloc_pd")
 
+    @staticmethod
     @verb
-    def reg_mr(self, pd: Any, addr: Any, length: int, access: int) -> Any:
+    def reg_mr(pd: Any, addr: Any, length: int, access: int) -> Any:
         domain = bound(pd, "ibv_reg_mr")
         mr = ffi.new("struct ibv_mr *")
         mr.context, mr.pd, mr.addr, mr.length = pd.context, pd, addr, length
@@ -216,8 +216,9 @@ class SoftProvider(Queues):
         mr.lkey, mr.rkey = region.lkey, region.rkey
         return keep(mr, region)
 
+    @staticmethod
     @verb
-    def dereg_mr(self, mr: Any) -> None:
+    def dereg_mr(mr: Any) -> None:
         region: Region = bound(mr, "ibv_dereg_mr")
         if region.windows:
             many = region.windows
@@ -228,8 +229,9 @@ class SoftProvider(Queues):
         device.memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
 
+    @staticmethod
     @verb
-    def alloc_mw(self, pd: Any, mw_type: int) -> Any:
+    def alloc_mw(pd: Any, mw_type: int) -> Any:
         domain = bound(pd, "ibv_alloc_mw")
         mw = ffi.new("struct ibv_mw *")
         mw.context, mw.pd, mw.type = pd.context, pd, mw_type
@@ -237,14 +239,16 @@ class SoftProvider(Queues):
         mw.rkey = window.rkey
         return keep(mw, window)
 
+    @staticmethod
     @verb
-    def dealloc_mw(self, mw: Any) -> None:
+    def dealloc_mw(mw: Any) -> None:
         device.memory.deallocate_window(drop(mw, "ibv_dealloc_mw"))
 
     # ---- completions --------------------------------------------------------
 
+    @staticmethod
     @verb
-    def create_comp_channel(self, context: Any) -> Any:
+    def create_comp_channel(context: Any) -> Any:
         context_of(context, "ibv_create_comp_channel")
         channel = ffi.new("struct ibv_comp_channel *")
         channel.context = context
@@ -257,8 +261,9 @@ class SoftProvider(Queues):
         _channels[made.fd] = made
         return channel
 
+    @staticmethod
     @verb
-    def destroy_comp_channel(self, channel: Any) -> None:
+    def destroy_comp_channel(channel: Any) -> None:
         made = _channel_of(channel, "ibv_destroy_comp_channel")
         if made.users:
             raise VerbsError(
@@ -268,37 +273,28 @@ class SoftProvider(Queues):
         device.channels -= {made}
         made.close()
 
+    @staticmethod
     @verb
-    def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
+    def create_cq(context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
         if not 1 <= cqe <= MAX_CQE or comp_vector:
             raise VerbsError("ibv_create_cq", errno.EINVAL)
-        return self._create_cq(ffi.new("struct ibv_cq *"), context, cqe, channel)
+        return _create_cq(ffi.new("struct ibv_cq *"), context, cqe, channel)
 
+    @staticmethod
     @verb
-    def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
+    def create_cq_ex(context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
         if not 1 <= cqe <= MAX_CQE or comp_vector:
             raise VerbsError("ibv_create_cq_ex", errno.EINVAL)
         whole = ffi.new("struct rp_soft_cq_ex *")
         lib.rp_soft_cq_ex_init(whole)
         extended = ffi.addressof(whole, "cq")
-        cq = self._create_cq(ffi.cast("struct ibv_cq *", extended), context, cqe, channel)
+        cq = _create_cq(ffi.cast("struct ibv_cq *", extended), context, cqe, channel)
         _extended_cqs[cq.handle] = whole
         return cq
 
-    def _create_cq(self, cq: Any, context: Any, cqe: int, channel: Any) -> Any:
-        context_of(context, "ibv_create_cq")
-        cq.context, cq.cqe = context, cqe
-        behind = None
-        if channel:
-            cq.channel = channel
-            behind = _channel_of(channel, "ibv_create_cq")
-            behind.users += 1
-        made = CompletionQueue(cqe, behind)
-        made.handle = cq
-        return keep(cq, made)
-
+    @staticmethod
     @verb
-    def destroy_cq(self, cq: Any) -> None:
+    def destroy_cq(cq: Any) -> None:
         made: CompletionQueue = bound(cq, "ibv_destroy_cq")
         if made.users:
             raise VerbsError("ibv_destroy_cq", errno.EBUSY, f"{made.users} queues complete on it")
@@ -308,18 +304,54 @@ class SoftProvider(Queues):
         drop(cq, "ibv_destroy_cq")
         _extended_cqs.pop(cq.handle, None)
 
+    @staticmethod
     @verb
-    def has_overrun(self, cq: Any) -> bool:
+    def has_overrun(cq: Any) -> bool:
         made: CompletionQueue = bound(cq, "ibv_poll_cq")
         return made.overrun
 
+    @staticmethod
     @verb
-    def get_cq_event(self, channel: Any, into: dict[int, None]) -> bool | None:
+    def get_cq_event(channel: Any, events: dict[int, None]) -> bool | None:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:
             return None
-        door.on_commit(into.__setitem__, address_of(made.handle), None)
+        native.on_commit(events.__setitem__, address_of(made.handle), None)
         return True
+
+    # ---- queues -------------------------------------------------------------
+
+    create_srq = staticmethod(queues.create_srq)
+    create_srq_ex = staticmethod(queues.create_srq_ex)
+    get_srq_num = staticmethod(queues.get_srq_num)
+    modify_srq = staticmethod(queues.modify_srq)
+    query_srq = staticmethod(queues.query_srq)
+    destroy_srq = staticmethod(queues.destroy_srq)
+    open_xrcd = staticmethod(queues.open_xrcd)
+    close_xrcd = staticmethod(queues.close_xrcd)
+    create_qp = staticmethod(queues.create_qp)
+    create_qp_ex = staticmethod(queues.create_qp_ex)
+    modify_qp = staticmethod(queues.modify_qp)
+    query_qp = staticmethod(queues.query_qp)
+    sends_for_receive = staticmethod(queues.sends_for_receive)
+    destroy_qp = staticmethod(queues.destroy_qp)
+    create_ah = staticmethod(queues.create_ah)
+    destroy_ah = staticmethod(queues.destroy_ah)
+    attach_mcast = staticmethod(queues.attach_mcast)
+    detach_mcast = staticmethod(queues.detach_mcast)
+
+
+def _create_cq(cq: Any, context: Any, cqe: int, channel: Any) -> Any:
+    context_of(context, "ibv_create_cq")
+    cq.context, cq.cqe = context, cqe
+    behind = None
+    if channel:
+        cq.channel = channel
+        behind = _channel_of(channel, "ibv_create_cq")
+        behind.users += 1
+    made = CompletionQueue(cqe, behind)
+    made.handle = cq
+    return keep(cq, made)
 
 
 def _channel_of(channel: Any, name: str) -> Channel:

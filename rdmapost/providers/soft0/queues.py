@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any
 
-from ..._binding import door, ffi, lib
+from ..._binding import ffi, lib, native
 from ...enums import QPAttrMask, QPType, SRQAttrMask, SRQType
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE
@@ -19,7 +19,29 @@ from .engine.qp import ACCESS_FLAGS, QueuePair
 from .engine.queue import SharedReceiveQueue, WorkQueue, XRCDomain
 from .state import bound, context_of, device, drop, keep, table, verb
 
-__all__ = ["MAX_QP_WR", "MAX_SGE", "MAX_SRQ_WR", "Queues"]
+__all__ = [
+    "MAX_QP_WR",
+    "MAX_SGE",
+    "MAX_SRQ_WR",
+    "attach_mcast",
+    "close_xrcd",
+    "create_ah",
+    "create_qp",
+    "create_qp_ex",
+    "create_srq",
+    "create_srq_ex",
+    "destroy_ah",
+    "destroy_qp",
+    "destroy_srq",
+    "detach_mcast",
+    "get_srq_num",
+    "modify_qp",
+    "modify_srq",
+    "open_xrcd",
+    "query_qp",
+    "query_srq",
+    "sends_for_receive",
+]
 
 MAX_QP_WR = 16384
 MAX_SGE = lib.RP_SOFT_MAX_SGE
@@ -44,300 +66,315 @@ _SRQ_FIELDS: dict[int, int] = {
 _IPV4_MAPPED = bytes(10) + b"\xff\xff"
 
 
-class Queues:
-    """What SoftProvider has for queues."""
+# ---- shared receive queues ----------------------------------------------
 
-    # ---- shared receive queues ----------------------------------------------
 
-    @verb
-    def create_srq(self, pd: Any, init: Any) -> Any:
-        return self._create_srq(pd.context, pd, init.attr)
+@verb
+def create_srq(pd: Any, init: Any) -> Any:
+    return _create_srq(pd.context, pd, init.attr)
 
-    @verb
-    def create_srq_ex(self, context: Any, init: Any) -> Any:
-        mask, kind = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
-        if mask | _SRQ_TYPE != _SRQ_FIELDS.get(kind):
-            raise VerbsError("ibv_create_srq_ex", errno.EINVAL, "comp_mask does not fit the type")
-        cap = init.tm_cap
-        if kind == SRQType.TM and not (
-            1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
-        ):
-            raise VerbsError(
-                "ibv_create_srq_ex",
-                errno.EINVAL,
-                f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}",
-            )
-        name = "ibv_create_srq_ex"
-        srq = self._create_srq(context, init.pd, init.attr)
-        made: SharedReceiveQueue = bound(srq, name)
-        if kind == SRQType.XRC:
-            made.xrcd = _domain_of(init.xrcd, name)
-            made.xrcd.users += 1
-        elif kind == SRQType.TM:
-            made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
-            made.ops = made.tags.ops
-        if mask & _SRQ_CQ:
-            made.cq = bound(init.cq, name)
-            made.cq.users += 1
-        return srq
 
-    def _create_srq(self, context: Any, pd: Any, attr: Any) -> Any:
-        if not 1 <= attr.max_wr <= MAX_SRQ_WR or not 1 <= attr.max_sge <= MAX_SGE:
-            raise VerbsError(
-                "ibv_create_srq",
-                errno.EINVAL,
-                f"max_wr is in 1..{MAX_SRQ_WR} and max_sge in 1..{MAX_SGE}",
-            )
-        srq = ffi.new("struct ibv_srq *")
-        srq.context, srq.pd = context, pd
-        made = SharedReceiveQueue(
-            context_of(context, "ibv_create_srq"),
-            bound(pd, "ibv_create_srq"),
-            attr.max_wr,
-            attr.max_sge,
-            next(device.numbers),
+@verb
+def create_srq_ex(context: Any, init: Any) -> Any:
+    mask, srq_type = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
+    if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
+        raise VerbsError("ibv_create_srq_ex", errno.EINVAL, "comp_mask does not fit the type")
+    cap = init.tm_cap
+    if srq_type == SRQType.TM and not (
+        1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
+    ):
+        raise VerbsError(
+            "ibv_create_srq_ex",
+            errno.EINVAL,
+            f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}",
         )
-        made.handle = srq
-        device.srqs[made.number] = made
-        return keep(srq, made)
+    name = "ibv_create_srq_ex"
+    srq = _create_srq(context, init.pd, init.attr)
+    made: SharedReceiveQueue = bound(srq, name)
+    if srq_type == SRQType.XRC:
+        made.xrcd = _domain_of(init.xrcd, name)
+        made.xrcd.users += 1
+    elif srq_type == SRQType.TM:
+        made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
+        made.ops = made.tags.ops
+    if mask & _SRQ_CQ:
+        made.cq = bound(init.cq, name)
+        made.cq.users += 1
+    return srq
 
-    @verb
-    def get_srq_num(self, srq: Any) -> int:
-        number: int = bound(srq, "ibv_get_srq_num").number
-        return number
 
-    @verb
-    def modify_srq(self, srq: Any, attr: Any, mask: int) -> None:
-        made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
-        depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
-        if not 1 <= depth <= MAX_SRQ_WR or not door.resize(made.queue, depth):
-            raise VerbsError("ibv_modify_srq", errno.EINVAL)
-        if mask & SRQAttrMask.LIMIT:
-            if attr.srq_limit > depth:
-                raise VerbsError(
-                    "ibv_modify_srq",
-                    errno.EINVAL,
-                    f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
-                )
-            made.limit = attr.srq_limit
+def _create_srq(context: Any, pd: Any, attr: Any) -> Any:
+    if not 1 <= attr.max_wr <= MAX_SRQ_WR or not 1 <= attr.max_sge <= MAX_SGE:
+        raise VerbsError(
+            "ibv_create_srq",
+            errno.EINVAL,
+            f"max_wr is in 1..{MAX_SRQ_WR} and max_sge in 1..{MAX_SGE}",
+        )
+    srq = ffi.new("struct ibv_srq *")
+    srq.context, srq.pd = context, pd
+    made = SharedReceiveQueue(
+        context_of(context, "ibv_create_srq"),
+        bound(pd, "ibv_create_srq"),
+        attr.max_wr,
+        attr.max_sge,
+        next(device.numbers),
+    )
+    made.handle = srq
+    device.srqs[made.number] = made
+    return keep(srq, made)
 
-    @verb
-    def query_srq(self, srq: Any, attr: Any) -> None:
-        made: SharedReceiveQueue = bound(srq, "ibv_query_srq")
-        attr.max_wr, attr.max_sge = made.queue.depth, made.queue.max_sge
-        attr.srq_limit = made.limit
 
-    @verb
-    def destroy_srq(self, srq: Any) -> None:
-        made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
-        if made.users:
+@verb
+def get_srq_num(srq: Any) -> int:
+    number: int = bound(srq, "ibv_get_srq_num").number
+    return number
+
+
+@verb
+def modify_srq(srq: Any, attr: Any, mask: int) -> None:
+    made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
+    depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
+    if not 1 <= depth <= MAX_SRQ_WR or not native.resize(made.queue, depth):
+        raise VerbsError("ibv_modify_srq", errno.EINVAL)
+    if mask & SRQAttrMask.LIMIT:
+        if attr.srq_limit > depth:
             raise VerbsError(
-                "ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs draw from it"
+                "ibv_modify_srq",
+                errno.EINVAL,
+                f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
             )
-        queues = [made.queue]
-        if made.tags is not None:
-            queues += [made.tags.slots, made.tags.ops]
-        for queue in queues:
-            if made.cq is not None:
-                made.cq.forget(queue)
-            queue.clear()
-            queue.refuses = errno.EINVAL
+        made.limit = attr.srq_limit
+
+
+@verb
+def query_srq(srq: Any, attr: Any) -> None:
+    made: SharedReceiveQueue = bound(srq, "ibv_query_srq")
+    attr.max_wr, attr.max_sge = made.queue.depth, made.queue.max_sge
+    attr.srq_limit = made.limit
+
+
+@verb
+def destroy_srq(srq: Any) -> None:
+    made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
+    if made.users:
+        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs draw from it")
+    queues = [made.queue]
+    if made.tags is not None:
+        queues += [made.tags.slots, made.tags.ops]
+    for queue in queues:
         if made.cq is not None:
-            made.cq.users -= 1
-        if made.xrcd is not None:
-            made.xrcd.users -= 1
-        del device.srqs[made.number]
-        drop(srq, "ibv_destroy_srq")
+            made.cq.forget(queue)
+        queue.clear()
+        queue.refuses = errno.EINVAL
+    if made.cq is not None:
+        made.cq.users -= 1
+    if made.xrcd is not None:
+        made.xrcd.users -= 1
+    del device.srqs[made.number]
+    drop(srq, "ibv_destroy_srq")
 
-    @verb
-    def open_xrcd(self, context: Any, init: Any) -> Any:
-        context_of(context, "ibv_open_xrcd")
-        domain = _find_domain(init)
-        domain.opened += 1
-        # Two opens of one domain are two structs, and both stand for it.
-        xrcd = ffi.new("struct rp_soft_xrcd *")
-        xrcd.xrcd.context = context
-        keep(xrcd, domain)
-        _xrcds[xrcd.handle] = xrcd
-        return ffi.addressof(xrcd, "xrcd")
 
-    @verb
-    def close_xrcd(self, xrcd: Any) -> None:
-        domain = _domain_of(xrcd, "ibv_close_xrcd")
-        if domain.opened == 1:
-            if domain.users:
-                raise VerbsError(
-                    "ibv_close_xrcd", errno.EBUSY, f"{domain.users} queues are in the domain"
-                )
-            if domain.inode is not None:
-                del _domains[domain.inode]
-        domain.opened -= 1
-        whole = ffi.cast("struct rp_soft_xrcd *", xrcd)
-        handle = whole.handle
-        drop(whole, "ibv_close_xrcd")
-        del _xrcds[handle]
+@verb
+def open_xrcd(context: Any, init: Any) -> Any:
+    context_of(context, "ibv_open_xrcd")
+    domain = _find_domain(init)
+    domain.opened += 1
+    # Two opens of one domain are two structs, and both stand for it.
+    xrcd = ffi.new("struct rp_soft_xrcd *")
+    xrcd.xrcd.context = context
+    keep(xrcd, domain)
+    _xrcds[xrcd.handle] = xrcd
+    return ffi.addressof(xrcd, "xrcd")
 
-    # ---- queue pairs --------------------------------------------------------
 
-    @verb
-    def create_qp(self, pd: Any, init: Any) -> Any:
-        return self._create_qp(pd.context, pd, init)
-
-    @verb
-    def create_qp_ex(self, context: Any, init: Any) -> Any:
-        mask = init.comp_mask
-        header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
-        if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
+@verb
+def close_xrcd(xrcd: Any) -> None:
+    domain = _domain_of(xrcd, "ibv_close_xrcd")
+    if domain.opened == 1:
+        if domain.users:
             raise VerbsError(
-                "ibv_create_qp_ex",
-                errno.EINVAL,
-                f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}",
+                "ibv_close_xrcd", errno.EBUSY, f"{domain.users} queues are in the domain"
             )
-        pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
-        has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
-        domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
-        qp = self._create_qp(context, pd, init, domain)
-        bound(qp, "ibv_create_qp_ex").sq.max_tso_header = header
-        return qp
+        if domain.inode is not None:
+            del _domains[domain.inode]
+    domain.opened -= 1
+    whole = ffi.cast("struct rp_soft_xrcd *", xrcd)
+    handle = whole.handle
+    drop(whole, "ibv_close_xrcd")
+    del _xrcds[handle]
 
-    def _create_qp(self, context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
-        if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
-            raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "there is no such QP type")
-        target = init.qp_type == QPType.XRC_RECV
-        if (domain is not None, bool(pd)) != (target, not target):
-            raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
-        needs_recv_cq = init.qp_type not in (QPType.XRC_SEND, QPType.XRC_RECV)
-        if (not init.send_cq and not target) or (not init.recv_cq and needs_recv_cq):
-            raise VerbsError("ibv_create_qp", errno.EINVAL, "a CQ is missing")
-        cap = init.cap
-        wrs_fit = max(cap.max_send_wr, cap.max_recv_wr) <= MAX_QP_WR
-        sges_fit = max(cap.max_send_sge, cap.max_recv_sge) <= MAX_SGE
-        if not wrs_fit or not sges_fit or cap.max_inline_data > MAX_INLINE:
-            raise VerbsError("ibv_create_qp", errno.EINVAL)
-        name = "ibv_create_qp"
-        qp = ffi.new("struct ibv_qp *")
-        qp.context, qp.pd, qp.qp_type = context, pd, init.qp_type
-        qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
-        srq = bound(init.srq, name) if init.srq else None
-        if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
-            raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching is for RC")
-        # An XRC queue pair lacks one of them, or both.
-        send_cq, recv_cq = (
-            bound(cq, name) if cq else CompletionQueue(1, None)
-            for cq in (init.send_cq, init.recv_cq)
+
+# ---- queue pairs --------------------------------------------------------
+
+
+@verb
+def create_qp(pd: Any, init: Any) -> Any:
+    return _create_qp(pd.context, pd, init)
+
+
+@verb
+def create_qp_ex(context: Any, init: Any) -> Any:
+    mask = init.comp_mask
+    header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
+    if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
+        raise VerbsError(
+            "ibv_create_qp_ex",
+            errno.EINVAL,
+            f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}",
         )
-        made = QueuePair(
-            device,
-            context_of(context, name),
-            next(device.numbers) & 0xFFFFFF,
-            QPType(init.qp_type),
-            bound(pd, name) if pd else ProtectionDomain(),
-            send_cq,
-            recv_cq,
-            srq,
-            WorkQueue(cap.max_send_wr, cap.max_send_sge),
-            WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
-            bool(init.sq_sig_all),
+    pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
+    has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
+    domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
+    qp = _create_qp(context, pd, init, domain)
+    bound(qp, "ibv_create_qp_ex").sq.max_tso_header = header
+    return qp
+
+
+def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
+    if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
+        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "there is no such QP type")
+    target = init.qp_type == QPType.XRC_RECV
+    if (domain is not None, bool(pd)) != (target, not target):
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
+    needs_recv_cq = init.qp_type not in (QPType.XRC_SEND, QPType.XRC_RECV)
+    if (not init.send_cq and not target) or (not init.recv_cq and needs_recv_cq):
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "a CQ is missing")
+    cap = init.cap
+    wrs_fit = max(cap.max_send_wr, cap.max_recv_wr) <= MAX_QP_WR
+    sges_fit = max(cap.max_send_sge, cap.max_recv_sge) <= MAX_SGE
+    if not wrs_fit or not sges_fit or cap.max_inline_data > MAX_INLINE:
+        raise VerbsError("ibv_create_qp", errno.EINVAL)
+    name = "ibv_create_qp"
+    qp = ffi.new("struct ibv_qp *")
+    qp.context, qp.pd, qp.qp_type = context, pd, init.qp_type
+    qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
+    srq = bound(init.srq, name) if init.srq else None
+    if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching is for RC")
+    # An XRC queue pair lacks one of them, or both.
+    send_cq, recv_cq = (
+        bound(cq, name) if cq else CompletionQueue(1, None) for cq in (init.send_cq, init.recv_cq)
+    )
+    made = QueuePair(
+        device,
+        context_of(context, name),
+        next(device.numbers) & 0xFFFFFF,
+        QPType(init.qp_type),
+        bound(pd, name) if pd else ProtectionDomain(),
+        send_cq,
+        recv_cq,
+        srq,
+        WorkQueue(cap.max_send_wr, cap.max_send_sge),
+        WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
+        bool(init.sq_sig_all),
+    )
+    made.sq.max_inline = cap.max_inline_data
+    made.handle, made.xrcd = qp, domain
+    device.qps[made.number] = made
+    for user in (send_cq, recv_cq, srq, domain):
+        if user is not None:
+            user.users += 1
+    qp.qp_num = made.number
+    return keep(qp, made)
+
+
+@verb
+def modify_qp(qp: Any, attr: Any, mask: int) -> None:
+    made: QueuePair = bound(qp, "ibv_modify_qp")
+    attrs = {
+        name: getattr(attr, name)
+        for name, bit in FIELDS.items()
+        if bit & mask and name != "ah_attr" and not name.startswith("alt_")
+    }
+    if mask & QPAttrMask.AV:
+        if not attr.ah_attr.is_global:
+            raise VerbsError("ibv_modify_qp", errno.EINVAL, "ah_attr has no dgid")
+        attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
+        attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
+    if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
+        raise VerbsError(
+            "ibv_modify_qp",
+            errno.EINVAL,
+            f"qp_access_flags has bits that are not access flags: 0x{unknown:x}",
         )
-        made.sq.max_inline = cap.max_inline_data
-        made.handle, made.xrcd = qp, domain
-        device.qps[made.number] = made
-        for user in (send_cq, recv_cq, srq, domain):
-            if user is not None:
-                user.users += 1
-        qp.qp_num = made.number
-        return keep(qp, made)
+    if not made.modify(QPAttrMask(mask), attrs):
+        raise VerbsError("ibv_modify_qp", errno.EINVAL)
+    native.on_commit(setattr, qp, "state", made.state)
+    device.start(made)
 
-    @verb
-    def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
-        made: QueuePair = bound(qp, "ibv_modify_qp")
-        attrs = {
-            name: getattr(attr, name)
-            for name, bit in FIELDS.items()
-            if bit & mask and name != "ah_attr" and not name.startswith("alt_")
-        }
-        if mask & QPAttrMask.AV:
-            if not attr.ah_attr.is_global:
-                raise VerbsError("ibv_modify_qp", errno.EINVAL, "ah_attr has no dgid")
-            attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
-            attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
-        if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
-            raise VerbsError(
-                "ibv_modify_qp",
-                errno.EINVAL,
-                f"qp_access_flags has bits that are not access flags: 0x{unknown:x}",
-            )
-        if not made.modify(QPAttrMask(mask), attrs):
-            raise VerbsError("ibv_modify_qp", errno.EINVAL)
-        door.on_commit(setattr, qp, "state", made.state)
-        device.start(made)
 
-    @verb
-    def query_qp(self, qp: Any, attr: Any, mask: int, init: Any) -> None:
-        made: QueuePair = bound(qp, "ibv_query_qp")
-        for name in FIELDS:
-            if name in made.attr and name != "ah_attr":
-                setattr(attr, name, made.attr[name])
-        attr.qp_state = attr.cur_qp_state = made.state
-        if address := made.attr.get("ah_attr"):
-            ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
-        for cap in (attr.cap, init.cap):
-            cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
-            cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge
-            cap.max_inline_data = made.sq.max_inline
-        init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
-        init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
+@verb
+def query_qp(qp: Any, attr: Any, mask: int, init: Any) -> None:
+    made: QueuePair = bound(qp, "ibv_query_qp")
+    for name in FIELDS:
+        if name in made.attr and name != "ah_attr":
+            setattr(attr, name, made.attr[name])
+    attr.qp_state = attr.cur_qp_state = made.state
+    if address := made.attr.get("ah_attr"):
+        ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
+    for cap in (attr.cap, init.cap):
+        cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
+        cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge
+        cap.max_inline_data = made.sq.max_inline
+    init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
+    init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
 
-    @verb
-    def sends_for_receive(self, qp: Any) -> int:
-        made: QueuePair = bound(qp, "ibv_query_qp")
-        return sum(wqe.opcode in CONSUMES_RECEIVE for wqe in tuple(made.sq.pending))
 
-    @verb
-    def destroy_qp(self, qp: Any) -> None:
-        made: QueuePair = drop(qp, "ibv_destroy_qp")
-        made.drop_queues()
-        made.sq.refuses = made.rq.refuses = errno.EINVAL
-        for group in list(device.groups):
-            device.detach(made, group)
-        for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
-            if user is not None:
-                user.users -= 1
-        del device.qps[made.number]
+@verb
+def sends_for_receive(qp: Any) -> int:
+    made: QueuePair = bound(qp, "ibv_query_qp")
+    return sum(wqe.opcode in CONSUMES_RECEIVE for wqe in tuple(made.sq.pending))
 
-    @verb
-    def create_ah(self, pd: Any, attr: Any) -> Any:
-        bound(pd, "ibv_create_ah")
-        grh = attr.grh
-        if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(device.gids):
-            raise VerbsError("ibv_create_ah", errno.EINVAL)
-        ah = ffi.new("struct ibv_ah *")
-        ah.context, ah.pd = pd.context, pd
-        way = AddressHandle(
-            device.gids[grh.sgid_index],
-            bytes(grh.dgid.raw),
-            attr.sl,
-            grh.flow_label & 0xFFFFF,
-            grh.hop_limit,
-            grh.traffic_class,
-        )
-        return keep(ah, way)
 
-    @verb
-    def destroy_ah(self, ah: Any) -> None:
-        drop(ah, "ibv_destroy_ah")
+@verb
+def destroy_qp(qp: Any) -> None:
+    made: QueuePair = drop(qp, "ibv_destroy_qp")
+    made.drop_queues()
+    made.sq.refuses = made.rq.refuses = errno.EINVAL
+    for group in list(device.groups):
+        device.detach(made, group)
+    for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
+        if user is not None:
+            user.users -= 1
+    del device.qps[made.number]
 
-    @verb
-    def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
-        made: QueuePair = bound(qp, "ibv_attach_mcast")
-        if made.type is not QPType.UD or not _is_group(gid):
-            raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-        device.attach(made, gid)
 
-    @verb
-    def detach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
-        if not device.detach(bound(qp, "ibv_detach_mcast"), gid):
-            raise VerbsError("ibv_detach_mcast", errno.EINVAL)
+@verb
+def create_ah(pd: Any, attr: Any) -> Any:
+    bound(pd, "ibv_create_ah")
+    grh = attr.grh
+    if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(device.gids):
+        raise VerbsError("ibv_create_ah", errno.EINVAL)
+    ah = ffi.new("struct ibv_ah *")
+    ah.context, ah.pd = pd.context, pd
+    address = AddressHandle(
+        device.gids[grh.sgid_index],
+        bytes(grh.dgid.raw),
+        attr.sl,
+        grh.flow_label & 0xFFFFF,
+        grh.hop_limit,
+        grh.traffic_class,
+    )
+    return keep(ah, address)
+
+
+@verb
+def destroy_ah(ah: Any) -> None:
+    drop(ah, "ibv_destroy_ah")
+
+
+@verb
+def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+    made: QueuePair = bound(qp, "ibv_attach_mcast")
+    if made.type is not QPType.UD or not _is_group(gid):
+        raise VerbsError("ibv_attach_mcast", errno.EINVAL)
+    device.attach(made, gid)
+
+
+@verb
+def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+    if not device.detach(bound(qp, "ibv_detach_mcast"), gid):
+        raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 
 def _is_group(gid: bytes) -> bool:

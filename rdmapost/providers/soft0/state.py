@@ -1,8 +1,8 @@
 """What all verbs of the soft device have in common.
 
 The device itself, and what the C structs stand for.  ``verb`` makes a control
-verb of a method: it holds the device's lock, and all that it changes in the
-device is there when it returns, or, if it raises, nothing of it
+verb of a function: it holds the device's lock, and all that it changes in the
+device is done when it returns, or undone if it raises
 (``_c/soft0/verb.c``).  The data verbs are in C (``_c/soft0/context.c``).
 """
 
@@ -17,14 +17,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from ..._binding import address_of, door
+from ..._binding import address_of, native
 from ...errors import VerbsError
 from .engine.device import Device, OpenDevice, ready
 from .engine.table import Table
 
 __all__ = [
     "OpenHandles",
-    "bind_verbs",
     "bound",
     "context_of",
     "contexts",
@@ -40,25 +39,14 @@ _log = logging.getLogger("rdmapost.soft")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_verbs: set[Callable[..., Any]] = set()
-
 
 def verb(function: _Function) -> _Function:
-    """Make a control verb of a method, once its provider is bound."""
-    _verbs.add(function)
-    return function
-
-
-def bind_verbs(provider: Any) -> None:
-    """Put in the place of a provider's control verbs what calls them in one step.
+    """Make a control verb of a function.
 
     That is C from its first instruction to its last, so no signal handler runs between the end of
     a verb and its return.
     """
-    for name in dir(provider):
-        method = getattr(provider, name)
-        if getattr(method, "__func__", None) in _verbs:
-            setattr(provider, name, functools.partial(door.verb, method))
+    return functools.partial(native.verb, function)  # type: ignore[return-value]
 
 
 _tables: list[dict[Any, Any]] = []
@@ -155,7 +143,7 @@ def _give_up(worker: Any, error: BaseException) -> int:
         raise
 
 
-def _tell() -> None:
+def _log_faults() -> None:
     while True:
         try:
             fault = _faults.pop()
@@ -164,18 +152,18 @@ def _tell() -> None:
         _log.error("the soft device failed; the work request did too", exc_info=fault)
 
 
-_left: list[Any] = []
+_kept: list[Any] = []
 
 
 def _reset() -> bool:
-    """Begin anew after a fork: what is there belongs to the parent process.
+    """Start over after a fork: all of it belongs to the parent process.
 
     It is kept, for structs of it may still be referred to, and its descriptors stay open.
     """
-    _left.append(dict(vars(device)))
+    _kept.append(dict(vars(device)))
     device.__init__(device.name)  # type: ignore[misc]
     for each in _tables:
-        _left.append(dict(each))
+        _kept.append(dict(each))
         for key in list(each):
             del each[key]
     return True
@@ -190,14 +178,14 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
     )
 
 
-os.register_at_fork(after_in_child=door.after_fork)
+os.register_at_fork(after_in_child=native.after_fork)
 
-door.soft_device(
+native.soft_device(
     objects,
     ready,
     device.step,
     _give_up,
-    _tell,
+    _log_faults,
     _reset,
     _refuse,
     setattr,

@@ -33,7 +33,9 @@ else:
             from . import aserver as module
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(module, name)
+        found = getattr(module, name)
+        found.__module__ = "rdmapost.connect"
+        return found
 
 
 __all__ = [

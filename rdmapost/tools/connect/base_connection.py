@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit, within
-from ..._binding import door
+from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ, WC
@@ -31,7 +31,7 @@ from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, R
 __all__ = ["BaseConnection"]
 
 
-class BaseConnection(door.Finalizer, NotCopied):
+class BaseConnection(native.Finalizer, NotCopied):
     """A queue pair of this device, connected to a server's.
 
     ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request

@@ -14,7 +14,7 @@ from io import FileIO
 from threading import get_ident
 from typing import Any
 
-from ..._binding import door
+from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
@@ -404,7 +404,7 @@ class Connection(BaseConnection, ClosesOnExit):
         self._wake.close()
 
     def _leave(self, sock: socket.socket) -> None:
-        if (in_verb := door.in_verb()) or self._is_asking():
+        if (in_verb := native.in_verb()) or self._is_asking():
             self._closed_in_question = True
             # The server's release may have to wait for that verb.
             self._shut_down(sock, 0.0 if in_verb else self.timeout)

@@ -9,7 +9,7 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from ..._binding import door
+from ..._binding import native
 from ...resources.device import Context
 from ..resource_stack import ClosesOnExit
 from ..tcp import TCPError, listen, show_address, stop_listening
@@ -132,7 +132,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         raise from_tcp(error) from error
 
 
-class BaseServer(door.Finalizer, NotCopied):
+class BaseServer(native.Finalizer, NotCopied):
     """What Server and AsyncServer have in common."""
 
     # At the interpreter's exit a finalizer may find no globals.

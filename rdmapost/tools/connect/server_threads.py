@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from ..._binding import door
+from ..._binding import native
 from ...errors import RdmaError
 from ...resources.device import Context
 from ...resources.memory import PD
@@ -210,7 +210,7 @@ class ServerThreads:
         self.end()
         if self._start_once.acquire(blocking=False):
             self._release()
-        elif not door.in_verb():
+        elif not native.in_verb():
             self._finished.wait(_SHUTDOWN_S)
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class ServerThreads:
             return
         self.end()
         this, acceptor = threading.current_thread(), self._acceptor
-        if acceptor is None or this is acceptor or this in self._clients or door.in_verb():
+        if acceptor is None or this is acceptor or this in self._clients or native.in_verb():
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
         if self._finished.wait(self.server.timeout + _SHUTDOWN_S):

@@ -8,6 +8,7 @@ from ...enums import QPState, QPType
 from ...errors import RdmaError
 from ...resources.address import GIDChoice, choose_gid
 from ...resources.device import GID
+from ...resources.qp import asked_gid_index, chosen_gid
 from .finding import Finding
 from .looking import Seen
 from .path import check_gid, check_port, check_way, uses_gids
@@ -57,7 +58,7 @@ def check_gids(seen: Seen) -> Iterable[Finding]:
         )
         return
     source = seen.source
-    chosen = qp._gid
+    chosen = chosen_gid(qp)
     if chosen is None or chosen.index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid
         kind = None if source is None else source.gid_type
@@ -74,9 +75,9 @@ def _chosen(seen: Seen) -> Iterable[Finding]:
     if seen.attr.qp_state is QPState.ERR and qp.qp_type is not QPType.UD:
         return
     try:
-        chosen = qp._gid or choose_gid(qp.pd.context, qp.port_num, qp._gid_index)
+        chosen = chosen_gid(qp) or choose_gid(qp.pd.context, qp.port_num, asked_gid_index(qp))
     except RdmaError as error:
-        wanted = qp._gid_index is not None
+        wanted = asked_gid_index(qp) is not None
         yield Finding(
             "gid-wrong" if wanted else "gid-none",
             "problem",

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 from ...enums import QPState, QPType
 from ...errors import RdmaError
 from ...resources.device import GIDTableEntry, PortAttr
 from ...resources.endpoint import Endpoint
 from ...resources.memory import PD
+from ...resources.qp import QP
 from ...resources.qp_attr import QPAttr
-from ...resources.qp_transitions import Steps
+from ...resources.resource import open_children
 from .system import System
-
-if TYPE_CHECKING:
-    from ...resources.qp import QP
 
 __all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "is_queue_pair", "look", "name_of"]
 
@@ -117,8 +115,8 @@ def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:
-    """Whether it is a queue pair; only those have steps, and QP itself calls these checks."""
-    return isinstance(thing, Steps)
+    """Whether it is a queue pair."""
+    return isinstance(thing, QP)
 
 
 def name_of(qp: QP) -> str:
@@ -142,8 +140,8 @@ def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> Q
         here = path.dgid in [entry.gid for entry in table]
     if not here:
         return None
-    for pd in qp.pd.context._open_children():
-        for child in pd._open_children() if isinstance(pd, PD) else ():
+    for pd in open_children(qp.pd.context):
+        for child in open_children(pd) if isinstance(pd, PD) else ():
             if is_queue_pair(child) and child.qp_num == attr.dest_qp_num:
                 return child
     return None

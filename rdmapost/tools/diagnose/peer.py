@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ...enums import Access, GIDType, QPState, QPType
 from ...resources.endpoint import Endpoint
+from ...resources.qp import QP, chosen_gid
 from ...resources.qp_attr import QPAttr
 from .finding import Finding, Severity
 from .looking import RECEIVES, Seen
 from .queuepair import has_receive, waiting_sends
-
-if TYPE_CHECKING:
-    from ...resources.qp import QP
 
 __all__ = ["check_peer"]
 
@@ -158,7 +155,8 @@ def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 again,
                 about,
             )
-    gid = None if peer._gid is None else peer._gid.gid
+    chosen = chosen_gid(peer)
+    gid = None if chosen is None else chosen.gid
     if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
         crossed = False
         yield Finding(

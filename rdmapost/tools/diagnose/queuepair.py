@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ...enums import Access, QPState, QPType
 from ...resources.cq import CQ
 from ...resources.events import OVERRUN, has_overrun
-from ...resources.resource import Resource
+from ...resources.qp import QP, oldest_send, sends_for_receive
+from ...resources.resource import Resource, creator, open_children
 from ...resources.srq import SRQ
 from ...timers import RNR_FOR_EVER, ack_timeout, rnr_timer, until_retry_exc, until_rnr_retry_exc
 from .finding import Finding, Severity, duration
 from .looking import CONNECTED, Seen, is_queue_pair
-
-if TYPE_CHECKING:
-    from ...resources.qp import QP
 
 __all__ = [
     "check_access",
@@ -53,7 +50,7 @@ _STATES: dict[QPState, tuple[Severity, str]] = {
 
 def check_process(qp: QP, about: str) -> Iterable[Finding]:
     """Look at whether it is this process that made it; in any other it cannot be read."""
-    maker = qp._pid
+    maker = creator(qp)
     if maker != os.getpid():
         yield Finding(
             "other-process",
@@ -246,10 +243,10 @@ def check_sends(seen: Seen) -> Iterable[Finding]:
         return
     # Which of them are SIGNALED is not kept.
     unsure = not qp.sq_sig_all
-    oldest = qp._send.in_flight.entry(0)
+    oldest = oldest_send(qp)
     evidence = f"sends outstanding: {count} of max_send_wr={qp.max_send_wr}"
     if oldest is not None:
-        evidence += f", the oldest with wr_id {oldest[0]}"
+        evidence += f", the oldest with wr_id {oldest}"
     failed = seen.attr.qp_state in _FAILED
     if count and failed and qp.send_cq in _overrun(qp):
         yield Finding("outstanding", "info", f"{evidence}; {_LOST}", about=seen.about)
@@ -351,7 +348,7 @@ def _overrun(qp: QP) -> list[CQ]:
 
 def _check_cq(cq: CQ, seen: Seen) -> Finding:
     outstanding = capacity = 0
-    users = cq._open_children()
+    users = open_children(cq)
     shared: dict[int, SRQ] = {}
     for user in users:
         sends, receives = _what_completes(user, cq, shared)
@@ -421,8 +418,7 @@ def waiting_sends(seen: Seen) -> int | None:
     qp = seen.qp
     if not qp.outstanding.send or seen.attr.qp_state in _FAILED:
         return 0
-    count: int | None = qp._verb(qp.pd.context._provider.sends_for_receive)
-    return count
+    return sends_for_receive(qp)
 
 
 def has_receive(qp: QP) -> bool:

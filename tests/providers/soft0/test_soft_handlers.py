@@ -271,7 +271,7 @@ def alloc(self, context):
 
 rp.PD  # Loads what tells ClosedError to the C.
 try:
-    door.verb(alloc, provider, context)
+    native.verb(alloc, provider, context)
 except LookupError:
     child()
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

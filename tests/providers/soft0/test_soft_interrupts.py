@@ -37,7 +37,7 @@ from rdmapost import (
     SRQType,
     VerbsError,
 )
-from rdmapost._binding import door, ffi, lib
+from rdmapost._binding import ffi, lib, native
 from rdmapost.enums import SendFlags
 from rdmapost.providers import soft_provider
 from rdmapost.providers.soft0 import state as soft_state
@@ -197,14 +197,14 @@ class Bench:
         else:
             wr.wr.rdma = (self.addr + 1024, self.mr.rkey)
         assert lib.ibv_post_send(qp, wr, ffi.cast("struct ibv_send_wr **", bad)) == 0
-        door.run_device()
+        native.run_device()
 
     def receive(self, qp: Any, wr_id: int = 1, at: int = 512, size: int = 64) -> None:
         wr, bad, sges = ffi.new("struct ibv_recv_wr *"), ffi.new("void **"), self.sge(at, size)
         wr.wr_id, wr.sg_list, wr.num_sge = wr_id, sges, 1
         post = lib.ibv_post_recv if "ibv_qp" in str(ffi.typeof(qp)) else lib.ibv_post_srq_recv
         assert post(qp, wr, ffi.cast("struct ibv_recv_wr **", bad)) == 0
-        door.run_device()
+        native.run_device()
 
     def tag(self, srq: Any, opcode: OpsOpcode, handle: int = 0) -> int:
         op, bad, sges = ffi.new("struct ibv_ops_wr *"), ffi.new("void **"), self.sge(256, 32)
@@ -212,11 +212,11 @@ class Bench:
         op.tm.handle = handle
         op.tm.add = (91, sges, 1, 5, (1 << 64) - 1)
         assert lib.ibv_post_srq_ops(srq, op, ffi.cast("struct ibv_ops_wr **", bad)) == 0
-        door.run_device()
+        native.run_device()
         return int(op.tm.handle)
 
     def poll(self) -> None:
-        door.run_device()
+        native.run_device()
         wc = ffi.new("struct ibv_wc[16]")
         while (count := lib.ibv_poll_cq(self.cq, 16, wc)) > 0:
             self.completions += [(w.wr_id, w.status, w.byte_len) for w in wc[0:count]]
@@ -355,7 +355,7 @@ def bind_of(b: Bench) -> Any:
 
 def bind_type_1(qp: Any, mw: Any, bind: Any) -> None:
     assert lib.rp_bind_mw(qp, mw, bind) == 0
-    door.run_device()
+    native.run_device()
 
 
 def destroyed_with_work(b: Bench) -> Any:
@@ -894,7 +894,7 @@ def settled(digest: list[Any]) -> Any:
 FORKED = """
 import os, signal
 import rdmapost as rp
-from rdmapost._binding import door, ffi, lib
+from rdmapost._binding import native, ffi, lib
 from rdmapost.providers import soft_provider
 from rdmapost.providers.soft0 import state as soft_state
 provider = soft_provider()
@@ -944,7 +944,7 @@ def alloc(self, context):
     inside.set()
     assert go.wait(20)
 
-thread = threading.Thread(target=door.verb, args=(alloc, provider, context))
+thread = threading.Thread(target=native.verb, args=(alloc, provider, context))
 thread.start()
 assert inside.wait(20)
 fork()
@@ -969,7 +969,7 @@ def fork_here():
 rp.PD  # Loads what tells ClosedError to the C.
 before = soft_state.device.port_mtu
 try:
-    door.verb(alloc, provider, context)
+    native.verb(alloc, provider, context)
 except rp.ClosedError as error:
     assert not pid and "forked in the middle of a verb" in str(error)
     assert soft_state.device.port_mtu == before
@@ -1025,7 +1025,7 @@ def test_destroy_that_is_refused_says_why_and_changes_nothing():
 HANDLER = """
 import signal, sys, threading, time
 import rdmapost as rp
-from rdmapost._binding import door
+from rdmapost._binding import native
 
 signal.alarm(20)
 context = rp.open_device("soft0")
@@ -1055,7 +1055,7 @@ def verb():
 
 thread = threading.Thread(target=other)
 thread.start()
-print(door.verb(verb))
+print(native.verb(verb))
 thread.join(20)
 print(thread.is_alive())
 """

@@ -7,7 +7,7 @@ from collections import deque
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from ...._binding import door, ffi, lib
+from ...._binding import ffi, lib, native
 from ....enums import EventType
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ NO_TAG = tm_info(0, 0)
 _Event = TypeVar("_Event")
 
 
-class _EventSource(door.Record, Generic[_Event]):
+class _EventSource(native.Record, Generic[_Event]):
     """Events behind a file descriptor, which is readable when one is pending.
 
     The descriptor is a timer. It fires at once for an event, and when a parked work request is due
@@ -42,7 +42,7 @@ class _EventSource(door.Record, Generic[_Event]):
     """
 
     def __init__(self, device: Device) -> None:
-        self.fd: int = door.made(os.close, lib.timerfd_create, *_TIMER)
+        self.fd: int = native.made(os.close, lib.timerfd_create, *_TIMER)
         if self.fd < 0:
             raise OSError(ffi.errno, "timerfd_create")
         self._device = device
@@ -51,17 +51,17 @@ class _EventSource(door.Record, Generic[_Event]):
 
     def close(self) -> None:
         """Close the descriptor."""
-        door.on_commit(os.close, self.fd)
+        native.on_commit(os.close, self.fd)
 
     def signal(self) -> None:
         """Make the descriptor readable now if events are pending, else when work is due."""
         ns = self._device.nanoseconds_until_due()
-        door.on_commit(door.set_timer, self.fd, self.events, ns)
+        native.on_commit(native.set_timer, self.fd, self.events, ns)
 
     def take(self) -> _Event | None:
         """Return the next event, or None."""
         events = self.events
-        event = door.take(events) if events else None
+        event = native.take(events) if events else None
         self.signal()
         return event
 
@@ -80,7 +80,7 @@ class Channel(_EventSource["CompletionQueue"]):
             self.signal()
 
 
-class CompletionQueue(door.DeviceQueue):
+class CompletionQueue(native.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
@@ -104,17 +104,17 @@ class CompletionQueue(door.DeviceQueue):
         if len(entries) >= self.capacity:
             return False
         fields, queue, frees, solicited, tag = entry
-        door.add(self, (_wc(*fields) + tag, queue, frees))
+        native.add(self, (_wc(*fields) + tag, queue, frees))
         if (channel := self.channel) is not None:
             # The queue may be armed until then.
-            door.at_the_end(
-                door.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
+            native.at_the_end(
+                native.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
             )
         return True
 
     def forget(self, queue: WorkQueue) -> None:
         """Drop the entries of a queue that is being destroyed or reset."""
-        door.on_commit(door.forget, self.pending, queue)
+        native.on_commit(native.forget, self.pending, queue)
 
 
 class EventQueue(_EventSource["tuple[EventType, Any]"]):
@@ -122,7 +122,7 @@ class EventQueue(_EventSource["tuple[EventType, Any]"]):
 
     def push(self, event: EventType, element: Any) -> None:
         """Add an event about an object's struct, or a port number."""
-        door.put(self.events, (event, element))
+        native.put(self.events, (event, element))
         self.signal()
 
     def tell_overrun(self, cq: CompletionQueue) -> None:

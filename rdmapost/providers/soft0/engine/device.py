@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable
 
-from ...._binding import door
+from ...._binding import native
 from ....enums import MTU
 from . import requester, responder
 from .completion import Channel, EventQueue
@@ -32,7 +32,7 @@ def _as_it_is(wr_id: int) -> int:
     return wr_id
 
 
-class OpenDevice(door.Record):
+class OpenDevice(native.Record):
     """One open context of the device."""
 
     def __init__(self, device: Device) -> None:
@@ -44,7 +44,7 @@ class OpenDevice(door.Record):
         """The users' interface to those."""
 
 
-class Device(door.Record):
+class Device(native.Record):
     """A software RDMA device.
 
     Every verb holds one lock, which covers everything (``_c/soft0/verb.c``). The device has no
@@ -119,14 +119,14 @@ class Device(door.Record):
     def _set_parked(self, parked: frozenset[QueuePair]) -> None:
         self.parked = parked
         self._due = min((qp.due for qp in parked), default=-1.0)
-        door.on_commit(door.come_back, self._due)
+        native.on_commit(native.come_back, self._due)
         sources: frozenset[Channel | EventQueue] = self.channels | self.event_queues
         for source in sources:
             source.signal()
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
         """Have what is posted to it carried out after the verb or step."""
-        door.on_commit(door.start, worker)
+        native.on_commit(native.start, worker)
 
     def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
         """Carry out one of the pending work requests; return whether to come again.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from operator import setitem
 from typing import Any
 
-from ...._binding import door
+from ...._binding import native
 from ....enums import Access, MWType, WCStatus
 from .table import Table
 from .wire import Segments
@@ -50,7 +50,7 @@ class ProtectionDomain:
     __slots__ = ()
 
 
-class Region(door.Record):
+class Region(native.Record):
     """Registered memory."""
 
     __slots__ = ("access", "addr", "length", "lkey", "memory", "pd", "rkey", "valid", "windows")
@@ -69,7 +69,7 @@ class Region(door.Record):
         self.windows = 0
 
 
-class Window(door.Record):
+class Window(native.Record):
     """A memory window, unbound until it has a region."""
 
     __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
@@ -105,7 +105,7 @@ _STALE_STEP = 0x3F
 """The low bytes of successive keys differ, so that a stale key is not the next one."""
 
 
-class Memory(door.Record):
+class Memory(native.Record):
     """The keys of a device and what they stand for."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ def copy(source: Segments, target: Segments) -> None:
         piece, into = source[0], target[0]
         if len(piece) != len(into):
             into = into[: len(piece)]
-        door.on_commit(setitem, into, _ALL, piece)
+        native.on_commit(setitem, into, _ALL, piece)
     else:
         _copy_pieces(source, target)
 
@@ -312,5 +312,5 @@ def _copy_pieces(source: Segments, target: Segments) -> None:
             if not room:
                 room = memoryview(next(rooms))
             size = min(len(piece), len(room))
-            door.on_commit(setitem, room[:size], _ALL, piece[:size])
+            native.on_commit(setitem, room[:size], _ALL, piece[:size])
             piece, room = piece[size:], room[size:]

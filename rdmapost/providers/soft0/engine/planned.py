@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...._binding import door
+from ...._binding import native
 from ....enums import WCStatus
 from .table import Table
 
 __all__ = ["PlannedFaults"]
 
 
-class PlannedFaults(door.Record):
+class PlannedFaults(native.Record):
     """An open device's faults that have not fired yet.
 
     Args:
@@ -27,7 +27,7 @@ class PlannedFaults(door.Record):
 
     def __init__(self, wr_id_of: Callable[[int], int | None]) -> None:
         self._wr_id_of = wr_id_of
-        self.posts = door.PostFaults()
+        self.posts = native.PostFaults()
         self.statuses: dict[int, WCStatus] = Table()
         self.refusals: dict[int, int] = Table()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING, Any
 
-from ...._binding import door
+from ...._binding import native
 from ....enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
 from ....posting.rules import OPCODES_BY_QP_TYPE
 from ....qp_states import OPTIONAL, RANGES, REQUIRED
@@ -52,7 +52,7 @@ ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
 """What ibv_modify_qp accepts, both ends included."""
 
 
-class QueuePair(door.Record):
+class QueuePair(native.Record):
     """A queue pair of the device."""
 
     def __init__(
@@ -144,7 +144,7 @@ class QueuePair(door.Record):
 
     def drop_queues(self) -> None:
         """Forget what is posted and what has completed, without completions."""
-        for wqe in door.posted(self.sq):
+        for wqe in native.posted(self.sq):
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):

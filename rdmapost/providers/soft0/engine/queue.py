@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ...._binding import door
+from ...._binding import native
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
 
-WQE = door.WQE
+WQE = native.WQE
 """A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
 ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not have
 are garbage. ``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data
@@ -21,7 +21,7 @@ copied when it was posted, ``ah``, ``window`` and ``region`` are the objects nam
 told how it ended, if it is the device's own (tags)."""
 
 
-class WorkQueue(door.DeviceQueue):
+class WorkQueue(native.DeviceQueue):
     """A queue of work requests with a fixed number of slots.
 
     A slot is taken by the post, which is in C. It comes free only when a completion that shows its
@@ -47,17 +47,17 @@ class WorkQueue(door.DeviceQueue):
 
     def take(self) -> WQE:
         """Remove and return the first work request."""
-        wqe: WQE = door.take(self.pending)
+        wqe: WQE = native.take(self.pending)
         return wqe
 
     def clear(self) -> None:
         """Forget everything."""
         self.silent = 0
         # This includes what a signal handler posts meanwhile.
-        door.on_commit(door.clear, self)
+        native.on_commit(native.clear, self)
 
 
-class XRCDomain(door.Record):
+class XRCDomain(native.Record):
     """Which XRC targets and XRC shared receive queues may be used together."""
 
     __slots__ = ("handle", "inode", "opened", "users")
@@ -70,7 +70,7 @@ class XRCDomain(door.Record):
         self.users = 0
 
 
-class SharedReceiveQueue(door.Record):
+class SharedReceiveQueue(native.Record):
     """Receives that many queue pairs share."""
 
     __slots__ = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...._binding import door
+from ...._binding import native
 
 __all__ = ["Table"]
 
@@ -22,18 +22,18 @@ class Table(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         old = self.get(key, _ABSENT)
         if old is _ABSENT:
-            door.undo(dict.pop, self, key, None)
+            native.undo(dict.pop, self, key, None)
         else:
-            door.undo(dict.__setitem__, self, key, old)
+            native.undo(dict.__setitem__, self, key, old)
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        door.undo(dict.__setitem__, self, key, self[key])
+        native.undo(dict.__setitem__, self, key, self[key])
         dict.__delitem__(self, key)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove a key; return what it stood for, or the default."""
         old = self.get(key, _ABSENT)
         if old is not _ABSENT:
-            door.undo(dict.__setitem__, self, key, old)
+            native.undo(dict.__setitem__, self, key, old)
         return dict.pop(self, key, *default)

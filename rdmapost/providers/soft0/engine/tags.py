@@ -20,7 +20,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...._binding import door
+from ...._binding import native
 from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
 from .completion import NO_TAG, Entry, tm_info
 from .memory import Fault, gather
@@ -82,7 +82,7 @@ class _Entry(NamedTuple):
     mask: int
 
 
-class MatchingList(door.Record):
+class MatchingList(native.Record):
     """The matching list of a shared receive queue, and its operations.
 
     Attributes:
@@ -139,7 +139,7 @@ class MatchingList(door.Record):
         if handle not in self._entries:
             return False
         self._drop(handle)
-        door.on_commit(door.use_slots, self.slots, -1)
+        native.on_commit(native.use_slots, self.slots, -1)
         return True
 
     def _drop(self, handle: int) -> None:
@@ -329,8 +329,8 @@ class _Rendezvous:
         # The FIN repeats the request, except for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
-        door.on_commit(self._qp.sq.pending.append, read)
-        door.on_commit(self._qp.sq.pending.append, fin)
+        native.on_commit(self._qp.sq.pending.append, read)
+        native.on_commit(self._qp.sq.pending.append, fin)
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:

@@ -1,0 +1,154 @@
+"""What threads and tasks wait for: the completions of a CQ, the events of a channel or a device.
+
+The functions are for the other resources.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .._arguments import seconds
+from .._binding import native
+from ..errors import RdmaError
+from .resource import Resource
+
+__all__ = [
+    "CompletionSource",
+    "EventSource",
+    "Waitable",
+    "drop_event",
+    "events_of",
+    "fd_of",
+    "note_overrun",
+    "overrun_noted",
+    "poller_of",
+    "take_all_events",
+    "take_event",
+    "wait_for_event",
+]
+
+_Event = TypeVar("_Event")
+
+
+class Waitable(Resource):
+    """A resource that threads and tasks wait on."""
+
+    __slots__ = ("_poller",)
+
+    _poller: native.Poller
+    """Who waits, and whose turn it is (``_c/polling/cq.c``)."""
+
+    def _event_fd(self) -> int:
+        """Return the descriptor that reports its events."""
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        if hasattr(self, "_poller"):
+            self._poller.release()
+
+
+class CompletionSource(Waitable):
+    """A CQ, as what waits for its completions knows it."""
+
+    __slots__ = ("_drop_event", "_overrun")
+
+    _drop_event: Callable[[], object]
+    """Takes an event off its private channel, if one is pending."""
+    _overrun: bool
+    """An event has reported that it has overrun."""
+
+
+class EventSource(Waitable):
+    """A resource that reports events: a completion channel, or a device."""
+
+    __slots__ = ("_events",)
+
+    _events: dict[Any, Any]
+    """Events taken but not yet returned."""
+
+    def _get_event(self) -> object:
+        """Take an event from the device, if one is pending; return None if there is none."""
+        raise NotImplementedError
+
+    def _take_event(self) -> object:
+        """Take an event, unless one is taken already; return None if there is none."""
+        if not self._events:
+            self._get_event()
+        return self._events or None
+
+
+def poller_of(resource: Waitable) -> native.Poller:
+    """Return what makes threads and tasks wait for each other."""
+    return resource._poller
+
+
+def fd_of(resource: Waitable) -> int:
+    """Return the descriptor that reports a resource's events."""
+    return resource._event_fd()
+
+
+def drop_event(cq: CompletionSource) -> None:
+    """Take an event off a CQ's private channel, if one is pending, for tasks."""
+    cq._poller.until(cq, -1, cq._drop_event, 0.0, True)
+
+
+def note_overrun(cq: CompletionSource) -> None:
+    """Remember that an event has reported that a CQ has overrun."""
+    cq._overrun = True
+
+
+def overrun_noted(cq: CompletionSource) -> bool:
+    """Whether an event that was returned has reported that a CQ has overrun."""
+    return cq._overrun
+
+
+def events_of(source: EventSource) -> dict[Any, Any]:
+    """Return the events taken but not yet returned."""
+    return source._events
+
+
+def take_event(source: EventSource) -> bool:
+    """Take an event for tasks, unless one is taken already; return whether one is."""
+    return source._poller.until(source, -1, source._take_event, 0.0, True) is not None
+
+
+def take_all_events(source: EventSource) -> None:
+    """Take the pending events, for tasks."""
+    while source._poller.until(source, -1, source._get_event, 0.0, True) is not None:
+        pass
+
+
+def wait_for_event(
+    source: EventSource, timeout: Any, next_event: Callable[[Any], _Event | None], refused: str
+) -> _Event | None:
+    """Wait in a thread for the next event.
+
+    Args:
+        source: what reports it.
+        timeout: the argument of the caller, in seconds; None waits as long as it takes.
+        next_event: of the source returns an event that is taken, and forgets it; or None.  It is
+            Python's, so no interrupt comes between it and the return.
+        refused: what to say where tasks wait for the events.
+
+    Returns:
+        the event, or None when none came in time.
+
+    Raises:
+        TypeError: timeout is not a number.
+        ValueError: timeout is NaN.
+        RdmaError: asyncio tasks wait for the events.
+        ClosedError: it is closed, or another thread closes it.
+        VerbsError: the device failed.
+    """
+    timeout = seconds(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if deadline is None else deadline - time.monotonic()
+        result = source._poller.until(source, source._event_fd(), source._take_event, left, False)
+        if result is NotImplemented:
+            raise RdmaError(refused)
+        # Another thread may get it instead.
+        if (event := next_event(source)) is not None or result is None:
+            return event

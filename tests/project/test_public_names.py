@@ -1,0 +1,77 @@
+"""What users see of the package: its names, and where these say they are from."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import typing
+
+import pytest
+from support import prints
+
+import rdmapost as rp
+
+MODULES = ("aio", "check", "connect", "diagnose", "explain", "frames", "loopback", "pingpong")
+NAMES = """
+AH AHAttr Access AsyncEvent AtomicCap AtomicCmpAndSwp AtomicFetchAndAdd Batch BindMW CQ
+ClosedError CompChannel CompletionError Context Datagram DeviceAttr DeviceCap DeviceInfo
+Endpoint EventType GID GIDChoice GIDTableEntry GIDType GRH InUseError LinkLayer LocalInv MR
+MTU MULTICAST_QPN MW MWType MigState NoDeviceError NoRdmaError NodeType Opcode OpsFlags
+OpsOpcode OpsWR Outstanding PD PortAttr PortState PostError PreparedWR QP QPAttr QPAttrMask
+QPState QPType RdmaError RdmaRead RdmaWrite RdmaWriteWithImm RecvWR SGE SRQ SRQAttr
+SRQAttrMask SRQType Send SendFlags SendWR SendWithImm SendWithInv TSO TagAdd TagDel
+TagHandle TagSync UnsupportedError VerbsError WC WCFlags WCOpcode WCStatus WaitTimeout XRCD
+__version__ choose_gid get_async_event list_devices max_inline open_device
+"""
+CLASSES = [name for name in rp.__all__ if inspect.isclass(getattr(rp, name))]
+
+
+def test_dir_is_the_public_names_and_the_version() -> None:
+    """No module, helper or name of Python's own, whatever has been imported before."""
+    names = NAMES.split()
+    assert dir(rp) == names
+    assert prints("import rdmapost, rdmapost.connect; print(*dir(rdmapost))").split() == names
+
+
+@pytest.mark.parametrize("module", ["rdmapost", *(f"rdmapost.{name}" for name in MODULES)])
+def test_public_names_say_which_public_module_they_are_from(module: str) -> None:
+    """That of every class and function is the one that users import it from."""
+    public = importlib.import_module(module)
+    things = [getattr(public, name) for name in public.__all__]
+    modules = {
+        thing.__name__: thing.__module__
+        for thing in things
+        if inspect.isclass(thing) or inspect.isfunction(thing)
+    }
+    assert modules
+    assert modules == dict.fromkeys(modules, module)
+
+
+def test_classes_can_be_pickled_by_their_public_name() -> None:
+    """And what is found under that name is the class itself."""
+    for name in CLASSES:
+        thing = getattr(rp, name)
+        assert pickle.loads(pickle.dumps(thing)) is thing, name
+        assert copy.deepcopy(thing) is thing, name
+
+
+def test_a_new_interpreter_reads_what_was_pickled() -> None:
+    """Nothing of the package is imported there before."""
+    address = rp.AHAttr(dgid=rp.GID("fe80::1"))
+    posted = [rp.SendFlags.INLINE | rp.SendFlags.SIGNALED, rp.QPState.RTS, address]
+    for given in posted:
+        assert copy.deepcopy(given) == given
+    text = pickle.dumps(posted).hex()
+    read = f"import pickle; print(pickle.loads(bytes.fromhex({text!r})))"
+    assert prints(read).strip() == repr(posted)
+
+
+@pytest.mark.parametrize("name", sorted({*CLASSES} - {"Send", "SendWithImm"}))
+def test_type_hints_of_public_classes_can_be_resolved(name: str) -> None:
+    """In the module that the class gives as its own.
+
+    Those of Send and SendWithImm are in a private base, where only type checkers import AH.
+    """
+    assert typing.get_type_hints(getattr(rp, name)) is not None
