@@ -150,15 +150,16 @@ class PostError(VerbsError):
         self.reason = reason
 
     def __str__(self) -> str:
-        if self.index is None:
-            where = f"one of {self.count} work requests" if self.count > 1 else "the work request"
-        elif self.count == 1:
-            where = "the work request"
+        which = ""
+        if self.count == 1:
+            pass
+        elif self.index is None:
+            which = f"one of {self.count} work requests: "
         else:
-            where = f"work request {self.index + 1} of {self.count}"
-        # An index counts from 0 and a reader from 1: give both.
-        at = f" (index {self.index})" if self.index is not None and self.count > 1 else ""
-        return f"{where}{at}: {self.reason} [{_errno.errorcode.get(self.errno or 0, self.errno)}]"
+            # An index counts from 0 and a reader from 1: give both.
+            which = f"work request {self.index + 1} of {self.count} (index {self.index}): "
+        name = _errno.errorcode.get(self.errno or 0, self.errno)
+        return f"{self.call}: {which}{self.reason} [{name}]"
 
 
 class CompletionError(RdmaError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from .._arguments import expect, index, member
 from .._binding import ffi
-from ..enums import Access, LinkLayer, QPAttrMask, QPState, QPType
+from ..enums import MTU, Access, LinkLayer, QPAttrMask, QPState, QPType
 from ..errors import RdmaError, VerbsError
 from ..qp_states import FIELDS, RANGES, missing_attributes, unchangeable_attributes
 from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
@@ -173,11 +173,11 @@ class Steps(Resource):
                 expect(name, value, AHAttr)
                 value._fill(getattr(raw, name))
                 continue
-            attrs[name] = number = index(name, value)
+            attrs[name] = number = index(name, value, _ENUM_FIELDS.get(name, "int"))
             try:
                 setattr(raw, name, number)
-            except OverflowError as error:
-                raise ValueError(f"{name}={value!r} does not fit: {error}") from None
+            except OverflowError:
+                raise ValueError(f"{name}={value!r} does not fit struct ibv_qp_attr") from None
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs.get("qp_state", state), QPState)
         if reason := missing_attributes(self.qp_type, state, to, mask):
@@ -474,5 +474,11 @@ class Steps(Resource):
         return None
 
 
+_ENUM_FIELDS = {
+    "qp_state": QPState.__name__,
+    "cur_qp_state": QPState.__name__,
+    "path_mtu": MTU.__name__,
+    "qp_access_flags": Access.__name__,
+}
 _RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}
 _RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from .._wire import TMH, TMHOpcode, checksum_residue
 from ..enums import QPType
 
 __all__ = ["EAGER", "ETHERNET_BYTES", "TMH_BYTES", "ethernet", "tagged", "tcp", "what_is_wrong"]
 
 ETHERNET_BYTES = 14
-TMH_BYTES = 16
+TMH_BYTES = TMH.size
 """What a tag-matching message starts with (rdma-core's tag_matching.md)."""
-EAGER = 3
+EAGER = int(TMHOpcode.EAGER)
 """A tag-matching message that carries its payload."""
 
 # Locally administered, and addresses for documentation (RFC 5737).
@@ -41,7 +42,7 @@ def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
         payload: what follows the header.
         app_ctx: 32 bits that the receiver's completion shows (tm_priv).
     """
-    return struct.pack("!B3xIQ", EAGER, app_ctx, tag) + payload
+    return TMH.pack(EAGER, app_ctx, tag) + payload
 
 
 def tcp(qp_type: QPType) -> bytes:
@@ -100,16 +101,10 @@ def _what_differs(
             return f"its {what} is {found.hex()} and not {expected.hex()}"
     pseudo = packet[ip + 12 : tcp] + struct.pack("!HH", _PROTOCOL_TCP, len(packet) - tcp)
     for what, covered in (("IPv4", packet[ip:tcp]), ("TCP", pseudo + packet[tcp:])):
-        if not _sums_up(covered):
+        if checksum_residue(covered):
             return f"its {what} checksum is wrong"
     return None
 
 
 def _number(data: bytes, at: int, size: int) -> int:
     return int.from_bytes(data[at : at + size])
-
-
-def _sums_up(data: bytes) -> bool:
-    """Whether data including its checksum adds up to all ones (RFC 1071)."""
-    # 2^16 is 1 modulo 2^16 - 1, so that a long number leaves the sum of its words.
-    return int.from_bytes(data + bytes(len(data) % 2)) % 0xFFFF == 0

@@ -10,12 +10,12 @@ from typing import Any
 
 from .._arguments import expect, member, time_limit, within
 from .._binding import ffi
+from .._wire import GRH_BYTES
 from ..enums import Access, DeviceCap, MWType, QPType, SRQType
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
 from ..resources.cq import CQ, WC
 from ..resources.device import Context
-from ..resources.grh import GRH_BYTES
 from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._arguments import counted
+from ..._wire import GRH_BYTES
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import RdmaError
 from ...posting.wr import RecvWR
 from ...resources.channel import CompChannel
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
-from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack
