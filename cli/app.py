@@ -39,14 +39,14 @@ _COMMANDS = {
         ),
         ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
         ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
-        ("offload", "tso", "Let the device cut data into segments (TSO)."),
+        ("tso", "tso", "Let the device cut data into segments (TSO)."),
         ("tag", "tag", "Match messages to buffers by their tags."),
     ),
     "Two hosts": (
         ("serve", "serve", "Let commands of other processes post to this device."),
         ("pingpong", "pingpong", "Send a message back and forth between two hosts, and time it."),
     ),
-    "Shell": (("completion", "completion", "Print what lets a shell complete rdmapost."),),
+    "Shell": (("shell_completion", "completion", "Print what lets a shell complete rdmapost."),),
 }
 """Module, name, and the first sentence of its help, of every command, as help groups them."""
 

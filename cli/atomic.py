@@ -11,13 +11,13 @@ import click
 from .options import (
     U64,
     Peer,
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     given,
     peer_options,
-    shot_options,
+    post_options,
 )
 from .output import Output, need_command
 
@@ -59,13 +59,13 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
     "--swap", type=U64, metavar="N", default=1, show_default=True, help="The value to put there."
 )
 @flag_options("fence")
-@shot_options
+@post_options
 @peer_options(offset=True)
 @device_options
 def compare_and_swap(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer | None,
     initial: int,
     compare: int,
@@ -87,7 +87,7 @@ def compare_and_swap(
     _run(
         out,
         target,
-        shot,
+        settings,
         peer,
         Opcode.ATOMIC_CMP_AND_SWP,
         initial,
@@ -103,11 +103,11 @@ def compare_and_swap(
     "--add", type=U64, metavar="N", default=1, show_default=True, help="What to add; wraps at 2^64."
 )
 @flag_options("fence")
-@shot_options
+@post_options
 @peer_options(offset=True)
 @device_options
 def fetch_and_add(
-    out: Output, target: Target, shot: Shot, peer: Peer | None, initial: int, add: int
+    out: Output, target: Target, settings: PostSettings, peer: Peer | None, initial: int, add: int
 ) -> None:
     """Fetch and add: add to a value, and fetch what it was.
 
@@ -125,7 +125,7 @@ def fetch_and_add(
     _run(
         out,
         target,
-        shot,
+        settings,
         peer,
         Opcode.ATOMIC_FETCH_AND_ADD,
         initial,
@@ -138,7 +138,7 @@ def fetch_and_add(
 def _run(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer | None,
     opcode: Opcode,
     initial: int,
@@ -149,7 +149,7 @@ def _run(
     """Post atomics on one value and check what each of them did.
 
     Args:
-        out, target, shot, opcode: as in oneshot.loopback.
+        out, target, settings, opcode: as in post_local.loopback.
         peer: the server whose value it is, or None.
         initial: the value that stands there.
         make: makes the work request.
@@ -158,25 +158,25 @@ def _run(
     """
     from rdmapost import RdmaError
 
-    from .oneshot import loopback, post, send_flags, show
+    from .post_local import loopback, post, send_flags, show
 
     if peer is not None:
-        from .remote import atomic_at
+        from .post_remote import atomic_at
 
         if given("initial"):
             raise click.UsageError(
                 "--initial gives the old value without HOST", click.get_current_context()
             )
         there = {name: value for name, value in asked.items() if name != "initial"}
-        atomic_at(out, target, shot, peer, opcode, make, there)
+        atomic_at(out, target, settings, peer, opcode, make, there)
         return
-    count = shot.count
-    with loopback(out, target, shot, opcode, local_size=8 * count, remote_size=8) as pair:
+    count = settings.count
+    with loopback(out, target, settings, opcode, local_size=8 * count, remote_size=8) as pair:
         context = pair.local.cq.context
         if not context.attr.atomic_cap:
             raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
         pair.remote.mr.buffer[:8] = initial.to_bytes(8, sys.byteorder)
-        flags = send_flags(shot)
+        flags = send_flags(settings)
         post(
             out,
             pair,

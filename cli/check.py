@@ -29,7 +29,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
     """
     from rdmapost.check import run_checks
 
-    from .session import open_target
+    from .target import open_target
 
     results: list[Result] = []
     with open_target(out, target) as (context, port_num):

@@ -25,7 +25,7 @@ def devices(out: Output, target: Target) -> None:
     """
     from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
 
-    from .session import device_is_required, usage_error
+    from .target import device_is_required, usage_error
 
     out.doc["devices"] = found = []
     infos = list_devices()

@@ -42,7 +42,7 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
     from rdmapost import NoDeviceError, NoRdmaError, RdmaError
     from rdmapost.diagnose import diagnose_machine, worst_first
 
-    from .session import open_target
+    from .target import open_target
 
     out.doc.update(device=target.device, kind=None)
     found = diagnose_machine(target.device, port_num=target.port, gid_index=target.gid_index)

@@ -7,12 +7,12 @@ from typing import Any
 import click
 
 from .options import (
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     payload_options,
-    shot_options_for,
+    post_options_for,
 )
 from .output import Output
 
@@ -25,9 +25,9 @@ _LEAST = 16
 @click.command("bind-mw")
 @payload_options
 @flag_options("fence")
-@shot_options_for("rc", "uc", "xrc")
+@post_options_for("rc", "uc", "xrc")
 @device_options
-def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
+def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes) -> None:
     """Bind a type 2 memory window, and write data through it.
 
     The window is as long as the data, and another write tries what lies beside
@@ -35,10 +35,10 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
     the window's key is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
-    from rdmapost.tools.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .oneshot import loopback, post, send_flags, show, source, verify
+    from .post_local import loopback, post, send_flags, show, source, verify
 
     length = len(payload)
     if not length:
@@ -46,7 +46,7 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
     with loopback(
         out,
         target,
-        shot,
+        settings,
         Opcode.BIND_MW,
         access=WINDOW_REGION,
         depth=4,
@@ -54,12 +54,12 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
         remote_size=max(_LEAST, length) + 2 * MARGIN,
     ) as pair:
         wr = bind_wr(pair, pair.window(), MARGIN, length, wr_id=1)
-        wr.send_flags = send_flags(shot)
+        wr.send_flags = send_flags(settings)
         post(out, pair, [wr], binder(pair))
         out.doc["byte_len"] = length
         yields: dict[str, Any] = {"rkey": wr.rkey}
         if binder(pair) is pair.remote:
-            sges = source(pair, shot, payload)
+            sges = source(pair, settings, payload)
             pair.local.qp.post_send(
                 RdmaWrite(sg_list=sges, wr_id=2, **pair.target(MARGIN, wr.rkey))
             )
@@ -79,24 +79,24 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
 
 @click.command()
 @flag_options("fence")
-@shot_options_for("rc", "uc", "xrc")
+@post_options_for("rc", "uc", "xrc")
 @device_options
-def invalidate(out: Output, target: Target, shot: Shot) -> None:
+def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     """Invalidate the key of a type 2 memory window (LOCAL_INV).
 
     The window is bound and written through before, and a write with its key is
     tried again afterwards.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
-    from rdmapost.tools.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .oneshot import loopback, post, send_flags, show
+    from .post_local import loopback, post, send_flags, show
 
     with loopback(
         out,
         target,
-        shot,
+        settings,
         Opcode.LOCAL_INV,
         access=WINDOW_REGION,
         depth=4,
@@ -112,7 +112,7 @@ def invalidate(out: Output, target: Target, shot: Shot) -> None:
         post(
             out,
             pair,
-            [LocalInv(wr_id=1, invalidate_rkey=bind.rkey, send_flags=send_flags(shot))],
+            [LocalInv(wr_id=1, invalidate_rkey=bind.rkey, send_flags=send_flags(settings))],
             side,
         )
         out.doc["byte_len"] = 0

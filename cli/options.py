@@ -18,7 +18,7 @@ __all__ = [
     "U32",
     "U64",
     "Peer",
-    "Shot",
+    "PostSettings",
     "Target",
     "check_token",
     "device_options",
@@ -30,9 +30,9 @@ __all__ = [
     "payload_options",
     "payload_options_for",
     "peer_options",
+    "post_options",
+    "post_options_for",
     "seconds",
-    "shot_options",
-    "shot_options_for",
     "size_in_bytes",
     "timeout_option",
     "token_option",
@@ -125,7 +125,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
+class PostSettings:
     """How to post.
 
     Attributes:
@@ -323,7 +323,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
 
 
 def flag_options(*names: str) -> Callable[[Command], Command]:
-    """Add options for send flags; they end up in ``shot.flags``."""
+    """Add options for send flags; they end up in ``settings.flags``."""
     texts = {
         "inline": "Copy the data at the post (SendFlags.INLINE).",
         "fence": "Wait for earlier reads and atomics (SendFlags.FENCE).",
@@ -352,8 +352,8 @@ class _QPTypeChoice(_Choice):
         return super().convert(value, param, ctx)
 
 
-def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
-    """Add --qp-type and --timeout, and --count; the command gets ``shot``.
+def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
+    """Add --qp-type and --timeout, and --count; the command gets ``settings``.
 
     Args:
         qp_types: those to choose from, the default first; one alone is no option.
@@ -371,7 +371,9 @@ def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
                 for name in ("inline", "fence", "solicited")
                 if options.pop(name, False)
             )
-            return function(shot=Shot(_QP_TYPES[qp_type], count, timeout, flags), **options)
+            return function(
+                settings=PostSettings(_QP_TYPES[qp_type], count, timeout, flags), **options
+            )
 
         if count:
             command = click.option(
@@ -395,9 +397,9 @@ def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
     return decorate
 
 
-def shot_options(function: Command) -> Command:
-    """Add --qp-type of every type, --count and --timeout; the command gets ``shot``."""
-    return shot_options_for(*_QP_TYPES, count=True)(function)
+def post_options(function: Command) -> Command:
+    """Add --qp-type of every type, --count and --timeout; the command gets ``settings``."""
+    return post_options_for(*_QP_TYPES, count=True)(function)
 
 
 def payload_options(function: Command) -> Command:

@@ -130,7 +130,7 @@ def pingpong(
     from rdmapost import MTU, QPType
     from rdmapost.pingpong import Pingpong, listen
 
-    from .session import open_target, usage_error
+    from .target import open_target, usage_error
 
     out.doc.update(
         device=None,

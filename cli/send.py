@@ -9,13 +9,13 @@ import click
 from .options import (
     U32,
     Peer,
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     payload_options,
     peer_options,
-    shot_options,
+    post_options,
 )
 from .output import Output
 
@@ -31,7 +31,7 @@ __all__ = ["send"]
 @click.option("--imm", type=U32, metavar="N", help="Send 32 bits of immediate data too.")
 @click.option("--invalidate", is_flag=True, help="Invalidate a key of the other side (WITH_INV).")
 @flag_options("inline", "fence", "solicited")
-@shot_options
+@post_options
 @peer_options(offset=False)
 @device_options
 @click.pass_context
@@ -39,7 +39,7 @@ def send(
     ctx: click.Context,
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer | None,
     payload: bytes,
     imm: int | None,
@@ -56,19 +56,19 @@ def send(
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
 
-    from .oneshot import arrive, frame_header, loopback, post, send_flags, show, source, verify
+    from .post_local import arrive, frame_header, loopback, post, send_flags, show, source, verify
 
     if invalidate and imm is not None:
         raise click.UsageError("--imm and --invalidate exclude each other; give one of them", ctx)
     if peer is not None:
-        from .remote import send_to
+        from .post_remote import send_to
 
         if invalidate:
             raise click.UsageError("--invalidate needs a key of the other side; without HOST", ctx)
-        send_to(out, target, shot, peer, payload, imm)
+        send_to(out, target, settings, peer, payload, imm)
         return
-    header = frame_header(shot)
-    message, count = header + payload, shot.count
+    header = frame_header(settings)
+    message, count = header + payload, settings.count
     length = len(message)
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
     if invalidate:
@@ -76,7 +76,7 @@ def send(
     with loopback(
         out,
         target,
-        shot,
+        settings,
         opcode,
         local_size=length,
         remote_size=count * length,
@@ -86,8 +86,8 @@ def send(
         rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {
-            "sg_list": source(pair, shot, message),
-            "send_flags": send_flags(shot),
+            "sg_list": source(pair, settings, message),
+            "send_flags": send_flags(settings),
         }
 
         def make(index: int) -> SendWR:
@@ -120,7 +120,7 @@ def send(
 
 
 def _access(invalidate: bool) -> dict[str, Any]:
-    from rdmapost.tools.check.keys import WINDOW_REGION
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION
 
     # Windows are bound to the other side's memory.
     return {"access": WINDOW_REGION} if invalidate else {}
@@ -130,7 +130,7 @@ def _keys(pair: Loopback, count: int) -> list[int]:
     """Make keys of the other side that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
     from rdmapost.posting.rules import OPCODES_BY_QP_TYPE
-    from rdmapost.tools.check.keys import bind_wr
+    from rdmapost.tools.check.memory_windows import bind_wr
 
     qp_type = pair.local.qp.qp_type
     if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:

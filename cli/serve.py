@@ -156,7 +156,7 @@ def serve(
     from rdmapost import Access
     from rdmapost.tools import connect as library
 
-    from .session import open_target, usage_error
+    from .target import open_target, usage_error
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
@@ -341,7 +341,7 @@ class _Printer:
         from rdmapost.connect import Arrived, Joined, Left, Refused
         from rdmapost.tools.connect.messages import access_names
 
-        from .oneshot import as_text
+        from .post_local import as_text
 
         if isinstance(event, Joined):
             self._clients += 1
@@ -393,7 +393,7 @@ class _Printer:
             )
 
     def _arrived(self, client: int, arrival: Arrival) -> None:
-        from .oneshot import as_text
+        from .post_local import as_text
 
         doc: dict[str, Any] = {
             "client": client,

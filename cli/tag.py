@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import U64, Shot, Target, device_options, payload_options, shot_options_for
+from .options import U64, PostSettings, Target, device_options, payload_options, post_options_for
 from .output import Output, need_command
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def tag(ctx: click.Context) -> None:
 
 
 def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what every operation has; the command gets ``out, target, shot, payload, tag``."""
+    """Add what every operation has; the command gets ``out, target, settings, payload, tag``."""
     for decorate in (
         device_options,
-        shot_options_for("rc"),
+        post_options_for("rc"),
         payload_options,
         click.option(
             "--tag",
@@ -54,7 +54,7 @@ def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def add(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     payload: bytes,
     tag: int,
     mask: int | None,
@@ -67,7 +67,7 @@ def add(
     from rdmapost import OpsOpcode, WCOpcode
 
     mask = _ALL_BITS if mask is None else mask
-    with _tags(out, target, shot, OpsOpcode.TAG_ADD, payload) as pair:
+    with _tags(out, target, settings, OpsOpcode.TAG_ADD, payload) as pair:
         _operate(out, pair, _buffer(pair, payload, tag, mask), WCOpcode.TM_ADD)
         yields = _send(out, pair, payload, tag if message_tag is None else message_tag)
     _show(out, {"tag": tag, "mask": mask, **yields})
@@ -75,14 +75,14 @@ def add(
 
 @tag.command("del")
 @_tag_options
-def delete(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
+def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
     """Add a tagged buffer, remove it, and send a message to its tag.
 
     The message does not find the buffer, and is received as an unexpected one.
     """
     from rdmapost import OpsOpcode, RdmaError, TagDel, WCOpcode
 
-    with _tags(out, target, shot, OpsOpcode.TAG_DEL, payload) as pair:
+    with _tags(out, target, settings, OpsOpcode.TAG_DEL, payload) as pair:
         entry = _buffer(pair, payload, tag)
         _operate(out, pair, entry, WCOpcode.TM_ADD)
         _operate(out, pair, TagDel(wr_id=2, handle=entry.handle), WCOpcode.TM_DEL)
@@ -94,7 +94,7 @@ def delete(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) ->
 
 @tag.command("sync")
 @_tag_options
-def sync(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
+def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
     """Tell the device the number of unexpected messages.
 
     There is one, so a buffer that is added matches nothing until the device
@@ -102,7 +102,7 @@ def sync(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> N
     """
     from rdmapost import OpsOpcode, RdmaError, TagSync, WCFlags, WCOpcode
 
-    with _tags(out, target, shot, OpsOpcode.TAG_SYNC, payload) as pair:
+    with _tags(out, target, settings, OpsOpcode.TAG_SYNC, payload) as pair:
         if _send(out, pair, payload, tag)["matched"]:
             raise RdmaError("a message matched and there was no buffer")
         wc = _operate(out, pair, _buffer(pair, payload, tag), WCOpcode.TM_ADD)
@@ -116,7 +116,7 @@ def sync(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> N
 
 @contextmanager
 def _tags(
-    out: Output, target: Target, shot: Shot, opcode: OpsOpcode, payload: bytes
+    out: Output, target: Target, settings: PostSettings, opcode: OpsOpcode, payload: bytes
 ) -> Iterator[Loopback]:
     """Make a pair whose remote side matches tags, with receives for unexpected messages.
 
@@ -125,14 +125,14 @@ def _tags(
     from rdmapost import RecvWR, SRQType
     from rdmapost.frames import TMH_BYTES
 
-    from .oneshot import loopback
+    from .post_local import loopback
 
     length = len(payload)
     size = TMH_BYTES + length
     with loopback(
         out,
         target,
-        shot,
+        settings,
         opcode,
         local_size=size,
         remote_size=length + 2 * size,
@@ -157,7 +157,7 @@ def _operate(out: Output, pair: Loopback, wr: OpsWR, opcode: Any) -> WC:
     """Post an operation and wait until it is done."""
     from rdmapost import RdmaError
 
-    from .oneshot import record
+    from .post_local import record
 
     assert pair.srq is not None, "_tags() asks for it"
     pair.srq.post_srq_ops(wr)
@@ -173,9 +173,9 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
     """Send a message and return what became of it."""
     from rdmapost import RdmaError, Send, WCFlags
     from rdmapost.frames import TMH_BYTES, tagged
-    from rdmapost.tools.check.tags import take
+    from rdmapost.tools.check.tag_matching import take
 
-    from .oneshot import verify
+    from .post_local import verify
 
     message = tagged(tag, payload)
     pair.local.mr.buffer[:] = message
@@ -195,6 +195,6 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
 
 
 def _show(out: Output, yields: dict[str, Any]) -> None:
-    from .oneshot import show
+    from .post_local import show
 
     show(out, yields)

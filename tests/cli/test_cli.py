@@ -235,8 +235,8 @@ def test_a_device_without_an_active_port_is_said_to_be_one(
     info = rp.DeviceInfo(name="mlx5_0", kind="verbs", guid=0, node_type=1, dev_path="")
     monkeypatch.delenv("RDMAPOST_DEVICE", raising=False)
     monkeypatch.delenv("RDMAPOST_REQUIRE_DEVICE", raising=False)
-    monkeypatch.setattr("rdmapost.cli.session.open_device", choose)
-    monkeypatch.setattr("rdmapost.cli.session.list_devices", lambda: [info])
+    monkeypatch.setattr("rdmapost.cli.target.open_device", choose)
+    monkeypatch.setattr("rdmapost.cli.target.list_devices", lambda: [info])
     ran = run("send", "-v")
     assert ran.code == 0
     assert ran.err.startswith("no RDMA device with an active port: using soft0, ")

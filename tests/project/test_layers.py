@@ -29,9 +29,9 @@ NAMED_ONLY = {
     ("rdmapost.resources.channel", "rdmapost.resources.cq"),
     # A queue pair diagnoses itself.
     ("rdmapost.tools.diagnose", "rdmapost.resources.qp"),
-    ("rdmapost.tools.diagnose.looking", "rdmapost.resources.qp"),
+    ("rdmapost.tools.diagnose.snapshot", "rdmapost.resources.qp"),
     ("rdmapost.tools.diagnose.peer", "rdmapost.resources.qp"),
-    ("rdmapost.tools.diagnose.queuepair", "rdmapost.resources.qp"),
+    ("rdmapost.tools.diagnose.qp_checks", "rdmapost.resources.qp"),
     # The parts of the soft device are passed to one another.
     ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device"),
     ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.queue"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...enums import QPType, SRQType, WCOpcode
 from ...posting.wr import RecvWR, Send
-from .looking import at, completed, same, same_bytes, unharmed
-from .messages import arrived
+from .assertions import at, completed, same, same_bytes, unharmed
 from .registry import MARGIN, Row, Trial, check
+from .sends import arrived
 
 __all__ = ["ROWS"]
 

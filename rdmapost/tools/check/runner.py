@@ -13,20 +13,27 @@ from ...resources.device import Context
 from ...resources.memory import PD
 from ...resources.qp import QP
 from ...resources.qp_init import NOT_PERMITTED
-from .keys import ROWS as KEYS
-from .messages import ROWS as MESSAGES
-from .offload import ROWS as OFFLOAD
+from .memory_windows import ROWS as MEMORY_WINDOWS
 from .receives import ROWS as RECEIVES
 from .registry import QP_TYPES, Failed, Result, Row, Trial, Unsupported
-from .remote import ROWS as REMOTE
-from .tags import ROWS as TAGS
+from .remote_memory import ROWS as REMOTE_MEMORY
+from .segmentation import ROWS as SEGMENTATION
+from .sends import ROWS as SENDS
+from .tag_matching import ROWS as TAG_MATCHING
 
 __all__ = ["ROWS", "run_checks"]
 
 _NOT_THERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _NOT_CREATED = _NOT_THERE | {errno.EINVAL, errno.EPROTONOSUPPORT}
 
-ROWS: list[Row] = [*MESSAGES, *REMOTE, *KEYS, *OFFLOAD, *RECEIVES, *TAGS]
+ROWS: list[Row] = [
+    *SENDS,
+    *REMOTE_MEMORY,
+    *MEMORY_WINDOWS,
+    *SEGMENTATION,
+    *RECEIVES,
+    *TAG_MATCHING,
+]
 """Every check, in the order in which they run."""
 
 

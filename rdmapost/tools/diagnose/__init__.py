@@ -10,30 +10,30 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...resources.endpoint import Endpoint
-from . import connection, queuepair
+from . import addressing, qp_checks
 from .finding import Finding, worst_first
-from .looking import FAILURES, Seen, is_queue_pair, look, name_of
 from .machine import diagnose_machine
 from .peer import check_peer
+from .snapshot import FAILURES, Snapshot, is_queue_pair, name_of, take_snapshot
 
 if TYPE_CHECKING:
     from ...resources.qp import QP
 
 __all__ = ["Finding", "diagnose", "diagnose_machine", "worst_first"]
 
-_CHECKS: tuple[Callable[[Seen], Iterable[Finding]], ...] = (
-    queuepair.check_state,
-    connection.check_ports,
-    connection.check_gids,
-    connection.check_path_mtu,
+_CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
+    qp_checks.check_state,
+    addressing.check_ports,
+    addressing.check_gids,
+    addressing.check_path_mtu,
     check_peer,
-    queuepair.check_retries,
-    queuepair.check_rnr,
-    queuepair.check_rd_atomic,
-    queuepair.check_sends,
-    queuepair.check_receives,
-    queuepair.check_completions,
-    queuepair.check_access,
+    qp_checks.check_retries,
+    qp_checks.check_rnr,
+    qp_checks.check_rd_atomic,
+    qp_checks.check_sends,
+    qp_checks.check_receives,
+    qp_checks.check_completions,
+    qp_checks.check_access,
 )
 
 
@@ -53,14 +53,14 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
     if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
         raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
     about = name_of(qp)
-    if findings := [*queuepair.check_process(qp, about)]:
+    if findings := [*qp_checks.check_process(qp, about)]:
         return findings
     if qp.closed:
         return [
             Finding("qp-closed", "problem", f"{qp} is closed", "create a new queue pair", about)
         ]
     try:
-        seen = look(qp, peer)
+        snap = take_snapshot(qp, peer)
     except FAILURES as error:
         return [
             Finding(
@@ -73,7 +73,7 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
         ]
     for check in _CHECKS:
         try:
-            findings += check(seen)
+            findings += check(snap)
         except FAILURES as error:
             what = check.__name__.removeprefix("check_").replace("_", " ")
             findings.append(

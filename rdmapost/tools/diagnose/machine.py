@@ -17,8 +17,8 @@ from ...providers import DeviceInfo, soft_provider, verbs_provider
 from ...resources.address import choose_gid
 from ...resources.device import Context, open_device
 from .finding import Finding, worst_first
-from .looking import FAILURES
 from .path import check_gid, check_port, uses_gids
+from .snapshot import FAILURES
 from .system import System
 
 __all__ = ["diagnose_machine"]

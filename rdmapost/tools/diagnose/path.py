@@ -10,7 +10,7 @@ from ...resources.device import GID, Context, GIDTableEntry, PortAttr
 from .finding import Finding, Severity
 from .system import System, phys_state_name
 
-__all__ = ["check_gid", "check_port", "check_way", "uses_gids"]
+__all__ = ["check_gid", "check_port", "check_route", "uses_gids"]
 
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 _ROCE_HEADERS = 64
@@ -27,16 +27,16 @@ def check_port(context: Context, port: PortAttr, system: System) -> list[Finding
     about = f"{context.name} port {port.port_num}"
     ethernet = port.link_layer is LinkLayer.ETHERNET
     netdev = system.netdev_of(context.name, port.port_num)
-    seen = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
+    evidence = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
     findings = []
     if port.state in _CARRIES_TRAFFIC:
-        findings.append(Finding("port-active", "ok", seen, about=about))
+        findings.append(Finding("port-active", "ok", evidence, about=about))
     else:
         remedy = "start a subnet manager ('opensm') and check the cable"
         if ethernet:
             remedy = f"ip link set {netdev or 'NETDEV'} up, and check its cable"
         findings.append(
-            Finding("port-down", "problem", f"{seen}: it carries no traffic", remedy, about)
+            Finding("port-down", "problem", f"{evidence}: it carries no traffic", remedy, about)
         )
     if not netdev or not ethernet:
         return findings
@@ -69,18 +69,18 @@ def _check_mtu(port: PortAttr, netdev: str, system: System, about: str) -> list[
     if mtu is None:
         return []
     needed = active + _ROCE_HEADERS
-    seen = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
+    evidence = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
     if needed > mtu:
         return [
             Finding(
                 "mtu-mismatch",
                 "problem",
-                f"{seen}: packets of {active} bytes need {needed} with their headers",
+                f"{evidence}: packets of {active} bytes need {needed} with their headers",
                 f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides",
                 about,
             )
         ]
-    return [Finding("mtu", "ok", seen, about=about)]
+    return [Finding("mtu", "ok", evidence, about=about)]
 
 
 def check_gid(
@@ -132,7 +132,7 @@ def check_gid(
     # A reason may begin with the kind.
     kind = "" if not kind or chosen.reason.startswith(kind) else f", {kind}"
     where = f" of {entry.ndev}" if entry.ndev else ""
-    seen = f"{name}{where}{kind}: {chosen.reason}"
+    evidence = f"{name}{where}{kind}: {chosen.reason}"
     better = [
         f"{other.index} ({other.gid})"
         for other in table
@@ -144,7 +144,7 @@ def check_gid(
             Finding(
                 "gid-roce-v1",
                 "warning",
-                f"{seen}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
+                f"{evidence}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
                 use or "let the peer use RoCE v1 too",
                 about,
             )
@@ -155,12 +155,12 @@ def check_gid(
             Finding(
                 "gid-link-local",
                 "warning",
-                f"{seen}; a link-local address reaches only its own Ethernet segment",
+                f"{evidence}; a link-local address reaches only its own Ethernet segment",
                 use or address + (f" dev {entry.ndev}" if entry.ndev else ""),
                 about,
             )
         ]
-    return [Finding("gid", "ok", seen, about=about)]
+    return [Finding("gid", "ok", evidence, about=about)]
 
 
 def _address(gid: GID) -> str:
@@ -179,7 +179,7 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
     return found is not None and (bytes(entry.gid), entry.ndev) not in found
 
 
-def check_way(
+def check_route(
     source: GIDTableEntry,
     dgid: GID,
     table: list[GIDTableEntry],
@@ -250,8 +250,8 @@ def check_way(
     if route.gateway is None and network is not None and to not in network:
         return wrong(f"{here} is in {network}, and the peer's {to} is in {route.network}")
     through = "directly" if route.gateway is None else f"through {route.gateway}"
-    seen = f"from {here} to {to} over {source.ndev}, {through}"
-    return [Finding("way", "ok", seen, about=about)]
+    evidence = f"from {here} to {to} over {source.ndev}, {through}"
+    return [Finding("way", "ok", evidence, about=about)]
 
 
 def _ipv4(gid: GID) -> IPv4Address:

@@ -10,13 +10,13 @@ from enum import Enum
 
 from ...enums import WCStatus
 from ...errors import RdmaError, describe_errno
-from .completions import WC_OPCODES
 from .errnos import ALIASES, ERRNOS
-from .events import EVENTS, WC_FLAGS
+from .event_types import EVENTS, WC_FLAGS
 from .model import KINDS, Explanation
 from .opcodes import OPCODES
-from .queuepairs import QP_STATES, QP_TYPES, SEND_FLAGS
+from .qp_types import QP_STATES, QP_TYPES, SEND_FLAGS
 from .statuses import STATUSES
+from .wc_opcodes import WC_OPCODES
 
 __all__ = ["UnknownNameError", "explain", "names"]
 

@@ -12,7 +12,7 @@ from support.findings import named
 
 import rdmapost as rp
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.tools.diagnose.path import check_way
+from rdmapost.tools.diagnose.path import check_route
 from rdmapost.tools.diagnose.system import System
 
 LIMITED = """
@@ -237,7 +237,7 @@ def test_the_way_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
     )
     write(roce, {"sys/class/net/eth8/mtu": "1500"})
     entry = rp.GIDTableEntry(3, rp.GID(f"::ffff:{source}"), rp.GIDType.ROCE_V2, netdev)
-    (finding,) = check_way(entry, rp.GID(dgid), [entry], "verbs", System(roce), "a queue pair")
+    (finding,) = check_route(entry, rp.GID(dgid), [entry], "verbs", System(roce), "a queue pair")
     assert (finding.name, finding.severity) == (name, "ok" if name == "way" else "problem")
     assert says in finding.evidence
 
@@ -246,7 +246,7 @@ def test_an_address_without_a_route_is_found(roce):
     (roce / "proc/net/route").write_text("Iface\tDestination\n")
     entry = rp.GIDTableEntry(3, rp.GID("::ffff:10.0.0.5"), rp.GIDType.ROCE_V2, "eth7")
     peer = rp.GID("::ffff:192.0.2.1")
-    (finding,) = check_way(entry, peer, [entry], "verbs", System(roce), "a queue pair")
+    (finding,) = check_route(entry, peer, [entry], "verbs", System(roce), "a queue pair")
     assert finding.name == "gid-wrong"
     assert finding.evidence == "there is no route from GID 3 (::ffff:10.0.0.5) to 192.0.2.1"
 

@@ -14,7 +14,7 @@ from support.findings import named
 import rdmapost as rp
 from rdmapost import GIDType, LinkLayer, NodeType, PortState
 from rdmapost.tools.diagnose.finding import Finding
-from rdmapost.tools.diagnose.path import check_gid, check_port, check_way, uses_gids
+from rdmapost.tools.diagnose.path import check_gid, check_port, check_route, uses_gids
 from rdmapost.tools.diagnose.system import System
 
 ROCE = SimpleNamespace(name="roce7", node_type=NodeType.CA)
@@ -138,7 +138,7 @@ def test_a_link_local_gid_reaches_its_own_segment_only(system):
 
 def way(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
     mine = entry(source, ndev="eth7")
-    [finding] = check_way(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
+    [finding] = check_route(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
     return finding
 
 
@@ -169,8 +169,8 @@ def test_another_address_of_this_device_may_be_in_another_network(system):
     routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
     system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
     mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
-    [finding] = check_way(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
+    [finding] = check_route(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
     assert (finding.name, finding.severity) == ("gid-wrong", "warning")
     assert "of this device too, is not" in finding.evidence
-    [finding] = check_way(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
+    [finding] = check_route(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
     assert finding.evidence == f"from GID 0 ({V4}) to {V4}, on this device"

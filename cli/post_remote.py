@@ -30,10 +30,10 @@ from rdmapost.connect import Arrival, Connection, Seen, dial
 from rdmapost.tools.connect.address import show_address
 from rdmapost.tools.connect.messages import access_names
 
-from .oneshot import mismatch, record, send_flags, show
-from .options import Peer, Shot, Target
+from .options import Peer, PostSettings, Target
 from .output import Output
-from .session import open_target, usage_error
+from .post_local import mismatch, record, send_flags, show
+from .target import open_target, usage_error
 
 __all__ = ["atomic_at", "read_from", "send_to", "write_to"]
 
@@ -43,10 +43,10 @@ _REPORTED = 1024
 
 
 @contextmanager
-def _dialled(
+def _connected(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     opcode: Opcode,
     peer: Peer,
     *,
@@ -54,13 +54,13 @@ def _dialled(
     inlined: int = 0,
 ) -> Iterator[Connection]:
     """Open the device and connect a queue pair to the server's."""
-    qp_type = QPType[shot.qp_type]
+    qp_type = QPType[settings.qp_type]
     where = show_address((peer.host, peer.port))
     out.doc.update(
         device=None,
         kind=None,
         opcode=opcode.name,
-        qp_type=shot.qp_type,
+        qp_type=settings.qp_type,
         peer=where,
         status=None,
         wr_id=None,
@@ -70,9 +70,9 @@ def _dialled(
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
         usage_error("with HOST, --qp-type is rc, uc or ud")
     with open_target(out, target) as (context, port_num):
-        if shot.count > context.attr.max_qp_wr:
+        if settings.count > context.attr.max_qp_wr:
             usage_error(
-                f"--count {shot.count} is more than {context.name} can hold in a queue "
+                f"--count {settings.count} is more than {context.name} can hold in a queue "
                 f"(max_qp_wr={context.attr.max_qp_wr})"
             )
         with dial(
@@ -81,10 +81,10 @@ def _dialled(
             peer.port,
             qp_type=qp_type,
             token=peer.token,
-            timeout=shot.timeout,
+            timeout=settings.timeout,
             local_size=local_size,
-            depth=shot.count,
-            max_inline_data=inlined if "INLINE" in shot.flags else 0,
+            depth=settings.count,
+            max_inline_data=inlined if "INLINE" in settings.flags else 0,
             port_num=port_num,
             gid_index=target.gid_index,
         ) as connection:
@@ -104,10 +104,10 @@ def _exposed(connection: Connection) -> str:
     )
 
 
-def _source(connection: Connection, shot: Shot, payload: bytes) -> Sequence[SGE]:
+def _source(connection: Connection, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
     if not payload:
         return []
-    if "INLINE" in shot.flags:
+    if "INLINE" in settings.flags:
         return [SGE.from_buffer(payload)]
     connection.mr.buffer[: len(payload)] = payload
     return [connection.mr[: len(payload)]]
@@ -167,15 +167,17 @@ def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> byt
 
 
 def send_to(
-    out: Output, target: Target, shot: Shot, peer: Peer, payload: bytes, imm: int | None
+    out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
 ) -> None:
     """Send messages to a server."""
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
-    length, count = len(payload), shot.count
-    with _dialled(out, target, shot, opcode, peer, local_size=length, inlined=length) as connection:
+    length, count = len(payload), settings.count
+    with _connected(
+        out, target, settings, opcode, peer, local_size=length, inlined=length
+    ) as connection:
         fields: dict[str, Any] = {
-            "sg_list": _source(connection, shot, payload),
-            "send_flags": send_flags(shot),
+            "sg_list": _source(connection, settings, payload),
+            "send_flags": send_flags(settings),
             **connection.address,
         }
         wrs = [
@@ -194,15 +196,17 @@ def send_to(
 
 
 def write_to(
-    out: Output, target: Target, shot: Shot, peer: Peer, payload: bytes, imm: int | None
+    out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
 ) -> None:
     """Write to the memory of a server, one behind the other."""
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
-    length, count = len(payload), shot.count
-    with _dialled(out, target, shot, opcode, peer, local_size=length, inlined=length) as connection:
+    length, count = len(payload), settings.count
+    with _connected(
+        out, target, settings, opcode, peer, local_size=length, inlined=length
+    ) as connection:
         fields: dict[str, Any] = {
-            "sg_list": _source(connection, shot, payload),
-            "send_flags": send_flags(shot),
+            "sg_list": _source(connection, settings, payload),
+            "send_flags": send_flags(settings),
         }
         places = [peer.offset + index * length for index in range(count)]
         wrs = [
@@ -248,10 +252,12 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
         time.sleep(_LOOK_AGAIN_S)
 
 
-def read_from(out: Output, target: Target, shot: Shot, peer: Peer, length: int | None) -> None:
+def read_from(
+    out: Output, target: Target, settings: PostSettings, peer: Peer, length: int | None
+) -> None:
     """Read the memory of a server; all that follows the offset unless a length is given."""
-    count = shot.count
-    with _dialled(out, target, shot, Opcode.RDMA_READ, peer, local_size=1) as connection:
+    count = settings.count
+    with _connected(out, target, settings, Opcode.RDMA_READ, peer, local_size=1) as connection:
         if length is None:
             length = connection.offer.size - peer.offset
             if length < 0:
@@ -260,7 +266,7 @@ def read_from(out: Output, target: Target, shot: Shot, peer: Peer, length: int |
                     f"{connection.offer.size} bytes that {out.doc['peer']} exposes"
                 )
         memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
-        flags = send_flags(shot)
+        flags = send_flags(settings)
         cuts = [(index * length, (index + 1) * length) for index in range(count)]
         wrs = [
             RdmaRead(
@@ -281,7 +287,7 @@ def read_from(out: Output, target: Target, shot: Shot, peer: Peer, length: int |
 def atomic_at(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer,
     opcode: Opcode,
     make: Callable[..., SendWR],
@@ -290,13 +296,13 @@ def atomic_at(
     """Change a value in the memory of a server.
 
     Args:
-        out, target, shot, peer, opcode: as in _dialled.
+        out, target, settings, peer, opcode: as in _connected.
         make: makes the work request.
         given: what the document says of the request.
     """
-    count = shot.count
-    with _dialled(out, target, shot, opcode, peer, local_size=8 * count) as connection:
-        flags = send_flags(shot)
+    count = settings.count
+    with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
+        flags = send_flags(settings)
         wrs = [
             make(
                 wr_id=index + 1,

@@ -17,7 +17,15 @@ from .system import System
 if TYPE_CHECKING:
     from ...resources.qp import QP
 
-__all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "is_queue_pair", "look", "name_of"]
+__all__ = [
+    "CONNECTED",
+    "FAILURES",
+    "RECEIVES",
+    "Snapshot",
+    "is_queue_pair",
+    "name_of",
+    "take_snapshot",
+]
 
 FAILURES = (RdmaError, OSError, ValueError)
 """What reading an object may raise: it has gone, or the device does not answer."""
@@ -28,7 +36,7 @@ _OTHER_SIDE = {QPType.XRC_SEND: QPType.XRC_RECV, QPType.XRC_RECV: QPType.XRC_SEN
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Snapshot:
     """A queue pair as it is now.
 
     Attributes:
@@ -93,7 +101,7 @@ class Seen:
         return next((entry for entry in self.table if entry.index == index), None)
 
 
-def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
+def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
     """Read a queue pair and its surroundings.
 
     Args:
@@ -113,7 +121,7 @@ def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
     peer_attr = None
     if is_queue_pair(peer) and not peer.closed:
         peer_attr = peer.query()
-    return Seen(qp, attr, port, table, peer, peer_attr, given, System(), name_of(qp))
+    return Snapshot(qp, attr, port, table, peer, peer_attr, given, System(), name_of(qp))
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:

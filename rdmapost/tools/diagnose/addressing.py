@@ -9,21 +9,21 @@ from ...errors import RdmaError
 from ...resources.address import GIDChoice, choose_gid
 from ...resources.device import GID
 from .finding import Finding
-from .looking import Seen
-from .path import check_gid, check_port, check_way, uses_gids
+from .path import check_gid, check_port, check_route, uses_gids
+from .snapshot import Snapshot
 
 __all__ = ["check_gids", "check_path_mtu", "check_ports"]
 
 
-def check_ports(seen: Seen) -> Iterable[Finding]:
+def check_ports(snap: Snapshot) -> Iterable[Finding]:
     """Look at the port."""
-    return check_port(seen.qp.pd.context, seen.port, seen.system)
+    return check_port(snap.qp.pd.context, snap.port, snap.system)
 
 
-def check_path_mtu(seen: Seen) -> Iterable[Finding]:
+def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
     """Look at the path MTU."""
-    path, active = seen.attr.path_mtu, seen.port.active_mtu
-    if not seen.connected or path is None:
+    path, active = snap.attr.path_mtu, snap.port.active_mtu
+    if not snap.connected or path is None:
         return
     evidence = f"path_mtu {path.bytes}, and the port's active_mtu {active.bytes}"
     if path > active:
@@ -32,20 +32,20 @@ def check_path_mtu(seen: Seen) -> Iterable[Finding]:
             "problem",
             f"{evidence}: larger packets than the port sends",
             f"connect again, with path_mtu at most {active.bytes} on both sides",
-            seen.about,
+            snap.about,
         )
     else:
-        yield Finding("path-mtu", "ok", evidence, about=seen.about)
+        yield Finding("path-mtu", "ok", evidence, about=snap.about)
 
 
-def check_gids(seen: Seen) -> Iterable[Finding]:
+def check_gids(snap: Snapshot) -> Iterable[Finding]:
     """Look at the local GID, and at whether the peer's can be reached from it."""
-    qp, path = seen.qp, seen.attr.ah_attr
-    if not uses_gids(qp.pd.context, seen.port) or qp.qp_type is QPType.RAW_PACKET:
+    qp, path = snap.qp, snap.attr.ah_attr
+    if not uses_gids(qp.pd.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
         return
-    if not seen.connected:
+    if not snap.connected:
         # What it would use.
-        yield from _chosen(seen)
+        yield from _chosen(snap)
         return
     if path.dgid is None:
         yield Finding(
@@ -53,25 +53,25 @@ def check_gids(seen: Seen) -> Iterable[Finding]:
             "problem",
             "its path has no dgid, and on Ethernet the GID is the address",
             "qp.connect(remote), with what the peer's qp.endpoint() says",
-            seen.about,
+            snap.about,
         )
         return
-    source = seen.source
+    source = snap.source
     chosen = qp._gid
     if chosen is None or chosen.index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid
         kind = None if source is None else source.gid_type
         chosen = GIDChoice(path.sgid_index, gid, kind, "what its path names")
-    yield from check_gid(chosen, seen.table, seen.system, seen.about)
+    yield from check_gid(chosen, snap.table, snap.system, snap.about)
     if source is not None:
-        yield from check_way(
-            source, path.dgid, seen.table, qp.pd.context.kind, seen.system, seen.about
+        yield from check_route(
+            source, path.dgid, snap.table, qp.pd.context.kind, snap.system, snap.about
         )
 
 
-def _chosen(seen: Seen) -> Iterable[Finding]:
-    qp = seen.qp
-    if seen.attr.qp_state is QPState.ERR and qp.qp_type is not QPType.UD:
+def _chosen(snap: Snapshot) -> Iterable[Finding]:
+    qp = snap.qp
+    if snap.attr.qp_state is QPState.ERR and qp.qp_type is not QPType.UD:
         return
     try:
         chosen = qp._gid or choose_gid(qp.pd.context, qp.port_num, qp._gid_index)
@@ -84,7 +84,7 @@ def _chosen(seen: Seen) -> Iterable[Finding]:
             "give a gid_index that 'rdmapost devices' shows"
             if wanted
             else "ip addr add 10.0.0.1/24 dev NETDEV; ip link set NETDEV up",
-            seen.about,
+            snap.about,
         )
         return
-    yield from check_gid(chosen, seen.table, seen.system, seen.about)
+    yield from check_gid(chosen, snap.table, snap.system, snap.about)

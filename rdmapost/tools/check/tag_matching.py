@@ -12,7 +12,7 @@ from ...posting.wr import OpsWR, RecvWR, Send, TagAdd, TagDel, TagSync
 from ...resources.cq import WC
 from ..frames import TMH_BYTES, tagged
 from ..loopback import Loopback
-from .looking import at, completed, same, same_bytes, unharmed
+from .assertions import at, completed, same, same_bytes, unharmed
 from .registry import Failed, Row, Trial, check
 
 __all__ = ["MATCHED", "ROWS", "take"]

@@ -9,7 +9,7 @@ from ...errors import WaitTimeout
 from ...posting.wr import Send, SendWithImm, SendWR
 from ...resources.cq import WC
 from ..loopback import Loopback
-from .looking import completed, same, same_bytes, unharmed
+from .assertions import completed, same, same_bytes, unharmed
 from .registry import MARGIN, Row, Trial, Unsupported, check
 
 __all__ = ["IMM", "ROWS", "arrived"]

@@ -1,4 +1,4 @@
-"""What the one-shot commands have in common: a loopback, one post, and what it yields."""
+"""What the one-settings commands have in common: a loopback, one post, and what it yields."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rdmapost import (
 from rdmapost.loopback import Loopback, Side
 from rdmapost.resources.qp import QP
 
-from .options import Shot, Target
+from .options import PostSettings, Target
 from .output import Output, fields
-from .session import open_target, usage_error
+from .target import open_target, usage_error
 
 __all__ = [
     "arrive",
@@ -48,7 +48,7 @@ _SHOWN = 4096
 def loopback(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     opcode: Opcode | OpsOpcode,
     *,
     local_size: int,
@@ -60,9 +60,9 @@ def loopback(
     """Open the device and make two queue pairs on it.
 
     Args:
-        out: gets the keys that every one-shot has.
+        out: gets the keys that every one-settings has.
         target: the device.
-        shot: the type and the depth of the queue pairs, and the timeout.
+        settings: the type and the depth of the queue pairs, and the timeout.
         opcode: what will be posted.
         local_size, remote_size: as in Loopback.
         inlined: bytes of a work request that can be posted inline.
@@ -73,7 +73,7 @@ def loopback(
         device=None,
         kind=None,
         opcode=opcode.name,
-        qp_type=shot.qp_type,
+        qp_type=settings.qp_type,
         status=None,
         wr_id=None,
         byte_len=None,
@@ -81,8 +81,8 @@ def loopback(
     )
     with open_target(out, target) as (context, port_num):
         attr = context.attr
-        what = f"--count {shot.count}" if depth is None else f"{depth} segments"
-        depth = shot.count if depth is None else depth
+        what = f"--count {settings.count}" if depth is None else f"{depth} segments"
+        depth = settings.count if depth is None else depth
         for name in ("max_qp_wr", "max_cqe"):
             if depth > getattr(attr, name):
                 usage_error(
@@ -91,14 +91,14 @@ def loopback(
                 )
         with Loopback(
             context,
-            QPType[shot.qp_type],
+            QPType[settings.qp_type],
             local_size=local_size,
             remote_size=remote_size,
             depth=depth,
-            max_inline_data=inlined if "INLINE" in shot.flags else 0,
+            max_inline_data=inlined if "INLINE" in settings.flags else 0,
             port_num=port_num,
             gid_index=target.gid_index,
-            timeout=shot.timeout,
+            timeout=settings.timeout,
             **options,
         ) as pair:
             out.doc["gid_index"] = pair.local.qp.gid.index
@@ -106,27 +106,27 @@ def loopback(
             yield pair
 
 
-def send_flags(shot: Shot) -> int:
+def send_flags(settings: PostSettings) -> int:
     """Return the send flags that were asked for, and SIGNALED."""
     flags = SendFlags.SIGNALED
-    for name in shot.flags:
+    for name in settings.flags:
         flags |= SendFlags[name]
     return flags
 
 
-def source(pair: Loopback, shot: Shot, payload: bytes) -> Sequence[SGE]:
+def source(pair: Loopback, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
     """Return the sg_list for a payload: registered memory, or a plain buffer if inline."""
-    if "INLINE" in shot.flags:
+    if "INLINE" in settings.flags:
         return [SGE.from_buffer(payload)] if payload else []
     pair.local.mr.buffer[: len(payload)] = payload
     return pair.cut(pair.local, 0, len(payload))
 
 
-def frame_header(shot: Shot) -> bytes:
+def frame_header(settings: PostSettings) -> bytes:
     """Return what a message starts with: a made-up Ethernet header on raw packets."""
     from rdmapost.frames import ethernet
 
-    return ethernet() if shot.qp_type == "RAW_PACKET" else b""
+    return ethernet() if settings.qp_type == "RAW_PACKET" else b""
 
 
 def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None = None) -> list[WC]:
@@ -191,7 +191,7 @@ def mismatch(index: int, count: int) -> RdmaError:
 
 
 def show(out: Output, yields: dict[str, Any]) -> None:
-    """Print what a one-shot did.
+    """Print what a one-settings did.
 
     Args:
         out: where to.

@@ -15,7 +15,7 @@ from ...posting.wr import BindMW, LocalInv, RdmaWrite, SendWithInv
 from ...resources.cq import WC
 from ...resources.memory import MW
 from ..loopback import Loopback, Side
-from .looking import completed, same, same_bytes, write
+from .assertions import completed, same, same_bytes, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 
 __all__ = ["ROWS", "WINDOW_REGION", "admitted", "bind_wr", "binder"]

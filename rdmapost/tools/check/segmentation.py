@@ -6,9 +6,9 @@ from ...enums import Opcode, WCOpcode
 from ...posting.wr import TSO
 from .. import frames
 from ..loopback import Loopback
-from .looking import completed, unharmed
-from .messages import arrived
+from .assertions import completed, unharmed
 from .registry import Failed, Row, Trial, check
+from .sends import arrived
 
 __all__ = ["ROWS", "segments"]
 
