@@ -158,7 +158,8 @@ def _run(
     """
     from rdmapost import RdmaError
 
-    from .post_local import loopback, post, send_flags, show
+    from .post_local import loopback, post
+    from .results import send_flags, show
 
     if peer is not None:
         from .post_remote import atomic_at

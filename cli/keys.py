@@ -38,7 +38,8 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .post_local import loopback, post, send_flags, show, source, verify
+    from .post_local import loopback, post, source
+    from .results import send_flags, show, verify
 
     length = len(payload)
     if not length:
@@ -91,7 +92,8 @@ def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .post_local import loopback, post, send_flags, show
+    from .post_local import loopback, post
+    from .results import send_flags, show
 
     with loopback(
         out,

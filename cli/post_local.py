@@ -1,9 +1,7 @@
-"""What the one-settings commands have in common: a loopback, one post, and what it yields."""
+"""Posting to a second queue pair of the same device."""
 
 from __future__ import annotations
 
-import codecs
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,34 +12,17 @@ from rdmapost import (
     Opcode,
     OpsOpcode,
     QPType,
-    RdmaError,
-    SendFlags,
     SendWR,
-    WaitTimeout,
 )
 from rdmapost.loopback import Loopback, Side
 from rdmapost.resources.qp import QP
 
 from .options import PostSettings, Target
-from .output import Output, fields
-from .target import open_target, usage_error
+from .output import Output
+from .results import check_depth, post_and_wait, start_document
+from .target import open_target
 
-__all__ = [
-    "arrive",
-    "as_text",
-    "frame_header",
-    "loopback",
-    "mismatch",
-    "post",
-    "record",
-    "send_flags",
-    "show",
-    "source",
-    "verify",
-]
-
-_SHOWN = 4096
-"""Bytes of data in the output, at most."""
+__all__ = ["arrive", "frame_header", "loopback", "post", "source"]
 
 
 @contextmanager
@@ -60,7 +41,7 @@ def loopback(
     """Open the device and make two queue pairs on it.
 
     Args:
-        out: gets the keys that every one-settings has.
+        out: gets the keys that every posting command has.
         target: the device.
         settings: the type and the depth of the queue pairs, and the timeout.
         opcode: what will be posted.
@@ -69,26 +50,11 @@ def loopback(
         depth: what each queue must hold, if that is not what is posted at once but segments.
         options: as in Loopback.
     """
-    out.doc.update(
-        device=None,
-        kind=None,
-        opcode=opcode.name,
-        qp_type=settings.qp_type,
-        status=None,
-        wr_id=None,
-        byte_len=None,
-        gid_index=None,
-    )
+    start_document(out, opcode, settings)
     with open_target(out, target) as (context, port_num):
-        attr = context.attr
         what = f"--count {settings.count}" if depth is None else f"{depth} segments"
         depth = settings.count if depth is None else depth
-        for name in ("max_qp_wr", "max_cqe"):
-            if depth > getattr(attr, name):
-                usage_error(
-                    f"{what} is more than {context.name} can hold in a queue "
-                    f"({name}={getattr(attr, name)})"
-                )
+        check_depth(context, what, depth, "max_qp_wr", "max_cqe")
         with Loopback(
             context,
             QPType[settings.qp_type],
@@ -104,14 +70,6 @@ def loopback(
             out.doc["gid_index"] = pair.local.qp.gid.index
             _note_queue_pairs(out, pair)
             yield pair
-
-
-def send_flags(settings: PostSettings) -> int:
-    """Return the send flags that were asked for, and SIGNALED."""
-    flags = SendFlags.SIGNALED
-    for name in settings.flags:
-        flags |= SendFlags[name]
-    return flags
 
 
 def source(pair: Loopback, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
@@ -145,14 +103,9 @@ def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None =
         WaitTimeout: they did not complete in time.
     """
     side = pair.local if side is None else side
-    side.qp.post_send(wrs)
-    try:
-        wcs = (pair.sent if side is pair.local else pair.arrived)(len(wrs))
-    except WaitTimeout:
-        record(out, side.cq.poll(len(wrs)), len(wrs))
-        raise
-    if telling := record(out, wcs, len(wrs)):
-        telling.check()
+    wait = pair.sent if side is pair.local else pair.arrived
+    wcs, shown = post_and_wait(out, side.qp, side.cq, wrs, wait)
+    shown.check()
     return wcs
 
 
@@ -169,87 +122,6 @@ def arrive(out: Output, pair: Loopback, count: int) -> list[WC]:
             out.doc.update(status=wc.status.name, wr_id=wc.wr_id)
             wc.check()
     return wcs
-
-
-def verify(found: bytes | memoryview, expected: bytes, index: int, count: int) -> None:
-    """Check that the data is what it must be.
-
-    Raises:
-        RdmaError: it is not.
-    """
-    if found != expected:
-        raise mismatch(index, count)
-
-
-def mismatch(index: int, count: int) -> RdmaError:
-    """Make the error of data that is not what was sent."""
-    which = f"message {index + 1} of {count}: " if count > 1 else ""
-    return RdmaError(
-        f"{which}the device reported success, but the data that arrived is not the data that was "
-        "sent"
-    )
-
-
-def show(out: Output, yields: dict[str, Any]) -> None:
-    """Print what a one-settings did.
-
-    Args:
-        out: where to.
-        yields: what the operation gave, by name; bytes are data, and a list is
-            shown as far as it fits.
-    """
-    doc = out.doc
-    pairs = []
-    for name, value in yields.items():
-        if isinstance(value, bytes):
-            text, encoding = as_text(value)
-            doc |= {name: text, "encoding": encoding}
-            if len(value) > _SHOWN:
-                doc["truncated"] = True
-            pairs.append((name, json.dumps(text) if encoding == "utf-8" else f"hex {text}"))
-            continue
-        doc[name] = value
-        if isinstance(value, bool):
-            pairs.append((name, str(value).lower()))
-        elif isinstance(value, list):
-            pairs.append((name, ", ".join(map(str, value))))
-        elif value is not None:
-            pairs.append((name, value if isinstance(value, str) else f"{value} ({value:#x})"))
-    to = f" to {doc['peer']}" if "peer" in doc else ""
-    many = f"{doc['count']} x " if "count" in doc else ""
-    head = (
-        f"{many}{doc['opcode']} of {doc['byte_len']} bytes on {doc['qp_type']}, "
-        f"{doc['device']}{to}: {doc['status']}"
-    )
-    out.finish("\n".join([head, fields(pairs)] if pairs else [head]))
-
-
-def as_text(data: bytes) -> tuple[str, str]:
-    """Return what is shown of data, and how: "utf-8" where it can be printed, else "hex"."""
-    shown = data[:_SHOWN]
-    try:
-        # A character that the cut went through is left out.
-        text, _ = codecs.utf_8_decode(shown, "strict", len(data) <= _SHOWN)
-    except UnicodeDecodeError:
-        return shown.hex(), "hex"
-    if all(char.isprintable() or char in "\t\n\r" for char in text):
-        return text, "utf-8"
-    return shown.hex(), "hex"
-
-
-def record(out: Output, wcs: list[WC], count: int) -> WC | None:
-    """Put completions into the document.
-
-    Returns:
-        the first that failed, or else the last, or None while others are missing.
-    """
-    if count > 1:
-        out.doc["count"] = count
-        out.doc["completions"] = [{"wr_id": wc.wr_id, "status": wc.status.name} for wc in wcs]
-    telling = next((wc for wc in wcs if wc.status), wcs[-1] if len(wcs) == count else None)
-    if telling is not None:
-        out.doc.update(status=telling.status.name, wr_id=telling.wr_id)
-    return telling
 
 
 def _note_queue_pairs(out: Output, pair: Loopback) -> None:

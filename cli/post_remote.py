@@ -1,4 +1,4 @@
-"""The one-shots with HOST: one post to a server of another process, and what it yields."""
+"""Posting to 'rdmapost serve' in another process (HOST)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ from rdmapost.tools.connect.messages import access_names
 
 from .options import Peer, PostSettings, Target
 from .output import Output
-from .post_local import mismatch, record, send_flags, show
+from .results import (
+    check_depth,
+    mismatch,
+    post_and_wait,
+    send_flags,
+    show,
+    start_document,
+)
 from .target import open_target, usage_error
 
 __all__ = ["atomic_at", "read_from", "send_to", "write_to"]
@@ -56,25 +63,11 @@ def _connected(
     """Open the device and connect a queue pair to the server's."""
     qp_type = QPType[settings.qp_type]
     where = show_address((peer.host, peer.port))
-    out.doc.update(
-        device=None,
-        kind=None,
-        opcode=opcode.name,
-        qp_type=settings.qp_type,
-        peer=where,
-        status=None,
-        wr_id=None,
-        byte_len=None,
-        gid_index=None,
-    )
+    start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
         usage_error("with HOST, --qp-type is rc, uc or ud")
     with open_target(out, target) as (context, port_num):
-        if settings.count > context.attr.max_qp_wr:
-            usage_error(
-                f"--count {settings.count} is more than {context.name} can hold in a queue "
-                f"(max_qp_wr={context.attr.max_qp_wr})"
-            )
+        check_depth(context, f"--count {settings.count}", settings.count, "max_qp_wr")
         with dial(
             context,
             peer.host,
@@ -115,24 +108,20 @@ def _source(connection: Connection, settings: PostSettings, payload: bytes) -> S
 
 def _post(out: Output, connection: Connection, wrs: Sequence[SendWR]) -> list[WC]:
     """Post a list of work requests in one call, and wait until they are done."""
-    connection.qp.post_send(wrs)
     try:
-        wcs = connection.wait(len(wrs))
+        wcs, shown = post_and_wait(out, connection.qp, connection.cq, wrs, connection.wait)
     except WaitTimeout:
-        record(out, connection.cq.poll(len(wrs)), len(wrs))
         raise WaitTimeout(
             f"what was posted did not complete within {connection.timeout:g} s"
         ) from None
-    telling = record(out, wcs, len(wrs))
-    if telling is not None and telling.status is WCStatus.REM_ACCESS_ERR:
+    if shown.status is WCStatus.REM_ACCESS_ERR:
         # The server has said what it permits, and this was something else.
         raise CompletionError(
-            telling,
-            f"the work request with wr_id {telling.wr_id} ended with REM_ACCESS_ERR; "
+            shown,
+            f"the work request with wr_id {shown.wr_id} ended with REM_ACCESS_ERR; "
             f"{out.doc['peer']} exposes {_exposed(connection)}",
         )
-    if telling is not None:
-        telling.check()
+    shown.check()
     return wcs
 
 

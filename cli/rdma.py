@@ -50,7 +50,8 @@ def write(
         return
     from rdmapost import Opcode, RdmaWrite, RdmaWriteWithImm
 
-    from .post_local import arrive, loopback, post, send_flags, show, source, verify
+    from .post_local import arrive, loopback, post, source
+    from .results import send_flags, show, verify
 
     length, count = len(payload), settings.count
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
@@ -113,7 +114,8 @@ def read(
         return
     from rdmapost import Opcode, RdmaRead
 
-    from .post_local import loopback, post, send_flags, show, verify
+    from .post_local import loopback, post
+    from .results import send_flags, show, verify
 
     length, count = len(payload), settings.count
     with loopback(

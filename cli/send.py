@@ -56,7 +56,8 @@ def send(
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
 
-    from .post_local import arrive, frame_header, loopback, post, send_flags, show, source, verify
+    from .post_local import arrive, frame_header, loopback, post, source
+    from .results import send_flags, show, verify
 
     if invalidate and imm is not None:
         raise click.UsageError("--imm and --invalidate exclude each other; give one of them", ctx)

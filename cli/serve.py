@@ -341,7 +341,7 @@ class _Printer:
         from rdmapost.connect import Arrived, Joined, Left, Refused
         from rdmapost.tools.connect.messages import access_names
 
-        from .post_local import as_text
+        from .results import as_text
 
         if isinstance(event, Joined):
             self._clients += 1
@@ -393,7 +393,7 @@ class _Printer:
             )
 
     def _arrived(self, client: int, arrival: Arrival) -> None:
-        from .post_local import as_text
+        from .results import as_text
 
         doc: dict[str, Any] = {
             "client": client,

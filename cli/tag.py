@@ -157,7 +157,7 @@ def _operate(out: Output, pair: Loopback, wr: OpsWR, opcode: Any) -> WC:
     """Post an operation and wait until it is done."""
     from rdmapost import RdmaError
 
-    from .post_local import record
+    from .results import record
 
     assert pair.srq is not None, "_tags() asks for it"
     pair.srq.post_srq_ops(wr)
@@ -175,7 +175,7 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
     from rdmapost.frames import TMH_BYTES, tagged
     from rdmapost.tools.check.tag_matching import take
 
-    from .post_local import verify
+    from .results import verify
 
     message = tagged(tag, payload)
     pair.local.mr.buffer[:] = message
@@ -195,6 +195,6 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
 
 
 def _show(out: Output, yields: dict[str, Any]) -> None:
-    from .post_local import show
+    from .results import show
 
     show(out, yields)

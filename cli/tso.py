@@ -61,7 +61,8 @@ def tso(
     from rdmapost import TSO, Opcode, QPType, RdmaError, frames
     from rdmapost.tools.check.segmentation import segments
 
-    from .post_local import loopback, post, show, source, verify
+    from .post_local import loopback, post, source
+    from .results import show, verify
 
     qp_type = QPType[settings.qp_type]
     hdr = frames.tcp(qp_type) if header is None else header
