@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import Target, device_options
-from .output import Output, columns
+from .output import Output, columns, echo_error
 
 if TYPE_CHECKING:
     from rdmapost import Context, PortAttr
@@ -46,7 +46,7 @@ def devices(out: Output, target: Target) -> None:
         raise failures[0][1]
     for name, why in failures:
         # The others can still be shown.
-        click.echo(f"rdmapost devices: {why}", err=True)
+        echo_error(f"rdmapost devices: {why}")
         found.append({"name": name, "error": str(why), "ports": []})
     ports = [port for device in found for port in device["ports"]]
     if not ports:

@@ -9,20 +9,11 @@ import sys
 
 import click
 
-from .output import Output
+from .output import Output, echo_error
 
 __all__ = ["drop_unwritten", "report"]
 
 FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
-
-_WHAT_TO_TRY = {
-    "RETRY_EXC_ERR": "nothing answered: see that the port and its network device stay up",
-    "RNR_RETRY_EXC_ERR": "the other side had no receive posted",
-    "REM_ACCESS_ERR": "the other side refused the rkey, the address or the kind of access",
-    "LOC_PROT_ERR": "a local buffer lies outside its memory region",
-    "LOC_QP_OP_ERR": "the device could not carry out the work request as it stands",
-    "WR_FLUSH_ERR": "the queue pair had failed before this work request ran",
-}
 
 
 def report(error: Exception, out: Output) -> int:
@@ -47,7 +38,7 @@ def report(error: Exception, out: Output) -> int:
         # The parser's own errors do not say which command it was.
         name = error.ctx.command_path if error.ctx is not None else name
         lines.append(f"Try '{name} --help'.")
-    click.echo(f"{name}: " + "\n".join(lines), err=True)
+    echo_error(f"{name}: " + "\n".join(lines))
     _finish(out)
     return code
 
@@ -90,10 +81,10 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         refused = error.call == "ibv_open_device" or error.errno in (errno.EACCES, errno.EPERM)
         return (NO_DEVICE if refused else FAILED), [text]
     if isinstance(error, CompletionError):
-        name = error.wc.status.name
-        hint = _WHAT_TO_TRY.get(name)
-        see = where_explained(name)
-        return FAILED, [text, see if hint is None else f"{hint}; {see}"]
+        from rdmapost.explain import explain
+
+        [status] = explain(error.wc.status)
+        return FAILED, [text, f"{status.summary}; {where_explained(status.name)}"]
     if isinstance(error, MemoryError):
         return FAILED, ["there is not enough memory for this; try a smaller --size or --count"]
     if not isinstance(error, (RdmaError, OSError, ValueError)):

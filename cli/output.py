@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-__all__ = ["Output", "columns", "fields", "need_command"]
+__all__ = ["Output", "columns", "echo_error", "fields", "need_command"]
+
+_QUOTED = re.compile(r"(?<!\w)'[^']+'(?!\w)")
+_NO_BREAK = "\u00a0"
+_WIDTH = 80
+"""What a terminal has that does not know its width."""
 
 
 @dataclass(slots=True)
@@ -49,12 +58,35 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def fields(pairs: Sequence[tuple[str, object]], width: int = 80) -> str:
+def fields(pairs: Sequence[tuple[str, object]], width: int = _WIDTH) -> str:
     """Lay out names and values, one pair a line, cut to the width."""
     lines = columns([("", name, str(value)) for name, value in pairs])
     return "\n".join(
         line if len(line) <= width else line[: width - 4] + " ..." for line in lines.splitlines()
     )
+
+
+def echo_error(text: str) -> None:
+    """Print text on stderr, on a terminal wrapped at its width.
+
+    Words, and commands in single quotes, stay whole, so that they can be copied.
+    """
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = "\n".join(map(_wrapped, text.splitlines()))
+    click.echo(text, err=True)
+
+
+def _wrapped(line: str) -> str:
+    # textwrap breaks at spaces only, and a no-break space is not one to it.
+    kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), line)
+    wrapped = textwrap.fill(
+        kept,
+        os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped.replace(_NO_BREAK, " ")
 
 
 def need_command(ctx: click.Context) -> None:

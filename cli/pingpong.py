@@ -18,7 +18,7 @@ from .options import (
     size_in_bytes,
     timeout_option,
 )
-from .output import Output, columns, fields
+from .output import Output, columns, echo_error, fields
 
 if TYPE_CHECKING:
     from rdmapost.pingpong import Address, Pingpong, Result
@@ -144,10 +144,7 @@ def pingpong(
     )
     with open_target(out, target) as (context, port_num):
         if context.kind == "soft":
-            click.echo(
-                f"{context.name} is inside this process, and no other process can reach it",
-                err=True,
-            )
+            echo_error(f"{context.name} is inside this process, and no other process can reach it")
         try:
             side = Pingpong(
                 context,
@@ -189,7 +186,7 @@ def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Re
     from rdmapost.pingpong import name_of
 
     with listener:
-        click.echo(f"waiting for a client on {name_of(listener.getsockname())}", err=True)
+        echo_error(f"waiting for a client on {name_of(listener.getsockname())}")
         with _progress(out, side) as progress:
             return side.run_server(listener, wait=wait, progress=progress)
 

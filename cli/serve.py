@@ -26,7 +26,7 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output
+from .output import Output, echo_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
@@ -180,10 +180,9 @@ def serve(
         open_target(out, target) as (context, port_num),
     ):
         if context.kind != "verbs":
-            click.echo(
+            echo_error(
                 f"{context.name} exists only in this process: "
-                "clients of other processes are refused",
-                err=True,
+                "clients of other processes are refused"
             )
         with library.serve(
             context,

@@ -22,7 +22,7 @@ from rdmapost import (
 )
 
 from .options import Target
-from .output import Output
+from .output import Output, echo_error
 
 __all__ = ["device_is_required", "open_target", "usage_error"]
 
@@ -109,6 +109,6 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
         lacking = "no RDMA device"
         if any(info.kind != "soft" for info in list_devices()):
             lacking += " with an active port"
-        click.echo(f"{lacking}: using {SOFT}, the software device of this process", err=True)
+        echo_error(f"{lacking}: using {SOFT}, the software device of this process")
         out.note(str(error))
         return open_device(SOFT), lacking

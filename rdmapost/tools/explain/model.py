@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,6 +24,7 @@ KINDS = {
 }
 """The kinds of names, in the order in which they are shown, and what they are called."""
 
+_SENTENCE_END = re.compile(r"(?<=\.)\s")
 _PREFIXES: dict[type[IntEnum], str] = {
     WCStatus: "IBV_WC_",
     Opcode: "IBV_WR_",
@@ -67,6 +69,11 @@ class Explanation:
     flags: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     far_side: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the meaning, without its full stop."""
+        return _SENTENCE_END.split(self.meaning, maxsplit=1)[0].rstrip(".")
 
 
 def constant_of(member: IntEnum) -> str:

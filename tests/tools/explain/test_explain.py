@@ -450,4 +450,8 @@ def test_a_failed_one_shot_points_here(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(rp.CompletionError) as caught:
             wc.check()
         assert report(caught.value, Output()) == 1
-        assert named_by(capsys.readouterr().err)[0].name == status.name
+        said = capsys.readouterr().err
+        [explanation] = named_by(said)
+        assert explanation.name == status.name
+        assert explanation.meaning.startswith(explanation.summary)
+        assert explanation.summary in said
