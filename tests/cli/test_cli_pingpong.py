@@ -81,7 +81,7 @@ def told(context: rp.Context) -> str:
 
 
 @TYPES
-def test_client_prints_what_it_measured(context, qp_type):
+def test_client_prints_its_measurements(context, qp_type):
     with library_server(context, qp_type, iters=50) as (port, *_):
         ran = client(context, port, "--qp-type", qp_type, "-n", "50")
     assert ran.err == told(context)
@@ -102,7 +102,7 @@ def test_client_prints_what_it_measured(context, qp_type):
     assert max(map(len, lines)) <= 80
 
 
-def test_json_document(context):
+def test_json_document_has_the_measurements(context):
     with library_server(context, size=100, iters=20, validate=True) as found:
         ran = client(context, found[0], "-n", "20", "-s", "100", "-c", "--json")
     doc = ran.doc
@@ -228,7 +228,7 @@ def test_one_message_has_no_latency_at_the_server(context):
     assert ran.doc["round_trips"] == 0
 
 
-def test_verbose_says_who_is_who(context):
+def test_verbose_shows_both_addresses(context):
     with library_server(context, iters=5) as found:
         ran = client(context, found[0], "-n", "5", "-v")
     server = found[1]
@@ -256,7 +256,7 @@ def test_verbose_says_who_is_who(context):
         (["a", "b"], "unexpected extra argument"),
     ],
 )
-def test_usage_errors(args, why):
+def test_wrong_options_are_usage_errors(args, why):
     ran = run("pingpong", "-d", "soft0", *args)
     assert ran.code == 2
     assert why in ran.err
@@ -272,7 +272,7 @@ def test_help_fits_a_terminal_and_names_the_other_side():
         assert word in ran.out
 
 
-def test_nobody_listens(context):
+def test_refused_connection_says_to_start_the_server(context):
     port = free_port()
     ran = client(context, port)
     assert ran.code == 1
@@ -283,7 +283,7 @@ def test_nobody_listens(context):
     assert ran.out == ""
 
 
-def test_failure_as_json(context):
+def test_failure_with_json_keeps_what_was_known(context):
     port = free_port()
     ran = client(context, port, "--json", "-s", "64")
     assert ran.code == 1
@@ -293,7 +293,7 @@ def test_failure_as_json(context):
     assert ran.doc["error"].startswith("cannot connect to")
 
 
-def test_options_that_the_device_cannot_have(context):
+def test_options_beyond_the_device_are_usage_errors(context):
     port = context.query_port(1)
     ran = client(context, 1, "--qp-type", "ud", "-s", str(port.active_mtu.bytes + 1))
     assert ran.code == 2
@@ -308,19 +308,19 @@ def test_options_that_the_device_cannot_have(context):
         assert "mtu=4096 is more than the active MTU" in ran.err
 
 
-def test_no_such_device():
+def test_missing_device_exits_with_3():
     ran = run("pingpong", HOST, "-d", "nosuch0")
     assert ran.code == 3
     assert "there is no RDMA device nosuch0" in ran.err
 
 
-def test_no_client_comes(context):
+def test_server_without_a_client_gives_up_after_wait(context):
     ran = run("pingpong", "-d", context.name, "--tcp-port", "0", "--bind", HOST, "--wait", "0.2")
     assert ran.code == 1
     assert re.search(rf"rdmapost: no client came to {HOST}:\d+ within 0\.2 s\n$", ran.err)
 
 
-def test_a_stranger_is_told_in_one_line(context):
+def test_client_that_is_not_a_pingpong_is_reported_in_one_line(context):
     port = free_port()
 
     def shout() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import hostile
 import numpy as np
+from builders import acting, num, wr_id
 from draw import Draw
-from making import acting, num, wr_id
 from world import ALPHABET, World, filled
 
 import rdmapost as rp

@@ -134,7 +134,7 @@ def in_another_process(call: Callable[..., None], *arguments: Any) -> BaseExcept
     pytest.fail("nothing was raised")
 
 
-def test_every_public_exception_is_looked_at() -> None:
+def test_every_public_exception_is_tested() -> None:
     assert {getattr(errors, name) for name in errors.__all__} <= set(KINDS)
     assert ConnectError in KINDS
 
@@ -226,7 +226,7 @@ class _Unloadable:
         return "<unloadable>"
 
 
-def test_whatever_an_exception_holds_it_can_be_pickled_and_copied() -> None:
+def test_exception_with_any_content_can_be_pickled_and_copied() -> None:
     error = rp.RdmaError("text", threading.Lock(), _Unloadable())
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     error.unprintable = _Unprintable()  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Findi
 # ---- ports ------------------------------------------------------------------------
 
 
-def test_a_port_that_is_down_wants_its_network_device_up(system, port):
+def test_port_that_is_down_wants_its_network_device_up(system, port):
     down = dataclasses.replace(port, state=PortState.DOWN, phys_state=3)
     finding = named(check_port(ROCE, down, system), "port-down")
     assert finding.severity == "problem"
@@ -71,18 +71,18 @@ def test_a_port_that_is_down_wants_its_network_device_up(system, port):
     assert finding.remedy.startswith("ip link set NETDEV up")
 
 
-def test_an_infiniband_port_wants_a_subnet_manager(system, port):
+def test_infiniband_port_wants_a_subnet_manager(system, port):
     attr = dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND, state=PortState.INIT)
     [finding] = check_port(ROCE, attr, system)
     assert finding.name == "port-down"
     assert "opensm" in finding.remedy
 
 
-def test_an_mtu_that_is_not_known_is_not_compared(system, port):
+def test_unknown_mtu_is_not_compared(system, port):
     assert {f.name for f in check_port(ROCE, port, system)} == {"port-active"}
 
 
-def test_gids_decide_on_roce_alone(port):
+def test_gids_matter_only_on_roce(port):
     assert uses_gids(ROCE, port)
     assert not uses_gids(SimpleNamespace(node_type=NodeType.RNIC), port)
     assert not uses_gids(ROCE, dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND))
@@ -91,13 +91,13 @@ def test_gids_decide_on_roce_alone(port):
 # ---- GIDs -------------------------------------------------------------------------
 
 
-def test_a_gid_that_has_left_the_table_is_stale(system):
+def test_gid_that_has_left_the_table_is_stale(system):
     finding = about_gid(system, entry(V4, 3), index=1)
     assert (finding.name, finding.severity) == ("gid-stale", "problem")
     assert finding.evidence.endswith("is not in the port's table any more; valid there: 3")
 
 
-def test_a_gid_that_has_changed_is_stale(system):
+def test_gid_that_has_changed_is_stale(system):
     finding = about_gid(system, entry(V4), gid=rp.GID("::ffff:10.0.0.9"))
     assert finding.name == "gid-stale"
     assert finding.evidence == f"GID 0 was ::ffff:10.0.0.9 when it was chosen, and is {V4} now"
@@ -107,7 +107,7 @@ def test_a_gid_that_has_changed_is_stale(system):
     ("gid", "name"),
     [(V4, "gid-stale"), ("::ffff:10.0.0.6", "gid"), ("fd00::6", "gid-stale"), ("fd00::5", "gid")],
 )
-def test_the_address_of_a_gid_is_looked_for_on_its_network_device(system, gid, name):
+def test_address_of_a_gid_is_looked_for_on_its_network_device(system, gid, name):
     finding = about_gid(system, entry(gid, ndev="eth7"))
     assert finding.name == name
     if name == "gid-stale":
@@ -124,7 +124,7 @@ def test_roce_v1_reaches_its_own_segment_only(system):
     assert finding.remedy == f"gid_index=1, GID 1 ({V4})"
 
 
-def test_a_link_local_gid_reaches_its_own_segment_only(system):
+def test_link_local_gid_reaches_its_own_segment_only(system):
     local = entry(LINK_LOCAL, 0, ndev="eth7")
     finding = about_gid(system, local)
     assert (finding.name, finding.severity) == ("gid-link-local", "warning")
@@ -142,7 +142,7 @@ def way(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
     return finding
 
 
-def test_one_side_alone_is_link_local(system):
+def test_link_local_gid_on_one_side_only_is_a_problem(system):
     finding = way(LINK_LOCAL, "fd00::9", system)
     assert finding.evidence == (
         f"GID 0 ({LINK_LOCAL}) is link-local, and the peer's fd00::9 is not"
@@ -153,13 +153,13 @@ def test_one_side_alone_is_link_local(system):
     )
 
 
-def test_the_software_device_reaches_itself_alone(system):
+def test_software_device_reaches_itself_alone(system):
     finding = way("fd00::5", "fd00::9", system, "soft")
     assert (finding.name, finding.severity) == ("gid-wrong", "problem")
     assert "which reaches only its own" in finding.evidence
 
 
-def test_a_way_over_ipv6_is_not_looked_up(system):
+def test_route_over_ipv6_is_not_looked_up(system):
     finding = way("fd00::5", "fd00::9", system)
     assert (finding.name, finding.severity) == ("way", "info")
     assert finding.evidence.endswith("not looked up")

@@ -16,8 +16,8 @@ from typing import Any
 
 import hostile
 import numpy as np
+from builders import ALL, NEVER, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
 from draw import Draw
-from making import ALL, NEVER, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
 from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
 from world import ALPHABET, Hostile, World
 
