@@ -113,7 +113,7 @@ def test_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:
     text = " ".join(ended.stdout.split())
     if not pathlib.Path("/sys/class/infiniband").exists():
         assert "PROBLEM no-rdma-device (machine) there is no RDMA device" in text
-        assert "run in a virtual machine that has one" in text
+        assert "use a virtual machine that has one" in text
 
 
 def test_software_device_needs_nothing_of_the_machine() -> None:

@@ -1,7 +1,7 @@
-"""Why does it not work?  A checklist for live queue pairs, and one for the machine.
+"""Why does it not work?  A checklist for queue pairs in use, and one for the machine.
 
-Nothing here changes what it looks at, and nothing raises for what it finds: what
-cannot be looked at is a finding too.
+No check changes the state it inspects, and none raises: what cannot be inspected
+is a finding too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
 
 
 def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
-    """Go through the checklist for a queue pair; QP.diagnose describes it.
+    """Run the checklist for a queue pair; see QP.diagnose.
 
     Args:
         qp: the queue pair.
-        peer: the other side, or what its endpoint() said.
+        peer: the other side, or its endpoint().
 
     Returns:
-        findings, the problems first.
+        findings, problems first.
 
     Raises:
         TypeError: the peer is neither.
@@ -66,8 +66,8 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
             Finding(
                 "not-readable",
                 "problem",
-                f"it cannot be read: {error}",
-                "see that the device is still there ('rdmapost devices')",
+                f"its attributes cannot be read: {error}",
+                "check that the device still exists ('rdmapost devices')",
                 about,
             )
         ]
@@ -77,8 +77,6 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
         except FAILURES as error:
             what = check.__name__.removeprefix("check_").replace("_", " ")
             findings.append(
-                Finding(
-                    "not-checked", "info", f"{what} could not be looked at: {error}", about=about
-                )
+                Finding("not-checked", "info", f"{what} could not be checked: {error}", about=about)
             )
     return worst_first(findings)

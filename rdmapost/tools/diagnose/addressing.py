@@ -1,4 +1,4 @@
-"""The checklist of one queue pair: its port, its GID, its path."""
+"""Checks of one queue pair's port, GID and path."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["check_gids", "check_path_mtu", "check_ports"]
 
 
 def check_ports(snap: Snapshot) -> Iterable[Finding]:
-    """Look at the port."""
+    """Check the port."""
     return check_port(snap.qp.pd.context, snap.port, snap.system)
 
 
 def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
-    """Look at the path MTU."""
+    """Check the path MTU."""
     path, active = snap.attr.path_mtu, snap.port.active_mtu
     if not snap.connected or path is None:
         return
@@ -30,7 +30,7 @@ def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "mtu-mismatch",
             "problem",
-            f"{evidence}: larger packets than the port sends",
+            f"{evidence}: larger than the port can send",
             f"connect again, with path_mtu at most {active.bytes} on both sides",
             snap.about,
         )
@@ -39,20 +39,20 @@ def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
 
 
 def check_gids(snap: Snapshot) -> Iterable[Finding]:
-    """Look at the local GID, and at whether the peer's can be reached from it."""
+    """Check the local GID, and whether the peer's can be reached from it."""
     qp, path = snap.qp, snap.attr.ah_attr
     if not uses_gids(qp.pd.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
         return
     if not snap.connected:
-        # What it would use.
+        # The GID it would use.
         yield from _chosen(snap)
         return
     if path.dgid is None:
         yield Finding(
             "gid-wrong",
             "problem",
-            "its path has no dgid, and on Ethernet the GID is the address",
-            "qp.connect(remote), with what the peer's qp.endpoint() says",
+            "its path has no dgid, which is the address on Ethernet",
+            "qp.connect(remote), with the peer's qp.endpoint()",
             snap.about,
         )
         return
@@ -61,7 +61,7 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
     if chosen is None or chosen.index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid
         kind = None if source is None else source.gid_type
-        chosen = GIDChoice(path.sgid_index, gid, kind, "what its path names")
+        chosen = GIDChoice(path.sgid_index, gid, kind, "its path's sgid_index")
     yield from check_gid(chosen, snap.table, snap.system, snap.about)
     if source is not None:
         yield from check_route(

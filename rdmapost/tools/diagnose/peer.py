@@ -1,4 +1,4 @@
-"""The checklist of two queue pairs: does each mean the other, and on the same terms?"""
+"""Checks of two queue pairs: is each connected to the other, with matching attributes?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PSN_MASK = 0xFFFFFF
 
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
-    """Compare with the other side, as far as it is known."""
+    """Compare with the peer, as far as it is known."""
     peer = snap.peer
     if peer is None:
         if snap.connected:
@@ -30,8 +30,8 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
                 "peer-unknown",
                 "info",
                 f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
-                "this process: its state and its receives cannot be snap from here",
-                "diagnose it where it is, and compare; or qp.diagnose(endpoint) with what it said",
+                "this process: its state and its receives are not visible",
+                "diagnose it in its own process and compare; or qp.diagnose(its endpoint)",
                 snap.about,
             )
     elif isinstance(peer, Endpoint):
@@ -41,7 +41,7 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
             "peer-closed",
             "problem",
             f"its peer {peer} is closed",
-            "make a new queue pair there, and connect both",
+            "create a new queue pair there, and connect both",
             snap.about,
         )
     else:
@@ -64,8 +64,8 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
         yield Finding(
             name,
             "problem",
-            f"{here}, and the peer said {there}",
-            "qp.to_reset(), and qp.connect() with the endpoint that the peer has now",
+            f"{here}, but the peer's endpoint has {there}",
+            "qp.to_reset(), and qp.connect() with the peer's current endpoint",
             snap.about,
         )
     if not wrong:
@@ -78,8 +78,8 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield Finding(
             "qp-type-mismatch",
             "problem",
-            f"it is {qp.qp_type.name}, and its peer {peer.qp_type.name}",
-            f"make the peer one of type {snap.peer_type.name}",
+            f"it is {qp.qp_type.name}, but its peer is {peer.qp_type.name}",
+            f"create the peer with type {snap.peer_type.name}",
             about,
         )
         return
@@ -97,8 +97,8 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield Finding(
             "other-pd",
             "info",
-            f"its peer {peer} is of another PD",
-            "the rkey of a region works only through queue pairs of the region's own PD",
+            f"its peer {peer} is on another PD",
+            "a region's rkey works only through queue pairs on the same PD",
             about,
         )
     if snap.connected:
@@ -118,8 +118,8 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
 
 
 def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
-    """Look at whether a send waits for a receive that the peer does not have."""
-    # Every opcode of UD consumes one, and a message that finds none is dropped.
+    """Check whether a send waits for a receive that the peer has not posted."""
+    # On UD every opcode consumes one, and a message that finds none is dropped.
     datagram = snap.qp.qp_type is QPType.UD
     sends = snap.qp.outstanding.send if datagram else waiting_sends(snap)
     if sends == 0:
@@ -142,18 +142,18 @@ def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
 
 
 def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    """Look at whether each names the other."""
+    """Check that each names the other."""
     qp, here, about = snap.qp, snap.attr, snap.about
     again = "to_reset() both, then a.connect(b.endpoint()) and b.connect(a.endpoint())"
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
-        # A peer on its way up does not name anybody yet.
+        # Before RTR a peer names nobody.
         if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
             crossed = False
             yield Finding(
                 "dest-qp-num",
                 "problem",
-                f"{side} has dest_qp_num={attr.dest_qp_num:#x}, and not {other.qp_num:#x}, the "
+                f"{side} has dest_qp_num={attr.dest_qp_num:#x}, not {other.qp_num:#x}, the "
                 f"number of {other}",
                 again,
                 about,
@@ -162,7 +162,7 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
     if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
         crossed = False
         yield Finding(
-            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, and {peer} has {gid}", again, about
+            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, but {peer} has {gid}", again, about
         )
     if crossed and there.qp_state in RECEIVES:
         yield Finding(
@@ -171,16 +171,16 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
 
 
 def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    """Look at what both sides must agree on."""
+    """Check the attributes that must match."""
     qp, here, about = snap.qp, snap.attr, snap.about
     if there.qp_state not in RECEIVES:
         return
-    again = "to_reset() both, and connect them with what the other's endpoint() says"
+    again = "to_reset() both, and connect each with the other's endpoint()"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
         yield Finding(
             "mtu-mismatch",
             "problem",
-            f"path_mtu {here.path_mtu.bytes}, and the peer's {there.path_mtu.bytes}",
+            f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}",
             again,
             about,
         )
@@ -189,9 +189,9 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         (peer, there, here, f"its peer {peer} sends"),
     ):
         if sending.qp_state is not QPState.RTS or qp.qp_type is QPType.UC:
-            # A connection that may lose packets takes any number.
+            # UC accepts any PSN.
             continue
-        # Some devices say where they are, some where they began; while packets are under way
+        # Some devices report the current PSN, some the first; while packets are in flight
         # neither can be compared.
         sent = {sending.sq_psn & _PSN_MASK, sender.psn}
         if not sender.outstanding.send and expecting.rq_psn & _PSN_MASK not in sent:
@@ -209,7 +209,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
             "gid-type-mismatch",
             "problem",
             f"its GID is {getattr(kinds[0], 'name', '')}, and the peer's "
-            f"{getattr(kinds[1], 'name', '')}: they do not hear each other",
+            f"{getattr(kinds[1], 'name', '')}: they cannot reach each other",
             "give both a gid_index of one type ('rdmapost devices')",
             about,
         )

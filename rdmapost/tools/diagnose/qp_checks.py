@@ -1,4 +1,4 @@
-"""The checklist of one queue pair: its state, its timers and its queues."""
+"""Checks of one queue pair's state, timers and queues."""
 
 from __future__ import annotations
 
@@ -37,57 +37,57 @@ _RXE_VENDOR = 0xFFFFFF
 _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _FAILED = frozenset({QPState.SQE, QPState.ERR})
 _LOST = "the CQ has overrun, and their completions may be lost"
-_ANEW = "close the queue pairs that complete on the CQ, and the CQ; create them again"
+_RECREATE = "close the queue pairs that complete on the CQ, and the CQ; create them again"
 
 _STATES: dict[QPState, tuple[Severity, str]] = {
     QPState.RESET: ("problem", "nothing can be posted to it, and nothing arrives"),
     QPState.INIT: ("problem", "receives can be posted; nothing arrives, and sends are refused"),
-    QPState.RTR: ("warning", "it receives, and does not send"),
+    QPState.RTR: ("warning", "it receives, but does not send"),
     QPState.RTS: ("ok", "it sends and receives"),
     QPState.SQD: ("warning", "its sends are held"),
     QPState.SQE: ("problem", "a send has failed; sends complete with WR_FLUSH_ERR"),
-    QPState.ERR: ("problem", "it has failed; all that is posted completes with WR_FLUSH_ERR"),
-    QPState.UNKNOWN: ("warning", "the device does not say what it does"),
+    QPState.ERR: ("problem", "it has failed; everything posted completes with WR_FLUSH_ERR"),
+    QPState.UNKNOWN: ("warning", "the device does not report it"),
 }
 
 
 def check_process(qp: QP, about: str) -> Iterable[Finding]:
-    """Look at whether it is this process that made it; in any other it cannot be read."""
+    """Check that this process created it; no other process can read it."""
     maker = qp._pid
     if maker != os.getpid():
         yield Finding(
             "other-process",
             "problem",
-            f"process {maker} made it, and this is its child {os.getpid()}: the memory and the "
-            "queues are copies",
+            f"process {maker} created it, and this is its child {os.getpid()}: its memory and its "
+            "queues are copies here",
             "open the device and create the queue pair after the fork",
             about,
         )
 
 
 def check_state(snap: Snapshot) -> Iterable[Finding]:
-    """Look at the state."""
+    """Check the state."""
     qp, state = snap.qp, snap.attr.qp_state
     severity, what = _STATES[state]
     if state is QPState.RTR and qp.qp_type is QPType.XRC_RECV:
-        severity, what = "ok", "it receives; it has no sends of its own"
+        severity, what = "ok", "it receives, and has no sends"
     connect = "qp.connect(remote)" if qp.qp_type in CONNECTED else "qp.connect()"
     if state in _FAILED and _overrun(qp):
         yield Finding(
             "qp-state",
             severity,
-            f"in {state.name}, and its CQ has overrun: the completion that says why may be lost",
-            _ANEW,
+            f"in {state.name}, and its CQ has overrun: the completion with the cause may be lost",
+            _RECREATE,
             snap.about,
         )
         return
     remedy = {
-        QPState.RESET: f"{connect}, with what the peer's qp.endpoint() says",
+        QPState.RESET: f"{connect}, with the peer's qp.endpoint()",
         QPState.INIT: f"{connect}, or qp.to_rtr() and qp.to_rts()",
         QPState.RTR: "qp.to_rts()",
         QPState.SQD: "qp.to_rts()",
-        QPState.SQE: "poll send_cq for the first error that is no WR_FLUSH_ERR; then qp.to_rts()",
-        QPState.ERR: "poll the CQ: the first error that is no WR_FLUSH_ERR says why "
+        QPState.SQE: "poll send_cq for the first error other than WR_FLUSH_ERR; then qp.to_rts()",
+        QPState.ERR: "poll the CQ: the first error other than WR_FLUSH_ERR says why "
         f"('rdmapost explain'); then qp.to_reset() and {connect} on both sides",
     }
     if qp.qp_type not in CONNECTED:
@@ -97,7 +97,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
 
 
 def check_retries(snap: Snapshot) -> Iterable[Finding]:
-    """Look at how long a send waits for an acknowledgement."""
+    """Check how long a send waits for an acknowledgement."""
     if not snap.requests or snap.qp.qp_type not in (QPType.RC, QPType.XRC_SEND):
         return
     timeout, retry_cnt = snap.attr.timeout, snap.attr.retry_cnt
@@ -105,8 +105,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "timeout-0",
             "problem",
-            "timeout=0: an acknowledgement is waited for for ever, and a send that nothing "
-            "answers never ends",
+            "timeout=0: a send waits for its acknowledgement for ever, and never fails",
             "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)",
             snap.about,
         )
@@ -120,8 +119,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "retry-for-ever",
             "warning",
-            "retry_cnt=7: Soft-RoCE takes that for ever, and a send that nothing answers never "
-            "ends",
+            "retry_cnt=7: Soft-RoCE retries for ever, and a send without an answer never fails",
             "connect with retry_cnt=6 or less",
             snap.about,
         )
@@ -133,7 +131,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "retry-cnt-0",
             "warning",
-            f"{evidence}; one lost packet is the end",
+            f"{evidence}; one lost packet breaks the connection",
             "connect with retry_cnt=6",
             snap.about,
         )
@@ -142,7 +140,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
 
 
 def check_rnr(snap: Snapshot) -> Iterable[Finding]:
-    """Look at how long a send waits for a receive, and how long it lets others wait."""
+    """Check how long a send waits for a receive, and how long it makes a peer wait."""
     qp, attr = snap.qp, snap.attr
     if snap.requests and qp.qp_type in (QPType.RC, QPType.XRC_SEND):
         yield _rnr_retry(snap)
@@ -152,7 +150,7 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
             yield Finding(
                 "min-rnr-timer-0",
                 "warning",
-                f"{timer}: 0 is the longest that there is; a peer that finds no receive waits it",
+                f"{timer}: 0 means the longest wait, for a peer that finds no receive",
                 "connect with min_rnr_timer=12 (0.64 ms)",
                 snap.about,
             )
@@ -160,7 +158,7 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
             yield Finding(
                 "min-rnr-timer",
                 "ok",
-                f"{timer} is what a peer waits that finds no receive",
+                f"{timer} is how long a peer waits that finds no receive",
                 about=snap.about,
             )
 
@@ -176,13 +174,13 @@ def _rnr_retry(snap: Snapshot) -> Finding:
             if sends:
                 evidence += f"; sends outstanding here: {sends}"
                 severity = "problem"
-        remedy = "post receives at the peer; with rnr_retry=6 it ends with RNR_RETRY_EXC_ERR"
+        remedy = "post receives at the peer; with rnr_retry=6 it fails with RNR_RETRY_EXC_ERR"
         return Finding("rnr-retry-for-ever", severity, evidence, remedy, snap.about)
     if retry == 0:
         return Finding(
             "rnr-retry-0",
             "warning",
-            "rnr_retry=0: the first send that finds no receive ends with RNR_RETRY_EXC_ERR",
+            "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR",
             "connect with rnr_retry=6, or post receives before the peer can send",
             snap.about,
         )
@@ -209,7 +207,7 @@ def _rnr_retry(snap: Snapshot) -> Finding:
 
 
 def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
-    """Look at how many reads and atomics it may have under way."""
+    """Check how many reads and atomics may be in flight."""
     if not snap.requests or snap.qp.qp_type not in (QPType.RC, QPType.XRC_SEND):
         return
     here = snap.attr.max_rd_atomic
@@ -240,11 +238,11 @@ def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
 
 
 def check_sends(snap: Snapshot) -> Iterable[Finding]:
-    """Look at what is on the send queue."""
+    """Check the send queue."""
     qp, count = snap.qp, snap.qp.outstanding.send
     if not qp.max_send_wr:
         return
-    # Which of them are SIGNALED is not kept.
+    # Which of them are SIGNALED is not recorded.
     unsure = not qp.sq_sig_all
     oldest = qp._send.in_flight.entry(0)
     evidence = f"sends outstanding: {count} of max_send_wr={qp.max_send_wr}"
@@ -257,7 +255,7 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "not-polled",
             "warning",
-            f"{evidence}; they have failed, and wait in the CQ",
+            f"{evidence}; they have failed, and their completions are in the CQ",
             "poll send_cq",
             snap.about,
         )
@@ -267,15 +265,15 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
             "send-queue-full",
             "warning",
             evidence + doubt,
-            "poll send_cq: a slot comes free with the completion of a later SIGNALED send"
-            + (", so make every n-th one SIGNALED, n below max_send_wr" if unsure else ""),
+            "poll send_cq: a slot becomes free with the completion of a later SIGNALED send"
+            + (", so make every n-th send SIGNALED, with n below max_send_wr" if unsure else ""),
             snap.about,
         )
     elif count and unsure:
         yield Finding(
             "outstanding",
             "info",
-            f"{evidence}: under way, or their completions are not polled; ones without SIGNALED "
+            f"{evidence}: in flight, or not polled yet; ones without SIGNALED "
             "count until a later SIGNALED one completes",
             "poll send_cq; make every n-th send SIGNALED",
             snap.about,
@@ -284,7 +282,7 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "outstanding",
             "info",
-            f"{evidence}: under way, or their completions are not polled",
+            f"{evidence}: in flight, or not polled yet",
             "poll send_cq",
             snap.about,
         )
@@ -293,7 +291,7 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
 
 
 def check_receives(snap: Snapshot) -> Iterable[Finding]:
-    """Look at what is on the receive queue."""
+    """Check the receive queue."""
     qp, state = snap.qp, snap.attr.qp_state
     if qp.qp_type in _NO_RECEIVES or state is QPState.RESET:
         return
@@ -310,7 +308,7 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "not-polled",
             "warning",
-            f"{evidence}; they have been flushed, and wait in the CQ",
+            f"{evidence}; they have been flushed, and their completions are in the CQ",
             "poll recv_cq",
             snap.about,
         )
@@ -322,22 +320,22 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "recv-none-posted",
             "info",
-            f"{evidence}; a message that arrives {what}",
+            f"{evidence}; an incoming message {what}",
             f"{post}(...) before the peer sends",
             snap.about,
         )
 
 
 def check_completions(snap: Snapshot) -> Iterable[Finding]:
-    """Look at whether the completion queues hold what may complete there."""
+    """Check that the completion queues can hold all that may complete there."""
     qp = snap.qp
     if qp.qp_type is QPType.XRC_RECV:
-        # It uses those of the SRQs.
+        # It uses the CQs of the SRQs.
         return
     for cq in _cqs(qp):
         yield _check_cq(cq, snap)
     for cq in _overrun(qp):
-        yield Finding("cq-overrun", "problem", f"{cq}: {OVERRUN}", _ANEW, snap.about)
+        yield Finding("cq-overrun", "problem", f"{cq}: {OVERRUN}", _RECREATE, snap.about)
 
 
 def _cqs(qp: QP) -> list[CQ]:
@@ -360,17 +358,14 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
     for srq in shared.values():
         outstanding += srq.outstanding + srq.outstanding_tags + srq.outstanding_ops
         capacity += srq.max_wr + srq.max_num_tags + srq.max_ops
-    evidence = (
-        f"{cq}; the queues that complete there hold up to {capacity} work requests; "
-        f"outstanding: {outstanding}"
-    )
-    remedy = f"rp.CQ(context, {capacity}), or poll before so many can complete"
+    evidence = f"{cq}; its queues hold up to {capacity} work requests; outstanding: {outstanding}"
+    remedy = f"rp.CQ(context, {capacity}), or poll before that many can complete"
     if outstanding > cq.cqe:
         failed = snap.attr.qp_state is QPState.ERR
         return Finding(
             "cq-too-small",
             "problem" if failed else "warning",
-            f"{evidence}: when more complete than it holds, it overruns and they fail",
+            f"{evidence}: if more complete than it holds, it overruns and they fail",
             remedy,
             snap.about,
         )
@@ -382,7 +377,7 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
 def _what_completes(
     user: Resource, cq: CQ, shared: dict[int, SRQ]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return outstanding and depth of the send and of the receive queue that complete there."""
+    """Return outstanding and depth of the send and the receive queue that complete there."""
     sends = receives = (0, 0)
     if isinstance(user, SRQ):
         shared[id(user)] = user
@@ -397,27 +392,27 @@ def _what_completes(
 
 
 def check_access(snap: Snapshot) -> Iterable[Finding]:
-    """Look at what a peer may do."""
+    """Check what a peer may do."""
     if not snap.connected or snap.qp.qp_type is QPType.XRC_SEND:
         return
     flags = snap.attr.qp_access_flags
     allowed = [flag.name or "" for flag in Access if flag & flags and "REMOTE" in (flag.name or "")]
     if allowed:
-        evidence = f"qp_access_flags: a peer may {', '.join(allowed)}, where the region permits it"
+        evidence = f"qp_access_flags: a peer may {', '.join(allowed)}, if the region permits it"
         yield Finding("access", "ok", evidence, about=snap.about)
     else:
         yield Finding(
             "access-none",
             "info",
             "qp_access_flags has no REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC: a peer can send, "
-            "and its writes, reads and atomics end with REM_ACCESS_ERR",
+            "but its writes, reads and atomics fail with REM_ACCESS_ERR",
             "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ",
             snap.about,
         )
 
 
 def waiting_sends(snap: Snapshot) -> int | None:
-    """Count the pending sends that consume a receive; None where the device cannot tell."""
+    """Count the pending sends that consume a receive; None if the device does not know."""
     qp = snap.qp
     if not qp.outstanding.send or snap.attr.qp_state in _FAILED:
         return 0
@@ -426,9 +421,9 @@ def waiting_sends(snap: Snapshot) -> int | None:
 
 
 def has_receive(qp: QP) -> bool:
-    """Whether a message to a queue pair finds a receive, as far as is known here."""
+    """Whether a message to a queue pair would find a receive, as far as is known here."""
     if qp.qp_type in _NO_RECEIVES:
-        # It takes those of the SRQ that the message names.
+        # It uses the SRQ that the message names.
         return True
     if qp.srq is not None:
         return bool(qp.srq.outstanding + qp.srq.outstanding_tags)

@@ -1,4 +1,4 @@
-"""What the checks of a queue pair look at: everything is read once, and nothing changed."""
+"""The state that the checks of a queue pair inspect, read once and never changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 FAILURES = (RdmaError, OSError, ValueError)
-"""What reading an object may raise: it has gone, or the device does not answer."""
+"""What reading an object may raise: it is gone, or the device does not respond."""
 
 CONNECTED = frozenset({QPType.RC, QPType.UC, QPType.XRC_SEND, QPType.XRC_RECV})
 RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
@@ -37,18 +37,18 @@ _OTHER_SIDE = {QPType.XRC_SEND: QPType.XRC_RECV, QPType.XRC_RECV: QPType.XRC_SEN
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A queue pair as it is now.
+    """The state of a queue pair and its surroundings.
 
     Attributes:
         qp: the queue pair.
         attr: its attributes.
         port: its port.
         table: the GIDs of its port.
-        peer: the other side: a queue pair of this process, or what it said of itself.
-        peer_attr: the attributes of such a queue pair.
-        given: the peer was named by the caller, and not found by its number.
-        system: the machine around it.
-        about: its name.
+        peer: the other side: a queue pair in this process, or its endpoint.
+        peer_attr: its attributes, if it is in this process.
+        given: the caller named the peer; otherwise it was found by its number.
+        system: the files of the machine.
+        about: the name that findings give it.
     """
 
     qp: QP
@@ -63,12 +63,12 @@ class Snapshot:
 
     @property
     def connected(self) -> bool:
-        """Whether it knows its peer: what says so is set on the way to RTR."""
+        """Whether it has a peer: those attributes are set in the transition to RTR."""
         return self.qp.qp_type in CONNECTED and _knows_peer(self.attr)
 
     @property
     def requests(self) -> bool:
-        """Whether its attributes as a requester mean something: they are set on the way to RTS."""
+        """Whether its requester attributes are valid: they are set in the transition to RTS."""
         attr = self.attr
         if attr.qp_state is QPState.ERR:
             return bool(attr.timeout or attr.retry_cnt or attr.rnr_retry or attr.max_rd_atomic)
@@ -76,7 +76,7 @@ class Snapshot:
 
     @property
     def local_peer(self) -> tuple[QP, QPAttr] | None:
-        """The peer with its attributes, if it is a queue pair of this process."""
+        """The peer and its attributes, if it is in this process."""
         if is_queue_pair(self.peer) and self.peer_attr is not None:
             return self.peer, self.peer_attr
         return None
@@ -88,7 +88,7 @@ class Snapshot:
 
     @property
     def responder(self) -> tuple[QP, QPAttr] | None:
-        """The peer with its attributes, if those of a responder mean something."""
+        """The peer and its attributes, if its responder attributes are valid."""
         local = self.local_peer
         if local is None or local[0].qp_type is not self.peer_type:
             return None
@@ -96,7 +96,7 @@ class Snapshot:
 
     @property
     def source(self) -> GIDTableEntry | None:
-        """The entry of the GID table that its packets come from, if it is there."""
+        """The GID table entry that its packets come from, if it exists."""
         index = self.attr.ah_attr.sgid_index
         return next((entry for entry in self.table if entry.index == index), None)
 
@@ -106,7 +106,7 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
 
     Args:
         qp: the queue pair.
-        peer: its peer, if the caller knows it.
+        peer: the peer, if the caller knows it.
 
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.
@@ -125,24 +125,24 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:
-    """Whether it is a queue pair; only those have steps, and QP itself calls these checks."""
+    """Whether it is a queue pair.  (QP cannot be imported here: it calls these checks.)"""
     return isinstance(thing, Steps)
 
 
 def name_of(qp: QP) -> str:
-    """Name a queue pair, as findings are about it."""
+    """Name a queue pair in findings."""
     return f"{qp} on {qp.pd.context.name}"
 
 
 def _knows_peer(attr: QPAttr) -> bool:
     if attr.qp_state is QPState.ERR:
-        # It may have come here from any state.
+        # ERR can be entered from any state.
         return bool(attr.dest_qp_num)
     return attr.qp_state in RECEIVES
 
 
 def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> QP | None:
-    """Return the peer if it is a queue pair of this process, on the same open device."""
+    """Return the peer if it is in this process, on the same open device."""
     path = attr.ah_attr
     if path.dgid is None:
         here = path.dlid == port.lid
