@@ -41,7 +41,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="N",
         default=0,
         show_default=True,
-        help="The value that stands there at first; without HOST.",
+        help="Initial value; without HOST.",
     )(function)
 
 
@@ -53,11 +53,9 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
     metavar="N",
     default=0,
     show_default=True,
-    help="Swap if this value stands there.",
+    help="Swap if the value equals this.",
 )
-@click.option(
-    "--swap", type=U64, metavar="N", default=1, show_default=True, help="The value to put there."
-)
+@click.option("--swap", type=U64, metavar="N", default=1, show_default=True, help="The new value.")
 @flag_options("fence")
 @post_options
 @peer_options(offset=True)
@@ -71,10 +69,10 @@ def compare_and_swap(
     compare: int,
     swap: int,
 ) -> None:
-    """Compare and swap: replace a value that is the expected one.
+    """Compare and swap: replace a value if it is the expected one.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, and reports what its memory then holds.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports the new contents of its memory.
     """
     from rdmapost import AtomicCmpAndSwp, Opcode
 
@@ -109,10 +107,10 @@ def compare_and_swap(
 def fetch_and_add(
     out: Output, target: Target, settings: PostSettings, peer: Peer | None, initial: int, add: int
 ) -> None:
-    """Fetch and add: add to a value, and fetch what it was.
+    """Fetch and add: add to a value, and fetch the old one.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, and reports what its memory then holds.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports the new contents of its memory.
     """
     from rdmapost import AtomicFetchAndAdd, Opcode
 
@@ -146,15 +144,15 @@ def _run(
     after: Callable[[int], int],
     asked: dict[str, Any],
 ) -> None:
-    """Post atomics on one value and check what each of them did.
+    """Post atomics on one value and check the result of each.
 
     Args:
         out, target, settings, opcode: as in post_local.loopback.
-        peer: the server whose value it is, or None.
-        initial: the value that stands there.
+        peer: the server that holds the value, or None.
+        initial: the initial value.
         make: makes the work request.
-        after: what the operation makes of a value.
-        asked: what the document says of the request.
+        after: computes the new value from the old.
+        asked: the request, for the document.
     """
     from rdmapost import RdmaError
 
@@ -198,9 +196,9 @@ def _run(
     expected = initial
     for index, old in enumerate(olds):
         if old != expected:
-            raise RdmaError(f"atomic {index + 1} of {count} found {old} and not {expected}")
+            raise RdmaError(f"atomic {index + 1} of {count} found {old}, not {expected}")
         expected = after(expected)
     if new != expected:
-        raise RdmaError(f"{new} stands there now, and not {expected}")
+        raise RdmaError(f"the value is now {new}, not {expected}")
     yields: dict[str, Any] = {**asked, "old": olds[0], "new": new}
     show(out, yields if count == 1 else {**yields, "olds": olds})

@@ -20,8 +20,8 @@ __all__ = ["devices"]
 def devices(out: Output, target: Target) -> None:
     """List devices, their ports and GIDs.
 
-    A star marks the GID that is used unless another is asked for.  The software
-    device soft0 is there in every process.
+    A star marks the GID used by default.  The software device soft0 exists in
+    every process.
     """
     from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
 
@@ -31,7 +31,7 @@ def devices(out: Output, target: Target) -> None:
     infos = list_devices()
     names = [info.name for info in infos] if target.device is None else [target.device]
     if target.device is None and device_is_required() and all(d.kind == "soft" for d in infos):
-        # Opening is what explains why there is none.
+        # Opening one explains why there is none.
         open_device().close()
     failures: list[tuple[str, RdmaError]] = []
     for name in names:
@@ -45,7 +45,7 @@ def devices(out: Output, target: Target) -> None:
     if len(failures) == len(names):
         raise failures[0][1]
     for name, why in failures:
-        # The others can still be shown.
+        # Still show the others.
         echo_error(f"rdmapost devices: {why}")
         found.append({"name": name, "error": str(why), "ports": []})
     ports = [port for device in found for port in device["ports"]]
@@ -106,7 +106,7 @@ def _describe_port(context: Context, port: PortAttr, target: Target, out: Output
 
 
 def _text(found: list[dict[str, Any]]) -> str:
-    """Lay out ports in a table, each with its GIDs in one below it."""
+    """Lay out the ports in a table, with a table of GIDs below each."""
     rows = [["DEVICE", "KIND", "PORT", "STATE", "LINK LAYER", "MTU", "MAX MTU", "LID"]]
     below: list[str] = [""]
     for device in found:

@@ -1,4 +1,4 @@
-"""How a command that cannot do its work ends: the exit code and the text."""
+"""How a failed command ends: the exit code and the text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
 
 def report(error: Exception, out: Output) -> int:
-    """Say on stderr, and in the JSON document, what went wrong.
+    """Report an error on stderr and in the JSON document.
 
     Args:
         error: what ended the command.
-        out: where its document is.
+        out: has the document.
 
     Returns:
         the exit code.
@@ -35,7 +35,7 @@ def report(error: Exception, out: Output) -> int:
     _add_details(error, out)
     name = "rdmapost"
     if isinstance(error, click.UsageError):
-        # The parser's own errors do not say which command it was.
+        # The parser's errors do not name the command.
         name = error.ctx.command_path if error.ctx is not None else name
         lines.append(f"Try '{name} --help'.")
     echo_error(f"{name}: " + "\n".join(lines))
@@ -44,7 +44,7 @@ def report(error: Exception, out: Output) -> int:
 
 
 def drop_unwritten() -> None:
-    """Drop what stdout could not take; else the interpreter tries again at exit, and complains."""
+    """Drop unwritten output; otherwise the interpreter retries at exit, and complains."""
     if sys.stdout is None:
         return
     try:
@@ -55,7 +55,7 @@ def drop_unwritten() -> None:
 
 
 def _finish(out: Output) -> None:
-    """Print the document, where it can be printed: that it cannot may be what went wrong."""
+    """Print the document if possible: writing it may be what failed."""
     if out.json:
         with contextlib.suppress(OSError):
             out.finish("")
@@ -86,9 +86,9 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         [status] = explain(error.wc.status)
         return FAILED, [text, f"{status.summary}; {where_explained(status.name)}"]
     if isinstance(error, MemoryError):
-        return FAILED, ["there is not enough memory for this; try a smaller --size or --count"]
+        return FAILED, ["out of memory; try a smaller --size or --count"]
     if not isinstance(error, (RdmaError, OSError, ValueError)):
-        # A fault of this program and not of its user's.
+        # A bug in this program, not a user's mistake.
         import traceback
 
         traceback.print_exception(error)

@@ -19,7 +19,7 @@ from .output import Output
 __all__ = ["bind_mw", "invalidate"]
 
 _LEAST = 16
-"""Bytes of the write that tries a key."""
+"""Bytes of the write that tests a key."""
 
 
 @click.command("bind-mw")
@@ -30,9 +30,9 @@ _LEAST = 16
 def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes) -> None:
     """Bind a type 2 memory window, and write data through it.
 
-    The window is as long as the data, and another write tries what lies beside
-    it.  On xrc the side that binds is not the one that can be written to, and
-    the window's key is refused.
+    The window is as long as the data, and another write tests the memory next
+    to it.  On xrc the side that binds cannot be written to, so the window's key
+    is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
@@ -43,7 +43,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
 
     length = len(payload)
     if not length:
-        raise click.UsageError("a memory window has at least 1 byte", click.get_current_context())
+        raise click.UsageError("a memory window needs at least 1 byte", click.get_current_context())
     with loopback(
         out,
         target,
@@ -69,7 +69,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
             received = bytes(pair.remote.mr.buffer[MARGIN : MARGIN + length])
             verify(received, payload, 0, 1)
             yields |= {"data": payload, "received": received}
-            # Soft-RoCE does not keep to the window's bounds.
+            # Soft-RoCE does not enforce the window's bounds.
             yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _LEAST)
         else:
             if admitted(pair, wr.rkey, MARGIN):
@@ -85,7 +85,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
 def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     """Invalidate the key of a type 2 memory window (LOCAL_INV).
 
-    The window is bound and written through before, and a write with its key is
+    The window is bound and written through first, and a write with its key is
     tried again afterwards.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
@@ -119,5 +119,5 @@ def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
         )
         out.doc["byte_len"] = 0
         if admitted(pair, bind.rkey, MARGIN):
-            raise RdmaError("a write with the key that was invalidated went in")
+            raise RdmaError("a write with the invalidated key succeeded")
     show(out, {"rkey": bind.rkey, "refused_afterwards": True})

@@ -41,13 +41,13 @@ def loopback(
     """Open the device and make two queue pairs on it.
 
     Args:
-        out: gets the keys that every posting command has.
+        out: gets the document's skeleton.
         target: the device.
-        settings: the type and the depth of the queue pairs, and the timeout.
+        settings: the QP type, the queue depth and the timeout.
         opcode: what will be posted.
         local_size, remote_size: as in Loopback.
-        inlined: bytes of a work request that can be posted inline.
-        depth: what each queue must hold, if that is not what is posted at once but segments.
+        inlined: bytes of one inline work request.
+        depth: what each queue must hold; one post's work requests unless given.
         options: as in Loopback.
     """
     start_document(out, opcode, settings)
@@ -73,7 +73,7 @@ def loopback(
 
 
 def source(pair: Loopback, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
-    """Return the sg_list for a payload: registered memory, or a plain buffer if inline."""
+    """Return the sg_list for a payload: registered memory, or an unregistered buffer if inline."""
     if "INLINE" in settings.flags:
         return [SGE.from_buffer(payload)] if payload else []
     pair.local.mr.buffer[: len(payload)] = payload
@@ -81,7 +81,7 @@ def source(pair: Loopback, settings: PostSettings, payload: bytes) -> Sequence[S
 
 
 def frame_header(settings: PostSettings) -> bytes:
-    """Return what a message starts with: a made-up Ethernet header on raw packets."""
+    """Return the header of a message: made-up Ethernet on raw packets, else none."""
     from rdmapost.frames import ethernet
 
     return ethernet() if settings.qp_type == "RAW_PACKET" else b""
@@ -91,11 +91,10 @@ def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None =
     """Post a list of work requests in one call, and wait until they are done.
 
     Args:
-        out: gets ``status`` and ``wr_id``, of the first that failed or else of
-            the last, and for a list ``count`` and ``completions``.
+        out: gets what record() adds.
         pair: the queue pairs.
         wrs: the work requests.
-        side: who posts; the local side unless given.
+        side: the side that posts; the local one unless given.
 
     Raises:
         PostError: one of them was refused.

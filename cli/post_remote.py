@@ -46,7 +46,7 @@ __all__ = ["atomic_at", "read_from", "send_to", "write_to"]
 
 _LOOK_AGAIN_S = 0.01
 _REPORTED = 1024
-"""Arrivals that a server still knows."""
+"""How many arrivals a server remembers."""
 
 
 @contextmanager
@@ -137,7 +137,8 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
             )
         if arrival.status:
             raise RdmaError(
-                f"{out.doc['peer']} could not take it: its receive ended with {arrival.status.name}"
+                f"{out.doc['peer']} could not receive it: its receive failed with "
+                f"{arrival.status.name}"
             )
         found.append(arrival)
     return found
@@ -148,7 +149,7 @@ def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> byt
     head = expected[: len(found.data)]
     if found.data != head or found.sha256 != hashlib.sha256(expected).hexdigest():
         raise mismatch(index, count)
-    # The server shows how it begins, and the digest is that of the rest too.
+    # The server reports the first bytes, and a digest of all of them.
     return found.data + expected[len(found.data) :]
 
 
@@ -187,7 +188,7 @@ def send_to(
 def write_to(
     out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
 ) -> None:
-    """Write to the memory of a server, one behind the other."""
+    """Write to the memory of a server, one write after the other."""
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
     length, count = len(payload), settings.count
     with _connected(
@@ -221,10 +222,10 @@ def write_to(
 
 
 def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None:
-    """Return what stands in the memory; on UC only after it has come, as far as it does.
+    """Return what the memory holds; on UC wait for the data to arrive.
 
     Returns:
-        What the server has seen, or None if it does not tell.
+        The server's view, or None if it does not report it.
     """
     deadline = time.monotonic() + connection.timeout
     digest = hashlib.sha256(expected).hexdigest()
@@ -232,7 +233,7 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
         try:
             seen = connection.look(place, len(expected))
         except ValueError as error:
-            # A write that is not acknowledged can go anywhere, and be dropped there.
+            # An unacknowledged write may go outside, and is dropped there.
             raise RdmaError(f"the write went outside the exposed memory: {error}") from None
         if not seen.sha256:
             return None
@@ -244,14 +245,14 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
 def read_from(
     out: Output, target: Target, settings: PostSettings, peer: Peer, length: int | None
 ) -> None:
-    """Read the memory of a server; all that follows the offset unless a length is given."""
+    """Read the memory of a server, up to its end unless a length is given."""
     count = settings.count
     with _connected(out, target, settings, Opcode.RDMA_READ, peer, local_size=1) as connection:
         if length is None:
             length = connection.offer.size - peer.offset
             if length < 0:
                 usage_error(
-                    f"--offset {peer.offset} is behind the end of the "
+                    f"--offset {peer.offset} is past the end of the "
                     f"{connection.offer.size} bytes that {out.doc['peer']} exposes"
                 )
         memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
@@ -287,7 +288,7 @@ def atomic_at(
     Args:
         out, target, settings, peer, opcode: as in _connected.
         make: makes the work request.
-        given: what the document says of the request.
+        given: the request, for the document.
     """
     count = settings.count
     with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
@@ -309,6 +310,6 @@ def atomic_at(
         out.doc["remote_addr"] = connection.offer.addr + peer.offset
     yields: dict[str, Any] = {**given, "old": olds[0]}
     if seen.data:
-        # What stands there now; others may be at it too.
+        # The current value; other clients may have changed it.
         yields["new"] = int.from_bytes(seen.data, sys.byteorder)
     show(out, yields if count == 1 else {**yields, "olds": olds})

@@ -40,8 +40,8 @@ def write(
 ) -> None:
     """Write to the memory of a second queue pair, or of HOST.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, and reports what its memory then holds.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports the new contents of its memory.
     """
     if peer is not None:
         from .post_remote import write_to
@@ -98,16 +98,16 @@ def read(
 ) -> None:
     """Read the memory of a second queue pair, or of HOST.
 
-    The second queue pair is one of the same device, and the data options say
-    what stands there.  At HOST 'rdmapost serve' listens, and --size says how
-    much to read; all that it exposes, unless given.
+    The second queue pair is on the same device, and the data options set its
+    memory.  HOST runs 'rdmapost serve', and --size is the number of bytes to
+    read; all that it exposes unless given.
     """
     if peer is not None:
         from .post_remote import read_from
 
         if given("data") or given("data_file"):
             raise click.UsageError(
-                "--data and --data-file say what is read without HOST",
+                "--data and --data-file set the memory that is read without HOST",
                 click.get_current_context(),
             )
         read_from(out, target, settings, peer, len(payload) if given("size") else None)

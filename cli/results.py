@@ -1,4 +1,4 @@
-"""What the posting commands share: the list they post, its completions, and how both are shown."""
+"""Shared by the posting commands: posting a list, its completions, and their output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHOWN = 4096
 def start_document(
     out: Output, opcode: Opcode | OpsOpcode, settings: PostSettings, **more: Any
 ) -> None:
-    """Set the keys that every posting command has, so that a failure shows them too."""
+    """Set the keys that every posting command has, so that they are there if it fails."""
     out.doc.update(
         device=None,
         kind=None,
@@ -62,7 +62,7 @@ def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
 
     Args:
         context: the device.
-        what: what asks for the depth.
+        what: the cause of the depth, for the error.
         depth: work requests or completions.
         limits: the device attributes that bound it.
     """
@@ -127,17 +127,17 @@ def record(out: Output, wcs: list[WC], count: int) -> None:
 
 
 def verify(found: bytes | memoryview, expected: bytes, index: int, count: int) -> None:
-    """Check that the data is what it must be.
+    """Check that the data is as expected.
 
     Raises:
-        RdmaError: it is not.
+        RdmaError: it differs.
     """
     if found != expected:
         raise mismatch(index, count)
 
 
 def mismatch(index: int, count: int) -> RdmaError:
-    """Make the error of data that is not what was sent."""
+    """Make the error for data that is not what was sent."""
     which = f"message {index + 1} of {count}: " if count > 1 else ""
     return RdmaError(
         f"{which}the device reported success, but the data that arrived is not the data that was "
@@ -146,12 +146,12 @@ def mismatch(index: int, count: int) -> RdmaError:
 
 
 def show(out: Output, yields: dict[str, Any]) -> None:
-    """Print what a posting command did.
+    """Print the result of a posting command.
 
     Args:
-        out: where to.
-        yields: what the operation gave, by name; bytes are data, and a list is
-            shown as far as it fits.
+        out: the output.
+        yields: the results of the operation, by name; bytes are data, and a list
+            is shown as far as it fits.
     """
     doc = out.doc
     pairs = []
@@ -180,10 +180,10 @@ def show(out: Output, yields: dict[str, Any]) -> None:
 
 
 def as_text(data: bytes) -> tuple[str, str]:
-    """Return what is shown of data, and how: "utf-8" where it can be printed, else "hex"."""
+    """Return data as text with its encoding: "utf-8" if printable, else "hex"."""
     shown = data[:_SHOWN]
     try:
-        # A character that the cut went through is left out.
+        # Leave out a character that is cut in two.
         text, _ = codecs.utf_8_decode(shown, "strict", len(data) <= _SHOWN)
     except UnicodeDecodeError:
         return shown.hex(), "hex"

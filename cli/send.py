@@ -28,8 +28,10 @@ __all__ = ["send"]
 
 @click.command()
 @payload_options
-@click.option("--imm", type=U32, metavar="N", help="Send 32 bits of immediate data too.")
-@click.option("--invalidate", is_flag=True, help="Invalidate a key of the other side (WITH_INV).")
+@click.option("--imm", type=U32, metavar="N", help="Also send 32 bits of immediate data.")
+@click.option(
+    "--invalidate", is_flag=True, help="Also invalidate a key of the other side (WITH_INV)."
+)
 @flag_options("inline", "fence", "solicited")
 @post_options
 @peer_options(offset=False)
@@ -47,12 +49,12 @@ def send(
 ) -> None:
     """Send a message to a second queue pair, or to HOST.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, which says what has arrived there.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports what arrives.
 
-    With --invalidate the key is that of a memory window which the other side
-    has bound, and on xrc that of a memory region.  With --qp-type raw the data
-    follows a made-up Ethernet header.
+    --invalidate takes the key of a memory window that the other side has bound,
+    or on xrc of a memory region.  With --qp-type raw the data follows a made-up
+    Ethernet header.
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
 
@@ -65,7 +67,7 @@ def send(
         from .post_remote import send_to
 
         if invalidate:
-            raise click.UsageError("--invalidate needs a key of the other side; without HOST", ctx)
+            raise click.UsageError("--invalidate works only without HOST", ctx)
         send_to(out, target, settings, peer, payload, imm)
         return
     header = frame_header(settings)
@@ -128,14 +130,14 @@ def _access(invalidate: bool) -> dict[str, Any]:
 
 
 def _keys(pair: Loopback, count: int) -> list[int]:
-    """Make keys of the other side that can be invalidated."""
+    """Make keys on the other side that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
     from rdmapost.posting.rules import OPCODES_BY_QP_TYPE
     from rdmapost.tools.check.memory_windows import bind_wr
 
     qp_type = pair.local.qp.qp_type
     if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:
-        # The post will say so.
+        # The post will report it.
         return [0] * count
     if qp_type is QPType.XRC_SEND:
         # Its target has no send queue that could bind a window.
@@ -155,5 +157,5 @@ def _wrong_key(wcs: list[WC], rkeys: list[int]) -> str | None:
     for wc, rkey in zip(wcs, rkeys, strict=True):
         # Soft-RoCE names no key.
         if wc.invalidated_rkey not in (None, rkey):
-            return f"the completion names key {wc.invalidated_rkey:#x} and not {rkey:#x}"
+            return f"the completion names key {wc.invalidated_rkey:#x}, not {rkey:#x}"
     return None

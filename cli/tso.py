@@ -20,7 +20,7 @@ __all__ = ["tso"]
 
 
 def _header(text: str) -> bytes:
-    """Read bytes in hexadecimal."""
+    """Parse bytes in hexadecimal."""
     try:
         return bytes.fromhex(text)
     except ValueError:
@@ -53,10 +53,10 @@ def tso(
     mss: int,
     header: bytes | None,
 ) -> None:
-    """Let the device cut data into segments (TSO).
+    """Let the device segment data (TSO).
 
-    Each is a frame with a header of its own, and on ud a message that starts
-    as IP over InfiniBand does.
+    Each segment is a frame with its own header, or on ud a message that starts
+    like IP over InfiniBand.
     """
     from rdmapost import TSO, Opcode, QPType, RdmaError, frames
     from rdmapost.tools.check.segmentation import segments

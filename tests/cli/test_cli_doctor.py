@@ -175,6 +175,6 @@ def test_help_fits_80_columns_and_names_the_exit_codes() -> None:
     ran = run("doctor", "--help")
     assert (ran.code, ran.err) == (0, "")
     assert max(map(len, ran.out.splitlines())) <= 80
-    for text in ("--device", "--port", "--gid-index", "--json", "Exit code: 0"):
+    for text in ("--device", "--port", "--gid-index", "--json", "Exit codes: 0"):
         assert text in ran.out
     assert "doctor" in run("--help").out

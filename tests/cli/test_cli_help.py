@@ -8,14 +8,14 @@ import click
 import pytest
 from support.cli_runner import run
 
-from rdmapost.cli.app import Later, app
+from rdmapost.cli.app import LazyCommand, app
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Yield a group and all that is below it, with the words that lead there."""
     yield path, group
     for name, command in group.commands.items():
-        loaded = command.load() if isinstance(command, Later) else command
+        loaded = command.load() if isinstance(command, LazyCommand) else command
         if isinstance(loaded, click.Group):
             yield from commands(loaded, *path, name)
         else:

@@ -245,7 +245,7 @@ def test_verbose_shows_both_addresses(context):
     [
         (["h", "--bind", "127.0.0.1"], "--bind and --wait are for a server"),
         (["h", "--wait", "1"], "--bind and --wait are for a server"),
-        (["h", "--size", "0"], "a message here has at least one byte"),
+        (["h", "--size", "0"], "a message needs at least one byte"),
         (["h", "--qp-type", "raw"], "'raw' is not one of 'rc', 'uc', 'ud'"),
         (["h", "--mtu", "1500"], "'1500' is not one of '256', '512'"),
         (["h", "-n", "0"], "0 is not at least 1"),

@@ -127,7 +127,7 @@ def test_read_returns_the_memory_of_a_server(context: rp.Context, serve: Serve) 
     assert (doc["byte_len"], doc["received"], doc["count"]) == (6, "stands", 2)
     ran = on(context, "read", where, "--offset", "18")
     assert ran.code == 2
-    assert "behind the end of the 17 bytes" in ran.err
+    assert "past the end of the 17 bytes" in ran.err
 
 
 def test_atomic_changes_the_memory_of_a_server(context: rp.Context, serve: Serve) -> None:
@@ -232,7 +232,7 @@ def test_server_that_never_answers_is_an_error(context: rp.Context) -> None:
         (["send", "::1"], "an IPv6 address stands in brackets: [::1]"),
         (["send", "host:port"], "'port' is not a port"),
         (["write", ":5"], "has no host"),
-        (["read", "127.0.0.1", "--data", "x"], "say what is read without HOST"),
+        (["read", "127.0.0.1", "--data", "x"], "set the memory that is read without HOST"),
         (["atomic", "cas", "127.0.0.1", "--initial", "5"], "gives the old value without HOST"),
         (["send", "127.0.0.1", "--invalidate"], "without HOST"),
         (["write", "--offset", "5"], "--offset needs a HOST"),

@@ -325,7 +325,7 @@ with rp.open_device("null0") as context:
         ("send --count 3", "message 1 of 3: "),
         ("write", "the data that arrived is not the data that was sent"),
         ("read", "the data that arrived is not the data that was sent"),
-        ("atomic fetch-add", "0 stands there now, and not 1"),
+        ("atomic fetch-add", "the value is now 0, not 1"),
         ("bind-mw", "the data that arrived is not the data that was sent"),
         ("doctor", "other data arrived than the"),
     ],

@@ -29,7 +29,7 @@ from support.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands_
 from support.ports import free_port
 
 import rdmapost as rp
-from rdmapost.cli.app import Later, app
+from rdmapost.cli.app import LazyCommand, app
 
 TWO_PROCESSES = "two processes: test_documented_serve_prints_what_is_shown"
 ELSEWHERE = {
@@ -311,7 +311,7 @@ def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         assert words[0] in command.commands, words
         found, words = command.commands[words[0]], words[1:]
-        command = found.load() if isinstance(found, Later) else found
+        command = found.load() if isinstance(found, LazyCommand) else found
     return command, words
 
 

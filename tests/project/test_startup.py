@@ -13,7 +13,7 @@ import pytest
 from support import prints
 
 import rdmapost as rp
-from rdmapost.cli.app import Later, app
+from rdmapost.cli.app import LazyCommand, app
 
 
 def modules_after(statements: str) -> set[str]:
@@ -106,7 +106,7 @@ def test_help_imports_neither_the_library_nor_a_command() -> None:
 def test_list_of_commands_shows_the_summary_of_each(name: str) -> None:
     """A command's line in the list is its own, as if its module had been imported."""
     shown = app.commands[name]
-    assert isinstance(shown, Later)
+    assert isinstance(shown, LazyCommand)
     command = shown.load()
     assert command.name == name
     assert shown.get_short_help_str() == command.get_short_help_str()
