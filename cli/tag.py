@@ -172,7 +172,7 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
     """Send a message and return how it was received."""
     from rdmapost import RdmaError, Send, WCFlags
     from rdmapost.frames import TMH_BYTES, tagged
-    from rdmapost.tools.check.tag_matching import take
+    from rdmapost.tools.check.tag_matching import wait_for_message
 
     from .results import verify
 
@@ -180,7 +180,7 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
     pair.local.mr.buffer[:] = message
     pair.local.qp.post_send(Send(sg_list=pair.local.mr[:], wr_id=1))
     pair.sent()[0].check()
-    first, last = take(pair)
+    first, last = wait_for_message(pair)
     matched = bool(last.check().wc_flags & WCFlags.TM_DATA_VALID)
     # If nothing matched, only the header has the tag.
     if matched and first.check().tm_tag != tag:

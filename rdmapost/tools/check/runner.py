@@ -1,4 +1,4 @@
-"""Running the checks, each on every QP type that has it."""
+"""Running the checks, each on all of its QP types."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_checks(
     gid_index: int | None = None,
     timeout: float = 5.0,
 ) -> Iterator[Result]:
-    """Run every check, and yield each result as it is known.
+    """Run every check, and yield each result as it comes.
 
     Args:
         context: an open device.
@@ -57,7 +57,7 @@ def run_checks(
 
     Raises:
         ValueError: the device has no such port.
-        VerbsError: the device's port cannot be asked.
+        VerbsError: the port cannot be queried.
     """
     trials = {t: Trial(context, t, port_num, gid_index, timeout) for t in QP_TYPES}
     missing = {t: _attempt(_require_type, trials[t]) for t in QP_TYPES}
@@ -72,7 +72,7 @@ def run_checks(
 def _attempt(
     run: Callable[[Trial], str], trial: Trial
 ) -> tuple[Literal["pass", "fail", "unsupported"], str]:
-    """Run one check; whatever goes wrong in it, the others still run."""
+    """Run one check; no error in it stops the others."""
     try:
         return "pass", run(trial)
     except Unsupported as why:

@@ -59,7 +59,7 @@ def test_writes_outside_a_window_are_refused(
     results: dict[tuple[str, str], Result], qp_type: str
 ) -> None:
     detail = results["BIND_MW", qp_type].detail
-    assert detail == "the key is good when bound, refused before, refused outside the window"
+    assert detail == "the key is valid when bound, refused before, refused outside the window"
 
 
 @pytest.mark.parametrize("qp_type", ["RC", "UC", "XRC_SEND"])
@@ -174,6 +174,6 @@ def test_missing_and_swapped_segments_are_found() -> None:
     right = segments(kind, payload, 50)
     hdr = frames.tcp(kind)
     assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == (
-        "1 segments arrived and not 2"
+        "1 segments arrived, not 2"
     )
     assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, kind, payload, 50))
