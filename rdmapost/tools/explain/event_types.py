@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import EventType, WCFlags
-from .model import Explanation
+from .model import Explanation, explanation_of
 
 __all__ = ["EVENTS", "WC_FLAGS"]
 
-
-def _event(
-    event: EventType, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
-) -> Explanation:
-    return Explanation(
-        kind="event",
-        name=event.name,
-        number=event.value,
-        constant=f"IBV_EVENT_{event.name}",
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_get_async_event(3), DESCRIPTION",),
-    )
-
+_event = partial(explanation_of, see=("ibv_get_async_event(3), DESCRIPTION",))
 
 EVENTS: tuple[Explanation, ...] = (
     _event(
@@ -184,19 +171,7 @@ EVENTS: tuple[Explanation, ...] = (
     ),
 )
 
-
-def _flag(flag: WCFlags, meaning: str, *look_at: str, soft_roce: str = "") -> Explanation:
-    return Explanation(
-        kind="wc_flag",
-        name=flag.name or "",
-        number=flag.value,
-        constant=f"IBV_WC_{flag.name}",
-        meaning=meaning,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_poll_cq(3): wc_flags",),
-    )
-
+_flag = partial(explanation_of, see=("ibv_poll_cq(3): wc_flags",))
 
 WC_FLAGS: tuple[Explanation, ...] = (
     _flag(

@@ -8,7 +8,7 @@ from typing import Any
 from ...enums import Opcode, OpsFlags, OpsOpcode, QPType, SendFlags
 from ...posting import wr as work_requests
 from ...posting.rules import QP_TYPES_BY_OPCODE, flags_allowed
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["COLUMNS", "OPCODES"]
 
@@ -24,16 +24,7 @@ _CLASSES: dict[str, Any] = {
 _POST = "ibv_post_send(3), DESCRIPTION"
 
 
-def _opcode(
-    opcode: Opcode | OpsOpcode,
-    meaning: str,
-    far_side: str,
-    *,
-    causes: tuple[str, ...] = (),
-    look_at: tuple[str, ...] = (),
-    soft_roce: str = "",
-    see: tuple[str, ...] = (_POST,),
-) -> Explanation:
+def _opcode(opcode: Opcode | OpsOpcode, meaning: str, far_side: str, **texts: Any) -> Explanation:
     has: frozenset[QPType] = frozenset()
     flags = tuple(flag.name or "" for flag in OpsFlags)
     if isinstance(opcode, Opcode):
@@ -41,20 +32,14 @@ def _opcode(
         # On a device that can do everything.
         meant = [flags_allowed(qp_type, opcode, -1) for qp_type in has]
         flags = tuple(flag.name or "" for flag in SendFlags if any(flag & one for one in meant))
-    return Explanation(
-        kind="opcode" if isinstance(opcode, Opcode) else "ops_opcode",
-        name=opcode.name,
-        number=opcode.value,
-        constant=constant_of(opcode),
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
+    return explanation_of(
+        opcode,
+        meaning,
+        far_side=far_side,
         qp_types=tuple(column.name for column in COLUMNS if column in has),
         flags=flags,
         fields=_fields(opcode),
-        far_side=far_side,
+        **{"see": (_POST,), **texts},
     )
 
 

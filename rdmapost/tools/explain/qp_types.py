@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import QPState, QPType, SendFlags
 from ...posting.rules import OPCODES_BY_QP_TYPE
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["QP_STATES", "QP_TYPES", "SEND_FLAGS"]
 
@@ -12,15 +14,12 @@ __all__ = ["QP_STATES", "QP_TYPES", "SEND_FLAGS"]
 def _type(
     qp_type: QPType, meaning: str, *look_at: str, soft_roce: str = "", see: tuple[str, ...] = ()
 ) -> Explanation:
-    opcodes = sorted(OPCODES_BY_QP_TYPE[qp_type])
-    posts = ", ".join(opcode.name for opcode in opcodes)
-    return Explanation(
-        kind="qp_type",
-        name=qp_type.name,
-        number=qp_type.value,
-        constant=constant_of(qp_type),
-        meaning=meaning,
-        look_at=((f"Opcodes: {posts}.", *look_at) if posts else look_at),
+    posts = ", ".join(opcode.name for opcode in sorted(OPCODES_BY_QP_TYPE[qp_type]))
+    return explanation_of(
+        qp_type,
+        meaning,
+        *([f"Opcodes: {posts}."] if posts else []),
+        *look_at,
         soft_roce=soft_roce,
         see=("ibv_create_qp(3)", "ibv_post_send(3): the table of opcodes", *see),
     )
@@ -87,22 +86,7 @@ QP_TYPES: tuple[Explanation, ...] = (
     ),
 )
 
-
-def _state(
-    state: QPState, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
-) -> Explanation:
-    return Explanation(
-        kind="qp_state",
-        name=state.name,
-        number=state.value,
-        constant=constant_of(state),
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_modify_qp(3)", "IBA vol. 1, 10.3.1 (QP states)"),
-    )
-
+_state = partial(explanation_of, see=("ibv_modify_qp(3)", "IBA vol. 1, 10.3.1 (QP states)"))
 
 QP_STATES: tuple[Explanation, ...] = (
     _state(
@@ -175,22 +159,7 @@ QP_STATES: tuple[Explanation, ...] = (
     ),
 )
 
-
-def _flag(
-    flag: SendFlags, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
-) -> Explanation:
-    return Explanation(
-        kind="send_flag",
-        name=flag.name or "",
-        number=flag.value,
-        constant=f"IBV_SEND_{flag.name}",
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_post_send(3): send_flags",),
-    )
-
+_flag = partial(explanation_of, see=("ibv_post_send(3): send_flags",))
 
 SEND_FLAGS: tuple[Explanation, ...] = (
     _flag(

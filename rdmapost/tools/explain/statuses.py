@@ -1,40 +1,18 @@
-"""The texts about completion statuses (ibv_poll_cq(3)).
-
-One enumeration, one file, long as it is: a status is looked up by its name.
-"""
+"""The texts about completion statuses (ibv_poll_cq(3))."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import WCStatus
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["STATUSES"]
 
 _IBA = "IBA vol. 1, 11.6.2 (completion return status)"
 _POLL = "ibv_poll_cq(3), DESCRIPTION"
 
-
-def _status(
-    status: WCStatus,
-    meaning: str,
-    *,
-    causes: tuple[str, ...] = (),
-    look_at: tuple[str, ...] = (),
-    soft_roce: str = "",
-    see: tuple[str, ...] = (_POLL, _IBA),
-) -> Explanation:
-    return Explanation(
-        kind="status",
-        name=status.name,
-        number=status.value,
-        constant=constant_of(status),
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
-    )
-
+_status = partial(explanation_of, see=(_POLL, _IBA))
 
 STATUSES: tuple[Explanation, ...] = (
     _status(

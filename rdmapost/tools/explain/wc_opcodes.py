@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import WCOpcode
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["WC_OPCODES"]
 
-
-def _completion(
-    opcode: WCOpcode,
-    meaning: str,
-    *look_at: str,
-    soft_roce: str = "",
-    see: tuple[str, ...] = ("ibv_poll_cq(3), DESCRIPTION",),
-) -> Explanation:
-    return Explanation(
-        kind="wc_opcode",
-        name=opcode.name,
-        number=opcode.value,
-        constant=constant_of(opcode),
-        meaning=meaning,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
-    )
-
+_completion = partial(explanation_of, see=("ibv_poll_cq(3), DESCRIPTION",))
 
 _OPS = ("ibv_post_srq_ops(3)",)
 

@@ -173,7 +173,5 @@ def test_missing_and_swapped_segments_are_found() -> None:
     payload, kind = bytes(range(100)), QPType.UD
     right = segments(kind, payload, 50)
     hdr = frames.tcp(kind)
-    assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == (
-        "1 segments arrived, not 2"
-    )
+    assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == ("1 segments arrived, not 2")
     assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, kind, payload, 50))
