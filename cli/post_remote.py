@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rdmapost import (
@@ -170,13 +171,8 @@ def send_to(
             "send_flags": send_flags(settings),
             **connection.address,
         }
-        wrs = [
-            Send(wr_id=index + 1, **fields)
-            if imm is None
-            else SendWithImm(wr_id=index + 1, imm_data=imm, **fields)
-            for index in range(count)
-        ]
-        _post(out, connection, wrs)
+        make = Send if imm is None else partial(SendWithImm, imm_data=imm)
+        _post(out, connection, [make(wr_id=index + 1, **fields) for index in range(count)])
         arrivals = _arrivals(out, connection, count)
         for arrival in arrivals:
             received = _same(arrival, payload, arrival.index - 1, count)
@@ -199,12 +195,9 @@ def write_to(
             "send_flags": send_flags(settings),
         }
         places = [peer.offset + index * length for index in range(count)]
+        make = RdmaWrite if imm is None else partial(RdmaWriteWithImm, imm_data=imm)
         wrs = [
-            RdmaWrite(wr_id=index + 1, **fields, **connection.target(place))
-            if imm is None
-            else RdmaWriteWithImm(
-                wr_id=index + 1, imm_data=imm, **fields, **connection.target(place)
-            )
+            make(wr_id=index + 1, **fields, **connection.target(place))
             for index, place in enumerate(places)
         ]
         _post(out, connection, wrs)

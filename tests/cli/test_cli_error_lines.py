@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
 
 import pytest
 from support.cli_runner import process
+from support.terminal import terminal
 
 LIMIT = 60
 LIBRARY = "/a-directory/that_is-not/there/and-has/a_long-name/with-hyphens/libibverbs.so.1"
@@ -30,28 +25,15 @@ QUOTING = [
 
 def lines_on_a_terminal(width: int, program: list[str]) -> list[str]:
     """Run a program with standard error on a terminal; return the lines that it shows there."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    shown = bytearray()
-
-    def read() -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(ours, 4096):
-                shown.extend(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    subprocess.run(
-        [sys.executable, "-P", *program],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, **LACKING},
-        timeout=LIMIT,
-        check=False,
-    )
-    os.close(theirs)
-    reader.join(10)
-    os.close(ours)
+    with terminal(width) as (stderr, shown):
+        subprocess.run(
+            [sys.executable, "-P", *program],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, **LACKING},
+            timeout=LIMIT,
+            check=False,
+        )
     return shown.decode().splitlines()
 
 

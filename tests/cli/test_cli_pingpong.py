@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -21,6 +20,7 @@ from support import LIMIT, run_python
 from support.cli_runner import Ran, run
 from support.playing import listening, start
 from support.ports import HOST, free_port, wait_for_port
+from support.terminal import terminal
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -151,6 +151,12 @@ def test_json_document_has_the_measurements(context):
     assert doc["messages_per_second"] == pytest.approx(2e6 / doc["usec_per_iter"])
 
 
+def serve(context: rp.Context, port: int, *options: str) -> Ran:
+    """Run a server that waits for a client on this port."""
+    where = ["-d", context.name, "--bind", HOST, "--tcp-port", str(port)]
+    return run("pingpong", *where, "--wait", "30", *options)
+
+
 @TYPES
 def test_server_waits_for_a_client(context, qp_type):
     port, found = free_port(), []
@@ -167,24 +173,7 @@ def test_server_waits_for_a_client(context, qp_type):
 
     thread = threading.Thread(target=play)
     thread.start()
-    ran = run(
-        "pingpong",
-        "-d",
-        context.name,
-        "--qp-type",
-        qp_type,
-        "-n",
-        "30",
-        "-e",
-        "--bind",
-        HOST,
-        "--tcp-port",
-        str(port),
-        "--wait",
-        "30",
-        "--timeout",
-        "20",
-    )
+    ran = serve(context, port, "--qp-type", qp_type, "-n", "30", "-e", "--timeout", "20")
     thread.join(LIMIT)
     assert ran.code == 0
     assert ran.err == told(context) + f"waiting for a client on {HOST}:{port}\n"
@@ -207,21 +196,7 @@ def test_one_message_has_no_latency_at_the_server(context):
 
     thread = threading.Thread(target=play)
     thread.start()
-    ran = run(
-        "pingpong",
-        "-d",
-        context.name,
-        "-n",
-        "1",
-        "-e",
-        "--bind",
-        HOST,
-        "--tcp-port",
-        str(port),
-        "--wait",
-        "30",
-        "--json",
-    )
+    ran = serve(context, port, "-n", "1", "-e", "--json")
     thread.join(LIMIT)
     assert ran.code == 0
     assert ran.doc["latency_us"] is None
@@ -384,26 +359,16 @@ with rp.open_device("soft0") as context, listen("127.0.0.1", 0) as listener:
 
 def test_progress_bar_on_a_terminal():
     """It is on standard error; the document on standard output is unchanged."""
-    ours, theirs = pty.openpty()
-    shown = bytearray()
-
-    def read() -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(ours, 4096):
-                shown.extend(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with subprocess.Popen(
-        [sys.executable, "-P", "-W", "error", "-c", TERMINAL],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
-    ) as process:
+    with (
+        terminal() as (stderr, shown),
+        subprocess.Popen(
+            [sys.executable, "-P", "-W", "error", "-c", TERMINAL],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        ) as process,
+    ):
         out, _ = process.communicate(timeout=LIMIT)
-    os.close(theirs)
-    reader.join(10)
-    os.close(ours)
     assert process.returncode == 0, shown
     document = json.loads(out)
     percents = [int(found) for found in re.findall(rb"(\d+)%", bytes(shown))]

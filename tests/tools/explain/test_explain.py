@@ -15,6 +15,7 @@ import click
 import pytest
 from support import Connect
 from support.cli_runner import run
+from support.wr_classes import OPS_CLASSES, SEND_CLASSES
 
 import rdmapost as rp
 from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums
@@ -118,25 +119,7 @@ def test_qp_types_of_an_opcode_are_those_of_the_rules(opcode: Opcode) -> None:
         assert (flag.name in found.flags) == meant
 
 
-@pytest.mark.parametrize(
-    "wr",
-    [
-        rp.Send,
-        rp.SendWithImm,
-        rp.SendWithInv,
-        rp.RdmaWrite,
-        rp.RdmaWriteWithImm,
-        rp.RdmaRead,
-        rp.AtomicCmpAndSwp,
-        rp.AtomicFetchAndAdd,
-        rp.LocalInv,
-        rp.BindMW,
-        rp.TSO,
-        rp.TagAdd,
-        rp.TagDel,
-        rp.TagSync,
-    ],
-)
+@pytest.mark.parametrize("wr", [*SEND_CLASSES, *OPS_CLASSES])
 def test_fields_of_an_opcode_are_those_of_its_work_request(wr: type) -> None:
     (found,) = explain(wr.opcode)  # type: ignore[attr-defined]
     assert set(found.fields) == {field.name for field in dataclasses.fields(wr)}
