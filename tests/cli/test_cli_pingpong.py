@@ -70,7 +70,7 @@ def client(context: rp.Context, port: int, *args: str) -> Ran:
     )
 
 
-def told(context: rp.Context) -> str:
+def device_note(context: rp.Context) -> str:
     """What is said of a software device, on standard error."""
     if context.kind != "soft":
         return ""
@@ -84,7 +84,7 @@ def told(context: rp.Context) -> str:
 def test_client_prints_its_measurements(context, qp_type):
     with library_server(context, qp_type, iters=50) as (port, *_):
         ran = client(context, port, "--qp-type", qp_type, "-n", "50")
-    assert ran.err == told(context)
+    assert ran.err == device_note(context)
     assert ran.code == 0
     size = 1024 if qp_type == "ud" else 4096
     lines = ran.out.splitlines()
@@ -176,7 +176,7 @@ def test_server_waits_for_a_client(context, qp_type):
     ran = serve(context, port, "--qp-type", qp_type, "-n", "30", "-e", "--timeout", "20")
     thread.join(LIMIT)
     assert ran.code == 0
-    assert ran.err == told(context) + f"waiting for a client on {HOST}:{port}\n"
+    assert ran.err == device_note(context) + f"waiting for a client on {HOST}:{port}\n"
     assert re.match(rf"pingpong on {qp_type.upper()}, .*, server of {HOST}:\d+: SUCCESS\n", ran.out)
     assert "for 29 round trips" in ran.out
     assert found[0].iters == 30
@@ -251,7 +251,7 @@ def test_refused_connection_says_to_start_the_server(context):
     port = free_port()
     ran = client(context, port)
     assert ran.code == 1
-    assert ran.err == told(context) + (
+    assert ran.err == device_note(context) + (
         f"rdmapost: cannot connect to {HOST}:{port}: Connection refused; start the server there "
         "first (rdmapost pingpong, or ibv_rc_pingpong)\n"
     )

@@ -42,7 +42,7 @@ def post_send(world: World, draw: Draw) -> None:
             return world.pick("wrs", draw)
         maker = Maker(world, draw, qp.checked)
         wr = maker.send(draw.of(kinds), qp)
-        if maker.plain and draw.one_in(4):
+        if maker.owned and draw.one_in(4):
             world.keep("wrs", wr, draw)
         return wr
 
@@ -94,7 +94,7 @@ def post_recv(world: World, draw: Draw) -> None:
             return world.pick("recvs", draw)
         maker = Maker(world, draw, qp.checked)
         wr = maker.recv()
-        if maker.plain and draw.one_in(4):
+        if maker.owned and draw.one_in(4):
             world.keep("recvs", wr, draw)
         return wr
 

@@ -168,7 +168,7 @@ def test_every_exception_comes_back_from_a_pool() -> None:
             assert whole(caught.value) == whole(error)
 
 
-def test_refused_post_in_a_pool_tells_the_parent_which_and_why() -> None:
+def test_refused_post_in_a_pool_names_which_and_why() -> None:
     """The work request names a region, which only its own process has: it arrives as its repr."""
     error = in_another_process(refuse_a_post)
     assert isinstance(error, rp.PostError)

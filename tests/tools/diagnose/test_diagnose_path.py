@@ -136,31 +136,31 @@ def test_link_local_gid_reaches_its_own_segment_only(system):
 # ---- the way ----------------------------------------------------------------------
 
 
-def way(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
+def route_finding(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
     mine = entry(source, ndev="eth7")
     [finding] = check_route(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
     return finding
 
 
 def test_link_local_gid_on_one_side_only_is_a_problem(system):
-    finding = way(LINK_LOCAL, "fd00::9", system)
+    finding = route_finding(LINK_LOCAL, "fd00::9", system)
     assert finding.evidence == (
         f"GID 0 ({LINK_LOCAL}) is link-local, and the peer's fd00::9 is not"
     )
-    finding = way("fd00::5", LINK_LOCAL, system)
+    finding = route_finding("fd00::5", LINK_LOCAL, system)
     assert finding.evidence == (
         f"the peer's {LINK_LOCAL} is link-local, and GID 0 (fd00::5) is not"
     )
 
 
 def test_software_device_reaches_itself_alone(system):
-    finding = way("fd00::5", "fd00::9", system, "soft")
+    finding = route_finding("fd00::5", "fd00::9", system, "soft")
     assert (finding.name, finding.severity) == ("gid-wrong", "problem")
     assert "which only reaches its own" in finding.evidence
 
 
 def test_route_over_ipv6_is_not_looked_up(system):
-    finding = way("fd00::5", "fd00::9", system)
+    finding = route_finding("fd00::5", "fd00::9", system)
     assert (finding.name, finding.severity) == ("way", "info")
     assert finding.evidence.endswith("not looked up")
 
