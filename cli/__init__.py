@@ -16,5 +16,5 @@ def main() -> None:
 
         app()
     except KeyboardInterrupt:
-        # Before the command began; once it runs, it handles Ctrl-C itself.
+        # Before the command starts; a running command handles Ctrl-C itself.
         sys.exit(_INTERRUPTED)

@@ -1,7 +1,7 @@
-"""The group of all commands, and how each of them ends.
+"""The top-level command group, and how every command ends.
 
-A command's module is imported when the command is asked for, and it imports
-the library when the command runs, so that help and usage errors are quick.
+A command's module is imported when the command is called, and imports the
+library when the command runs, so that help and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["app"]
 _COMMANDS = {
     "Look": (
         ("devices", "devices", "List devices, their ports and GIDs."),
-        ("check", "check", "Post every opcode on every QP type, and see that it works."),
-        ("doctor", "doctor", "Look for what keeps RDMA from working on this machine."),
-        ("explain", "explain", "Say what a status, an errno or an opcode means."),
+        ("check", "check", "Post every opcode on every QP type, and verify the result."),
+        ("doctor", "doctor", "Find out what keeps RDMA from working on this machine."),
+        ("explain", "explain", "Explain a status, an errno or an opcode."),
     ),
     "Post": (
         ("send", "send", "Send a message to a second queue pair, or to HOST."),
@@ -39,25 +39,25 @@ _COMMANDS = {
         ),
         ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
         ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
-        ("offload", "tso", "Let the device cut data into segments (TSO)."),
+        ("tso", "tso", "Let the device segment data (TSO)."),
         ("tag", "tag", "Match messages to buffers by their tags."),
     ),
     "Two hosts": (
-        ("serve", "serve", "Let commands of other processes post to this device."),
+        ("serve", "serve", "Let commands in other processes post to this device."),
         ("pingpong", "pingpong", "Send a message back and forth between two hosts, and time it."),
     ),
-    "Shell": (("completion", "completion", "Print what lets a shell complete rdmapost."),),
+    "Shell": (("shell_completion", "completion", "Print the completion script for a shell."),),
 }
-"""Module, name, and the first sentence of its help, of every command, as help groups them."""
+"""Module, name and summary of every command, in the groups that help shows."""
 
 
-class Later(click.Command):
-    """What the list of commands shows of one whose module is not imported yet.
+class LazyCommand(click.Command):
+    """A command whose module is not imported yet, for the list of commands.
 
     Args:
-        module: where it is, as an attribute of its own name.
+        module: the module that has it under its name.
         name: its name.
-        help: the first sentence of its help.
+        help: its summary.
     """
 
     def __init__(self, module: str, name: str, help: str) -> None:
@@ -73,7 +73,7 @@ class Later(click.Command):
 
 
 class App(click.Group):
-    """A group that turns every end of a command into the exit code and text it promises."""
+    """A group that maps the outcome of a command to its exit code and text."""
 
     def main(
         self,
@@ -87,14 +87,14 @@ class App(click.Group):
         """Run a command and exit: 0 done, 1 failed, 2 usage, 3 no device, 130 interrupted.
 
         Args:
-            args: the arguments; those of the process unless given.
+            args: the arguments; the process's unless given.
             prog_name: the name for help and errors.
             complete_var: as in click.
-            standalone_mode, windows_expand_args: taken as click calls it, and not used.
+            standalone_mode, windows_expand_args: accepted for click, and ignored.
             extra: passed to the context.
         """
         arguments = list(sys.argv[1:] if args is None else args)
-        # Should the arguments not be understood, this is all there is to go by.
+        # Used if the arguments cannot be parsed.
         extra["obj"] = out = Output(json="--json" in arguments)
         try:
             # --help and ctx.exit() come back as a number, commands as None.
@@ -112,16 +112,16 @@ class App(click.Group):
         """Find the command that the arguments name, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if name == "serve" and (out := ctx.find_object(Output)) is not None:
-            # Also for what it prints if its arguments are not understood.
+            # Also for usage errors.
             out.one_line = True
-        return name, command.load() if isinstance(command, Later) else command, rest
+        return name, command.load() if isinstance(command, LazyCommand) else command, rest
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands, in the order in which help groups them."""
+        """Return the command names, in the order of help."""
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands under the titles of their groups."""
+        """Write the commands in their groups."""
         longest = max(map(len, self.commands))
         for title, commands in _COMMANDS.items():
             with formatter.section(title):
@@ -140,9 +140,9 @@ class App(click.Group):
 def app(ctx: click.Context) -> None:
     """Post RDMA work requests and see exactly what the device did with them.
 
-    Without -d, the device is what RDMAPOST_DEVICE names, else the first one
-    that has an active port.  Where there is none it is soft0, the software
-    device of this process, unless RDMAPOST_REQUIRE_DEVICE=1 forbids that.
+    Without -d, the device is the one named by RDMAPOST_DEVICE, or else the first
+    with an active port, or else soft0, the software device in this process
+    (unless RDMAPOST_REQUIRE_DEVICE=1).
 
     'rdmapost COMMAND --help' shows the options of a command.
     """
@@ -151,4 +151,4 @@ def app(ctx: click.Context) -> None:
 
 for group in _COMMANDS.values():
     for each in group:
-        app.add_command(Later(*each))
+        app.add_command(LazyCommand(*each))

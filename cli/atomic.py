@@ -11,13 +11,13 @@ import click
 from .options import (
     U64,
     Peer,
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     given,
     peer_options,
-    shot_options,
+    post_options,
 )
 from .output import Output, need_command
 
@@ -41,7 +41,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="N",
         default=0,
         show_default=True,
-        help="The value that stands there at first; without HOST.",
+        help="Initial value; without HOST.",
     )(function)
 
 
@@ -53,28 +53,26 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
     metavar="N",
     default=0,
     show_default=True,
-    help="Swap if this value stands there.",
+    help="Swap if the value equals this.",
 )
-@click.option(
-    "--swap", type=U64, metavar="N", default=1, show_default=True, help="The value to put there."
-)
+@click.option("--swap", type=U64, metavar="N", default=1, show_default=True, help="The new value.")
 @flag_options("fence")
-@shot_options
+@post_options
 @peer_options(offset=True)
 @device_options
 def compare_and_swap(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer | None,
     initial: int,
     compare: int,
     swap: int,
 ) -> None:
-    """Compare and swap: replace a value that is the expected one.
+    """Compare and swap: replace a value if it is the expected one.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, and reports what its memory then holds.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports the new contents of its memory.
     """
     from rdmapost import AtomicCmpAndSwp, Opcode
 
@@ -87,7 +85,7 @@ def compare_and_swap(
     _run(
         out,
         target,
-        shot,
+        settings,
         peer,
         Opcode.ATOMIC_CMP_AND_SWP,
         initial,
@@ -103,16 +101,16 @@ def compare_and_swap(
     "--add", type=U64, metavar="N", default=1, show_default=True, help="What to add; wraps at 2^64."
 )
 @flag_options("fence")
-@shot_options
+@post_options
 @peer_options(offset=True)
 @device_options
 def fetch_and_add(
-    out: Output, target: Target, shot: Shot, peer: Peer | None, initial: int, add: int
+    out: Output, target: Target, settings: PostSettings, peer: Peer | None, initial: int, add: int
 ) -> None:
-    """Fetch and add: add to a value, and fetch what it was.
+    """Fetch and add: add to a value, and fetch the old one.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, and reports what its memory then holds.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports the new contents of its memory.
     """
     from rdmapost import AtomicFetchAndAdd, Opcode
 
@@ -125,7 +123,7 @@ def fetch_and_add(
     _run(
         out,
         target,
-        shot,
+        settings,
         peer,
         Opcode.ATOMIC_FETCH_AND_ADD,
         initial,
@@ -138,7 +136,7 @@ def fetch_and_add(
 def _run(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer | None,
     opcode: Opcode,
     initial: int,
@@ -146,37 +144,38 @@ def _run(
     after: Callable[[int], int],
     asked: dict[str, Any],
 ) -> None:
-    """Post atomics on one value and check what each of them did.
+    """Post atomics on one value and check the result of each.
 
     Args:
-        out, target, shot, opcode: as in oneshot.loopback.
-        peer: the server whose value it is, or None.
-        initial: the value that stands there.
+        out, target, settings, opcode: as in post_local.loopback.
+        peer: the server that holds the value, or None.
+        initial: the initial value.
         make: makes the work request.
-        after: what the operation makes of a value.
-        asked: what the document says of the request.
+        after: computes the new value from the old.
+        asked: the request, for the document.
     """
     from rdmapost import RdmaError
 
-    from .oneshot import loopback, post, send_flags, show
+    from .post_local import loopback, post
+    from .results import send_flags, show
 
     if peer is not None:
-        from .remote import atomic_at
+        from .post_remote import atomic_at
 
         if given("initial"):
             raise click.UsageError(
                 "--initial gives the old value without HOST", click.get_current_context()
             )
         there = {name: value for name, value in asked.items() if name != "initial"}
-        atomic_at(out, target, shot, peer, opcode, make, there)
+        atomic_at(out, target, settings, peer, opcode, make, there)
         return
-    count = shot.count
-    with loopback(out, target, shot, opcode, local_size=8 * count, remote_size=8) as pair:
+    count = settings.count
+    with loopback(out, target, settings, opcode, local_size=8 * count, remote_size=8) as pair:
         context = pair.local.cq.context
         if not context.attr.atomic_cap:
             raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
         pair.remote.mr.buffer[:8] = initial.to_bytes(8, sys.byteorder)
-        flags = send_flags(shot)
+        flags = send_flags(settings)
         post(
             out,
             pair,
@@ -197,9 +196,9 @@ def _run(
     expected = initial
     for index, old in enumerate(olds):
         if old != expected:
-            raise RdmaError(f"atomic {index + 1} of {count} found {old} and not {expected}")
+            raise RdmaError(f"atomic {index + 1} of {count} found {old}, not {expected}")
         expected = after(expected)
     if new != expected:
-        raise RdmaError(f"{new} stands there now, and not {expected}")
+        raise RdmaError(f"the value is now {new}, not {expected}")
     yields: dict[str, Any] = {**asked, "old": olds[0], "new": new}
     show(out, yields if count == 1 else {**yields, "olds": olds})

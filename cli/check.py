@@ -21,15 +21,15 @@ __all__ = ["check"]
 @device_options
 @click.pass_context
 def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> None:
-    """Post every opcode on every QP type, and see that it works.
+    """Post every opcode on every QP type, and verify the result.
 
-    Each goes from one queue pair of the device to another, and is verified by
-    the bytes that arrived, the values, or what the key permits afterwards.  The
-    timeout is for each of them.
+    Each is posted from one queue pair on the device to another, and verified by
+    the bytes that arrive, the values, or the access that a key then grants.  The
+    timeout applies to each.
     """
     from rdmapost.check import run_checks
 
-    from .session import open_target
+    from .target import open_target
 
     results: list[Result] = []
     with open_target(out, target) as (context, port_num):
@@ -64,7 +64,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
 
 
 def _table(results: list[Result]) -> str:
-    """Lay out results by opcode and QP type; what is not a pass is explained below."""
+    """Lay out results by opcode and QP type, with the reasons for all but passes below."""
     whys: dict[str, int] = {}
     cells: dict[tuple[str, str], str] = {}
     for result in results:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import Target, device_options
-from .output import Output, columns
+from .output import Output, columns, echo_error
 
 if TYPE_CHECKING:
     from rdmapost import Context, PortAttr
@@ -20,18 +20,18 @@ __all__ = ["devices"]
 def devices(out: Output, target: Target) -> None:
     """List devices, their ports and GIDs.
 
-    A star marks the GID that is used unless another is asked for.  The software
-    device soft0 is there in every process.
+    A star marks the GID used by default.  The software device soft0 exists in
+    every process.
     """
     from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
 
-    from .session import device_is_required, usage_error
+    from .target import device_is_required, usage_error
 
     out.doc["devices"] = found = []
     infos = list_devices()
     names = [info.name for info in infos] if target.device is None else [target.device]
     if target.device is None and device_is_required() and all(d.kind == "soft" for d in infos):
-        # Opening is what explains why there is none.
+        # Opening one explains why there is none.
         open_device().close()
     failures: list[tuple[str, RdmaError]] = []
     for name in names:
@@ -45,8 +45,8 @@ def devices(out: Output, target: Target) -> None:
     if len(failures) == len(names):
         raise failures[0][1]
     for name, why in failures:
-        # The others can still be shown.
-        click.echo(f"rdmapost devices: {why}", err=True)
+        # Still show the others.
+        echo_error(f"rdmapost devices: {why}")
         found.append({"name": name, "error": str(why), "ports": []})
     ports = [port for device in found for port in device["ports"]]
     if not ports:
@@ -106,7 +106,7 @@ def _describe_port(context: Context, port: PortAttr, target: Target, out: Output
 
 
 def _text(found: list[dict[str, Any]]) -> str:
-    """Lay out ports in a table, each with its GIDs in one below it."""
+    """Lay out the ports in a table, with a table of GIDs below each."""
     rows = [["DEVICE", "KIND", "PORT", "STATE", "LINK LAYER", "MTU", "MAX MTU", "LID"]]
     below: list[str] = [""]
     for device in found:

@@ -29,20 +29,19 @@ _MESSAGE = b"hello, doctor"
 @device_options
 @click.pass_context
 def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> None:
-    """Look for what keeps RDMA from working on this machine.
+    """Find out what keeps RDMA from working on this machine.
 
-    First the machine: library, modules, permissions, ports, GIDs and limits.
-    Then the device: a message between two queue pairs of it, and both of them
-    are diagnosed.  Each finding comes with its evidence and what to do about
-    it; what is right is only named, and -v shows its evidence too.
+    It checks the machine: library, modules, permissions, ports, GIDs and limits.
+    Then it sends a message between two queue pairs on the device, and diagnoses
+    both.  Each finding comes with its evidence and a remedy; checks that pass
+    are only named, unless -v is given.
 
-    Exit code: 0 there is no problem, 1 there is one, 2 usage, 3 there is no
-    such device.
+    Exit codes: 0 no problem, 1 a problem, 2 usage, 3 no such device.
     """
     from rdmapost import NoDeviceError, NoRdmaError, RdmaError
     from rdmapost.diagnose import diagnose_machine, worst_first
 
-    from .session import open_target
+    from .target import open_target
 
     out.doc.update(device=target.device, kind=None)
     found = diagnose_machine(target.device, port_num=target.port, gid_index=target.gid_index)
@@ -53,7 +52,7 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
     except (NoRdmaError, NoDeviceError) as error:
         lacking = error
     except (RdmaError, ValueError, click.UsageError) as error:
-        # Mostly it only follows from what has been found.
+        # Usually a consequence of a finding.
         if not any(finding.severity == "problem" for finding in found):
             found.append(_failed(str(out.doc["device"]), str(error)))
     found = worst_first(dict.fromkeys(found))
@@ -75,7 +74,7 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
 
 
 def _try(context: Context, port_num: int, gid_index: int | None, timeout: float) -> list[Finding]:
-    """Send a message between two queue pairs of the device, and diagnose both."""
+    """Send a message between two queue pairs on the device, and diagnose both."""
     from rdmapost import RecvWR, Send
     from rdmapost.loopback import Loopback
 
@@ -83,7 +82,7 @@ def _try(context: Context, port_num: int, gid_index: int | None, timeout: float)
         here, there = pair.local, pair.remote
         size = len(_MESSAGE)
         here.mr.buffer[:size] = _MESSAGE
-        # One for the message, and one that stays.
+        # One for the message, and one left over.
         pair.receive(size, 2)
         here.qp.post_recv(RecvWR(here.mr[size : 2 * size]))
         here.qp.post_send(Send(here.mr[:size]))

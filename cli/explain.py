@@ -24,7 +24,7 @@ _BETWEEN = f"\n\n{'-' * _WIDTH}\n\n"
 _CAUSES = {
     "opcode": "How it fails, the usual ways first",
     "ops_opcode": "How it fails, the usual ways first",
-    "qp_state": "How one gets there",
+    "qp_state": "How a QP gets there",
     "send_flag": "What goes wrong",
 }
 _SOME_QP_TYPES = {"FENCE": "RC, XRC_SEND", "IP_CSUM": "where the device has it"}
@@ -58,16 +58,15 @@ def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[Complet
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
-    """Say what a status, an errno or an opcode means.
+    """Explain a status, an errno or an opcode.
 
-    It says why one meets it, too, what to look at next, and what Soft-RoCE does
-    otherwise.
+    It lists the usual causes, what to look at next, and where Soft-RoCE differs.
 
     NAME is a completion status, an errno, an opcode, a QP type or state, a
-    flag or an asynchronous event, by name or number, as any program printed it:
+    flag or an asynchronous event, by name or number, as any program prints it:
     RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read, or the
-    words of ibv_wc_status_str and strerror.  Several are explained one after
-    the other.  Without a NAME it lists them all.
+    words of ibv_wc_status_str and strerror.  Several are explained in turn.
+    Without a NAME, all names are listed.
     """
     from rdmapost.explain import KINDS, UnknownNameError, names
 
@@ -88,7 +87,7 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
 
 
 def _look_up(words: tuple[str, ...]) -> list[Explanation]:
-    """Explain words that are one name together, or else one name each."""
+    """Explain the words as one name, or else as one name each."""
     from rdmapost.explain import UnknownNameError
     from rdmapost.explain import explain as look_up
 

@@ -1,4 +1,4 @@
-"""How a command that cannot do its work ends: the exit code and the text."""
+"""How a failed command ends: the exit code and the text."""
 
 from __future__ import annotations
 
@@ -9,28 +9,19 @@ import sys
 
 import click
 
-from .output import Output
+from .output import Output, echo_error
 
 __all__ = ["drop_unwritten", "report"]
 
 FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
-_WHAT_TO_TRY = {
-    "RETRY_EXC_ERR": "nothing answered: see that the port and its network device stay up",
-    "RNR_RETRY_EXC_ERR": "the other side had no receive posted",
-    "REM_ACCESS_ERR": "the other side refused the rkey, the address or the kind of access",
-    "LOC_PROT_ERR": "a local buffer lies outside its memory region",
-    "LOC_QP_OP_ERR": "the device could not carry out the work request as it stands",
-    "WR_FLUSH_ERR": "the queue pair had failed before this work request ran",
-}
-
 
 def report(error: Exception, out: Output) -> int:
-    """Say on stderr, and in the JSON document, what went wrong.
+    """Report an error on stderr and in the JSON document.
 
     Args:
         error: what ended the command.
-        out: where its document is.
+        out: has the document.
 
     Returns:
         the exit code.
@@ -44,16 +35,16 @@ def report(error: Exception, out: Output) -> int:
     _add_details(error, out)
     name = "rdmapost"
     if isinstance(error, click.UsageError):
-        # The parser's own errors do not say which command it was.
+        # The parser's errors do not name the command.
         name = error.ctx.command_path if error.ctx is not None else name
         lines.append(f"Try '{name} --help'.")
-    click.echo(f"{name}: " + "\n".join(lines), err=True)
+    echo_error(f"{name}: " + "\n".join(lines))
     _finish(out)
     return code
 
 
 def drop_unwritten() -> None:
-    """Drop what stdout could not take; else the interpreter tries again at exit, and complains."""
+    """Drop unwritten output; otherwise the interpreter retries at exit, and complains."""
     if sys.stdout is None:
         return
     try:
@@ -64,7 +55,7 @@ def drop_unwritten() -> None:
 
 
 def _finish(out: Output) -> None:
-    """Print the document, where it can be printed: that it cannot may be what went wrong."""
+    """Print the document if possible: writing it may be what failed."""
     if out.json:
         with contextlib.suppress(OSError):
             out.finish("")
@@ -90,14 +81,14 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         refused = error.call == "ibv_open_device" or error.errno in (errno.EACCES, errno.EPERM)
         return (NO_DEVICE if refused else FAILED), [text]
     if isinstance(error, CompletionError):
-        name = error.wc.status.name
-        hint = _WHAT_TO_TRY.get(name)
-        see = where_explained(name)
-        return FAILED, [text, see if hint is None else f"{hint}; {see}"]
+        from rdmapost.explain import explain
+
+        [status] = explain(error.wc.status)
+        return FAILED, [text, f"{status.summary}; {where_explained(status.name)}"]
     if isinstance(error, MemoryError):
-        return FAILED, ["there is not enough memory for this; try a smaller --size or --count"]
+        return FAILED, ["out of memory; try a smaller --size or --count"]
     if not isinstance(error, (RdmaError, OSError, ValueError)):
-        # A fault of this program and not of its user's.
+        # A bug in this program, not a user's mistake.
         import traceback
 
         traceback.print_exception(error)

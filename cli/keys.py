@@ -7,46 +7,47 @@ from typing import Any
 import click
 
 from .options import (
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     payload_options,
-    shot_options_for,
+    post_options_for,
 )
 from .output import Output
 
 __all__ = ["bind_mw", "invalidate"]
 
 _LEAST = 16
-"""Bytes of the write that tries a key."""
+"""Bytes of the write that tests a key."""
 
 
 @click.command("bind-mw")
 @payload_options
 @flag_options("fence")
-@shot_options_for("rc", "uc", "xrc")
+@post_options_for("rc", "uc", "xrc")
 @device_options
-def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
+def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes) -> None:
     """Bind a type 2 memory window, and write data through it.
 
-    The window is as long as the data, and another write tries what lies beside
-    it.  On xrc the side that binds is not the one that can be written to, and
-    the window's key is refused.
+    The window is as long as the data, and another write tests the memory next
+    to it.  On xrc the side that binds cannot be written to, so the window's key
+    is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
-    from rdmapost.tools.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .oneshot import loopback, post, send_flags, show, source, verify
+    from .post_local import loopback, post, source
+    from .results import send_flags, show, verify
 
     length = len(payload)
     if not length:
-        raise click.UsageError("a memory window has at least 1 byte", click.get_current_context())
+        raise click.UsageError("a memory window needs at least 1 byte", click.get_current_context())
     with loopback(
         out,
         target,
-        shot,
+        settings,
         Opcode.BIND_MW,
         access=WINDOW_REGION,
         depth=4,
@@ -54,12 +55,12 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
         remote_size=max(_LEAST, length) + 2 * MARGIN,
     ) as pair:
         wr = bind_wr(pair, pair.window(), MARGIN, length, wr_id=1)
-        wr.send_flags = send_flags(shot)
+        wr.send_flags = send_flags(settings)
         post(out, pair, [wr], binder(pair))
         out.doc["byte_len"] = length
         yields: dict[str, Any] = {"rkey": wr.rkey}
         if binder(pair) is pair.remote:
-            sges = source(pair, shot, payload)
+            sges = source(pair, settings, payload)
             pair.local.qp.post_send(
                 RdmaWrite(sg_list=sges, wr_id=2, **pair.target(MARGIN, wr.rkey))
             )
@@ -68,7 +69,7 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
             received = bytes(pair.remote.mr.buffer[MARGIN : MARGIN + length])
             verify(received, payload, 0, 1)
             yields |= {"data": payload, "received": received}
-            # Soft-RoCE does not keep to the window's bounds.
+            # Soft-RoCE does not enforce the window's bounds.
             yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _LEAST)
         else:
             if admitted(pair, wr.rkey, MARGIN):
@@ -79,24 +80,25 @@ def bind_mw(out: Output, target: Target, shot: Shot, payload: bytes) -> None:
 
 @click.command()
 @flag_options("fence")
-@shot_options_for("rc", "uc", "xrc")
+@post_options_for("rc", "uc", "xrc")
 @device_options
-def invalidate(out: Output, target: Target, shot: Shot) -> None:
+def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     """Invalidate the key of a type 2 memory window (LOCAL_INV).
 
-    The window is bound and written through before, and a write with its key is
+    The window is bound and written through first, and a write with its key is
     tried again afterwards.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
-    from rdmapost.tools.check.keys import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .oneshot import loopback, post, send_flags, show
+    from .post_local import loopback, post
+    from .results import send_flags, show
 
     with loopback(
         out,
         target,
-        shot,
+        settings,
         Opcode.LOCAL_INV,
         access=WINDOW_REGION,
         depth=4,
@@ -112,10 +114,10 @@ def invalidate(out: Output, target: Target, shot: Shot) -> None:
         post(
             out,
             pair,
-            [LocalInv(wr_id=1, invalidate_rkey=bind.rkey, send_flags=send_flags(shot))],
+            [LocalInv(wr_id=1, invalidate_rkey=bind.rkey, send_flags=send_flags(settings))],
             side,
         )
         out.doc["byte_len"] = 0
         if admitted(pair, bind.rkey, MARGIN):
-            raise RdmaError("a write with the key that was invalidated went in")
+            raise RdmaError("a write with the invalidated key succeeded")
     show(out, {"rkey": bind.rkey, "refused_afterwards": True})

@@ -1,4 +1,4 @@
-"""Options that commands share, and the types of their values."""
+"""Options shared by commands, and the types of their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
     "U32",
     "U64",
     "Peer",
-    "Shot",
+    "PostSettings",
     "Target",
     "check_token",
     "device_options",
@@ -30,9 +30,9 @@ __all__ = [
     "payload_options",
     "payload_options_for",
     "peer_options",
+    "post_options",
+    "post_options_for",
     "seconds",
-    "shot_options",
-    "shot_options_for",
     "size_in_bytes",
     "timeout_option",
     "token_option",
@@ -51,10 +51,10 @@ _DEFAULT_DATA = "hello, rdma"
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
-    """Make the type of an integer in a range, decimal or with 0x, 0o or 0b in front.
+    """Make the type of an integer in a range: decimal, or prefixed with 0x, 0o or 0b.
 
     Args:
-        least, most: the range, both included; most None is no bound.
+        least, most: the inclusive range; None for no upper bound.
     """
 
     def convert(value: str | int) -> int:
@@ -76,7 +76,7 @@ U64 = integer(0, (1 << 64) - 1)
 
 
 def not_empty(text: str) -> str:
-    """Refuse an empty text: a variable of the shell that is not set, most often."""
+    """Refuse an empty string: usually an unset shell variable."""
     if not text:
         raise click.BadParameter("it is empty")
     return text
@@ -87,7 +87,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def size_in_bytes(text: str) -> int:
-    """Read a number of bytes, with K, M or G for powers of 1024."""
+    """Parse a number of bytes, with K, M or G for powers of 1024."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a size (64, 4K, 1M or 0x40)")
@@ -99,7 +99,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def seconds(value: str | float) -> float:
-    """Read a time of more than 0 seconds, at most a day."""
+    """Parse a time of more than 0 seconds, at most a day."""
     try:
         time = float(value)
     except ValueError:
@@ -115,7 +115,7 @@ class Target:
 
     Attributes:
         device: its name, or None to choose.
-        port: the port, or None for the first that is active.
+        port: the port, or None for the first active one.
         gid_index: the GID, or None to choose.
     """
 
@@ -125,14 +125,14 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Shot:
+class PostSettings:
     """How to post.
 
     Attributes:
         qp_type: name of the type, a QPType.
-        count: how many work requests, in one post.
+        count: work requests in one post.
         timeout: seconds for all waits.
-        flags: names of send flags beside SIGNALED.
+        flags: names of send flags other than SIGNALED.
     """
 
     qp_type: str
@@ -164,7 +164,7 @@ def _devices(ctx: click.Context, option: click.Parameter, text: str) -> list[str
     try:
         return [info.name for info in list_devices() if info.name.startswith(text)]
     except RdmaError:
-        # A shell that completes has nowhere to show it.
+        # A completing shell cannot show it.
         return []
 
 
@@ -173,7 +173,7 @@ _TCP_PORT_OF = {"tcp_port": "--tcp-port", "server": "HOST:PORT"}
 
 
 def _device_port(value: str | int) -> int:
-    """Read the port of a device; of what must be a TCP port, say where that goes."""
+    """Parse a device port; if it must be a TCP port, name the option for that."""
     try:
         return _PORT(value)
     except click.BadParameter as error:
@@ -200,14 +200,12 @@ def device_options(function: Command) -> Command:
         shell_complete=_devices,
         help="Device, such as mlx5_0, rxe0 or soft0.",
     )
-    @click.option(
-        "-p", "--port", type=_device_port, metavar="N", help="Port of the device, from 1."
-    )
+    @click.option("-p", "--port", type=_device_port, metavar="N", help="Device port, from 1.")
     @click.option(
         "-g", "--gid-index", type=integer(0, 65535), metavar="N", help="Local GID to use."
     )
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-    @click.option("-v", "--verbose", is_flag=True, help="Say on stderr what is used and why.")
+    @click.option("-v", "--verbose", is_flag=True, help="Print on stderr what is used and why.")
     @functools.wraps(function)
     def command(
         *,
@@ -239,18 +237,18 @@ def timeout_option(function: Command) -> Command:
 
 
 class _TokenOption(click.Option):
-    """An option whose variable, set and empty, is not taken for one that is not set."""
+    """An option whose variable may be set to the empty string, which is not the same as unset."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        # click would: a server would then serve everyone, for a variable that was not filled in.
+        # click ignores an empty one, and a server would then accept everyone.
         return os.environ.get(str(self.envvar))
 
 
 def check_token(token: str | None) -> None:
-    """Refuse what cannot be a token as wrong usage.
+    """Refuse an invalid token as a usage error.
 
     Args:
-        token: what --token or its variable gives, or None.
+        token: from --token or its variable, or None.
     """
     from rdmapost.tools.connect.server_state import check_token
 
@@ -272,26 +270,26 @@ def token_option(text: str) -> Callable[[Command], Command]:
         metavar="T",
         envvar="RDMAPOST_TOKEN",
         show_envvar=True,
-        help=f"{text}; other users see it on the command line, and not in the variable.",
+        help=f"{text}; other users can see it on the command line, but not in the variable.",
     )
 
 
 def given(name: str) -> bool:
-    """Whether an option stands on the command line."""
+    """Whether an option was given on the command line."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE
 
 
 def peer_options(*, offset: bool) -> Callable[[Command], Command]:
-    """Add HOST[:PORT] and what goes with it; the command gets ``peer``, or None without.
+    """Add HOST[:PORT] and its options; the command gets ``peer``, or None without HOST.
 
     Args:
-        offset: whether there is a place in the server's memory to choose.
+        offset: whether to add --offset.
     """
 
     def decorate(function: Command) -> Command:
         @click.argument("server", metavar="[HOST[:PORT]]", required=False)
-        @token_option("Token that 'rdmapost serve' asks for")
+        @token_option("Token that 'rdmapost serve' requires")
         @functools.wraps(function)
         def command(
             server: str | None, token: str | None, offset: int | None = None, **options: Any
@@ -323,7 +321,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
 
 
 def flag_options(*names: str) -> Callable[[Command], Command]:
-    """Add options for send flags; they end up in ``shot.flags``."""
+    """Add options for send flags; they end up in ``settings.flags``."""
     texts = {
         "inline": "Copy the data at the post (SendFlags.INLINE).",
         "fence": "Wait for earlier reads and atomics (SendFlags.FENCE).",
@@ -339,11 +337,11 @@ def flag_options(*names: str) -> Callable[[Command], Command]:
 
 
 _QP_TYPES = {"rc": "RC", "uc": "UC", "ud": "UD", "xrc": "XRC_SEND", "raw": "RAW_PACKET"}
-"""What the command line calls them, and their names in QPType."""
+"""Their names on the command line and in QPType."""
 
 
 class _QPTypeChoice(_Choice):
-    """The names of the command line, and those that ``rdmapost check`` and the man pages print."""
+    """Accepts the short names, and those in ``rdmapost check`` and the man pages."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         for short, name in _QP_TYPES.items():
@@ -352,12 +350,12 @@ class _QPTypeChoice(_Choice):
         return super().convert(value, param, ctx)
 
 
-def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
-    """Add --qp-type and --timeout, and --count; the command gets ``shot``.
+def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
+    """Add --qp-type and --timeout, and --count; the command gets ``settings``.
 
     Args:
-        qp_types: those to choose from, the default first; one alone is no option.
-        count: whether a list can be posted.
+        qp_types: the choices, the default first; a single one adds no option.
+        count: whether to add --count.
     """
 
     def decorate(function: Command) -> Command:
@@ -371,7 +369,9 @@ def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
                 for name in ("inline", "fence", "solicited")
                 if options.pop(name, False)
             )
-            return function(shot=Shot(_QP_TYPES[qp_type], count, timeout, flags), **options)
+            return function(
+                settings=PostSettings(_QP_TYPES[qp_type], count, timeout, flags), **options
+            )
 
         if count:
             command = click.option(
@@ -395,9 +395,9 @@ def shot_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
     return decorate
 
 
-def shot_options(function: Command) -> Command:
-    """Add --qp-type of every type, --count and --timeout; the command gets ``shot``."""
-    return shot_options_for(*_QP_TYPES, count=True)(function)
+def post_options(function: Command) -> Command:
+    """Add --qp-type of every type, --count and --timeout; the command gets ``settings``."""
+    return post_options_for(*_QP_TYPES, count=True)(function)
 
 
 def payload_options(function: Command) -> Command:
@@ -409,7 +409,7 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
     """Add --data, --data-file and --size; the command gets ``payload``.
 
     Args:
-        size_unless_given: bytes to make up; None for a short text.
+        size_unless_given: default size of the generated data; None for a short text.
     """
     text_default = "" if size_unless_given else f"  [default: {_DEFAULT_DATA!r}]"
     size_default = f"  [default: {size_unless_given}]" if size_unless_given else ""
@@ -445,13 +445,13 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
 
 
 def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:
-    """Return the data that options ask for: made up, of a file, or a text."""
+    """Return the data that the options ask for: generated, from a file, or a text."""
     if size is not None:
         return (bytes(range(256)) * (size // 256 + 1))[:size]
     if data_file is None:
         return os.fsencode(_DEFAULT_DATA if data is None else data)
     content = bytearray()
-    # In pieces, because read() sets memory aside for all that it may return.
+    # In pieces, because read() allocates all that it may return.
     while piece := data_file.read(1 << 20):
         content += piece
         if len(content) > _MAX_MESSAGE:

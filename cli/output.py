@@ -1,26 +1,35 @@
-"""What a command prints: one JSON document or text on stdout, notes on stderr."""
+"""The output of a command: one JSON document or text on stdout, notes on stderr."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-__all__ = ["Output", "columns", "fields", "need_command"]
+__all__ = ["Output", "columns", "echo_error", "fields", "need_command"]
+
+_QUOTED = re.compile(r"(?<!\w)'[^']+'(?!\w)")
+_NO_BREAK = "\u00a0"
+_WIDTH = 80
+"""The width of a terminal that does not report one."""
 
 
 @dataclass(slots=True)
 class Output:
-    """Collects what a command has to say.
+    """Collects the output of a command.
 
     Attributes:
-        json: print the document and no text.
-        one_line: print it on one line, as one of several.
+        json: print the document instead of text.
+        one_line: print the document on one line, as one of several.
         verbose: print notes.
-        doc: the JSON document, filled as the command goes on, so that a failure
-            can show how far it came.
+        doc: the JSON document, filled in as the command runs, so that a failure
+            shows how far it got.
     """
 
     json: bool = False
@@ -29,7 +38,7 @@ class Output:
     doc: dict[str, Any] = field(default_factory=dict)
 
     def note(self, text: str) -> None:
-        """Tell what is being done, to those who asked for it."""
+        """Print a note on stderr, if verbose."""
         if self.verbose:
             click.echo(text, err=True)
 
@@ -41,7 +50,7 @@ class Output:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows in columns, as wide as they must be."""
+    """Lay out rows in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -49,16 +58,39 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def fields(pairs: Sequence[tuple[str, object]], width: int = 80) -> str:
-    """Lay out names and values, one pair a line, cut to the width."""
+def fields(pairs: Sequence[tuple[str, object]], width: int = _WIDTH) -> str:
+    """Lay out names and values, one pair per line, cut to the width."""
     lines = columns([("", name, str(value)) for name, value in pairs])
     return "\n".join(
         line if len(line) <= width else line[: width - 4] + " ..." for line in lines.splitlines()
     )
 
 
+def echo_error(text: str) -> None:
+    """Print text on stderr, on a terminal wrapped at its width.
+
+    Words and commands in single quotes stay whole, so that they can be copied.
+    """
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = "\n".join(map(_wrapped, text.splitlines()))
+    click.echo(text, err=True)
+
+
+def _wrapped(line: str) -> str:
+    # textwrap breaks at spaces only, and a no-break space is not one to it.
+    kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), line)
+    wrapped = textwrap.fill(
+        kept,
+        os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped.replace(_NO_BREAK, " ")
+
+
 def need_command(ctx: click.Context) -> None:
-    """End a group that was called without a command, as one that was called wrongly, with help."""
+    """End a group called without a command with its help, as a usage error."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)

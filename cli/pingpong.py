@@ -18,7 +18,7 @@ from .options import (
     size_in_bytes,
     timeout_option,
 )
-from .output import Output, columns, fields
+from .output import Output, columns, echo_error, fields
 
 if TYPE_CHECKING:
     from rdmapost.pingpong import Address, Pingpong, Result
@@ -35,14 +35,14 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     type=click.Choice(["rc", "uc", "ud"], case_sensitive=False),
     default="rc",
     show_default=True,
-    help="Type of the queue pair: that of the program on the other side.",
+    help="Type of the queue pair, the same on both sides.",
 )
 @click.option(
     "-s",
     "--size",
     type=size_in_bytes,
     metavar="N[K|M|G]",
-    help="Bytes of a message.  [default: 4096; on ud 1024]",
+    help="Bytes per message.  [default: 4096; on ud 1024]",
 )
 @click.option(
     "-n",
@@ -77,21 +77,24 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     show_default=True,
     help="Service level, 0 to 15.",
 )
-@click.option("-c", "--validate", is_flag=True, help="Look at the data at the end.")
-@click.option("-e", "--events", is_flag=True, help="Sleep until a completion; else poll.")
+@click.option("-c", "--validate", is_flag=True, help="Verify the data at the end.")
+@click.option("-e", "--events", is_flag=True, help="Sleep until a completion instead of polling.")
 @click.option(
     "--tcp-port",
     type=integer(0, 65535),
     metavar="N",
     default=18515,
     show_default=True,
-    help="TCP port of the exchange (-p of the stock programs).",
+    help="TCP port of the handshake (-p of the stock programs).",
 )
 @click.option(
     "--bind", type=not_empty, metavar="ADDRESS", help="Listen here.  [default: on every address]"
 )
 @click.option(
-    "--wait", type=seconds, metavar="SECONDS", help="Wait so long for a client.  [default: no end]"
+    "--wait",
+    type=seconds,
+    metavar="SECONDS",
+    help="Wait this long for a client.  [default: no limit]",
 )
 @timeout_option
 @device_options
@@ -116,21 +119,21 @@ def pingpong(
 ) -> None:
     """Send a message back and forth between two hosts, and time it.
 
-    Without HOST this is the server and waits for one client; with HOST it is the
-    client of the server there.  The other side is rdmapost too, or a program of
+    Without HOST it is a server that waits for one client; with HOST it is the
+    client of the server there.  The other side may also be a program from
     ibverbs-utils: ibv_rc_pingpong, ibv_uc_pingpong or ibv_ud_pingpong, which on
-    RoCE has to be given its GID (-g INDEX).  Both sides need the same --size,
-    --iters and --mtu.
+    RoCE needs its GID (-g INDEX).  Both sides need the same --size, --iters and
+    --mtu.
 
-    A server listens on every address, as ibv_rc_pingpong does, because its client
-    is another machine; it takes one connection and exposes no memory.  The
-    timeout is for each step of the exchange and for each message.
+    A server listens on every address, like ibv_rc_pingpong, because its client
+    is on another machine; it accepts one connection and exposes no memory.  The
+    timeout applies to each step of the handshake and to each message.
     """
     _check_usage(ctx, host, size, bind, wait)
     from rdmapost import MTU, QPType
     from rdmapost.pingpong import Pingpong, listen
 
-    from .session import open_target, usage_error
+    from .target import open_target, usage_error
 
     out.doc.update(
         device=None,
@@ -144,10 +147,7 @@ def pingpong(
     )
     with open_target(out, target) as (context, port_num):
         if context.kind == "soft":
-            click.echo(
-                f"{context.name} is inside this process, and no other process can reach it",
-                err=True,
-            )
+            echo_error(f"{context.name} is inside this process, and no other process can reach it")
         try:
             side = Pingpong(
                 context,
@@ -180,25 +180,25 @@ def _check_usage(
     ctx: click.Context, host: str | None, size: int | None, bind: str | None, wait: float | None
 ) -> None:
     if host is not None and (bind is not None or wait is not None):
-        raise click.UsageError("--bind and --wait are for a server, which is given no HOST", ctx)
+        raise click.UsageError("--bind and --wait are for a server, which takes no HOST", ctx)
     if size == 0:
-        raise click.UsageError("--size 0: a message here has at least one byte", ctx)
+        raise click.UsageError("--size 0: a message needs at least one byte", ctx)
 
 
 def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Result:
     from rdmapost.pingpong import name_of
 
     with listener:
-        click.echo(f"waiting for a client on {name_of(listener.getsockname())}", err=True)
+        echo_error(f"waiting for a client on {name_of(listener.getsockname())}")
         with _progress(out, side) as progress:
             return side.run_server(listener, wait=wait, progress=progress)
 
 
 @contextmanager
 def _progress(out: Output, side: Pingpong) -> Iterator[Callable[[int], None] | None]:
-    """Give what is to be told of the progress: a bar on a terminal, and the peer to the verbose.
+    """Make the progress callback: a bar on a terminal, and a note of the peer if verbose.
 
-    Elsewhere that is nothing, so that the run is not held up for it.
+    Otherwise None, so that nothing slows the run down.
     """
     if not sys.stderr.isatty():
         yield (lambda done: None if done else _note_peer(out, side)) if out.verbose else None
@@ -269,7 +269,7 @@ def _text(out: Output, result: Result, times: dict[str, float]) -> str:
         )
     )
     if result.validated:
-        lines.append(("data", "as it should be"))
+        lines.append(("data", "verified"))
     title = f"pingpong on {doc['qp_type']}, {doc['device']}, {doc['role']}"
     return f"{title} of {result.peer}: SUCCESS\n{fields(lines)}"
 

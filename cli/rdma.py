@@ -9,14 +9,14 @@ import click
 from .options import (
     U32,
     Peer,
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     given,
     payload_options,
     peer_options,
-    shot_options,
+    post_options,
 )
 from .output import Output
 
@@ -27,34 +27,40 @@ __all__ = ["read", "write"]
 @payload_options
 @click.option("--imm", type=U32, metavar="N", help="Deliver 32 bits of immediate data too.")
 @flag_options("inline", "fence", "solicited")
-@shot_options
+@post_options
 @peer_options(offset=True)
 @device_options
 def write(
-    out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes, imm: int | None
+    out: Output,
+    target: Target,
+    settings: PostSettings,
+    peer: Peer | None,
+    payload: bytes,
+    imm: int | None,
 ) -> None:
     """Write to the memory of a second queue pair, or of HOST.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, and reports what its memory then holds.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports the new contents of its memory.
     """
     if peer is not None:
-        from .remote import write_to
+        from .post_remote import write_to
 
-        write_to(out, target, shot, peer, payload, imm)
+        write_to(out, target, settings, peer, payload, imm)
         return
     from rdmapost import Opcode, RdmaWrite, RdmaWriteWithImm
 
-    from .oneshot import arrive, loopback, post, send_flags, show, source, verify
+    from .post_local import arrive, loopback, post, source
+    from .results import send_flags, show, verify
 
-    length, count = len(payload), shot.count
+    length, count = len(payload), settings.count
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
     with loopback(
-        out, target, shot, opcode, local_size=length, remote_size=count * length, inlined=length
+        out, target, settings, opcode, local_size=length, remote_size=count * length, inlined=length
     ) as pair:
         fields: dict[str, Any] = {
-            "sg_list": source(pair, shot, payload),
-            "send_flags": send_flags(shot),
+            "sg_list": source(pair, settings, payload),
+            "send_flags": send_flags(settings),
         }
         if imm is not None:
             pair.receive(0, count)
@@ -84,36 +90,39 @@ def write(
 @click.command()
 @payload_options
 @flag_options("fence")
-@shot_options
+@post_options
 @peer_options(offset=True)
 @device_options
-def read(out: Output, target: Target, shot: Shot, peer: Peer | None, payload: bytes) -> None:
+def read(
+    out: Output, target: Target, settings: PostSettings, peer: Peer | None, payload: bytes
+) -> None:
     """Read the memory of a second queue pair, or of HOST.
 
-    The second queue pair is one of the same device, and the data options say
-    what stands there.  At HOST 'rdmapost serve' listens, and --size says how
-    much to read; all that it exposes, unless given.
+    The second queue pair is on the same device, and the data options set its
+    memory.  HOST runs 'rdmapost serve', and --size is the number of bytes to
+    read; all that it exposes unless given.
     """
     if peer is not None:
-        from .remote import read_from
+        from .post_remote import read_from
 
         if given("data") or given("data_file"):
             raise click.UsageError(
-                "--data and --data-file say what is read without HOST",
+                "--data and --data-file set the memory that is read without HOST",
                 click.get_current_context(),
             )
-        read_from(out, target, shot, peer, len(payload) if given("size") else None)
+        read_from(out, target, settings, peer, len(payload) if given("size") else None)
         return
     from rdmapost import Opcode, RdmaRead
 
-    from .oneshot import loopback, post, send_flags, show, verify
+    from .post_local import loopback, post
+    from .results import send_flags, show, verify
 
-    length, count = len(payload), shot.count
+    length, count = len(payload), settings.count
     with loopback(
-        out, target, shot, Opcode.RDMA_READ, local_size=count * length, remote_size=length
+        out, target, settings, Opcode.RDMA_READ, local_size=count * length, remote_size=length
     ) as pair:
         pair.remote.mr.buffer[:length] = payload
-        flags = send_flags(shot)
+        flags = send_flags(settings)
         post(
             out,
             pair,

@@ -9,13 +9,13 @@ import click
 from .options import (
     U32,
     Peer,
-    Shot,
+    PostSettings,
     Target,
     device_options,
     flag_options,
     payload_options,
     peer_options,
-    shot_options,
+    post_options,
 )
 from .output import Output
 
@@ -28,10 +28,12 @@ __all__ = ["send"]
 
 @click.command()
 @payload_options
-@click.option("--imm", type=U32, metavar="N", help="Send 32 bits of immediate data too.")
-@click.option("--invalidate", is_flag=True, help="Invalidate a key of the other side (WITH_INV).")
+@click.option("--imm", type=U32, metavar="N", help="Also send 32 bits of immediate data.")
+@click.option(
+    "--invalidate", is_flag=True, help="Also invalidate a key of the other side (WITH_INV)."
+)
 @flag_options("inline", "fence", "solicited")
-@shot_options
+@post_options
 @peer_options(offset=False)
 @device_options
 @click.pass_context
@@ -39,7 +41,7 @@ def send(
     ctx: click.Context,
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer | None,
     payload: bytes,
     imm: int | None,
@@ -47,28 +49,29 @@ def send(
 ) -> None:
     """Send a message to a second queue pair, or to HOST.
 
-    The second queue pair is one of the same device.  At HOST 'rdmapost serve'
-    listens, which says what has arrived there.
+    The second queue pair is on the same device.  HOST runs 'rdmapost serve',
+    which reports what arrives.
 
-    With --invalidate the key is that of a memory window which the other side
-    has bound, and on xrc that of a memory region.  With --qp-type raw the data
-    follows a made-up Ethernet header.
+    --invalidate takes the key of a memory window that the other side has bound,
+    or on xrc of a memory region.  With --qp-type raw the data follows a made-up
+    Ethernet header.
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
 
-    from .oneshot import arrive, frame_header, loopback, post, send_flags, show, source, verify
+    from .post_local import arrive, frame_header, loopback, post, source
+    from .results import send_flags, show, verify
 
     if invalidate and imm is not None:
         raise click.UsageError("--imm and --invalidate exclude each other; give one of them", ctx)
     if peer is not None:
-        from .remote import send_to
+        from .post_remote import send_to
 
         if invalidate:
-            raise click.UsageError("--invalidate needs a key of the other side; without HOST", ctx)
-        send_to(out, target, shot, peer, payload, imm)
+            raise click.UsageError("--invalidate works only without HOST", ctx)
+        send_to(out, target, settings, peer, payload, imm)
         return
-    header = frame_header(shot)
-    message, count = header + payload, shot.count
+    header = frame_header(settings)
+    message, count = header + payload, settings.count
     length = len(message)
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
     if invalidate:
@@ -76,7 +79,7 @@ def send(
     with loopback(
         out,
         target,
-        shot,
+        settings,
         opcode,
         local_size=length,
         remote_size=count * length,
@@ -86,8 +89,8 @@ def send(
         rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {
-            "sg_list": source(pair, shot, message),
-            "send_flags": send_flags(shot),
+            "sg_list": source(pair, settings, message),
+            "send_flags": send_flags(settings),
         }
 
         def make(index: int) -> SendWR:
@@ -120,21 +123,21 @@ def send(
 
 
 def _access(invalidate: bool) -> dict[str, Any]:
-    from rdmapost.tools.check.keys import WINDOW_REGION
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION
 
     # Windows are bound to the other side's memory.
     return {"access": WINDOW_REGION} if invalidate else {}
 
 
 def _keys(pair: Loopback, count: int) -> list[int]:
-    """Make keys of the other side that can be invalidated."""
+    """Make keys on the other side that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
     from rdmapost.posting.rules import OPCODES_BY_QP_TYPE
-    from rdmapost.tools.check.keys import bind_wr
+    from rdmapost.tools.check.memory_windows import bind_wr
 
     qp_type = pair.local.qp.qp_type
     if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:
-        # The post will say so.
+        # The post will report it.
         return [0] * count
     if qp_type is QPType.XRC_SEND:
         # Its target has no send queue that could bind a window.
@@ -154,5 +157,5 @@ def _wrong_key(wcs: list[WC], rkeys: list[int]) -> str | None:
     for wc, rkey in zip(wcs, rkeys, strict=True):
         # Soft-RoCE names no key.
         if wc.invalidated_rkey not in (None, rkey):
-            return f"the completion names key {wc.invalidated_rkey:#x} and not {rkey:#x}"
+            return f"the completion names key {wc.invalidated_rkey:#x}, not {rkey:#x}"
     return None

@@ -26,7 +26,7 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output
+from .output import Output, echo_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-_MOST_WAITING = 10_000
-"""Events that have not been printed; those of a flood that are more are only counted."""
+_MAX_WAITING = 10_000
+"""Unprinted events to keep; beyond that they are only counted."""
 _ACCESS = ("read", "write", "atomic")
 
 
@@ -58,7 +58,7 @@ def _access(value: str) -> str:
     metavar="ADDRESS",
     default="127.0.0.1",
     show_default=True,
-    help="Listen here; 0.0.0.0 or :: is everywhere.",
+    help="Address to listen on; 0.0.0.0 or :: for all.",
 )
 @click.option(
     "--tcp-port",
@@ -66,13 +66,13 @@ def _access(value: str) -> str:
     metavar="N",
     default=18600,
     show_default=True,
-    help="TCP port of the exchange; 0 takes a free one.",
+    help="TCP port to listen on; 0 for any free one.",
 )
 @click.option(
     "--size",
     type=size_in_bytes,
     metavar="N[K|M|G]",
-    help="Bytes of memory that a client can reach.  [default: 4096]",
+    help="Bytes of memory that a client can access.  [default: 4096]",
 )
 @click.option(
     "--count",
@@ -86,31 +86,31 @@ def _access(value: str) -> str:
     "--receive-size",
     type=size_in_bytes,
     metavar="N[K|M|G]",
-    help="Bytes of message that each takes.  [default: --size, at most 64K]",
+    help="Bytes of message that each holds.  [default: --size, at most 64K]",
 )
 @click.option(
     "--access",
     type=_access,
     metavar="LIST",
-    help="What clients may do with the memory: read,write,atomic, or none.  "
-    "[default: all that the device can]",
+    help="Access that clients get: read,write,atomic, or none.  "
+    "[default: all that the device supports]",
 )
-@click.option("--data", metavar="TEXT", help="What the memory holds at first, before zeros.")
+@click.option("--data", metavar="TEXT", help="Initial contents of the memory; the rest is zeros.")
 @click.option(
     "--data-file",
     type=click.File("rb"),
     metavar="FILE",
-    help="Take that from a file; - is standard input.",
+    help="Read them from a file; - is standard input.",
 )
-@click.option("--shared", is_flag=True, help="One memory for all clients, not one for each.")
-@token_option("Serve only those who give this token")
+@click.option("--shared", is_flag=True, help="One memory for all clients, instead of one each.")
+@token_option("Accept only clients that give this token")
 @click.option(
     "--max-clients",
     type=integer(1, 4096),
     metavar="N",
     default=16,
     show_default=True,
-    help="How many at once.",
+    help="Clients at the same time.",
 )
 @click.option(
     "--timeout",
@@ -118,14 +118,13 @@ def _access(value: str) -> str:
     metavar="SECONDS",
     default=5.0,
     show_default=True,
-    help="Time for each step of the exchange with a client.",
+    help="Time for each step of the handshake with a client.",
 )
 @click.option(
     "--idle-timeout",
     type=seconds,
     metavar="SECONDS",
-    help="Dismiss a client that asks and sends nothing for so long, alive or not.  "
-    "[default: never]",
+    help="Disconnect a client after this time without a request or message.  [default: never]",
 )
 @device_options
 def serve(
@@ -145,18 +144,18 @@ def serve(
     timeout: float,
     idle_timeout: float | None,
 ) -> None:
-    """Let commands of other processes post to this device.
+    """Let commands in other processes post to this device.
 
-    These are send, write, read and atomic with HOST[:PORT].  It shows the
-    address, the key and the size of what each client is given, and reports what
-    arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json there is one JSON
-    object a line, as it happens.  Nothing is encrypted: bind it only to a
-    network that may see everything, the token included.
+    These are send, write, read and atomic with HOST[:PORT].  It prints the
+    address, key and size of the memory that each client gets, and reports what
+    arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json it prints one JSON
+    object per line and event.  Nothing is encrypted: listen only on a network
+    that you trust with all of it, the token included.
     """
     from rdmapost import Access
     from rdmapost.tools import connect as library
 
-    from .session import open_target, usage_error
+    from .target import open_target, usage_error
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
@@ -167,7 +166,7 @@ def serve(
     if size < len(content):
         usage_error(f"--size {size} is too small for {len(content)} bytes of data")
     if size == 0:
-        usage_error("--size 0: there is at least one byte to reach")
+        usage_error("--size 0: the memory needs at least one byte")
     flags = None
     if access is not None:
         flags = Access(0)
@@ -180,10 +179,9 @@ def serve(
         open_target(out, target) as (context, port_num),
     ):
         if context.kind != "verbs":
-            click.echo(
+            echo_error(
                 f"{context.name} exists only in this process: "
-                "clients of other processes are refused",
-                err=True,
+                "clients of other processes are refused"
             )
         with library.serve(
             context,
@@ -205,14 +203,14 @@ def serve(
         ) as server:
             printer.serving(server)
             printer.run()
-        # What the end of the server has brought.
+        # Events from closing the server.
         printer.rest()
         printer.ended()
 
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Show what the library has to say about its server."""
+    """Show the library's log on stderr."""
     logger = logging.getLogger("rdmapost.connect")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("rdmapost: %(message)s"))
@@ -233,7 +231,7 @@ def _signals(printer: _Printer) -> Iterator[None]:
             signal.signal(name, handler)
         printer.end()
 
-    # The kernel may hand the signal to any thread, and only this one runs the handler.
+    # The kernel may deliver the signal to any thread, but only this one runs the handler.
     woken = signal.set_wakeup_fd(printer.wake_fd, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, end)
@@ -246,7 +244,7 @@ def _signals(printer: _Printer) -> Iterator[None]:
 
 
 class _Printer:
-    """Prints events in this thread, as the server's threads bring them."""
+    """Prints the events of the server's threads, in this thread."""
 
     def __init__(self, out: Output) -> None:
         self._out = out
@@ -266,8 +264,8 @@ class _Printer:
         os.close(self.wake_fd)
 
     def put(self, event: Event) -> None:
-        """Take an event, from any thread; who cannot print fast enough loses some."""
-        if len(self._events) < _MOST_WAITING:
+        """Queue an event, from any thread; drop it if printing cannot keep up."""
+        if len(self._events) < _MAX_WAITING:
             self._events.append(event)
         else:
             self._dropped += 1
@@ -279,29 +277,29 @@ class _Printer:
         self._wake()
 
     def _wake(self) -> None:
-        # Full it is as good as with one byte more.
+        # A full pipe wakes it as well.
         with suppress(BlockingIOError):
             os.write(self.wake_fd, b"\0")
 
     def run(self) -> None:
-        """Print until the end."""
+        """Print events until end() is called."""
         poller = select.poll()
         poller.register(self._ready, select.POLLIN)
         while not self._ending:
             poller.poll()
             with suppress(BlockingIOError):
                 os.read(self._ready, 4096)
-            # Also when more comes all the time the end is noticed.
+            # Notice the end even while events keep coming.
             while self._events and not self._ending:
                 self._show(self._events.popleft())
 
     def rest(self) -> None:
-        """Print what is left."""
+        """Print the remaining events."""
         while self._events:
             self._show(self._events.popleft())
 
     def serving(self, server: Server) -> None:
-        """Say where the server is, and what it exposes."""
+        """Print the server's address and what it exposes."""
         from rdmapost.tools.connect.protocol_messages import access_names
 
         host, port = server.address[:2]
@@ -326,7 +324,7 @@ class _Printer:
         )
 
     def ended(self) -> None:
-        """Say that it is over."""
+        """Print that the server has ended."""
         doc: dict[str, Any] = {"clients": self._clients}
         text = f"ended after {self._clients} client{'s' if self._clients != 1 else ''}"
         if self._dropped:
@@ -341,7 +339,7 @@ class _Printer:
         from rdmapost.connect import Arrived, Joined, Left, Refused
         from rdmapost.tools.connect.protocol_messages import access_names
 
-        from .oneshot import as_text
+        from .results import as_text
 
         if isinstance(event, Joined):
             self._clients += 1
@@ -393,7 +391,7 @@ class _Printer:
             )
 
     def _arrived(self, client: int, arrival: Arrival) -> None:
-        from .oneshot import as_text
+        from .results import as_text
 
         doc: dict[str, Any] = {
             "client": client,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import U64, Shot, Target, device_options, payload_options, shot_options_for
+from .options import U64, PostSettings, Target, device_options, payload_options, post_options_for
 from .output import Output, need_command
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def tag(ctx: click.Context) -> None:
 
 
 def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what every operation has; the command gets ``out, target, shot, payload, tag``."""
+    """Add the options that every operation has."""
     for decorate in (
         device_options,
-        shot_options_for("rc"),
+        post_options_for("rc"),
         payload_options,
         click.option(
             "--tag",
@@ -48,13 +48,13 @@ def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @tag.command("add")
-@click.option("--mask", type=U64, metavar="N", help="Which bits of the tag count.  [default: all]")
+@click.option("--mask", type=U64, metavar="N", help="Tag bits that must match.  [default: all]")
 @click.option("--message-tag", type=U64, metavar="N", help="The message's tag.  [default: --tag]")
 @_tag_options
 def add(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     payload: bytes,
     tag: int,
     mask: int | None,
@@ -62,12 +62,12 @@ def add(
 ) -> None:
     """Add a tagged buffer, and send a message to it.
 
-    One that does not match is received too, as an unexpected one.
+    A message that does not match is received as an unexpected one.
     """
     from rdmapost import OpsOpcode, WCOpcode
 
     mask = _ALL_BITS if mask is None else mask
-    with _tags(out, target, shot, OpsOpcode.TAG_ADD, payload) as pair:
+    with _tags(out, target, settings, OpsOpcode.TAG_ADD, payload) as pair:
         _operate(out, pair, _buffer(pair, payload, tag, mask), WCOpcode.TM_ADD)
         yields = _send(out, pair, payload, tag if message_tag is None else message_tag)
     _show(out, {"tag": tag, "mask": mask, **yields})
@@ -75,14 +75,14 @@ def add(
 
 @tag.command("del")
 @_tag_options
-def delete(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
+def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
     """Add a tagged buffer, remove it, and send a message to its tag.
 
-    The message does not find the buffer, and is received as an unexpected one.
+    The message does not match, and is received as an unexpected one.
     """
     from rdmapost import OpsOpcode, RdmaError, TagDel, WCOpcode
 
-    with _tags(out, target, shot, OpsOpcode.TAG_DEL, payload) as pair:
+    with _tags(out, target, settings, OpsOpcode.TAG_DEL, payload) as pair:
         entry = _buffer(pair, payload, tag)
         _operate(out, pair, entry, WCOpcode.TM_ADD)
         _operate(out, pair, TagDel(wr_id=2, handle=entry.handle), WCOpcode.TM_DEL)
@@ -94,45 +94,44 @@ def delete(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) ->
 
 @tag.command("sync")
 @_tag_options
-def sync(out: Output, target: Target, shot: Shot, payload: bytes, tag: int) -> None:
-    """Tell the device the number of unexpected messages.
+def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
+    """Report the number of unexpected messages to the device.
 
-    There is one, so a buffer that is added matches nothing until the device
-    has been told.
+    There is one, so an added buffer matches nothing until it is reported.
     """
     from rdmapost import OpsOpcode, RdmaError, TagSync, WCFlags, WCOpcode
 
-    with _tags(out, target, shot, OpsOpcode.TAG_SYNC, payload) as pair:
+    with _tags(out, target, settings, OpsOpcode.TAG_SYNC, payload) as pair:
         if _send(out, pair, payload, tag)["matched"]:
-            raise RdmaError("a message matched and there was no buffer")
+            raise RdmaError("a message matched without a buffer")
         wc = _operate(out, pair, _buffer(pair, payload, tag), WCOpcode.TM_ADD)
         asked = bool(wc.wc_flags & WCFlags.TM_SYNC_REQ)
         _operate(out, pair, TagSync(wr_id=2, unexpected_cnt=1), WCOpcode.TM_SYNC)
         yields = _send(out, pair, payload, tag)
     if not yields["matched"]:
-        raise RdmaError("a message did not match after the device had been told")
+        raise RdmaError("a message did not match after the sync")
     _show(out, {"tag": tag, "unexpected_cnt": 1, "sync_requested": asked, **yields})
 
 
 @contextmanager
 def _tags(
-    out: Output, target: Target, shot: Shot, opcode: OpsOpcode, payload: bytes
+    out: Output, target: Target, settings: PostSettings, opcode: OpsOpcode, payload: bytes
 ) -> Iterator[Loopback]:
     """Make a pair whose remote side matches tags, with receives for unexpected messages.
 
-    Their memory lies behind the tagged buffer's.
+    Their memory follows the tagged buffer's.
     """
     from rdmapost import RecvWR, SRQType
     from rdmapost.frames import TMH_BYTES
 
-    from .oneshot import loopback
+    from .post_local import loopback
 
     length = len(payload)
     size = TMH_BYTES + length
     with loopback(
         out,
         target,
-        shot,
+        settings,
         opcode,
         local_size=size,
         remote_size=length + 2 * size,
@@ -157,7 +156,7 @@ def _operate(out: Output, pair: Loopback, wr: OpsWR, opcode: Any) -> WC:
     """Post an operation and wait until it is done."""
     from rdmapost import RdmaError
 
-    from .oneshot import record
+    from .results import record
 
     assert pair.srq is not None, "_tags() asks for it"
     pair.srq.post_srq_ops(wr)
@@ -165,28 +164,28 @@ def _operate(out: Output, pair: Loopback, wr: OpsWR, opcode: Any) -> WC:
     record(out, [wc], 1)
     if wc.check().opcode is not opcode:
         found = "an unknown opcode" if wc.opcode is None else wc.opcode.name
-        raise RdmaError(f"the completion says {found} and not {opcode.name}")
+        raise RdmaError(f"the completion says {found}, not {opcode.name}")
     return wc
 
 
 def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, Any]:
-    """Send a message and return what became of it."""
+    """Send a message and return how it was received."""
     from rdmapost import RdmaError, Send, WCFlags
     from rdmapost.frames import TMH_BYTES, tagged
-    from rdmapost.tools.check.tags import take
+    from rdmapost.tools.check.tag_matching import wait_for_message
 
-    from .oneshot import verify
+    from .results import verify
 
     message = tagged(tag, payload)
     pair.local.mr.buffer[:] = message
     pair.local.qp.post_send(Send(sg_list=pair.local.mr[:], wr_id=1))
     pair.sent()[0].check()
-    first, last = take(pair)
+    first, last = wait_for_message(pair)
     matched = bool(last.check().wc_flags & WCFlags.TM_DATA_VALID)
-    # Of a message that matched nothing the header alone tells the tag.
+    # If nothing matched, only the header has the tag.
     if matched and first.check().tm_tag != tag:
-        raise RdmaError(f"the completion tells tag {first.tm_tag} and not {tag}")
-    # The header stays where nothing matched; wr_id says where the buffer is.
+        raise RdmaError(f"the completion has tag {first.tm_tag}, not {tag}")
+    # Without a match the header is kept; wr_id is the buffer's offset.
     found = bytes(pair.remote.mr.buffer[last.wr_id : last.wr_id + last.byte_len])
     received = found if matched else found[TMH_BYTES:]
     verify(received, payload, 0, 1)
@@ -195,6 +194,6 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
 
 
 def _show(out: Output, yields: dict[str, Any]) -> None:
-    from .oneshot import show
+    from .results import show
 
     show(out, yields)

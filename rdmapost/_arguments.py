@@ -63,18 +63,19 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def index(name: str, given: Any) -> int:
+def index(name: str, given: Any, expected: str = "int") -> int:
     """Return an integer argument of any type as an int.
 
     Args:
         name: the parameter's name.
         given: the argument.
+        expected: the type that the error names.
 
     Raises:
         TypeError: it is not an integer; the text names the argument.
     """
     if not hasattr(type(given), "__index__"):
-        raise TypeError(f"{name}: expected int, got {type(given).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
     # numpy's numbers wrap where an int grows, and keep their type in results; and operator.index()
     # leaves True unchanged.
     return int(operator.index(given))
@@ -123,9 +124,7 @@ def member(name: str, given: Any, enum: type[_Member]) -> _Member:
     """
     if type(given) is enum:
         return given
-    if not hasattr(type(given), "__index__"):
-        raise TypeError(f"{name}: expected {enum.__name__}, got {type(given).__name__}")
-    number = operator.index(given)
+    number = index(name, given, enum.__name__)
     try:
         return enum(number)
     except ValueError:

@@ -92,7 +92,7 @@ class OpsOpcode(IntEnum):
     TAG_DEL = 1
     """Remove a tagged receive buffer from the matching list."""
     TAG_SYNC = 2
-    """Tell the device how many unexpected messages the application has seen."""
+    """Report to the device how many unexpected messages the application has handled."""
 
 
 class OpsFlags(IntFlag):
@@ -237,7 +237,7 @@ class MWType(IntEnum):
 
 
 class SRQType(IntEnum):
-    """Kind of a shared receive queue: ``enum ibv_srq_type``, ibv_create_srq_ex(3)."""
+    """Type of a shared receive queue: ``enum ibv_srq_type``, ibv_create_srq_ex(3)."""
 
     BASIC = 0
     """Receives shared by the queue pairs created with it."""
@@ -264,7 +264,7 @@ class WCStatus(IntEnum):
     LOC_LEN_ERR = 1
     """The message does not fit: the receive buffer, the MTU or the port's maximum."""
     LOC_QP_OP_ERR = 2
-    """The queue pair could not carry out the work request as it stands."""
+    """The queue pair could not carry out the work request."""
     LOC_EEC_OP_ERR = 3
     """Reliable datagram only; not seen today."""
     LOC_PROT_ERR = 4
@@ -422,7 +422,7 @@ class LinkLayer(IntEnum):
 
 
 class GIDType(IntEnum):
-    """Kind of a GID table entry: ``enum ibv_gid_type``, ibv_query_gid_ex(3)."""
+    """Type of a GID table entry: ``enum ibv_gid_type``, ibv_query_gid_ex(3)."""
 
     IB = 0
     """InfiniBand."""
@@ -433,7 +433,7 @@ class GIDType(IntEnum):
 
 
 class NodeType(IntEnum):
-    """Kind of a device: ``enum ibv_node_type``, ibv_get_device_list(3)."""
+    """Type of a device: ``enum ibv_node_type``, ibv_get_device_list(3)."""
 
     UNKNOWN = -1
     """Not known to the library."""
@@ -450,7 +450,7 @@ class NodeType(IntEnum):
     USNIC_UDP = 6
     """Cisco usNIC over UDP."""
     UNSPECIFIED = 7
-    """Another kind."""
+    """Another type."""
 
 
 class AtomicCap(IntEnum):

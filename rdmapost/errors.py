@@ -29,8 +29,8 @@ __all__ = [
 class RdmaError(Exception):
     """Base of every exception of this package.
 
-    Pickling, as on the way out of a multiprocessing pool, and copying keep the
-    arguments, the attributes and the notes.  Pickling does not fail: an argument
+    Pickling, as by a multiprocessing pool, and copying keep the arguments, the
+    attributes and the notes.  Pickling does not fail: an argument
     or attribute that cannot be pickled, such as a work request that names a
     region, arrives as its repr(), a str.  A deep copy shares what cannot be copied.
     """
@@ -78,7 +78,7 @@ class NoRdmaError(RdmaError):
 
 
 class NoDeviceError(RdmaError):
-    """There is no device of that name, or none to choose from."""
+    """There is no device of that name, or no device at all."""
 
 
 class ClosedError(RdmaError, ValueError):
@@ -95,8 +95,8 @@ class VerbsError(RdmaError, OSError):
     Attributes:
         errno: the error number, positive.
         strerror: its text.
-        call: the verb, by the name of its man page.
-        hint: what is likely wrong and what to try, or "".
+        call: the verb, as its man page names it.
+        hint: the likely cause and what to try, or "".
     """
 
     def __init__(self, call: str, errno: int, hint: str = "") -> None:
@@ -125,10 +125,10 @@ class PostError(VerbsError):
         index: which work request of the list failed, from 0; None if the
             device did not say.
         posted: how many were posted before it; None if the device did not say.
-        count: how many the list had.
+        count: the length of the list.
         wr: the failing work request; None if the device did not say.  If it
             names resources, pickling replaces it by its repr(), a str.
-        reason: the cause, as far as the library knows it.
+        reason: the cause, as far as it is known.
     """
 
     def __init__(
@@ -150,15 +150,16 @@ class PostError(VerbsError):
         self.reason = reason
 
     def __str__(self) -> str:
-        if self.index is None:
-            where = f"one of {self.count} work requests" if self.count > 1 else "the work request"
-        elif self.count == 1:
-            where = "the work request"
+        which = ""
+        if self.count == 1:
+            pass
+        elif self.index is None:
+            which = f"one of {self.count} work requests: "
         else:
-            where = f"work request {self.index + 1} of {self.count}"
-        # An index counts from 0 and a reader from 1: give both.
-        at = f" (index {self.index})" if self.index is not None and self.count > 1 else ""
-        return f"{where}{at}: {self.reason} [{_errno.errorcode.get(self.errno or 0, self.errno)}]"
+            # An index counts from 0 and a reader from 1: give both.
+            which = f"work request {self.index + 1} of {self.count} (index {self.index}): "
+        name = _errno.errorcode.get(self.errno or 0, self.errno)
+        return f"{self.call}: {which}{self.reason} [{name}]"
 
 
 class CompletionError(RdmaError):
@@ -175,9 +176,9 @@ class CompletionError(RdmaError):
 
 
 class WaitTimeout(RdmaError, TimeoutError):
-    """Fewer completions came than were asked for.
+    """Fewer completions arrived than requested.
 
-    Those that came are not lost: the next poll or wait returns them.
+    Those that arrived are not lost: the next poll or wait returns them.
     """
 
 
@@ -194,7 +195,7 @@ def _rebuild(kind: Any, args: tuple[Any, ...]) -> Any:
 def _picklable(value: Any, protocol: int) -> Any:
     """Return the value, or its repr if it does not survive pickling."""
     try:
-        # Unpickle it, too: a pool waits for ever for an answer that its parent cannot load.
+        # Unpickle it, too: a pool hangs if its parent cannot load a result.
         pickle.loads(pickle.dumps(value, protocol))
     except Exception:
         return _text_of(value)
@@ -217,7 +218,7 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def where_explained(what: str | int) -> str:
-    """Say where to read about a status, by name, or an errno, by number."""
+    """Return where a status, by name, or an errno, by number, is explained."""
     name = _errno.errorcode.get(what, what) if isinstance(what, int) else what
     return f"see 'rdmapost explain {name}'"
 

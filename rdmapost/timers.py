@@ -1,4 +1,4 @@
-"""The times that a queue pair's attributes stand for (ibv_modify_qp(3))."""
+"""The times encoded in a queue pair's attributes (ibv_modify_qp(3))."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _RNR_MILLISECONDS = (
     327.68,
     491.52,
 )
-"""What min_rnr_timer stands for (InfiniBand Architecture Specification, table 45)."""
+"""The values of min_rnr_timer (InfiniBand Architecture Specification, table 45)."""
 
 
 def ack_timeout(timeout: int) -> float:
-    """Return how many seconds a sender waits for an acknowledgement.
+    """Return the seconds that a sender waits for an acknowledgement.
 
     Args:
         timeout: the attribute, 0..31; 0 is for ever (math.inf).
@@ -65,7 +65,7 @@ def rnr_timer(min_rnr_timer: int) -> float:
 
 
 def until_retry_exc(timeout: int, retry_cnt: int) -> float:
-    """Return the seconds until a send that nothing answers ends with RETRY_EXC_ERR.
+    """Return the seconds until an unanswered send fails with RETRY_EXC_ERR.
 
     Args:
         timeout: the attribute, 0..31; 0 is for ever (math.inf).
@@ -75,7 +75,7 @@ def until_retry_exc(timeout: int, retry_cnt: int) -> float:
 
 
 def until_rnr_retry_exc(rnr_retry: int, min_rnr_timer: int) -> float:
-    """Return the seconds until a send without a receive ends with RNR_RETRY_EXC_ERR.
+    """Return the seconds until a send without a receive fails with RNR_RETRY_EXC_ERR.
 
     Args:
         rnr_retry: the sender's attribute, 0..7; 7 is for ever (math.inf).

@@ -169,7 +169,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/libibverbs/poll.c": (
         "resources/test_polling_failures.py",
-        "project/test_binding.py::test_polling_nothing_is_refused_by_the_shim",
+        "project/test_binding.py::test_poll_of_no_entries_is_refused_by_the_shim",
         "providers/soft0/test_soft_tags.py",
     ),
     "rdmapost/_c/posting/inflight.c": (

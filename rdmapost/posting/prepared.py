@@ -47,7 +47,7 @@ class PreparedWR(native.PreparedItem):
         self._batch, self._index = batch, index
 
     def __repr__(self) -> str:
-        return f"<rdmapost.PreparedWR {self._index} of a {self._batch}>"
+        return f"<rdmapost.PreparedWR {self._index} of {self._batch}>"
 
 
 @functools.cache

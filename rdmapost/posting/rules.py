@@ -201,7 +201,7 @@ def not_a_work_request(r: Refusal) -> str:
     kind, wanted = type(r.wr), r.queue.wr_type
     if kind is wanted:
         return f"{kind.__name__} is only a base class; post one of its subclasses"
-    return f"{r.queue.verb}: expected {wanted.__name__}, got {kind.__name__}"
+    return f"expected {wanted.__name__}, got {kind.__name__}"
 
 
 @_rule
@@ -223,12 +223,16 @@ def out_of_range(r: Refusal) -> str:
 
 @_rule
 def not_sges(r: Refusal) -> str:
-    return f"sg_list: expected SGE or several, got {type(r.value).__name__}; mr[a:b] makes one"
+    return f"sg_list: expected SGEs, got {type(r.value).__name__}; {_slice(r)}"
 
 
 @_rule
 def not_an_sge(r: Refusal) -> str:
-    return f"sg_list holds {type(r.value).__name__}; mr[a:b] makes an SGE"
+    return f"sg_list holds {type(r.value).__name__}; {_slice(r)}"
+
+
+def _slice(r: Refusal) -> str:
+    return "use mr[:]" if type(r.value).__name__ == "MR" else "mr[a:b] makes an SGE"
 
 
 @_rule

@@ -13,6 +13,7 @@ from typing import Any
 from .._arguments import expect, index
 from .._arguments import index as whole_number
 from .._binding import ffi, native
+from .._wire import is_multicast_gid
 from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from ..errors import NoDeviceError, NoRdmaError
 from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
@@ -76,8 +77,7 @@ class GID(bytes):
     @property
     def is_multicast(self) -> bool:
         """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
-        address = IPv6Address(bytes(self))
-        return (address.ipv4_mapped or address).is_multicast
+        return is_multicast_gid(self)
 
 
 def gid_argument(name: str, given: Any) -> GID:
@@ -96,8 +96,8 @@ def _gid_bytes(name: str, value: Any) -> bytes:
     if isinstance(value, str):
         try:
             raw = IPv6Address(value).packed
-        except ValueError as error:
-            raise ValueError(f"{name}: {_why_no_gid(value) or error}") from None
+        except ValueError:
+            raise ValueError(f"{name}: {value!r} {_why_no_gid(value)}") from None
     else:
         raw = bytes(value)
     if len(raw) != 16:
@@ -107,9 +107,9 @@ def _gid_bytes(name: str, value: Any) -> bytes:
 
 def _why_no_gid(text: str) -> str:
     try:
-        return f"{text!r} is an IPv4 address; its GID is '::ffff:{IPv4Address(text)}'"
+        return f"is an IPv4 address; its GID is '::ffff:{IPv4Address(text)}'"
     except ValueError:
-        return ""
+        return "is not an IPv6 address"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._wire import GRH_BYTES, IPV4_MAPPED, checksum_residue
 from ..errors import ClosedError
 from ..posting.wr import SGE, RecvWR
 from .device import GID
 
-__all__ = ["GRH", "GRH_BYTES", "Datagram", "read_datagram"]
-
-GRH_BYTES = 40
-"""Bytes at the start of a UD receive's buffers, whether there is a header or not."""
+__all__ = ["GRH", "Datagram", "read_datagram"]
 
 # version, traffic class and flow label; payload length, next header, hop limit, sgid, dgid
 _IPV6 = struct.Struct("!IHBB16s16s")
@@ -22,7 +20,6 @@ _IPV6 = struct.Struct("!IHBB16s16s")
 _IPV4 = struct.Struct("!BBHHHBBH4s4s")
 _IPV4_AT = GRH_BYTES - _IPV4.size
 _IPV4_BEGINS = 0x45
-_MAPPED = bytes(10) + b"\xff\xff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +65,11 @@ class GRH:
         is_ipv6 = raw[0] >> 4 == 6
         # 20 bytes of an IPv6 address may look like IPv4, but hardly with the right checksum.
         # Packets that stay on the machine have no checksum.
-        if raw[_IPV4_AT] == _IPV4_BEGINS and (not is_ipv6 or _sums_up(raw[_IPV4_AT:])):
+        if raw[_IPV4_AT] == _IPV4_BEGINS and (not is_ipv6 or not checksum_residue(raw[_IPV4_AT:])):
             _, tos, total, _, _, ttl, protocol, _, src, dst = _IPV4.unpack_from(raw, _IPV4_AT)
             return cls(
-                GID(_MAPPED + src),
-                GID(_MAPPED + dst),
+                GID(IPV4_MAPPED + src),
+                GID(IPV4_MAPPED + dst),
                 tos,
                 0,
                 max(0, total - _IPV4.size),
@@ -147,9 +144,3 @@ def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:
             raise ClosedError(f"{region} is closed")
         start = sge.addr - region.addr
         yield bytes(region.buffer[start : start + sge.length])
-
-
-def _sums_up(header: bytes) -> bool:
-    """Whether a header including its checksum adds up to all ones (RFC 1071)."""
-    # 2^16 is 1 modulo 2^16 - 1, so that a long number leaves the sum of its words.
-    return int.from_bytes(header) % 0xFFFF == 0

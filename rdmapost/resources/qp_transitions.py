@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._arguments import expect, index
-from ..enums import Access, QPAttrMask, QPState, QPType
+from ..enums import MTU, Access, QPAttrMask, QPState, QPType
 from ..qp_states import FIELDS, RANGES
 from .address import AHAttr, fill_ah_attr
 from .device import DeviceAttr
@@ -58,11 +58,11 @@ def fill_attributes(raw: Any, attrs: dict[str, Any]) -> None:
             expect(name, value, AHAttr)
             fill_ah_attr(value, getattr(raw, name))
             continue
-        attrs[name] = number = index(name, value)
+        attrs[name] = number = index(name, value, _ENUM_FIELDS.get(name, "int"))
         try:
             setattr(raw, name, number)
-        except OverflowError as error:
-            raise ValueError(f"{name}={value!r} does not fit: {error}") from None
+        except OverflowError:
+            raise ValueError(f"{name}={value!r} does not fit struct ibv_qp_attr") from None
 
 
 def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
@@ -112,3 +112,11 @@ def out_of_range(attrs: dict[str, Any], device: DeviceAttr) -> str | None:
         if name in attrs and not low <= attrs[name] <= high:
             return f"{name}={attrs[name]} is not in {low}..{high} (ibv_modify_qp(3))"
     return None
+
+
+_ENUM_FIELDS = {
+    "qp_state": QPState.__name__,
+    "cur_qp_state": QPState.__name__,
+    "path_mtu": MTU.__name__,
+    "qp_access_flags": Access.__name__,
+}

@@ -120,7 +120,10 @@ class Resource(native.Handle):
         return self._kind
 
     def __repr__(self) -> str:
-        return f"<rdmapost.{type(self).__name__} {self}{' (closed)' if self.closed else ''}>"
+        name = type(self).__name__
+        # "<rdmapost.QP RC 0x11>": most names of handles contain the type's.
+        words = [f"rdmapost.{name}", *(word for word in str(self).split() if word != name)]
+        return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _refuse_children(self) -> None:
         """Refuse to be closed, unless all children are only waiting for their finalizers to

@@ -1,18 +1,19 @@
-"""Messages whose headers a device reads: Ethernet frames, TCP/IPv4 packets, tagged messages."""
+"""Messages with headers that a device parses: Ethernet, TCP/IPv4 and tag matching."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 
+from .._wire import TMH, TMHOpcode, checksum_residue
 from ..enums import QPType
 
 __all__ = ["EAGER", "ETHERNET_BYTES", "TMH_BYTES", "ethernet", "tagged", "tcp", "what_is_wrong"]
 
 ETHERNET_BYTES = 14
-TMH_BYTES = 16
-"""What a tag-matching message starts with (rdma-core's tag_matching.md)."""
-EAGER = 3
+TMH_BYTES = TMH.size
+"""Bytes of the tag-matching header."""
+EAGER = int(TMHOpcode.EAGER)
 """A tag-matching message that carries its payload."""
 
 # Locally administered, and addresses for documentation (RFC 5737).
@@ -28,7 +29,7 @@ def ethernet(ethertype: int = _EXPERIMENTAL) -> bytes:
     """Make the header of a frame between two made-up addresses.
 
     Args:
-        ethertype: what follows it, 0..65535.
+        ethertype: the type of the payload, 0..65535.
     """
     return _MACS + ethertype.to_bytes(2)
 
@@ -38,10 +39,10 @@ def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
 
     Args:
         tag: 0..2^64-1.
-        payload: what follows the header.
+        payload: the data after the header.
         app_ctx: 32 bits that the receiver's completion shows (tm_priv).
     """
-    return struct.pack("!B3xIQ", EAGER, app_ctx, tag) + payload
+    return TMH.pack(EAGER, app_ctx, tag) + payload
 
 
 def tcp(qp_type: QPType) -> bytes:
@@ -51,7 +52,7 @@ def tcp(qp_type: QPType) -> bytes:
         qp_type: RAW_PACKET for Ethernet, UD for IP over InfiniBand (RFC 4391).
     """
     link = ethernet(_IPV4) if qp_type is QPType.RAW_PACKET else struct.pack("!HH", _IPV4, 0)
-    # Lengths and checksums are the device's to fill in.
+    # The device fills in lengths and checksums.
     ip = struct.pack("!BBHHHBBH", 0x45, 0, 40, 1, 0x4000, 64, _PROTOCOL_TCP, 0) + _ADDRESSES
     return link + ip + struct.pack("!HHIIBBHHH", 40000, 5001, 1000, 1, 0x50, _PSH_ACK, 8192, 0, 0)
 
@@ -59,18 +60,18 @@ def tcp(qp_type: QPType) -> bytes:
 def what_is_wrong(
     packets: Sequence[bytes], hdr: bytes, qp_type: QPType, payload: bytes, mss: int
 ) -> str | None:
-    """Say why packets are not the segments of a payload, or return None.
+    """Return why packets are not the segments of a payload, or None if they are.
 
     Args:
-        packets: as they arrived, in order.
+        packets: in order of arrival.
         hdr: what tcp() made.
         qp_type: as in tcp().
-        payload: what was to be cut.
+        payload: the data that was segmented.
         mss: bytes of payload in each.
     """
     starts = range(0, len(payload) or 1, mss)
     if len(packets) != len(starts):
-        return f"{len(packets)} segments arrived and not {len(starts)}"
+        return f"{len(packets)} segments arrived, not {len(starts)}"
     link = ETHERNET_BYTES if qp_type is QPType.RAW_PACKET else _IPOIB_BYTES
     for index, (packet, start) in enumerate(zip(packets, starts, strict=True)):
         piece = payload[start : start + mss]
@@ -84,7 +85,7 @@ def _what_differs(
     packet: bytes, hdr: bytes, link: int, index: int, start: int, piece: bytes, last: bool
 ) -> str | None:
     if packet[len(hdr) :] != piece:
-        return f"its {max(0, len(packet) - len(hdr))} bytes of payload are not the right ones"
+        return f"its {max(0, len(packet) - len(hdr))} bytes of payload are wrong"
     ip, tcp = link, link + _IPV4_BYTES
     ident, sequence = _number(hdr, ip + 4, 2) + index, _number(hdr, tcp + 4, 4) + start
     for what, found, expected in (
@@ -97,19 +98,13 @@ def _what_differs(
         ("TCP flags", packet[tcp + 13 : tcp + 14], bytes([_PSH_ACK if last else _ACK])),
     ):
         if found != expected:
-            return f"its {what} is {found.hex()} and not {expected.hex()}"
+            return f"its {what} is {found.hex()}, not {expected.hex()}"
     pseudo = packet[ip + 12 : tcp] + struct.pack("!HH", _PROTOCOL_TCP, len(packet) - tcp)
     for what, covered in (("IPv4", packet[ip:tcp]), ("TCP", pseudo + packet[tcp:])):
-        if not _sums_up(covered):
+        if checksum_residue(covered):
             return f"its {what} checksum is wrong"
     return None
 
 
 def _number(data: bytes, at: int, size: int) -> int:
     return int.from_bytes(data[at : at + size])
-
-
-def _sums_up(data: bytes) -> bool:
-    """Whether data including its checksum adds up to all ones (RFC 1071)."""
-    # 2^16 is 1 modulo 2^16 - 1, so that a long number leaves the sum of its words.
-    return int.from_bytes(data + bytes(len(data) % 2)) % 0xFFFF == 0

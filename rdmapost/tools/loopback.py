@@ -1,4 +1,4 @@
-"""Two connected queue pairs on one device, with the resources that they need."""
+"""Two connected queue pairs on one device, with their resources."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from .._arguments import expect, member, time_limit, within
+from .._wire import GRH_BYTES
 from ..enums import Access, DeviceCap, MWType, QPType, SRQType
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
 from ..resources.cq import CQ, WC
 from ..resources.device import Context, query_device_ex
-from ..resources.grh import GRH_BYTES
 from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
@@ -46,37 +46,36 @@ class Side:
 class Loopback(ResourceHolder):
     """A local and a remote queue pair on one device, connected to each other.
 
-    A context manager; ``close()`` closes everything in the right order, whatever
-    is still outstanding.  ``**loopback.address`` are the fields of a message that
-    name the remote side: an address handle on UD, a shared receive queue on XRC,
-    and none for the other types.
+    A context manager; ``close()`` closes everything in the right order, even with
+    work requests outstanding.  ``**loopback.address`` are the fields of a work
+    request that address the remote side: an address handle on UD, a shared receive
+    queue on XRC, and none for the other types.
 
-    All waits share one deadline, which starts when the loopback has been made, so
-    that nothing hangs.
+    All waits share one deadline, counted from the creation of the loopback.
 
     Args:
         context: an open device.
         qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
         local_size, remote_size: bytes of memory on each side; the remote side's excludes the
             headroom of its receives.
-        access: what the remote memory permits, an Access; LOCAL_WRITE and all REMOTE flags
-            that the device has unless given (add MW_BIND to bind windows to it).
+        access: access to the remote memory, an Access; LOCAL_WRITE and all supported REMOTE
+            flags unless given (add MW_BIND to bind windows to it).
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
         max_recv_sge: SGEs of one receive.
         max_tso_header: bytes of the header of a TSO; 0 for no TSO.
-        srq_type: let the remote side take its receives from a shared queue: BASIC, or
-            TM for one with a matching list of `depth` tags.  XRC_SEND always has one.
+        srq_type: give the remote side a shared receive queue: BASIC, or TM with a matching
+            list of `depth` tags.  XRC_SEND always has one.
         port_num: the port of both, from 1.
         gid_index: the GID of both; chosen by choose_gid unless given.
-        timeout: seconds for all waits together, more than 0.
+        timeout: seconds for all waits in total, more than 0.
 
     Attributes:
         local: the side that posts sends, reads, writes and atomics.
         remote: the side that they go to.
-        address: the fields of a message that name the remote side.
+        address: the fields of a work request that address the remote side.
         srq: the remote side's shared receive queue, or None.
-        headroom: bytes in front of a received message: the GRH on UD.
+        headroom: bytes before a received message: the GRH on UD.
         timeout: as given.
 
     Raises:
@@ -173,8 +172,8 @@ class Loopback(ResourceHolder):
                     (remote_type, remote_cq, remote_mr, remote_options),
                 )
             )
-            # Windows and address handles go before the queue pairs: rxe takes 25 s
-            # to destroy a queue pair that has a window bound to it.
+            # Close windows and address handles before the queue pairs: rxe needs 25 s
+            # to destroy a queue pair with a window bound to it.
             self._used = stack.add(ResourceStack())
             for side in (self.remote, self.local):
                 stack.before_closing(partial(drop_outstanding, side.qp))
@@ -205,7 +204,7 @@ class Loopback(ResourceHolder):
         """Make a memory window that is closed with the loopback.
 
         Args:
-            mw_type: the kind of window.
+            mw_type: the type of the window.
 
         Raises:
             UnsupportedError: the device has no memory windows.
@@ -218,7 +217,7 @@ class Loopback(ResourceHolder):
 
         Args:
             length: bytes.
-            access: what is permitted, an Access.
+            access: an Access.
 
         Raises:
             VerbsError: the device refused.
@@ -226,11 +225,11 @@ class Loopback(ResourceHolder):
         return self._regions.add(MR(self._pd, length, access))
 
     def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
-        """Return the fields of a work request that name a place in the remote memory.
+        """Return the fields of a work request that address the remote memory.
 
         Args:
             offset: bytes from its start.
-            rkey: the key to use; that of the region unless given.
+            rkey: the key to use; the region's unless given.
         """
         mr = self.remote.mr
         fields = {"remote_addr": mr.addr + offset, "rkey": mr.rkey if rkey is None else rkey}
@@ -244,7 +243,7 @@ class Loopback(ResourceHolder):
         """Post receives on the remote side, one after the other in its memory.
 
         Args:
-            length: bytes of message that each has room for.
+            length: bytes of message that each holds.
             count: how many; their wr_id counts from 1.
 
         Raises:
@@ -262,7 +261,7 @@ class Loopback(ResourceHolder):
         )
 
     def post_receives(self, wrs: Iterable[RecvWR]) -> None:
-        """Post receives to the queue that the remote side takes them from.
+        """Post receives to the remote side's receive queue, or its shared one.
 
         Args:
             wrs: the receives.
@@ -276,12 +275,12 @@ class Loopback(ResourceHolder):
             self.remote.qp.post_recv(wrs)
 
     def received(self, length: int, index: int = 0, room: int | None = None) -> bytes:
-        """Return the message that a receive took.
+        """Return the message in a receive.
 
         Args:
             length: bytes of the message.
             index: which receive, from 0.
-            room: what it had room for; length unless given.
+            room: bytes that it holds; length unless given.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -330,11 +329,11 @@ class Loopback(ResourceHolder):
     def settled(self, expected: bytes, offset: int = 0) -> bool:
         """Wait until the remote memory holds these bytes; return whether it does.
 
-        There is no other way to see an unacknowledged write (UC).
+        Nothing else shows an unacknowledged write (UC).
 
         Args:
             expected: the bytes.
-            offset: where, from the start of the remote memory.
+            offset: bytes from the start of the remote memory.
         """
         memory = self.remote.mr.buffer[offset : offset + len(expected)]
         while memory != expected:
@@ -347,11 +346,11 @@ class Loopback(ResourceHolder):
         try:
             return side.cq.wait(count, max(0.0, self._deadline - time.monotonic()))
         except WaitTimeout:
-            # The remaining time says little; report the whole timeout.
+            # Report the whole timeout, not what was left of it.
             raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
 
 
-# ---- what the device lacks ----------------------------------------------------
+# ---- missing features ----------------------------------------------------
 
 
 class _Lacking(UnsupportedError):
@@ -367,7 +366,7 @@ class _Lacking(UnsupportedError):
 def _require(
     context: Context, qp_type: QPType, max_tso_header: int, srq_type: SRQType | None
 ) -> None:
-    """Raise UnsupportedError for what the device itself reports that it lacks.
+    """Raise UnsupportedError if the device reports that it lacks a feature.
 
     Drivers are less clear: some ignore what they do not know.
     """

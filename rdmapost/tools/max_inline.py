@@ -34,25 +34,25 @@ def max_inline(
 ) -> int:
     """Find the largest max_inline_data that a device grants.
 
-    It creates and closes queue pairs, at most two for each bit of at_most and
-    one more: some milliseconds on most devices.
+    It creates and closes queue pairs, at most two for each bit of at_most plus
+    one: some milliseconds on most devices.
 
     Args:
         pd: the protection domain.
         qp_type: type of the queue pair; XRC_RECV has no sends.
         send_cq: where its sends would complete.
-        at_most: how many bytes would be enough, 0..2^31.
-        options: QP's other options.  Pass those that the real one will have: a
+        at_most: the largest size to try, 0..2^31.
+        options: QP's other options.  Pass those of the actual queue pair: a
             device may grant less to a queue with more SGEs.
 
     Returns:
-        bytes, at most at_most; 0 if the device takes no inline data.
+        bytes, at most at_most; 0 if the device supports no inline data.
 
     Raises:
         TypeError: at_most is not an integer; or as from QP.
         ValueError: at_most is out of range; or as from QP.
-        VerbsError: the device refuses the queue pair without inline data too,
-            or for another reason than its size.
+        VerbsError: the device refuses the queue pair even without inline data,
+            or for a reason other than its size.
     """
     at_most = within("at_most", at_most, 0, 1 << 31)
 
@@ -64,7 +64,7 @@ def max_inline(
             if not size or error.errno not in _TOO_MUCH:
                 raise
             return None
-        # Not "with", which calls Python: this way no interrupt can come before the close.
+        # Not "with", which calls Python: here no interrupt can come before the close.
         granted = qp.max_inline_data
         try:
             qp.close()
@@ -74,7 +74,7 @@ def max_inline(
             raise
         return granted
 
-    # The most known to be granted, and the least known not to be.
+    # The largest size known to be granted, and the smallest known not to be.
     low, high = grants(0) or 0, at_most + 1
     size = max(_FIRST, 2 * low)
     while low + 1 < high:

@@ -41,7 +41,7 @@ ONE_SHOTS = COMMANDS[1:-2]
 EVERYWHERE = ["-d, --device", "-p, --port", "-g, --gid-index", "--json", "-v, --verbose"]
 
 
-def test_runs_as_a_module() -> None:
+def test_module_runs_as_the_command() -> None:
     ended = process("--version")
     assert (ended.returncode, ended.stdout) == (0, f"rdmapost {rp.__version__}\n")
 
@@ -105,7 +105,7 @@ def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
         (["pingpong", "-d", "soft0", ""], "'[HOST]': it is empty"),
     ],
 )
-def test_usage_error(args: list[str], says: str) -> None:
+def test_usage_error_exits_with_2_and_points_to_the_help(args: list[str], says: str) -> None:
     ran = run(*args)
     assert ran.code == 2
     assert ran.out == ""
@@ -115,7 +115,7 @@ def test_usage_error(args: list[str], says: str) -> None:
     assert hint.startswith("Try 'rdmapost")
 
 
-def test_usage_error_as_json_is_one_document() -> None:
+def test_usage_error_with_json_is_one_document() -> None:
     ran = run("send", "--count", "0", "--json")
     assert ran.code == 2
     assert "0 is not at least 1" in ran.doc["error"]
@@ -136,18 +136,18 @@ def test_usage_error_as_json_is_one_document() -> None:
         ("2G", 1 << 31),
     ],
 )
-def test_size(text: str, size: int) -> None:
+def test_size_takes_a_unit_or_hexadecimal(text: str, size: int) -> None:
     assert size_in_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "K", "-1", "1.5K", "0x", "1T", "1 K", "٣"])
-def test_not_a_size(text: str) -> None:
+def test_text_that_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size"):
         size_in_bytes(text)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_no_such_device(command: list[str]) -> None:
+def test_missing_device_exits_with_3_in_two_lines_at_most(command: list[str]) -> None:
     ran = run(*command, "-d", "nosuch0")
     assert ran.code == 3
     assert ran.out == ""
@@ -156,7 +156,7 @@ def test_no_such_device(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ONE_SHOTS, ids=" ".join)
-def test_no_such_device_as_json(command: list[str]) -> None:
+def test_missing_device_with_json_has_the_keys_of_the_command(command: list[str]) -> None:
     ran = run(*command, "-d", "nosuch0", "--json")
     assert ran.code == 3
     assert "no RDMA device nosuch0" in ran.doc.pop("error")
@@ -165,14 +165,14 @@ def test_no_such_device_as_json(command: list[str]) -> None:
     assert ran.doc["qp_type"] == ("RAW_PACKET" if command == ["tso"] else "RC")
 
 
-def test_the_variable_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdmapost_device_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch1")
     ran = run("send")
     assert ran.code == 3
     assert "nosuch1" in ran.err
 
 
-def test_the_option_goes_before_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_option_overrides_rdmapost_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch1")
     assert "nosuch2" in run("send", "-d", "nosuch2").err
 
@@ -195,13 +195,13 @@ def test_falls_back_to_the_software_device_and_says_so(command: list[str]) -> No
     assert (doc["device"], doc["kind"]) == ("soft0", "soft")
 
 
-def test_verbose_says_why_it_falls_back() -> None:
+def test_verbose_says_why_soft0_was_chosen() -> None:
     ended = process("send", "-v", **NOTHING)
     assert ended.stderr.startswith(f"{FALLBACK}\nlibibverbs cannot be loaded")
     assert "device   soft0 (soft), no RDMA device\n" in ended.stderr
 
 
-def test_devices_without_a_device() -> None:
+def test_devices_lists_soft0_where_there_is_no_rdma_device() -> None:
     ended = process("devices", "--json", **NOTHING)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert [(d["name"], d["kind"]) for d in json.loads(ended.stdout)["devices"]] == [
@@ -210,21 +210,21 @@ def test_devices_without_a_device() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_a_device_can_be_required(command: list[str]) -> None:
+def test_required_device_that_is_missing_exits_with_3(command: list[str]) -> None:
     ended = process(*command, "--json", **{**NOTHING, "RDMAPOST_REQUIRE_DEVICE": "1"})
     assert ended.returncode == 3
     assert "libibverbs cannot be loaded" in json.loads(ended.stdout)["error"]
     assert "using soft0" not in ended.stderr
 
 
-def test_a_required_device_may_be_the_software_one_by_name() -> None:
+def test_soft0_by_name_satisfies_a_required_device() -> None:
     for args, more in ((["-d", "soft0"], {}), ([], {"RDMAPOST_DEVICE": "soft0"})):
         ended = process("send", *args, **{**NOTHING, "RDMAPOST_REQUIRE_DEVICE": "1", **more})
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("error", [rp.NoDeviceError, rp.NoRdmaError])
-def test_a_device_without_an_active_port_is_said_to_be_one(
+def test_fallback_says_that_no_port_is_active(
     error: type[rp.RdmaError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choose(name: str | None = None) -> rp.Context:
@@ -235,22 +235,22 @@ def test_a_device_without_an_active_port_is_said_to_be_one(
     info = rp.DeviceInfo(name="mlx5_0", kind="verbs", guid=0, node_type=1, dev_path="")
     monkeypatch.delenv("RDMAPOST_DEVICE", raising=False)
     monkeypatch.delenv("RDMAPOST_REQUIRE_DEVICE", raising=False)
-    monkeypatch.setattr("rdmapost.cli.session.open_device", choose)
-    monkeypatch.setattr("rdmapost.cli.session.list_devices", lambda: [info])
+    monkeypatch.setattr("rdmapost.cli.target.open_device", choose)
+    monkeypatch.setattr("rdmapost.cli.target.list_devices", lambda: [info])
     ran = run("send", "-v")
     assert ran.code == 0
     assert ran.err.startswith("no RDMA device with an active port: using soft0, ")
     assert "mlx5_0 port 1 is DOWN" in ran.err
 
 
-def test_a_named_device_never_falls_back() -> None:
+def test_named_device_never_falls_back_to_soft0() -> None:
     for args, more in ((["-d", "rxe9"], {}), ([], {"RDMAPOST_DEVICE": "rxe9"})):
         ended = process("send", *args, **{**NOTHING, **more})
         assert (ended.returncode, ended.stdout) == (3, "")
         assert "using soft0" not in ended.stderr
 
 
-def test_without_libibverbs() -> None:
+def test_missing_libibverbs_exits_with_3_and_no_traceback() -> None:
     ended = process("send", "-d", "rxe0", RDMAPOST_LIBIBVERBS="/nonexistent")
     assert ended.returncode == 3
     assert ended.stdout == ""
@@ -259,7 +259,7 @@ def test_without_libibverbs() -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_without_libibverbs_says_what_to_install(tmp_path: pathlib.Path) -> None:
+def test_missing_libibverbs_says_what_to_install(tmp_path: pathlib.Path) -> None:
     # A file that is not a library, found first under the library's name.
     (tmp_path / "libibverbs.so.1").write_text("no library\n")
     ended = process(
@@ -287,7 +287,7 @@ rdmapost.cli.main()
 @pytest.mark.parametrize(
     "module", ["rdmapost.cli.app", "click", "rdmapost.cli.devices", "rdmapost._public"]
 )
-def test_interrupted_while_it_starts(module: str) -> None:
+def test_ctrl_c_during_start_up_exits_with_130_silently(module: str) -> None:
     code = f"WHERE = {module!r}\n{INTERRUPTED_IMPORT}"
     ended = subprocess.run(
         [sys.executable, "-P", "-c", code, "devices"], capture_output=True, text=True, timeout=60
@@ -297,7 +297,9 @@ def test_interrupted_while_it_starts(module: str) -> None:
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize("command_name", ["send", "serve"])
-def test_interrupted(command_name: str, as_json: bool, tmp_path: pathlib.Path) -> None:
+def test_ctrl_c_in_a_command_exits_with_130(
+    command_name: str, as_json: bool, tmp_path: pathlib.Path
+) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     args = [command_name, "--data-file", str(fifo), *(["--json"] if as_json else [])]
@@ -335,7 +337,7 @@ def test_interrupted(command_name: str, as_json: bool, tmp_path: pathlib.Path) -
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_output_that_cannot_be_written(
+def test_output_that_cannot_be_written_is_one_line_without_a_traceback(
     args: list[str], code: int, says: str, as_json: bool
 ) -> None:
     """One line says why, or what else was wrong, without a traceback."""
@@ -355,7 +357,7 @@ def test_output_that_cannot_be_written(
     assert len(ran.stderr.splitlines()) == (2 if code == 2 else 1)
 
 
-def test_token_that_is_empty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also an empty variable: it was meant to keep others out, and would let everyone in."""
     calls = [["send", "127.0.0.1:1"], ["read", "127.0.0.1:1"], ["serve", "-d", "soft0"]]
     ran = [run(*call, "--token", "") for call in calls]
@@ -412,7 +414,7 @@ def completion(status: rp.WCStatus) -> rp.WC:
 
 
 @pytest.mark.parametrize("status", [s for s in rp.WCStatus if s], ids=lambda s: s.name)
-def test_a_failed_completion_is_named(
+def test_failed_completion_is_named_with_its_status(
     status: rp.WCStatus, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(rp.CompletionError) as error:
@@ -433,7 +435,7 @@ def test_a_failed_completion_is_named(
         (rp.UnsupportedError("ibv_alloc_mw", 95), 1, "ENOTSUP"),
     ],
 )
-def test_a_refused_call(
+def test_refused_verb_reports_its_errno(
     error: rp.VerbsError, code: int, errno: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failed(error, capsys) == (
@@ -443,13 +445,13 @@ def test_a_refused_call(
     )
 
 
-def test_not_enough_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_memory_suggests_a_smaller_size(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, lines = failed(MemoryError(), capsys)
     assert code == 1
     assert "try a smaller --size" in lines[0]
 
 
-def test_a_fault_of_the_program_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_in_the_program_shows_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     code, doc, lines = failed(ZeroDivisionError("why"), capsys)
     assert (code, doc) == (1, {"error": "why"})
     assert "ZeroDivisionError" in "\n".join(lines)

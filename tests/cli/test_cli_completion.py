@@ -43,36 +43,36 @@ def values(*words: str) -> list[str]:
     return [line.removeprefix("plain,") for line in answer("bash", *words)]
 
 
-def test_commands() -> None:
+def test_completes_commands_and_subcommands() -> None:
     assert {"devices", "send", "tag", "completion"} <= set(values(""))
     assert values("in") == ["invalidate"]
     assert values("atomic", "") == ["cas", "fetch-add"]
 
 
-def test_options() -> None:
+def test_completes_options() -> None:
     assert values("pingpong", "--tc") == ["--tcp-port"]
     assert {"--imm", "--qp-type", "--device", "--help"} <= set(values("send", "--"))
 
 
-def test_values_of_an_enumeration() -> None:
+def test_completes_choices() -> None:
     assert values("send", "--qp-type", "") == ["rc", "uc", "ud", "xrc", "raw"]
     assert values("pingpong", "--mtu", "2") == ["256", "2048"]
     assert values("completion", "") == ["bash", "zsh", "fish"]
 
 
-def test_devices() -> None:
+def test_completes_device_names() -> None:
     """Those of this machine, and the software device with them."""
     assert values("send", "-d", "") == [info.name for info in rp.list_devices()]
     assert values("check", "--device", "soft") == ["soft0"]
 
 
-def test_devices_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completes_soft0_without_libibverbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing can be listed, there is no error for a shell to show in the middle of a line."""
     monkeypatch.setenv("RDMAPOST_LIBIBVERBS", "/no/such/library")
     assert values("send", "-d", "") == ["soft0"]
 
 
-def test_what_explain_knows() -> None:
+def test_completes_names_that_explain_knows() -> None:
     """Statuses, errnos and opcodes, in any case, and in C after IBV_."""
     assert values("explain", "RNR") == ["RNR_RETRY_EXC_ERR"]
     assert values("explain", "rnr") == ["RNR_RETRY_EXC_ERR"]
@@ -85,13 +85,13 @@ def test_what_explain_knows() -> None:
     assert values("explain", "") == list(dict.fromkeys(values("explain", "")))
 
 
-def test_zsh() -> None:
+def test_zsh_gets_three_lines_for_each_completion() -> None:
     """Three lines each: the kind, the word, and a description or nothing."""
     assert answer("zsh", "explain", "RETRY") == ["plain", "RETRY_EXC_ERR", "completion status"]
     assert answer("zsh", "send", "--qp-type", "x") == ["plain", "xrc", "_"]
 
 
-def test_fish() -> None:
+def test_fish_gets_one_line_for_each_completion() -> None:
     """One line each: kind and word, and a description behind a tab."""
     assert answer("fish", "explain", "RETRY") == ["plain,RETRY_EXC_ERR\tcompletion status"]
     assert answer("fish", "send", "-d", "so") == ["plain,soft0"]
@@ -105,7 +105,7 @@ def test_fish() -> None:
         ("fish", "complete --no-files --command rdmapost"),
     ],
 )
-def test_script(shell: str, registers: str) -> None:
+def test_script_registers_a_completion_function(shell: str, registers: str) -> None:
     """What 'rdmapost completion' prints registers a function and asks by the same protocol."""
     text = script(shell)
     assert registers in text
@@ -133,7 +133,9 @@ def script(shell: str) -> str:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_in_bash(tmp_path: pathlib.Path, words: list[str], completed: list[str]) -> None:
+def test_bash_completes_with_the_printed_script(
+    tmp_path: pathlib.Path, words: list[str], completed: list[str]
+) -> None:
     """The script in a real bash, which calls what it has registered for the command."""
     bash = shutil.which("bash")
     if bash is None:

@@ -41,7 +41,7 @@ def process(*args: str, prelude: str = "", **environment: str) -> subprocess.Com
     )
 
 
-def test_a_device_that_works_has_no_problem(context: rp.Context) -> None:
+def test_working_device_has_no_problem(context: rp.Context) -> None:
     ran = run("doctor", "-d", context.name)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
@@ -80,7 +80,7 @@ def test_json_has_the_findings_and_counts_them(context: rp.Context) -> None:
     assert len({json.dumps(finding) for finding in doc["findings"]}) == len(doc["findings"])
 
 
-def test_a_gid_that_is_not_there_is_a_problem(context: rp.Context) -> None:
+def test_missing_gid_is_a_problem(context: rp.Context) -> None:
     ran = run("doctor", "-d", context.name, "-g", "250")
     assert ran.code == 1
     assert ran.out.startswith("PROBLEM  gid-wrong")
@@ -88,13 +88,13 @@ def test_a_gid_that_is_not_there_is_a_problem(context: rp.Context) -> None:
     assert ran.out.splitlines()[-1].startswith(f"{context.name} ({context.kind}): 1 problem, ")
 
 
-def test_a_port_that_is_not_there_is_a_problem() -> None:
+def test_missing_port_is_a_problem() -> None:
     ran = run("doctor", "-d", "soft0", "-p", "2", "--json")
     assert ran.code == 1
     assert ran.doc["error"] == "found no-such-port"
 
 
-def test_no_such_device() -> None:
+def test_missing_device_exits_with_3_and_the_findings() -> None:
     ran = run("doctor", "-d", "nosuch0")
     assert ran.code == 3
     assert "no RDMA device nosuch0" in ran.err
@@ -104,7 +104,7 @@ def test_no_such_device() -> None:
     assert ran.doc["findings"]
 
 
-def test_a_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:
+def test_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:
     ended = process(**NOTHING)
     assert ended.returncode == 1
     assert "using soft0, the software device of this process" in ended.stderr
@@ -113,16 +113,16 @@ def test_a_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:
     text = " ".join(ended.stdout.split())
     if not pathlib.Path("/sys/class/infiniband").exists():
         assert "PROBLEM no-rdma-device (machine) there is no RDMA device" in text
-        assert "run in a virtual machine that has one" in text
+        assert "use a virtual machine that has one" in text
 
 
-def test_the_software_device_needs_nothing_of_the_machine() -> None:
+def test_software_device_needs_nothing_of_the_machine() -> None:
     ended = process("-d", "soft0", **NOTHING)
     assert ended.returncode == 0
     assert "note     libibverbs-missing" in ended.stdout
 
 
-def test_a_required_device_ends_with_3_and_the_findings() -> None:
+def test_required_device_ends_with_3_and_the_findings() -> None:
     ended = process("--json", **{**NOTHING, "RDMAPOST_REQUIRE_DEVICE": "1"})
     assert ended.returncode == 3
     doc = json.loads(ended.stdout)
@@ -151,7 +151,7 @@ def test_memlock_0_is_found_by_name() -> None:
     assert "RLIMIT_MEMLOCK is 0 KiB" in found[0]["evidence"]
 
 
-def test_a_message_that_fails_is_a_problem_with_the_queue_pairs_behind_it(
+def test_failed_message_is_a_problem_and_its_queue_pairs_are_diagnosed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The software device is told to fail the send, from inside the command."""
@@ -175,6 +175,6 @@ def test_help_fits_80_columns_and_names_the_exit_codes() -> None:
     ran = run("doctor", "--help")
     assert (ran.code, ran.err) == (0, "")
     assert max(map(len, ran.out.splitlines())) <= 80
-    for text in ("--device", "--port", "--gid-index", "--json", "Exit code: 0"):
+    for text in ("--device", "--port", "--gid-index", "--json", "Exit codes: 0"):
         assert text in ran.out
     assert "doctor" in run("--help").out

@@ -8,14 +8,14 @@ import click
 import pytest
 from support.cli_runner import run
 
-from rdmapost.cli.app import Later, app
+from rdmapost.cli.app import LazyCommand, app
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Yield a group and all that is below it, with the words that lead there."""
     yield path, group
     for name, command in group.commands.items():
-        loaded = command.load() if isinstance(command, Later) else command
+        loaded = command.load() if isinstance(command, LazyCommand) else command
         if isinstance(loaded, click.Group):
             yield from commands(loaded, *path, name)
         else:
@@ -32,7 +32,7 @@ def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every
-def test_fits_80_columns(path: tuple[str, ...]) -> None:
+def test_help_fits_80_columns(path: tuple[str, ...]) -> None:
     ran = run(*path, "--help")
     assert ran.code == 0
     assert ran.err == ""
@@ -40,7 +40,7 @@ def test_fits_80_columns(path: tuple[str, ...]) -> None:
 
 
 @every
-def test_says_what_it_does(path: tuple[str, ...]) -> None:
+def test_help_begins_with_one_sentence(path: tuple[str, ...]) -> None:
     """A sentence that the list of commands shows whole, and a page that starts with it."""
     command = ALL[path]
     assert command.help
@@ -63,7 +63,7 @@ def test_every_option_has_a_help_text(path: tuple[str, ...]) -> None:
         assert " [" not in option.help.replace("  [", ""), option.name
 
 
-def test_commands_are_grouped() -> None:
+def test_help_groups_the_commands() -> None:
     """The usual starting points come first, and no command is missing."""
     text = run("--help").out
     heads = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import re
 import signal
 import socket
@@ -21,6 +20,7 @@ from support import LIMIT, run_python
 from support.cli_runner import Ran, run
 from support.pingpong_runs import listening, start
 from support.ports import HOST, free_port, wait_for_port
+from support.terminal import terminal
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -70,7 +70,7 @@ def client(context: rp.Context, port: int, *args: str) -> Ran:
     )
 
 
-def told(context: rp.Context) -> str:
+def device_note(context: rp.Context) -> str:
     """What is said of a software device, on standard error."""
     if context.kind != "soft":
         return ""
@@ -81,10 +81,10 @@ def told(context: rp.Context) -> str:
 
 
 @TYPES
-def test_client_prints_what_it_measured(context, qp_type):
+def test_client_prints_its_measurements(context, qp_type):
     with library_server(context, qp_type, iters=50) as (port, *_):
         ran = client(context, port, "--qp-type", qp_type, "-n", "50")
-    assert ran.err == told(context)
+    assert ran.err == device_note(context)
     assert ran.code == 0
     size = 1024 if qp_type == "ud" else 4096
     lines = ran.out.splitlines()
@@ -102,7 +102,7 @@ def test_client_prints_what_it_measured(context, qp_type):
     assert max(map(len, lines)) <= 80
 
 
-def test_json_document(context):
+def test_json_document_has_the_measurements(context):
     with library_server(context, size=100, iters=20, validate=True) as found:
         ran = client(context, found[0], "-n", "20", "-s", "100", "-c", "--json")
     doc = ran.doc
@@ -151,6 +151,12 @@ def test_json_document(context):
     assert doc["messages_per_second"] == pytest.approx(2e6 / doc["usec_per_iter"])
 
 
+def serve(context: rp.Context, port: int, *options: str) -> Ran:
+    """Run a server that waits for a client on this port."""
+    where = ["-d", context.name, "--bind", HOST, "--tcp-port", str(port)]
+    return run("pingpong", *where, "--wait", "30", *options)
+
+
 @TYPES
 def test_server_waits_for_a_client(context, qp_type):
     port, found = free_port(), []
@@ -167,27 +173,10 @@ def test_server_waits_for_a_client(context, qp_type):
 
     thread = threading.Thread(target=play)
     thread.start()
-    ran = run(
-        "pingpong",
-        "-d",
-        context.name,
-        "--qp-type",
-        qp_type,
-        "-n",
-        "30",
-        "-e",
-        "--bind",
-        HOST,
-        "--tcp-port",
-        str(port),
-        "--wait",
-        "30",
-        "--timeout",
-        "20",
-    )
+    ran = serve(context, port, "--qp-type", qp_type, "-n", "30", "-e", "--timeout", "20")
     thread.join(LIMIT)
     assert ran.code == 0
-    assert ran.err == told(context) + f"waiting for a client on {HOST}:{port}\n"
+    assert ran.err == device_note(context) + f"waiting for a client on {HOST}:{port}\n"
     assert re.match(rf"pingpong on {qp_type.upper()}, .*, server of {HOST}:\d+: SUCCESS\n", ran.out)
     assert "for 29 round trips" in ran.out
     assert found[0].iters == 30
@@ -207,28 +196,14 @@ def test_one_message_has_no_latency_at_the_server(context):
 
     thread = threading.Thread(target=play)
     thread.start()
-    ran = run(
-        "pingpong",
-        "-d",
-        context.name,
-        "-n",
-        "1",
-        "-e",
-        "--bind",
-        HOST,
-        "--tcp-port",
-        str(port),
-        "--wait",
-        "30",
-        "--json",
-    )
+    ran = serve(context, port, "-n", "1", "-e", "--json")
     thread.join(LIMIT)
     assert ran.code == 0
     assert ran.doc["latency_us"] is None
     assert ran.doc["round_trips"] == 0
 
 
-def test_verbose_says_who_is_who(context):
+def test_verbose_shows_both_addresses(context):
     with library_server(context, iters=5) as found:
         ran = client(context, found[0], "-n", "5", "-v")
     server = found[1]
@@ -245,7 +220,7 @@ def test_verbose_says_who_is_who(context):
     [
         (["h", "--bind", "127.0.0.1"], "--bind and --wait are for a server"),
         (["h", "--wait", "1"], "--bind and --wait are for a server"),
-        (["h", "--size", "0"], "a message here has at least one byte"),
+        (["h", "--size", "0"], "a message needs at least one byte"),
         (["h", "--qp-type", "raw"], "'raw' is not one of 'rc', 'uc', 'ud'"),
         (["h", "--mtu", "1500"], "'1500' is not one of '256', '512'"),
         (["h", "-n", "0"], "0 is not at least 1"),
@@ -256,7 +231,7 @@ def test_verbose_says_who_is_who(context):
         (["a", "b"], "unexpected extra argument"),
     ],
 )
-def test_usage_errors(args, why):
+def test_wrong_options_are_usage_errors(args, why):
     ran = run("pingpong", "-d", "soft0", *args)
     assert ran.code == 2
     assert why in ran.err
@@ -272,18 +247,18 @@ def test_help_fits_a_terminal_and_names_the_other_side():
         assert word in ran.out
 
 
-def test_nobody_listens(context):
+def test_refused_connection_says_to_start_the_server(context):
     port = free_port()
     ran = client(context, port)
     assert ran.code == 1
-    assert ran.err == told(context) + (
+    assert ran.err == device_note(context) + (
         f"rdmapost: cannot connect to {HOST}:{port}: Connection refused; start the server there "
         "first (rdmapost pingpong, or ibv_rc_pingpong)\n"
     )
     assert ran.out == ""
 
 
-def test_failure_as_json(context):
+def test_failure_with_json_keeps_what_was_known(context):
     port = free_port()
     ran = client(context, port, "--json", "-s", "64")
     assert ran.code == 1
@@ -293,7 +268,7 @@ def test_failure_as_json(context):
     assert ran.doc["error"].startswith("cannot connect to")
 
 
-def test_options_that_the_device_cannot_have(context):
+def test_options_beyond_the_device_are_usage_errors(context):
     port = context.query_port(1)
     ran = client(context, 1, "--qp-type", "ud", "-s", str(port.active_mtu.bytes + 1))
     assert ran.code == 2
@@ -308,19 +283,19 @@ def test_options_that_the_device_cannot_have(context):
         assert "mtu=4096 is more than the active MTU" in ran.err
 
 
-def test_no_such_device():
+def test_missing_device_exits_with_3():
     ran = run("pingpong", HOST, "-d", "nosuch0")
     assert ran.code == 3
     assert "there is no RDMA device nosuch0" in ran.err
 
 
-def test_no_client_comes(context):
+def test_server_without_a_client_gives_up_after_wait(context):
     ran = run("pingpong", "-d", context.name, "--tcp-port", "0", "--bind", HOST, "--wait", "0.2")
     assert ran.code == 1
     assert re.search(rf"rdmapost: no client came to {HOST}:\d+ within 0\.2 s\n$", ran.err)
 
 
-def test_a_stranger_is_told_in_one_line(context):
+def test_client_that_is_not_a_pingpong_is_reported_in_one_line(context):
     port = free_port()
 
     def shout() -> None:
@@ -384,26 +359,16 @@ with rp.open_device("soft0") as context, listen("127.0.0.1", 0) as listener:
 
 def test_progress_bar_on_a_terminal():
     """It is on standard error; the document on standard output is unchanged."""
-    ours, theirs = pty.openpty()
-    shown = bytearray()
-
-    def read() -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(ours, 4096):
-                shown.extend(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with subprocess.Popen(
-        [sys.executable, "-P", "-W", "error", "-c", TERMINAL],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
-    ) as process:
+    with (
+        terminal() as (stderr, shown),
+        subprocess.Popen(
+            [sys.executable, "-P", "-W", "error", "-c", TERMINAL],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+        ) as process,
+    ):
         out, _ = process.communicate(timeout=LIMIT)
-    os.close(theirs)
-    reader.join(10)
-    os.close(ours)
     assert process.returncode == 0, shown
     document = json.loads(out)
     percents = [int(found) for found in re.findall(rb"(\d+)%", bytes(shown))]

@@ -49,7 +49,7 @@ def device_gid(verbs_context: rp.Context) -> str:
 @pytest.mark.parametrize(
     ("qp_type", "more"), [("rc", []), ("rc", ["-e"]), ("uc", ["-e"]), ("ud", [])]
 )
-def test_two_processes(agent, device, qp_type, more):
+def test_client_and_server_in_two_processes_agree(agent, device, qp_type, more):
     common = ["-d", device, "--qp-type", qp_type, "-n", "200", "-c", "--json", "--timeout", "20"]
     common += more
     at = ["--tcp-port", "0", "--bind", HOST, "--wait", "30"]
@@ -101,7 +101,7 @@ class Doomed(threading.Thread):
         ("ud", "client", signal.SIGINT),
     ],
 )
-def test_a_peer_that_ends_in_the_middle_is_told_in_one_line(agent, device, qp_type, victim, end):
+def test_peer_that_dies_is_reported_in_one_line(agent, device, qp_type, victim, end):
     common = ["-d", device, "--qp-type", qp_type, "-n", "100000000"]
     listen_on = ["--bind", HOST, "--wait", "30", "--tcp-port"]
     patience = ["--timeout", "5"]
@@ -177,7 +177,7 @@ STOCK = pytest.mark.parametrize(
 
 
 @STOCK
-def test_stock_server(device, device_gid, qp_type, options):
+def test_client_measures_against_a_stock_server(device, device_gid, qp_type, options):
     port = free_port()
     with stock(qp_type, "-d", device, "-g", device_gid, "-p", str(port), "-c", *options) as server:
         wait_for_port(port)
@@ -207,7 +207,7 @@ def test_stock_server(device, device_gid, qp_type, options):
 
 
 @STOCK
-def test_stock_client(device, device_gid, qp_type, options):
+def test_server_measures_against_a_stock_client(device, device_gid, qp_type, options):
     port = free_port()
     printed: list[str] = []
 
@@ -247,7 +247,7 @@ def test_stock_client(device, device_gid, qp_type, options):
 
 
 @TYPES
-def test_stock_program_without_a_gid(device, verbs_context, qp_type):
+def test_stock_program_without_a_gid_is_explained(device, verbs_context, qp_type):
     if verbs_context.query_port(1).link_layer is not rp.LinkLayer.ETHERNET:
         pytest.skip(f"{device} needs no GID")
     port = free_port()

@@ -29,7 +29,7 @@ EVERY_DEVICE = {
 # ---- check ------------------------------------------------------------------
 
 
-def test_check(context: rp.Context) -> None:
+def test_check_passes_every_opcode_that_the_device_has(context: rp.Context) -> None:
     doc = done(context, "check")
     results = doc["results"]
     assert (doc["device"], doc["kind"]) == (context.name, context.kind)
@@ -54,7 +54,9 @@ def test_check_prints_a_table(context: rp.Context) -> None:
     assert " 0 failed" in lines[-1]
 
 
-def test_a_failing_check_fails_alone(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_check_leaves_the_others_running(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(trial: checks.Trial) -> str:
         raise ZeroDivisionError("on purpose")
 
@@ -84,7 +86,7 @@ def test_a_failing_check_fails_alone(context: rp.Context, monkeypatch: pytest.Mo
     assert "ZeroDivisionError: on purpose" in text.out
 
 
-def test_check_says_what_it_saw(context: rp.Context) -> None:
+def test_verbose_check_says_what_it_found(context: rp.Context) -> None:
     ran = on(context, "check", "-v", "--json")
     assert ran.doc["passed"]
     assert "SEND on RC: pass: " in ran.err
@@ -93,7 +95,7 @@ def test_check_says_what_it_saw(context: rp.Context) -> None:
 # ---- devices ----------------------------------------------------------------
 
 
-def test_devices(context: rp.Context) -> None:
+def test_devices_reports_ports_and_gids(context: rp.Context) -> None:
     doc = done(context, "devices")
     (device,) = doc["devices"]
     assert (device["name"], device["kind"]) == (context.name, context.kind)
@@ -117,7 +119,7 @@ def test_devices_prints_a_table(context: rp.Context) -> None:
     assert f"*  GID {rp.choose_gid(context).index} " in ran.out
 
 
-def test_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
+def test_verbose_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
     choice = rp.choose_gid(context)
     quiet, verbose = on(context, "devices"), on(context, "devices", "-v")
     assert quiet.err == ""
@@ -128,19 +130,21 @@ def test_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
     )
 
 
-def test_devices_lists_all(context: rp.Context) -> None:
+def test_devices_lists_the_rdma_device_and_soft0(context: rp.Context) -> None:
     names = [device["name"] for device in run("devices", "--json").doc["devices"]]
     assert {context.name, "soft0"} <= set(names)
 
 
-def test_devices_shows_one_gid(context: rp.Context) -> None:
+def test_devices_shows_only_the_gid_asked_for(context: rp.Context) -> None:
     index = context.query_gid_table(1)[0].index
     (device,) = done(context, "devices", "-p", "1", "-g", str(index))["devices"]
     assert [gid["index"] for gid in device["ports"][0]["gids"]] == [index]
 
 
 @pytest.mark.parametrize(("option", "says"), [("-p", "no port 99"), ("-g", "no GID")])
-def test_devices_has_no_such_entry(context: rp.Context, option: str, says: str) -> None:
+def test_devices_with_a_missing_port_or_gid_is_a_usage_error(
+    context: rp.Context, option: str, says: str
+) -> None:
     ran = on(context, "devices", option, "99")
     assert ran.code == 2
     assert says in ran.err
@@ -151,7 +155,9 @@ def test_devices_has_no_such_entry(context: rp.Context, option: str, says: str) 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 @pytest.mark.parametrize("more", [[], ["--inline"], ["--solicited"]], ids=["", "inline", "sol"])
-def test_send(context: rp.Context, qp_type: str, more: list[str]) -> None:
+def test_send_reports_the_message_that_arrived(
+    context: rp.Context, qp_type: str, more: list[str]
+) -> None:
     assert done(context, "send", "--data", "hällo", "--qp-type", qp_type, *more) == {
         "device": context.name,
         "kind": context.kind,
@@ -168,21 +174,23 @@ def test_send(context: rp.Context, qp_type: str, more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
-def test_send_with_immediate_data(context: rp.Context, qp_type: str) -> None:
+def test_send_reports_immediate_data(context: rp.Context, qp_type: str) -> None:
     doc = done(context, "send", "--imm", "0xdeadbeef", "--qp-type", qp_type)
     assert doc["opcode"] == "SEND_WITH_IMM"
     assert doc["imm_data"] == 0xDEADBEEF
 
 
 @pytest.mark.parametrize("command", ["send", "write", "read"])
-def test_no_bytes(context: rp.Context, command: str) -> None:
+def test_post_of_no_bytes_succeeds(context: rp.Context, command: str) -> None:
     doc = done(context, command, "--data", "")
     assert (doc["status"], doc["byte_len"], doc["received"]) == ("SUCCESS", 0, "")
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
 @pytest.mark.parametrize("command", ["send", "write"])
-def test_many_packets(context: rp.Context, command: str, qp_type: str) -> None:
+def test_message_of_many_packets_arrives_and_is_truncated_in_the_output(
+    context: rp.Context, command: str, qp_type: str
+) -> None:
     doc = done(context, command, "--size", "64K", "--qp-type", qp_type)
     assert doc["byte_len"] == 65536
     assert doc["encoding"] == "hex"
@@ -191,7 +199,9 @@ def test_many_packets(context: rp.Context, command: str, qp_type: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["send", "write", "read"])
-def test_a_file_that_is_no_text(context: rp.Context, command: str, tmp_path: pathlib.Path) -> None:
+def test_data_that_is_not_text_is_shown_in_hexadecimal(
+    context: rp.Context, command: str, tmp_path: pathlib.Path
+) -> None:
     file = tmp_path / "data"
     file.write_bytes(b"\x00\xff\x1b[2J")
     doc = done(context, command, "--data-file", str(file))
@@ -201,7 +211,9 @@ def test_a_file_that_is_no_text(context: rp.Context, command: str, tmp_path: pat
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
 @pytest.mark.parametrize("more", [[], ["--inline"]], ids=["", "inline"])
-def test_write(context: rp.Context, qp_type: str, more: list[str]) -> None:
+def test_write_reports_the_memory_of_the_other_side(
+    context: rp.Context, qp_type: str, more: list[str]
+) -> None:
     doc = done(context, "write", "--data", "xyz", "--qp-type", qp_type, *more)
     assert doc["opcode"] == "RDMA_WRITE"
     assert (doc["byte_len"], doc["received"]) == (3, "xyz")
@@ -209,13 +221,13 @@ def test_write(context: rp.Context, qp_type: str, more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
-def test_write_with_immediate_data(context: rp.Context, qp_type: str) -> None:
+def test_write_reports_immediate_data(context: rp.Context, qp_type: str) -> None:
     doc = done(context, "write", "--imm", "7", "--qp-type", qp_type)
     assert doc["opcode"] == "RDMA_WRITE_WITH_IMM"
     assert doc["imm_data"] == 7
 
 
-def test_read(context: rp.Context) -> None:
+def test_read_reports_the_memory_of_the_other_side(context: rp.Context) -> None:
     doc = done(context, "read", "--data", "over there", "--fence")
     assert doc["opcode"] == "RDMA_READ"
     assert (doc["byte_len"], doc["received"]) == (10, "over there")
@@ -234,13 +246,15 @@ def test_read(context: rp.Context) -> None:
     ],
     ids=" ".join,
 )
-def test_a_list(context: rp.Context, args: list[str]) -> None:
+def test_count_posts_a_list_and_reports_every_completion(
+    context: rp.Context, args: list[str]
+) -> None:
     doc = done(context, *args, "--count", "9")
     assert doc["count"] == doc["wr_id"] == 9
     assert doc["completions"] == [{"wr_id": n, "status": "SUCCESS"} for n in range(1, 10)]
 
 
-def test_a_list_longer_than_the_queue(context: rp.Context) -> None:
+def test_list_longer_than_a_queue_is_a_usage_error(context: rp.Context) -> None:
     ran = on(context, "send", "--count", "0x7fffffff", "--json")
     assert ran.code == 2
     assert f"more than {context.name} can hold in a queue (max_" in ran.doc["error"]
@@ -249,24 +263,26 @@ def test_a_list_longer_than_the_queue(context: rp.Context) -> None:
 # ---- atomics ----------------------------------------------------------------
 
 
-def test_fetch_and_add(context: rp.Context) -> None:
+def test_fetch_and_add_reports_the_old_and_the_new_value(context: rp.Context) -> None:
     doc = done(context, "atomic", "fetch-add", "--initial", "10", "--add", "5")
     assert (doc["opcode"], doc["byte_len"]) == ("ATOMIC_FETCH_AND_ADD", 8)
     assert (doc["old"], doc["new"]) == (10, 15)
 
 
-def test_fetch_and_add_wraps(context: rp.Context) -> None:
+def test_fetch_and_add_wraps_at_2_to_the_64(context: rp.Context) -> None:
     doc = done(context, "atomic", "fetch-add", "--initial", hex((1 << 64) - 1), "--add", "0x2")
     assert (doc["old"], doc["new"]) == ((1 << 64) - 1, 1)
 
 
-def test_fetch_and_add_repeatedly(context: rp.Context) -> None:
+def test_repeated_fetch_and_add_reports_every_old_value(context: rp.Context) -> None:
     doc = done(context, "atomic", "fetch-add", "--add", "3", "--count", "4")
     assert (doc["old"], doc["new"], doc["olds"]) == (0, 12, [0, 3, 6, 9])
 
 
 @pytest.mark.parametrize(("compare", "new"), [("7", 9), ("8", 7)])
-def test_compare_and_swap(context: rp.Context, compare: str, new: int) -> None:
+def test_compare_and_swap_swaps_only_when_equal(
+    context: rp.Context, compare: str, new: int
+) -> None:
     doc = done(context, "atomic", "cas", "--initial", "7", "--compare", compare, "--swap", "9")
     assert doc["opcode"] == "ATOMIC_CMP_AND_SWP"
     assert (doc["old"], doc["new"]) == (7, new)
@@ -275,7 +291,7 @@ def test_compare_and_swap(context: rp.Context, compare: str, new: int) -> None:
 # ---- text -------------------------------------------------------------------
 
 
-def test_text(context: rp.Context) -> None:
+def test_result_is_printed_as_text_without_json(context: rp.Context) -> None:
     ran = on(context, "send", "--data", "two\nlines", "--imm", "16")
     assert ran.err == ""
     assert ran.out.splitlines() == [
@@ -286,13 +302,13 @@ def test_text(context: rp.Context) -> None:
     ]
 
 
-def test_text_is_cut_to_80_columns(context: rp.Context) -> None:
+def test_result_as_text_is_cut_to_80_columns(context: rp.Context) -> None:
     ran = on(context, "read", "--size", "1K")
     assert max(map(len, ran.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
-def test_verbose_says_what_was_chosen_and_why(context: rp.Context, qp_type: str) -> None:
+def test_verbose_shows_device_port_and_gid_and_why(context: rp.Context, qp_type: str) -> None:
     ran = on(context, "send", "-v", "--json", "--qp-type", qp_type)
     gid = rp.choose_gid(context)
     assert ran.doc["status"] == "SUCCESS"
@@ -302,7 +318,7 @@ def test_verbose_says_what_was_chosen_and_why(context: rp.Context, qp_type: str)
     assert "state RTS" in ran.err
 
 
-def test_the_variable_chooses_the_device(
+def test_verbose_names_rdmapost_device(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RDMAPOST_DEVICE", context.name)
@@ -311,7 +327,7 @@ def test_the_variable_chooses_the_device(
     assert f"{context.name} ({context.kind}), named by RDMAPOST_DEVICE" in ran.err
 
 
-def test_a_given_gid_is_used(context: rp.Context) -> None:
+def test_gid_index_option_selects_the_gid(context: rp.Context) -> None:
     index = context.query_gid_table(1)[-1].index
     assert done(context, "send", "--gid-index", str(index))["gid_index"] == index
 
@@ -330,7 +346,9 @@ def test_a_given_gid_is_used(context: rp.Context) -> None:
         (["write", "--solicited"], "SOLICITED has no meaning on RDMA_WRITE"),
     ],
 )
-def test_refused_by_the_post(context: rp.Context, args: list[str], says: str) -> None:
+def test_refused_post_reports_its_errno_and_index(
+    context: rp.Context, args: list[str], says: str
+) -> None:
     text = on(context, *args)
     assert (text.code, text.out) == (1, "")
     assert says in text.err
@@ -341,7 +359,7 @@ def test_refused_by_the_post(context: rp.Context, args: list[str], says: str) ->
     assert ran.doc["status"] is None
 
 
-def test_more_inline_than_the_device_takes(context: rp.Context) -> None:
+def test_inline_data_beyond_the_device_is_an_error(context: rp.Context) -> None:
     ran = on(context, "send", "--inline", "--size", "1M")
     assert (ran.code, ran.out) == (1, "")
     assert "max_inline_data" in ran.err
@@ -351,7 +369,7 @@ def test_more_inline_than_the_device_takes(context: rp.Context) -> None:
 @pytest.mark.parametrize(
     ("option", "says"), [("--port", "has no port 99"), ("-g", "no GID with index 99")]
 )
-def test_no_such_port_or_gid(
+def test_missing_port_or_gid_is_a_usage_error(
     context: rp.Context, command: list[str], option: str, says: str
 ) -> None:
     ran = on(context, *command, option, "99")

@@ -37,7 +37,9 @@ def serve(context: rp.Context) -> Iterator[Serve]:
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 @pytest.mark.parametrize("more", [[], ["--inline"], ["--imm", "0x12"]], ids=["", "inline", "imm"])
-def test_send(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) -> None:
+def test_send_to_a_server_reports_what_arrived(
+    context: rp.Context, serve: Serve, qp_type: str, more: list[str]
+) -> None:
     where = serve()
     doc = done(context, "send", where, "--data", "h\u00e4llo", "--qp-type", qp_type, *more)
     imm = {"imm_data": 18} if "--imm" in more else {}
@@ -58,7 +60,7 @@ def test_send(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) 
     }
 
 
-def test_send_says_where_to(context: rp.Context, serve: Serve) -> None:
+def test_send_to_a_server_prints_its_address(context: rp.Context, serve: Serve) -> None:
     where = serve()
     ran = on(context, "send", "--count", "3", "--size", "5000", where)
     assert ran.code == 1
@@ -71,7 +73,9 @@ def test_send_says_where_to(context: rp.Context, serve: Serve) -> None:
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
 @pytest.mark.parametrize("more", [[], ["--imm", "7"]], ids=["", "imm"])
-def test_write(context: rp.Context, serve: Serve, qp_type: str, more: list[str]) -> None:
+def test_write_to_a_server_reports_what_its_memory_holds(
+    context: rp.Context, serve: Serve, qp_type: str, more: list[str]
+) -> None:
     seen: list[connect.Event] = []
     where = serve(on_event=seen.append)
     doc = done(
@@ -98,21 +102,23 @@ def test_write(context: rp.Context, serve: Serve, qp_type: str, more: list[str])
     assert left.changed == connect.Changed(16, 6, b"abcabc")
 
 
-def test_a_write_that_cannot_be_looked_at(context: rp.Context, serve: Serve) -> None:
+def test_write_to_memory_without_read_access_shows_no_data(
+    context: rp.Context, serve: Serve
+) -> None:
     where = serve(access=Access.REMOTE_WRITE, data=b"secret")
     doc = done(context, "write", where, "--data", "abc")
     assert doc["status"] == "SUCCESS"
     assert "received" not in doc
 
 
-def test_write_of_nothing_and_of_everything(context: rp.Context, serve: Serve) -> None:
+def test_write_of_no_bytes_and_of_the_whole_memory(context: rp.Context, serve: Serve) -> None:
     where = serve()
     assert done(context, "write", where, "--data", "")["byte_len"] == 0
     assert done(context, "write", where, "--size", "4096")["byte_len"] == 4096
     assert done(context, "send", where, "--data", "")["byte_len"] == 0
 
 
-def test_read(context: rp.Context, serve: Serve) -> None:
+def test_read_returns_the_memory_of_a_server(context: rp.Context, serve: Serve) -> None:
     where = serve(data=b"what stands there", size=17)
     doc = done(context, "read", where)
     assert (doc["byte_len"], doc["received"]) == (17, "what stands there")
@@ -121,10 +127,10 @@ def test_read(context: rp.Context, serve: Serve) -> None:
     assert (doc["byte_len"], doc["received"], doc["count"]) == (6, "stands", 2)
     ran = on(context, "read", where, "--offset", "18")
     assert ran.code == 2
-    assert "behind the end of the 17 bytes" in ran.err
+    assert "past the end of the 17 bytes" in ran.err
 
 
-def test_atomic(context: rp.Context, serve: Serve) -> None:
+def test_atomic_changes_the_memory_of_a_server(context: rp.Context, serve: Serve) -> None:
     where = serve(shared=True)
     doc = done(context, "atomic", "fetch-add", where, "--add", "5", "--count", "3", "--offset", "8")
     assert (doc["add"], doc["old"], doc["new"], doc["olds"]) == (5, 0, 15, [0, 5, 10])
@@ -145,7 +151,7 @@ def test_atomic(context: rp.Context, serve: Serve) -> None:
     ],
     ids=lambda v: v[0] if isinstance(v, list) else "",
 )
-def test_what_is_not_exposed_is_refused_by_the_device(
+def test_access_that_the_server_lacks_is_refused_by_the_device(
     context: rp.Context, serve: Serve, access: Access, command: list[str]
 ) -> None:
     ran = on(context, *command, serve(access=access), "--json")
@@ -155,19 +161,21 @@ def test_what_is_not_exposed_is_refused_by_the_device(
         assert "exposes 4096 bytes at 0x" in ran.doc["error"]
 
 
-def test_a_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve: Serve) -> None:
+def test_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve: Serve) -> None:
     ran = on(context, "write", serve(), "--offset", "4090", "--json")
     assert ran.code == 1
     assert ran.doc["status"] == "REM_ACCESS_ERR"
 
 
-def test_a_message_that_does_not_fit(context: rp.Context, serve: Serve) -> None:
+def test_message_longer_than_the_receives_is_an_error(context: rp.Context, serve: Serve) -> None:
     ran = on(context, "send", serve(receive_size=4), "--json")
     assert ran.code == 1
     assert ran.doc["status"] not in (None, "SUCCESS")
 
 
-def test_a_message_that_nobody_takes(context: rp.Context, serve: Serve) -> None:
+def test_datagram_without_a_receive_is_reported_as_not_arrived(
+    context: rp.Context, serve: Serve
+) -> None:
     ran = on(context, "send", serve(count=0), "--qp-type", "ud", "--timeout", "0.5")
     assert ran.code == 1
     assert "the message did not arrive at 127.0.0.1:" in ran.err
@@ -182,7 +190,7 @@ def test_verbose_says_what_is_exposed(context: rp.Context, serve: Serve) -> None
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])
-def test_the_token(
+def test_token_must_be_that_of_the_server(
     context: rp.Context, serve: Serve, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = serve(token="secret")
@@ -198,7 +206,7 @@ def test_the_token(
 # ---- what cannot be reached ---------------------------------------------------
 
 
-def test_nothing_listens(context: rp.Context) -> None:
+def test_refused_connection_says_to_start_a_server(context: rp.Context) -> None:
     where = f"{HOST}:{free_port()}"
     ran = on(context, "send", where, "--json")
     assert ran.code == 1
@@ -208,7 +216,7 @@ def test_nothing_listens(context: rp.Context) -> None:
     assert ran.doc["error"] in ran.err
 
 
-def test_something_else_listens(context: rp.Context) -> None:
+def test_server_that_never_answers_is_an_error(context: rp.Context) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # It accepts the connection, and does nothing else.
         where = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -224,7 +232,7 @@ def test_something_else_listens(context: rp.Context) -> None:
         (["send", "::1"], "an IPv6 address stands in brackets: [::1]"),
         (["send", "host:port"], "'port' is not a port"),
         (["write", ":5"], "has no host"),
-        (["read", "127.0.0.1", "--data", "x"], "say what is read without HOST"),
+        (["read", "127.0.0.1", "--data", "x"], "set the memory that is read without HOST"),
         (["atomic", "cas", "127.0.0.1", "--initial", "5"], "gives the old value without HOST"),
         (["send", "127.0.0.1", "--invalidate"], "without HOST"),
         (["write", "--offset", "5"], "--offset needs a HOST"),
@@ -240,7 +248,7 @@ def test_something_else_listens(context: rp.Context) -> None:
     ],
     ids=lambda v: " ".join(v)[:40] if isinstance(v, list) else "",
 )
-def test_wrong_usage(args: list[str], says: str) -> None:
+def test_options_that_exclude_each_other_are_usage_errors(args: list[str], says: str) -> None:
     ran = run(*args)
     assert ran.code == 2
     assert says in ran.err

@@ -27,7 +27,7 @@ from rdmapost import connect
 # ---- what serve prints --------------------------------------------------------
 
 
-def test_serve_where_one_cannot(context: rp.Context) -> None:
+def test_serve_on_a_used_port_or_an_unknown_host_fails(context: rp.Context) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         ran = on(context, "serve", "--tcp-port", port)
@@ -179,7 +179,7 @@ def test_serve_shows_what_each_client_gets_and_does(
     assert docs[7] == {"clients": 1}
 
 
-def test_serve_shows_it_to_people(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_prints_events_as_text(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def visit(address: tuple[str, int]) -> None:
         with connect.dial(context, *address) as peer:
             shown.append(peer.offer)
@@ -208,7 +208,7 @@ def test_serve_shows_it_to_people(context: rp.Context, monkeypatch: pytest.Monke
     assert ended == "ended after 1 client"
 
 
-def test_serve_dismisses_an_idle_client_if_told_to(
+def test_serve_disconnects_a_client_after_idle_timeout(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def visit(address: tuple[str, int]) -> None:
@@ -343,7 +343,7 @@ def test_serve_says_what_it_exposes(start: Callable[..., Process]) -> None:
     assert err.count(warning) == 1
 
 
-def test_the_software_device_is_not_reached_from_another_process(
+def test_client_of_another_process_is_refused_on_the_software_device(
     start: Callable[..., Process],
 ) -> None:
     served = start("-d", "soft0")
@@ -356,7 +356,7 @@ def test_the_software_device_is_not_reached_from_another_process(
     assert served.end()[0] == 0
 
 
-def test_serve_outlives_garbage(start: Callable[..., Process]) -> None:
+def test_serve_survives_clients_that_send_garbage(start: Callable[..., Process]) -> None:
     served = start("-d", "soft0", "--timeout", "1")
     address = ("127.0.0.1", served.first["port"])
     for said, code in ((b"GET /\n", "format"), (b'{"rdmapost":9}\n', "version"), (b"{", "timeout")):
@@ -371,7 +371,7 @@ def test_serve_outlives_garbage(start: Callable[..., Process]) -> None:
     assert code_ == 0
 
 
-def test_serve_prints_for_people() -> None:
+def test_serve_prints_text_without_json() -> None:
     process = subprocess.Popen(
         [
             sys.executable,

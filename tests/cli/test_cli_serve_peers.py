@@ -59,7 +59,7 @@ def start(verbs_context: rp.Context, agent: tuple[str, int]) -> Iterator[Start]:
         yield make
 
 
-def test_every_one_shot_posts_to_serve(
+def test_every_posting_command_reaches_serve(
     verbs_context: rp.Context, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = start("--token", "secret", "--shared", "--data", "12345678")
@@ -93,7 +93,7 @@ def test_every_one_shot_posts_to_serve(
     assert served.next("ended")["clients"] == 8
 
 
-def test_a_client_on_the_software_device_is_refused_by_name(start: Start) -> None:
+def test_client_on_the_software_device_is_refused_by_name(start: Start) -> None:
     served = start()
     ran = run("send", "-d", "soft0", served.where)
     assert ran.code == 1
@@ -135,7 +135,7 @@ die()
 """
 
 
-def test_serve_outlives_clients_that_are_killed(
+def test_serve_survives_clients_that_are_killed(
     verbs_context: rp.Context, agent: tuple[str, int], start: Start
 ) -> None:
     served = start("--max-clients", "2")
@@ -169,7 +169,7 @@ def test_serve_outlives_clients_that_are_killed(
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name
 )
-def test_a_client_whose_server_dies_is_told(
+def test_client_whose_server_dies_gets_an_error(
     verbs_context: rp.Context, start: Start, number: signal.Signals
 ) -> None:
     served = start()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from . import fitting
+from . import adaptations
 from .model import REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sge, Step, W
 from .races import MTU
 from .transcript import Done
@@ -87,7 +87,7 @@ HARMFUL = (
         "rxe_do_invalidate_mw drops references to the window's queue pair and region without "
         "asking whether it has any: the kernel stops. A window bound on another queue pair is "
         "invalidated without asking too. No program may do that.",
-        fit=fitting.invalidates_unbound,
+        fit=adaptations.invalidates_unbound,
     ),
 )
 """What is never run on Soft-RoCE, because it would not survive."""
@@ -104,7 +104,7 @@ DEVIATIONS = (
             (Post(0, (W("RDMA_WRITE", _OUTSIDE, At("b", 0)),)),),
         ),
         {"6.12": ("qp0.send 0: LOC_PROT_ERR -> WR_FLUSH_ERR",)},
-        completes=fitting.flush_local,
+        completes=adaptations.flush_local,
     ),
     Deviation(
         "a local failure behind a request that nobody answers",
@@ -126,7 +126,7 @@ DEVIATIONS = (
             ),
             "6.12": ("qp0.send 100: RETRY_EXC_ERR -> WR_FLUSH_ERR",),
         },
-        fit=fitting.apart,
+        fit=adaptations.apart,
     ),
     Deviation(
         "an unknown lkey of a send or write",
@@ -140,7 +140,7 @@ DEVIATIONS = (
             ),
         ),
         {"6.1": ("qp0.send 0: LOC_PROT_ERR -> LOC_QP_OP_ERR",)},
-        completes=fitting.bad_key,
+        completes=adaptations.bad_key,
     ),
     Deviation(
         "a LOCAL_INV that fails",
@@ -148,7 +148,7 @@ DEVIATIONS = (
         "for a bind that fails.",
         Program(_RC, (Post(0, (W("LOCAL_INV", key="gone"),)),)),
         {"6.1": ("qp0.send 0: MW_BIND_ERR -> LOC_QP_OP_ERR",)},
-        completes=fitting.bad_invalidate,
+        completes=adaptations.bad_invalidate,
     ),
     Deviation(
         "an error of an unreliable sender",
@@ -176,7 +176,7 @@ DEVIATIONS = (
                 "qp2 ends in SQE -> ERR",
             ),
         },
-        after=fitting.to_error,
+        after=adaptations.to_error,
     ),
     Deviation(
         "a receive that is too small",
@@ -193,7 +193,7 @@ DEVIATIONS = (
             "qp0.send 100: REM_INV_REQ_ERR -> REM_OP_ERR",
             "qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",
         ),
-        completes=fitting.too_small,
+        completes=adaptations.too_small,
     ),
     Deviation(
         "a receive whose buffer cannot be used",
@@ -206,7 +206,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp1.recv 0: LOC_PROT_ERR -> LOC_QP_OP_ERR"),
-        completes=fitting.receive_fails,
+        completes=adaptations.receive_fails,
     ),
     Deviation(
         "a write with immediate data to where it may not write",
@@ -226,7 +226,7 @@ DEVIATIONS = (
             "qp3.recv 100: WR_FLUSH_ERR -> REM_ACCESS_ERR",
             "qp1 ends in ERR -> RTS",
         ),
-        fit=fitting.only(fitting.in_order),
+        fit=adaptations.only(adaptations.in_order),
     ),
     Deviation(
         "the flag of an invalidated key",
@@ -241,7 +241,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp1.recv 100: RECV, 8 bytes, invalidated w0#1 -> RECV, 8 bytes"),
-        completes=fitting.no_inv_flag,
+        completes=adaptations.no_inv_flag,
     ),
     Deviation(
         "invalidation on UC",
@@ -274,7 +274,7 @@ DEVIATIONS = (
                 "inbox[0:8]",
             ),
         },
-        fit=fitting.only(
+        fit=adaptations.only(
             lambda run, qp, wr: (
                 run.program.type_of(qp) != "UC" or wr.op not in ("LOCAL_INV", "SEND_WITH_INV")
             )
@@ -290,7 +290,7 @@ DEVIATIONS = (
             "qp0 ends in ERR -> RTS",
             "qp1 ends in ERR -> RTS",
         ),
-        refuses=fitting.unaligned,
+        refuses=adaptations.unaligned,
     ),
     Deviation(
         "an atomic with less than 8 bytes of room",
@@ -301,7 +301,7 @@ DEVIATIONS = (
             "qp0.send 0: LOC_LEN_ERR -> nothing",
             "qp0 ends in ERR -> RTS",
         ),
-        refuses=fitting.short_atomic,
+        refuses=adaptations.short_atomic,
     ),
     Deviation(
         "the length of an atomic",
@@ -309,7 +309,7 @@ DEVIATIONS = (
         "says how many there was room for.",
         Program(_RC, (Post(0, (W("ATOMIC_FETCH_AND_ADD", (Sge("a", 0, 16),), At("b", 0)),)),)),
         _on_both("qp0.send 0: FETCH_ADD, 8 bytes -> FETCH_ADD, 16 bytes"),
-        completes=fitting.length_of_room,
+        completes=adaptations.length_of_room,
     ),
     Deviation(
         "a send posted before RTS",
@@ -320,7 +320,7 @@ DEVIATIONS = (
             (Post(0, (W("RDMA_WRITE", _SOME, At("b", 0)),)),),
         ),
         _on_both("step 0: EINVAL at index 0 -> EINVAL at index None"),
-        fit=fitting.not_yet,
+        fit=adaptations.not_yet,
     ),
     Deviation(
         "a receive posted in ERR",
@@ -329,7 +329,7 @@ DEVIATIONS = (
         # The first receive tells when the flush is over.
         Program(_RC, (Recv(0, (R(_SOME),)), Move(0, "ERR"), Recv(0, (R(_SOME),)))),
         _on_both("qp0.recv 200: WR_FLUSH_ERR -> nothing"),
-        fit=fitting.no_receives_in_error,
+        fit=adaptations.no_receives_in_error,
     ),
     Deviation(
         "a fenced work request that is sent again",
@@ -343,7 +343,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp0.send 100: RETRY_EXC_ERR -> nothing", "qp0 ends in ERR -> RTS"),
-        fit=fitting.unfenced,
+        fit=adaptations.unfenced,
     ),
     Deviation(
         "slots of unsignaled work requests",
@@ -360,7 +360,7 @@ DEVIATIONS = (
         _on_both(
             "step 1: ENOMEM at index 0 -> posted", "qp0.send 100: nothing -> RDMA_WRITE", "b[8:16]"
         ),
-        fit=fitting.slots,
+        fit=adaptations.slots,
     ),
     Deviation(
         "the bounds of a window",
@@ -378,7 +378,7 @@ DEVIATIONS = (
             "qp1 ends in ERR -> RTS",
             "b[60:68]",
         ),
-        fit=fitting.only(lambda run, qp, wr: not fitting.beyond_window(run, qp, wr)),
+        fit=adaptations.only(lambda run, qp, wr: not adaptations.beyond_window(run, qp, wr)),
     ),
     Deviation(
         "a region that is invalidated",
@@ -395,7 +395,7 @@ DEVIATIONS = (
                 "qp0 ends in RTS -> ERR",
             ),
         },
-        fit=fitting.only(lambda run, qp, wr: wr.op != "LOCAL_INV" or wr.key not in REGIONS),
+        fit=adaptations.only(lambda run, qp, wr: wr.op != "LOCAL_INV" or wr.key not in REGIONS),
     ),
     Deviation(
         "an SGE of no bytes",
@@ -403,7 +403,7 @@ DEVIATIONS = (
         "it is 0.",
         Program(_RC, (Post(0, (W("RDMA_WRITE", (Sge("a", 0, 0),), At("b", 0)),)),)),
         _on_both("qp0.send 0: LOC_PROT_ERR -> RDMA_WRITE", "qp0 ends in ERR -> RTS"),
-        fit=fitting.only(lambda run, qp, wr: all(sge.length for sge in wr.sges)),
+        fit=adaptations.only(lambda run, qp, wr: all(sge.length for sge in wr.sges)),
     ),
     Deviation(
         "a datagram longer than the MTU",
@@ -417,7 +417,7 @@ DEVIATIONS = (
             ),
         ),
         _on_both("qp0.send 100: LOC_LEN_ERR -> SEND", "qp0 ends in SQE -> RTS"),
-        fit=fitting.only(lambda run, qp, wr: run.program.type_of(qp) != "UD" or wr.size <= MTU),
+        fit=adaptations.only(lambda run, qp, wr: run.program.type_of(qp) != "UD" or wr.size <= MTU),
     ),
     Deviation(
         "a datagram that does not fit into its receive",
@@ -445,7 +445,7 @@ DEVIATIONS = (
                 "qp3 ends in ERR -> RTS",
             ),
         },
-        fit=fitting.fitting_datagrams,
+        fit=adaptations.datagrams_that_fit,
     ),
 )
 """The table."""

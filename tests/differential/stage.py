@@ -6,6 +6,8 @@ import contextlib
 from collections import deque
 from typing import Any, Self
 
+from support.wr_classes import SEND_CLASSES
+
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, SendFlags
 
@@ -31,21 +33,7 @@ _LETTERS = {
     "W": Access.REMOTE_WRITE,
     "A": Access.REMOTE_ATOMIC,
 }
-_WR = {
-    cls.opcode.name: cls
-    for cls in (
-        rp.Send,
-        rp.SendWithImm,
-        rp.SendWithInv,
-        rp.RdmaWrite,
-        rp.RdmaWriteWithImm,
-        rp.RdmaRead,
-        rp.AtomicCmpAndSwp,
-        rp.AtomicFetchAndAdd,
-        rp.LocalInv,
-        rp.BindMW,
-    )
-}
+_WR = {cls.opcode.name: cls for cls in SEND_CLASSES}
 
 
 def _access(letters: str) -> Access:

@@ -208,19 +208,19 @@ class OnDemand(Sequence[Any]):
     Args:
         make: makes an element.
         length: how many there are.
-        told: how many it says there are, in turn.
+        counts: how many it says there are, in turn.
         act: what it does at some of the calls, or None.
     """
 
     def __init__(
-        self, make: Callable[[], Any], length: int, told: Sequence[int], act: Act | None
+        self, make: Callable[[], Any], length: int, counts: Sequence[int], act: Act | None
     ) -> None:
-        self.make, self.length, self.told, self.act = make, length, told, act
+        self.make, self.length, self.counts, self.act = make, length, counts, act
         self.asked = 0
 
     def __len__(self) -> int:
         self.asked += 1
-        return self.told[self.asked % len(self.told)]
+        return self.counts[self.asked % len(self.counts)]
 
     def __getitem__(self, index: Any) -> Any:
         if index >= self.length:

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from builders import ALL, make_mr, make_pair
 from draw import Draw, mix
-from making import ALL, make_mr, make_pair
-from steps import act, step
+from operations import act, step
 from world import Hostile, World, renumber, residue
 
 import rdmapost as rp

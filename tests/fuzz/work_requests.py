@@ -13,8 +13,8 @@ from typing import Any
 
 import hostile
 import numpy as np
+from builders import acting, num, wr_id
 from draw import Draw
-from making import acting, num, wr_id
 from world import ALPHABET, World, filled
 
 import rdmapost as rp
@@ -63,14 +63,14 @@ class Maker:
     Attributes:
         inline: whether the work request may be INLINE, by any of its faces.
         raw: whether SGEs may be only numbers.
-        plain: whether it holds nothing but SGEs with an owner that is a region or a buffer:
+        owned: whether it holds nothing but SGEs with an owner that is a region or a buffer:
             such a one may be posted anywhere.
     """
 
     def __init__(self, world: World, draw: Draw, checked: bool) -> None:
         self.world, self.draw, self.checked = world, draw, checked
         self.inline = False
-        self.plain = True
+        self.owned = True
 
     @property
     def raw(self) -> bool:
@@ -98,7 +98,7 @@ class Maker:
             return sge if sge is not None else self.buffer()
         addr, count = region.addr + start, stop - start
         if kind < 31 and self.raw:
-            self.plain = False
+            self.owned = False
             if draw.below(3):
                 return rp.SGE(addr, count, region.lkey)
             return rp.SGE(draw.bits() >> draw.below(64), count, draw.bits() >> 32 | 1 << 31)
@@ -114,12 +114,12 @@ class Maker:
         if kind == 36:
             return hostile.sge_class()(addr, count, region.lkey, region)
         if kind == 37 and self.checked:
-            self.plain = False
+            self.owned = False
             fake = hostile.Fake(region.pd, 0, 1 << 63, region.lkey)
             return rp.SGE(addr, count, region.lkey, draw.among(fake, object(), np.zeros(4), fake))
         posing = region
         if self.checked:
-            self.plain = False
+            self.owned = False
             posing = hostile.posing(rp.MR, region.pd)
         return draw.among(
             (addr, count, region.lkey, region),
@@ -183,7 +183,7 @@ class Maker:
         if kind == 4:
             # Another thread may change it while it is posted.
             shared = [self.sge() for _ in range(count)]
-            if self.plain:
+            if self.owned:
                 self.world.keep("lists", shared, draw)
             return shared
         if kind == 5:
@@ -191,8 +191,8 @@ class Maker:
         if kind == 6:
             return iter([self.temporary() for _ in range(count)])
         if kind < 9:
-            told = [count] if draw.below(3) else [count, count + 3, 0, 1, -1]
-            return hostile.OnDemand(self.temporary, count, told, act)
+            counts = [count] if draw.below(3) else [count, count + 3, 0, 1, -1]
+            return hostile.OnDemand(self.temporary, count, counts, act)
         if kind == 9:
             return hostile.Iterating(self.temporary, count, act)
         if kind == 10:
@@ -296,14 +296,14 @@ class Maker:
         if draw.one_in(25):
             self.inline = True
             name = draw.of([name for name in values if name != "sg_list"])
-            if name == "send_flags" and not self.raw and not self.plain:
+            if name == "send_flags" and not self.raw and not self.owned:
                 name = "wr_id"
             choices = [values[name]]
             if isinstance(values[name], int):
                 choices.append(int(values[name]) ^ INLINE)
-            if name != "send_flags" or self.checked or self.plain:
+            if name != "send_flags" or self.checked or self.owned:
                 kind = hostile.property_class(kind, name, acting(world, draw), choices)
-                self.plain = False
+                self.owned = False
         return world.build(kind, **values)
 
     def recv(self) -> Any:

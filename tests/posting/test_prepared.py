@@ -731,7 +731,7 @@ def test_list_says_what_it_is(rc):
     batch = rc.a.prepare([write(rc)] * 2)
     assert len(batch) == len(list(batch)) == 2
     assert str(batch) == "prepared list of 2"
-    assert "PreparedWR 1 of a prepared list of 2" in repr(batch[1])
+    assert "PreparedWR 1 of prepared list of 2" in repr(batch[1])
 
 
 def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, stack):

@@ -679,7 +679,8 @@ def test_tuples_that_look_like_sges_are_none(watched):
 
     for like in (tuple(mr[:8]), (1, 2), (mr.addr, 8, mr.lkey, mr), Like(*mr[:8]), mr, None):
         said = watched.refused(rp.Send([mr[:8], like]))
-        assert said == f"sg_list holds {type(like).__name__}; mr[a:b] makes an SGE"
+        hint = "use mr[:]" if like is mr else "mr[a:b] makes an SGE"
+        assert said == f"sg_list holds {type(like).__name__}; {hint}"
     short: Any = tuple.__new__(rp.SGE, (1, 2))
     assert "sg_list holds SGE" in watched.refused(rp.Send([short]))
 

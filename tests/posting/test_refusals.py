@@ -298,14 +298,14 @@ with rp.open_device("null0") as context:
     )
     results = {tuple(line.split(" | ")[:2]): line.split(" | ")[2:] for line in said.splitlines()}
     assert {status for status, _ in results.values()} == {"fail", "unsupported"}
-    assert results["SEND", "RC"] == ["fail", "byte_len is 0x8 and not 0x3005"]
+    assert results["SEND", "RC"] == ["fail", "byte_len is 0x8, not 0x3005"]
     assert results["SEND", "XRC_SEND"] == ["unsupported", "null0 has no XRC queue pairs"]
     status, detail = results["RDMA_WRITE", "RC"]
     assert (status, detail.split()[:2]) == ("fail", ["remote", "memory:"])
     assert "bytes are wrong, the first at" in detail
     assert results["RDMA_WRITE_WITH_IMM", "RC"] == [
         "fail",
-        "the completion says RECV and not RECV_RDMA_WITH_IMM",
+        "the completion says RECV, not RECV_RDMA_WITH_IMM",
     ]
     assert results["ATOMIC_FETCH_AND_ADD", "RC"][1].startswith("old value is ")
     assert results["BIND_MW", "RC"] == ["fail", "a write succeeded and did not arrive"]
@@ -325,7 +325,7 @@ with rp.open_device("null0") as context:
         ("send --count 3", "message 1 of 3: "),
         ("write", "the data that arrived is not the data that was sent"),
         ("read", "the data that arrived is not the data that was sent"),
-        ("atomic fetch-add", "0 stands there now, and not 1"),
+        ("atomic fetch-add", "the value is now 0, not 1"),
         ("bind-mw", "the data that arrived is not the data that was sent"),
         ("doctor", "other data arrived than the"),
     ],

@@ -176,10 +176,10 @@ def post_error(index: int | None, count: int) -> str:
 
 
 def test_post_error_says_which_and_why():
-    assert post_error(3, 8) == "work request 4 of 8 (index 3): why [EINVAL]"
-    assert post_error(0, 1) == "the work request: why [EINVAL]"
-    assert post_error(None, 1) == "the work request: why [EINVAL]"
-    assert post_error(None, 8) == "one of 8 work requests: why [EINVAL]"
+    assert post_error(3, 8) == "ibv_post_send: work request 4 of 8 (index 3): why [EINVAL]"
+    assert post_error(0, 1) == "ibv_post_send: why [EINVAL]"
+    assert post_error(None, 1) == "ibv_post_send: why [EINVAL]"
+    assert post_error(None, 8) == "ibv_post_send: one of 8 work requests: why [EINVAL]"
 
 
 def test_errors_are_also_the_standard_ones():

@@ -265,7 +265,7 @@ def test_dial_checks_each_argument_at_the_call(
     refuses(call, context, 1, name, others, words, beyond)
 
 
-def test_a_plain_number_is_a_queue_pair_type(context) -> None:
+def test_integer_is_accepted_as_a_queue_pair_type(context) -> None:
     with (
         connect.serve(context, port=0) as server,
         connect.dial(context, *server.address, qp_type=int(QPType.UD)) as peer,
@@ -278,7 +278,7 @@ def test_a_plain_number_is_a_queue_pair_type(context) -> None:
         assert arrival.byte_len == 5
 
 
-def test_served_data_is_any_buffer(context) -> None:
+def test_served_data_may_be_any_buffer(context) -> None:
     pages = mmap.mmap(-1, 4)
     pages[:] = b"\1\2\3\4"
     wide = memoryview(bytearray(b"\1\2\3\4")).cast("H")
@@ -291,7 +291,7 @@ def test_served_data_is_any_buffer(context) -> None:
                 assert peer.look(0, 5).data == b"\1\2\3\4\0"
 
 
-def test_key_of_a_window_is_a_whole_number(context, pd) -> None:
+def test_rkey_of_a_window_must_be_an_integer(context, pd) -> None:
     needs(context.attr.max_mw, "memory windows", context)
     with rp.MW(pd) as mw:
         before = mw.rkey
@@ -305,7 +305,7 @@ def test_key_of_a_window_is_a_whole_number(context, pd) -> None:
 
 
 @pytest.mark.parametrize("truth", [1 << 31, -1, 1 << 200, Fraction(1, 100), Decimal("0.01"), "no"])
-def test_yes_or_no_is_the_truth_of_any_object(context, pd, cq, truth: Any) -> None:
+def test_flag_takes_the_truth_value_of_any_object(context, pd, cq, truth: Any) -> None:
     with rp.QP(pd, QPType.RC, cq, sq_sig_all=truth, checked=truth) as qp:
         assert (qp.sq_sig_all, qp.checked) == (True, True)
         qp.connect(qp.endpoint())
@@ -317,7 +317,7 @@ def test_yes_or_no_is_the_truth_of_any_object(context, pd, cq, truth: Any) -> No
         assert (qp.sq_sig_all, qp.checked) == (False, False)
 
 
-def test_empty_name_is_no_device() -> None:
+def test_empty_device_name_is_refused() -> None:
     """Nor is it the choice of one, as None is."""
     with pytest.raises(rp.NoDeviceError, match="there is no RDMA device ''"):
         rp.open_device("")
@@ -338,7 +338,7 @@ def test_class_of_a_resource_is_not_a_resource(context) -> None:
         rp.PD(type(context))
 
 
-def test_object_that_claims_to_be_a_resource_is_none(context) -> None:
+def test_object_that_claims_to_be_a_resource_is_refused(context) -> None:
     """It claims to be, by __class__, as proxies and mocks do."""
 
     class Pretender:
@@ -348,7 +348,7 @@ def test_object_that_claims_to_be_a_resource_is_none(context) -> None:
         rp.MR(Pretender(), 64)
 
 
-def test_resource_of_a_derived_class_is_taken(context) -> None:
+def test_resource_of_a_derived_class_is_accepted(context) -> None:
     class MyPD(rp.PD):
         pass
 
@@ -356,7 +356,7 @@ def test_resource_of_a_derived_class_is_taken(context) -> None:
         assert mr.pd is pd
 
 
-def test_timeout_of_a_connection_that_is_no_number_of_seconds_is_named(context) -> None:
+def test_timeout_that_is_not_a_number_of_seconds_is_named(context) -> None:
     wrong = datetime.timedelta(seconds=1)
     for call in (
         lambda: connect.dial(context, "127.0.0.1", 1, timeout=wrong),

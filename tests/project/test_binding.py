@@ -155,7 +155,7 @@ def test_missing_system_library_says_what_to_install():
     assert "dnf install" in said
 
 
-def test_another_library_is_not_taken_for_libibverbs():
+def test_library_that_is_not_libibverbs_is_refused():
     said = prints(
         "import rdmapost as rp\n"
         "try: rp.open_device('mlx5_0')\n"
@@ -200,7 +200,7 @@ def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
     assert set(said.split()) == {"True"}
 
 
-def test_polling_nothing_is_refused_by_the_shim():
+def test_poll_of_no_entries_is_refused_by_the_shim():
     raw = ffi.new("struct ibv_wc[1]")
     assert lib.rp_poll_cq(ffi.NULL, raw, 1, 0, 0) == -1
     assert ffi.errno == 22

@@ -146,7 +146,7 @@ def verbs(function: Any) -> set[str]:
 
 
 @every
-def test_has_a_summary(one: Documented) -> None:
+def test_docstring_has_a_summary(one: Documented) -> None:
     """One sentence on the first line, and a blank line after it."""
     doc = one.thing.__doc__
     assert doc, "no docstring"
@@ -157,26 +157,26 @@ def test_has_a_summary(one: Documented) -> None:
 
 
 @every_function
-def test_is_imperative(one: Documented) -> None:
+def test_docstring_is_imperative(one: Documented) -> None:
     """It says what to do; what is true or false says whether."""
     first = one.thing.__doc__.split()[0].rstrip(",.")
     assert first == "Whether" or not re.search(r"[^s]s$|ed$|(?<!^Br)ing$", first), first
 
 
 @every
-def test_sections_have_an_order(one: Documented) -> None:
+def test_docstring_sections_have_an_order(one: Documented) -> None:
     found = [name for name in sections(one.thing) if name in SECTIONS]
     assert set(sections(one.thing)) <= set(SECTIONS)
     assert found == [name for name in SECTIONS if name in found]
 
 
 @every_function
-def test_args_are_those_of_the_signature(one: Documented) -> None:
+def test_documented_args_are_those_of_the_signature(one: Documented) -> None:
     assert named(one.thing, "Args") == parameters(one.thing)
 
 
 @every_class
-def test_a_class_says_what_it_is_made_of(one: Documented) -> None:
+def test_class_documents_its_arguments(one: Documented) -> None:
     """Each argument is in Args, or for a record in Attributes; and nothing else is in Args."""
     cls = one.thing
     if issubclass(cls, (Enum, BaseException)) or not (
@@ -193,7 +193,7 @@ def test_a_class_says_what_it_is_made_of(one: Documented) -> None:
 
 
 @every_function
-def test_says_what_it_returns(one: Documented) -> None:
+def test_docstring_says_what_is_returned(one: Documented) -> None:
     annotation = inspect.signature(one.thing).return_annotation
     if annotation in ("None", "NoReturn", "Self", inspect.Signature.empty, None):
         return
@@ -204,20 +204,20 @@ def test_says_what_it_returns(one: Documented) -> None:
 
 
 @every_function
-def test_says_what_it_raises(one: Documented) -> None:
+def test_docstring_says_what_is_raised(one: Documented) -> None:
     missing = raised(one.thing) - set(named(one.thing, "Raises"))
     assert missing == set()
 
 
 @every_class
-def test_a_class_says_what_making_it_raises(one: Documented) -> None:
+def test_class_documents_what_its_constructor_raises(one: Documented) -> None:
     made = {name: vars(one.thing).get(name) for name in ("__init__", "__new__", "__post_init__")}
     missing = set().union(*map(raised, made.values())) - set(named(one.thing, "Raises"))
     assert missing == set()
 
 
 @every
-def test_names_the_man_page_of_its_verb(one: Documented) -> None:
+def test_docstring_names_the_man_page_of_its_verb(one: Documented) -> None:
     """What calls a verb, or its class, says where that is described."""
     thing, owner = one.thing, one.owner
     if inspect.isclass(thing):

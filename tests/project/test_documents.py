@@ -29,8 +29,9 @@ from support.documents import DOCUMENTS, ROOT, Block, Command, blocks, commands_
 from support.ports import free_port
 
 import rdmapost as rp
-from rdmapost.cli.app import Later, app
+from rdmapost.cli.app import LazyCommand, app
 
+TWO_PROCESSES = "two processes: test_documented_serve_prints_what_is_shown"
 ELSEWHERE = {
     "$(command -v sudo) apt-get update": "needs root and a network: .ci/run runs it",
     "sudo apt-get install": "needs root and a network: .ci/run runs it",
@@ -39,10 +40,10 @@ ELSEWHERE = {
     "sudo modprobe rdma_rxe": "needs root and Soft-RoCE: tests/guest.py does it in the guest",
     ".venv/bin/python tests/guest.py": "boots a machine: .ci/run runs it",
     "sudo ip link set d0 down; rdmapost doctor": "takes a link down: test_diagnose_netdev.py",
-    "rdmapost check -d rxe0": "needs Soft-RoCE: test_soft_roce_can_what_the_table_says",
-    "export RDMAPOST_TOKEN": "two processes: test_two_processes",
-    "rdmapost serve --bind 10.0.0.1": "two processes: test_two_processes",
-    "rdmapost write --data hello 10.0.0.1": "two processes: test_two_processes",
+    "rdmapost check -d rxe0": "needs Soft-RoCE: test_table_of_soft_roce_matches_its_kernel",
+    "export RDMAPOST_TOKEN": TWO_PROCESSES,
+    "rdmapost serve --bind 10.0.0.1": TWO_PROCESSES,
+    "rdmapost write --data hello 10.0.0.1": TWO_PROCESSES,
     "rdmapost pingpong 10.0.0.2": "needs two hosts: tests/two_hosts/test_pingpong.py",
     "ibv_rc_pingpong": "needs two hosts: tests/two_hosts/test_pingpong.py",
     'eval "$(rdmapost completion': "changes the shell: tests/cli/test_cli_completion.py",
@@ -86,7 +87,7 @@ HERE = [
 ]
 
 
-def test_every_block_is_run_or_listed() -> None:
+def test_every_block_of_code_is_run_or_listed() -> None:
     """A new block is of a kind that these tests run, or is listed with a reason."""
     others = [
         str(block)
@@ -106,7 +107,7 @@ def test_every_block_is_run_or_listed() -> None:
     assert len(HERE) > 5
 
 
-def test_nothing_is_listed_that_is_not_there() -> None:
+def test_every_listed_block_exists() -> None:
     found = {beginning for _, command in COMMANDS for beginning in elsewhere(command)}
     assert found == set(ELSEWHERE)
     assert {block.text for block in ALL} >= set(CONFIGURATION)
@@ -131,7 +132,7 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
-def test_example(example: Block, names: dict[str, Any]) -> None:
+def test_python_example_runs(example: Block, names: dict[str, Any]) -> None:
     text = example.text.replace(HOST, f'"127.0.0.1", {free_port()}')
     if "import rdmapost as rp\n" in text:
         done = subprocess.run(
@@ -161,7 +162,7 @@ def test_examples_of_the_readme_run_one_after_another(names: dict[str, Any]) -> 
                 assert out.getvalue() == example.output
 
 
-def test_the_names_are_those_of_the_first_example(names: dict[str, Any]) -> None:
+def test_examples_use_the_names_of_the_first(names: dict[str, Any]) -> None:
     """The names that the others use are made in the same way as in the first one."""
     first = EXAMPLES[0]
     assert first.document == "README.md"
@@ -175,7 +176,7 @@ def test_the_names_are_those_of_the_first_example(names: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(("block", "command"), HERE, ids=lambda it: getattr(it, "text", str(it)))
-def test_command(block: Block, command: Command) -> None:
+def test_documented_command_prints_what_is_shown(block: Block, command: Command) -> None:
     ran = run(*shlex.split(command.text)[1:])
     assert ran.code == 0
     assert ran.err == ""
@@ -185,7 +186,7 @@ def test_command(block: Block, command: Command) -> None:
         assert ran.out
 
 
-def test_guest_knows_its_options() -> None:
+def test_guest_accepts_the_documented_options() -> None:
     """The commands that boot a machine are accepted by tests/guest.py."""
     usage = subprocess.run(
         [sys.executable, str(ROOT / "tests/guest.py"), "--help"],
@@ -202,7 +203,7 @@ def test_guest_knows_its_options() -> None:
             assert f"{option} " in usage, text
 
 
-def test_both_installations_take_the_same_packages() -> None:
+def test_both_installations_install_the_same_packages() -> None:
     """The README's two installations differ only in what they install of Python's."""
     install, tests = (
         command.text
@@ -229,7 +230,7 @@ def rxe(verbs_context: rp.Context) -> rp.Context:
     return verbs_context
 
 
-def test_soft_roce_can_what_the_table_says(rxe: rp.Context) -> None:
+def test_table_of_soft_roce_matches_its_kernel(rxe: rp.Context) -> None:
     table = shown("docs/guest.md", "rdmapost check -d rxe0").replace("rxe0", rxe.name)
     if not kernel().startswith("6.1."):
         # As the sentence above the table says.
@@ -246,7 +247,7 @@ def settled(text: str) -> str:
     return text
 
 
-def test_two_processes(rxe: rp.Context) -> None:
+def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
     """serve in one process and a one-shot in another, as shown side by side."""
     (session,) = (
         block
@@ -310,12 +311,12 @@ def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         assert words[0] in command.commands, words
         found, words = command.commands[words[0]], words[1:]
-        command = found.load() if isinstance(found, Later) else found
+        command = found.load() if isinstance(found, LazyCommand) else found
     return command, words
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_in_the_text_are_there(document: str) -> None:
+def test_commands_in_the_text_exist(document: str) -> None:
     """A command that the text names exists, with each of its options."""
     for span in spans(document):
         if span.startswith("rdmapost "):
@@ -329,7 +330,7 @@ OBJECTS = {"rp": rp, "qp": rp.QP, "cq": rp.CQ, "mr": rp.MR, "context": rp.Contex
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_names_in_the_text_are_there(document: str) -> None:
+def test_names_in_the_text_exist(document: str) -> None:
     """A dotted name in rdmapost, or an attribute of what the examples make, exists."""
     for span in spans(document):
         match = re.match(r"(rdmapost|connect|rp|qp|cq|mr|context)((?:\.\w+)+)", span)
@@ -353,7 +354,7 @@ def anchors(document: str) -> set[str]:
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_have_a_target(document: str) -> None:
     """Files and headings that a document links to exist."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
         if target.startswith("https://"):
@@ -366,13 +367,13 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_in_the_text_are_there(document: str) -> None:
+def test_files_in_the_text_exist(document: str) -> None:
     for span in spans(document):
         if re.fullmatch(r"[\w/]+\.(py|md|c|h)", span):
             assert any((ROOT / place / span).is_file() for place in ("", "rdmapost")), span
 
 
-def test_version_is_written_alike() -> None:
+def test_version_is_the_same_everywhere() -> None:
     """In the package and where it is built; the changelog has it once it is released."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == rp.__version__
@@ -380,5 +381,5 @@ def test_version_is_written_alike() -> None:
     assert heads[0] in ("Unreleased", rp.__version__)
 
 
-def test_readme_is_short() -> None:
+def test_readme_is_shorter_than_300_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 300

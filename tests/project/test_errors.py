@@ -134,7 +134,7 @@ def in_another_process(call: Callable[..., None], *arguments: Any) -> BaseExcept
     pytest.fail("nothing was raised")
 
 
-def test_every_public_exception_is_looked_at() -> None:
+def test_every_public_exception_is_tested() -> None:
     assert {getattr(errors, name) for name in errors.__all__} <= set(KINDS)
     assert ConnectError in KINDS
 
@@ -168,7 +168,7 @@ def test_every_exception_comes_back_from_a_pool() -> None:
             assert whole(caught.value) == whole(error)
 
 
-def test_refused_post_in_a_pool_tells_the_parent_which_and_why() -> None:
+def test_refused_post_in_a_pool_names_which_and_why() -> None:
     """The work request names a region, which only its own process has: it arrives as its repr."""
     error = in_another_process(refuse_a_post)
     assert isinstance(error, rp.PostError)
@@ -226,7 +226,7 @@ class _Unloadable:
         return "<unloadable>"
 
 
-def test_whatever_an_exception_holds_it_can_be_pickled_and_copied() -> None:
+def test_exception_with_any_content_can_be_pickled_and_copied() -> None:
     error = rp.RdmaError("text", threading.Lock(), _Unloadable())
     error.lock = threading.Lock()  # type: ignore[attr-defined]
     error.unprintable = _Unprintable()  # type: ignore[attr-defined]

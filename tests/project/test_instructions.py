@@ -79,7 +79,9 @@ def counts() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_instructions(counts: dict[str, float], name: str) -> None:
+def test_instructions_of_a_post_and_a_poll_stay_within_bounds(
+    counts: dict[str, float], name: str
+) -> None:
     """A work request, or a completion, takes no more instructions than its bound."""
     assert counts[name] <= BOUNDS[name] * ELSEWHERE
 

@@ -63,11 +63,11 @@ def changes(source: str) -> dict[str, str]:
         ('_Static_assert(sizeof(x) == 8, "a");', set()),
     ],
 )
-def test_what_is_changed_in_a_function(body, said):
+def test_mutants_of_a_function_are_listed(body, said):
     assert set(changes(f"int g(int a)\n{{\n\t{body}\n}}\n")) == {f"g: {text}" for text in said}
 
 
-def test_a_dropped_check_is_still_evaluated():
+def test_dropped_check_is_still_evaluated():
     """A condition's side effects happen; only its consequence does not."""
     source = "int g(void) { if (take(&x)) return -1; return x; }"
     assert changes(source)["g: if (take(&x)) -> never"] == source.replace(
@@ -75,7 +75,7 @@ def test_a_dropped_check_is_still_evaluated():
     )
 
 
-def test_tables_and_macros_have_bounds_too():
+def test_tables_and_macros_have_mutants():
     """But not the entry that ends an array, which is not a rule."""
     table = "static const struct rule rules[] = {\n\t{ A | B, 3 },\n\t{ 0, NULL },\n};\n"
     assert set(changes(table)) == {"rules: A | B -> A & B", "rules: 3 -> 4"}
@@ -87,7 +87,7 @@ def test_tables_and_macros_have_bounds_too():
     }
 
 
-def test_a_function_that_a_macro_declares_has_its_own_name():
+def test_function_declared_by_a_macro_keeps_its_name():
     assert list(changes("FUNCTION(poll)\n{\n\tx = 2;\n}\n")) == ["poll: 2 -> 3"]
 
 
@@ -140,7 +140,7 @@ def _library(source: str, into: pathlib.Path) -> str:
     return str(into / "x.so")
 
 
-def test_a_mutant_is_selected_while_the_module_runs(tmp_path):
+def test_mutant_is_selected_while_the_module_runs(tmp_path):
     """And only that: each behaves as when compiled alone."""
     edits = [*File(SOURCE).edits()]
     file = Selectable(SOURCE, edits)
@@ -170,7 +170,7 @@ def test_a_mutant_is_selected_while_the_module_runs(tmp_path):
     assert {edit.where for edit in edits} == {"is_less", "count", "LIMIT"}
 
 
-def test_a_process_that_starts_selects_by_its_environment(tmp_path):
+def test_process_that_starts_selects_by_its_environment(tmp_path):
     edits = [*File(SOURCE).edits()]
     number = [edit.said for edit in edits].index("1 -> 0") + 1
     library = _library(Selectable(SOURCE, edits).text(), tmp_path)
@@ -187,7 +187,7 @@ def test_a_process_that_starts_selects_by_its_environment(tmp_path):
         assert done.stdout == printed
 
 
-def test_what_does_not_compile_is_left_out_by_its_number():
+def test_mutant_that_does_not_compile_is_left_out():
     edits = [*File(SOURCE).edits()]
     text = Selectable(SOURCE, edits).text({1})
     assert '"mutant-1"' not in text

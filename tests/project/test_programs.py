@@ -37,12 +37,12 @@ def statuses(transcript: Transcript, queue: str) -> list[str]:
 # ---- programs as values -----------------------------------------------------------
 
 
-def test_program_belongs_to_its_seed():
+def test_same_seed_generates_the_same_program():
     assert [program_of(seed) for seed in SEEDS] == [program_of(seed) for seed in SEEDS]
     assert len({program_of(seed) for seed in SEEDS}) > 110
 
 
-def test_program_prints_as_what_makes_it():
+def test_repr_of_a_program_recreates_it():
     for seed in SEEDS:
         program = program_of(seed)
         names = {name: getattr(model, name) for name in model.__all__}
@@ -50,7 +50,7 @@ def test_program_prints_as_what_makes_it():
         ast.parse(repr(program))
 
 
-def test_program_says_nothing_of_defaults():
+def test_repr_of_a_program_leaves_out_defaults():
     assert repr(Pair("RC", b=End(depth=7))) == "Pair('RC', b=End(depth=7))"
     assert repr(Sge("a", 0, 8)) == "Sge('a', 0, 8)"
 
@@ -66,7 +66,7 @@ def test_run_is_deterministic(bench: Bench):
         assert first.program == again.program
 
 
-def test_programs_reach_what_they_are_for(bench: Bench):
+def test_generated_programs_reach_every_status(bench: Bench):
     seen: Counter[str] = Counter()
     for seed in range(400):
         transcript = run(program_of(seed), bench, deviations=())
@@ -85,7 +85,7 @@ def test_programs_reach_what_they_are_for(bench: Bench):
     assert seen["SUCCESS"] > seen["WR_FLUSH_ERR"]
 
 
-def test_step_waits_for_what_comes_late(bench: Bench):
+def test_step_waits_for_late_completions(bench: Bench):
     # A receive that is never posted: the send fails after its retry, and the next is flushed.
     program = Program((Pair("RC", rnr_retry=1),), (Post(0, (W("SEND"),)), Post(0, (W("SEND"),))))
     transcript = run(program, bench)
@@ -93,14 +93,14 @@ def test_step_waits_for_what_comes_late(bench: Bench):
     assert transcript.counts == [1, 2]
 
 
-def test_refused_post_is_told_by_errno_and_index(bench: Bench):
+def test_refused_post_is_recorded_by_errno_and_index(bench: Bench):
     five = W("SEND", (Sge("a", 0, 8),) * 5)
     transcript = run(Program(RC, (Post(0, (WRITE, five, WRITE)),)), bench)
     assert transcript.refused == {0: ("EINVAL", 1)}
     assert statuses(transcript, "qp0.send") == ["SUCCESS"]
 
 
-def test_windows_are_named_by_how_often_they_were_bound(bench: Bench):
+def test_window_keys_are_recorded_by_how_often_they_were_bound(bench: Bench):
     bind = W("BIND_MW", at=At("b", 0), mw="w0", length=64, access="RWA")
     program = Program(
         RC,
@@ -142,7 +142,7 @@ READ = W("RDMA_READ", (Sge("a", 0, 8),), At("b", 64))
         (replace(READ, sges=(Sge("a", 0, 8, "gone"),)), replace(WRITE, sges=(Sge("a", 64, 1),))),
     ],
 )
-def test_race_is_cut_in_two(bench: Bench, first: W, second: W):
+def test_racing_work_requests_are_posted_separately(bench: Bench, first: W, second: W):
     if first == READ and second.sges == ():
         second = replace(second, sges=(Sge("a", 64, 8),))
     assert as_run(bench, Post(0, (first, second))) == (Post(0, (first,)), Post(0, (second,)))
@@ -157,7 +157,7 @@ def test_race_is_cut_in_two(bench: Bench, first: W, second: W):
         (WRITE, W("ATOMIC_FETCH_AND_ADD", (Sge("a", 64, 8),), At("b", 0), compare=1)),
     ],
 )
-def test_order_that_is_certain_stays(bench: Bench, first: W, second: W):
+def test_ordered_work_requests_stay_in_one_post(bench: Bench, first: W, second: W):
     assert as_run(bench, Post(0, (first, second))) == (Post(0, (first, second)),)
 
 
@@ -182,7 +182,7 @@ def test_window_that_is_not_bound_is_not_invalidated_on_a_device_that_dies_of_it
 # ---- comparing --------------------------------------------------------------------
 
 
-def test_differences_say_what_and_where(bench: Bench):
+def test_difference_names_queue_and_completion(bench: Bench):
     one = run(Program(RC, (Post(0, (WRITE,)), Post(0, (READ,)))), bench)
     other = run(one.program, bench)
     done = other.queues["qp0.send"]
@@ -216,7 +216,7 @@ def test_memory_that_a_failure_leaves_undefined_is_not_compared(bench: Bench):
 # ---- shrinking --------------------------------------------------------------------
 
 
-def test_shrunk_program_keeps_what_matters_and_nothing_else(bench: Bench):
+def test_shrinking_keeps_only_what_reproduces_the_difference(bench: Bench):
     def fails(program: Program) -> bool:
         transcript = run(program, bench, deviations=())
         return any("REM_ACCESS_ERR" in statuses(transcript, name) for name in transcript.queues)
@@ -232,7 +232,7 @@ def test_shrunk_program_keeps_what_matters_and_nothing_else(bench: Bench):
 # ---- the table --------------------------------------------------------------------
 
 
-def test_every_entry_says_why_and_shows_itself():
+def test_every_deviation_has_a_reason_and_a_program_that_shows_it():
     for entry in DEVIATIONS:
         assert len(entry.why) > 40
         assert entry.program is not None
@@ -245,12 +245,12 @@ def test_every_entry_says_why_and_shows_itself():
     ("release", "kernel"),
     [("6.1.0-56-amd64", "6.1"), ("6.12.117+deb12", "6.12"), ("6.8.0", "6.1"), ("7.0.1", "6.12")],
 )
-def test_kernel_is_the_nearest_known(release: str, kernel: str):
+def test_unknown_kernel_is_treated_as_the_nearest_known(release: str, kernel: str):
     assert kernel_of(release) == kernel
 
 
 @pytest.mark.parametrize("release", ["6.1.0", "6.12.0"])
-def test_programs_fitted_to_a_device_run_as_they_are(bench: Bench, release: str):
+def test_programs_fitted_to_a_device_need_no_further_change(bench: Bench, release: str):
     table = for_kernel(release)
     for seed in SEEDS:
         fitted = run(program_of(seed), bench, deviations=table).program

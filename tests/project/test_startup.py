@@ -13,7 +13,7 @@ import pytest
 from support import prints
 
 import rdmapost as rp
-from rdmapost.cli.app import Later, app
+from rdmapost.cli.app import LazyCommand, app
 
 
 def modules_after(statements: str) -> set[str]:
@@ -57,7 +57,7 @@ except ImportError as error:
 """
 
 
-def test_a_compiled_module_of_older_sources_is_named() -> None:
+def test_compiled_module_of_older_sources_is_reported() -> None:
     """And not the name that was asked for."""
     said = prints(OUTDATED)
     assert "'Queue'" in said
@@ -65,7 +65,7 @@ def test_a_compiled_module_of_older_sources_is_named() -> None:
     assert "Access" not in said
 
 
-def test_public_names() -> None:
+def test_every_public_name_is_available_and_a_missing_one_is_named() -> None:
     """All of them are available from the package, and a missing name is named."""
     for name in rp.__all__:
         assert getattr(rp, name) is not None
@@ -103,17 +103,17 @@ def test_help_imports_neither_the_library_nor_a_command() -> None:
 
 
 @pytest.mark.parametrize("name", list(app.commands))
-def test_list_of_commands_says_what_each_says(name: str) -> None:
+def test_list_of_commands_shows_the_summary_of_each(name: str) -> None:
     """A command's line in the list is its own, as if its module had been imported."""
     shown = app.commands[name]
-    assert isinstance(shown, Later)
+    assert isinstance(shown, LazyCommand)
     command = shown.load()
     assert command.name == name
     assert shown.get_short_help_str() == command.get_short_help_str()
     assert (shown.hidden, shown.deprecated) == (command.hidden, command.deprecated)
 
 
-def test_no_command_is_forgotten() -> None:
+def test_every_command_is_listed() -> None:
     """Every top-level command that a module of the command line defines is listed."""
     (place,) = importlib.import_module("rdmapost.cli").__path__
     defined = {}

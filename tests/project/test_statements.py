@@ -169,7 +169,7 @@ def members(ctype: Any, name: str) -> Iterator[str]:
             yield from members(field.type, f"{name}.{member}")
 
 
-def test_every_statement_has_a_test_that_there_is() -> None:
+def test_every_statement_names_an_existing_test() -> None:
     named = [(said.text, test) for said in STATEMENTS for test in said.tests or [None]]
     assert [(text, test) for text, test in named if test not in collected()] == []
     assert [item for item, n in Counter(named).items() if n > 1] == []
@@ -184,11 +184,11 @@ def test_devices_are_those_on_which_the_tests_run() -> None:
     assert wrong == []
 
 
-def test_what_a_real_device_does_not_show_it_lacks() -> None:
+def test_statement_not_shown_on_a_real_device_says_what_it_lacks() -> None:
     assert [s.text for s in STATEMENTS if bool(s.lacks) != (s.devices == {"soft0"})] == []
 
 
-def test_what_is_checked_is_seen_to_be_refused() -> None:
+def test_statement_of_a_check_has_a_test_that_sees_the_refusal() -> None:
     """By one of its tests, that waits for the exception or asks for the reason."""
     refusing = re.compile(r"\braises\(|\breason\(|\brefused\(")
     assert [
@@ -199,26 +199,26 @@ def test_what_is_checked_is_seen_to_be_refused() -> None:
     ] == []
 
 
-def test_statements_are_sentences_of_one_of_three_kinds() -> None:
+def test_statement_is_a_sentence_and_impossible_checked_or_shown() -> None:
     assert [s.text for s in STATEMENTS if s.text[-1] != "."] == []
     assert {said.how for said in STATEMENTS} == {"impossible", "checked", "shown"}
 
 
-def test_nothing_is_said_twice() -> None:
+def test_no_statement_is_repeated() -> None:
     assert [text for text, n in Counter(said.text for said in STATEMENTS).items() if n > 1] == []
 
 
-def test_every_part_of_the_pages_is_there() -> None:
+def test_every_section_of_the_man_pages_has_statements() -> None:
     parts = [part for part, _ in itertools.groupby((s.source, s.section) for s in STATEMENTS)]
     assert parts == [(source, part) for source, parts in SECTIONS.items() for part in parts]
 
 
 @pytest.mark.parametrize(("section", "words"), [(s, w) for s, ws in TOPICS.items() for w in ws])
-def test_every_topic_of_the_tutorial_is_there(section: str, words: str) -> None:
+def test_every_topic_of_the_tutorial_has_statements(section: str, words: str) -> None:
     assert [s for s in STATEMENTS if s.section == section and words in s.text] != []
 
 
-def test_every_member_opcode_and_flag_is_the_subject_of_one_statement() -> None:
+def test_every_member_opcode_and_flag_has_one_statement() -> None:
     """And of only one, so that it is clear which one applies."""
     structs = {name: ffi.typeof(f"struct {name}") for name in STRUCTS}
     wanted = [
@@ -245,11 +245,11 @@ def test_every_member_opcode_and_flag_is_the_subject_of_one_statement() -> None:
         ("test_events::TestFaults::test_a_post_is_refused", {"soft0"}),
     ],
 )
-def test_devices_of_a_test_are_told_apart(name: str, devices: set[str]) -> None:
+def test_devices_of_one_test_have_their_own_names(name: str, devices: set[str]) -> None:
     assert collected()[name].devices == devices
 
 
-def test_list_is_read() -> None:
+def test_list_of_statements_is_parsed() -> None:
     assert read(
         "# Title\n\nWords.\n\n- not one\n\n## page(3)\n\n### NOTES\n\n- This.\n"
         "  Shown, on soft0 (Soft-RoCE lacks XRC). About `a.b`, `C`.\n  - `f::t`\n  - `f::u`\n"

@@ -32,10 +32,10 @@ def test_sg_list_of_anything_but_sges_is_refused(connect, checked):
     """A list takes only SGEs, is copied, and knows its own length."""
     pair = connect(checked=checked)
     for wrong, words in (
-        (None, "sg_list: expected SGE or several, got NoneType"),
-        (0x1000, "sg_list: expected SGE or several, got int"),
-        (object(), "sg_list: expected SGE or several, got object"),
-        (pair.mine, r"sg_list: expected SGE or several, got MR; mr\[a:b\] makes one"),
+        (None, "sg_list: expected SGEs, got NoneType"),
+        (0x1000, "sg_list: expected SGEs, got int"),
+        (object(), "sg_list: expected SGEs, got object"),
+        (pair.mine, r"sg_list: expected SGEs, got MR; use mr\[:\]"),
         ([None], "sg_list holds NoneType"),
         ([pair.mine[:8], 0x1000], "sg_list holds int"),
         ([(pair.mine.addr, 8, pair.mine.lkey)], "sg_list holds tuple"),

@@ -212,7 +212,7 @@ def test_step_that_does_not_exist_is_refused(connect):
     [
         ({"qp_color": 1}, TypeError, "struct ibv_qp_attr has no field qp_color"),
         ({"qp_state": 99}, ValueError, "99"),
-        ({"qp_state": "RTS"}, TypeError, "qp_state: expected int, got str"),
+        ({"qp_state": "RTS"}, TypeError, "qp_state: expected QPState, got str"),
         ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
         ({"timeout": 256}, ValueError, "timeout=256 does not fit"),
         ({"rq_psn": -1}, ValueError, "rq_psn=-1 does not fit"),

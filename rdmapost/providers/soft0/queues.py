@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from ..._binding import ffi, lib, native
+from ..._wire import is_multicast_gid
 from ...enums import QPAttrMask, QPType, SRQAttrMask, SRQType
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE
@@ -62,8 +63,6 @@ _SRQ_FIELDS: dict[int, int] = {
     SRQType.TM: _SRQ_TYPE | _SRQ_PD | _SRQ_CQ | _SRQ_TM,
 }
 """The attributes of ibv_create_srq_ex, by type."""
-
-_IPV4_MAPPED = bytes(10) + b"\xff\xff"
 
 
 # ---- shared receive queues ----------------------------------------------
@@ -366,7 +365,7 @@ def destroy_ah(ah: Any) -> None:
 @verb
 def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
     made: QueuePair = bound(qp, "ibv_attach_mcast")
-    if made.type is not QPType.UD or not _is_group(gid):
+    if made.type is not QPType.UD or not is_multicast_gid(gid):
         raise VerbsError("ibv_attach_mcast", errno.EINVAL)
     device.attach(made, gid)
 
@@ -375,11 +374,6 @@ def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
 def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
     if not device.detach(bound(qp, "ibv_detach_mcast"), gid):
         raise VerbsError("ibv_detach_mcast", errno.EINVAL)
-
-
-def _is_group(gid: bytes) -> bool:
-    """Whether a GID names a multicast group, of IPv6 or of IPv4 (224.0.0.0/4)."""
-    return gid[0] == 0xFF or (gid[:12] == _IPV4_MAPPED and gid[12] >> 4 == 0xE)
 
 
 _xrcds: dict[int, Any] = table()

@@ -1,10 +1,9 @@
-"""Loopback checks: post every opcode on every QP type and look at what it did.
+"""Loopback checks: post every opcode on every QP type and verify the result.
 
-A row passes only when the bytes arrived where they should and nowhere else, an
-atomic's values are right, or a key works or is refused as it must be; a
-completion alone proves nothing.  A row is unsupported only for what the device
-cannot do; everything else that goes wrong is a failure, a wait that ends
-without a result too.
+A check passes only if the bytes arrive where they should and nowhere else, an
+atomic's values are right, or a key grants or denies access as it must; a
+completion alone proves nothing.  A check is unsupported only if the device lacks
+the feature; any other problem is a failure, a timeout included.
 """
 
 from .registry import Failed, Result, Row, Trial, Unsupported

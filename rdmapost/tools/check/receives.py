@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...enums import QPType, SRQType, WCOpcode
 from ...posting.wr import RecvWR, Send
-from .looking import at, completed, same, same_bytes, unharmed
-from .messages import arrived
+from .assertions import at, completed, same, same_bytes, unharmed
 from .registry import MARGIN, Row, Trial, check
+from .sends import arrived
 
 __all__ = ["ROWS"]
 
@@ -15,7 +15,7 @@ ROWS: list[Row] = []
 _MESSAGE = 96
 """Bytes of each message."""
 _FIRST = 40
-"""Bytes of it in the first of two buffers."""
+"""Bytes of it in the first of its two buffers."""
 _COUNT = 3
 
 
@@ -58,7 +58,7 @@ def _scattered(trial: Trial, srq_type: SRQType | None) -> str:
             wc = completed(arrived(pair), WCOpcode.RECV, wr_id=50 + index)
             same("byte_len", wc.byte_len, pair.headroom + _MESSAGE)
             start = index * size
-            # In front of the message stands the GRH of UD.
+            # On UD the GRH precedes the message.
             pieces = [(start + pair.headroom, _FIRST), (start + first + MARGIN, rest)]
             message = b"".join(at(pair, *piece) for piece in pieces)
             same_bytes(f"message {index + 1}", message, pair.local.mr.buffer)

@@ -1,4 +1,4 @@
-"""What a check is, where it runs, and how it ends."""
+"""The checks: their registration, where they run, and their results."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ __all__ = [
 ]
 
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD, QPType.XRC_SEND, QPType.RAW_PACKET)
-"""In the order in which they are shown."""
+"""In the order of the output."""
 
 MARGIN = 32
-"""Bytes of remote memory on either side of what may change."""
+"""Bytes of remote memory on either side of the range that may change."""
 UNTOUCHED = 0xA5
-"""What the remote memory is full of."""
+"""The byte that fills the remote memory."""
 
 _RAW_PAYLOAD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
         opcode: the operation's name.
         qp_type: the QP type's name.
-        status: how it went.
-        detail: what was seen, or why it failed or is not supported.
+        status: whether it passed.
+        detail: what was verified, or why it failed or is not supported.
     """
 
     opcode: str
@@ -56,12 +56,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A check that can be run on some QP types.
+    """A check, and the QP types it runs on.
 
     Attributes:
         opcode: the operation's name.
-        qp_types: those that have it.
-        run: carries it out and returns what was seen.
+        qp_types: the QP types.
+        run: performs it, and returns what was verified.
     """
 
     opcode: str
@@ -70,7 +70,7 @@ class Row:
 
 
 class Failed(RdmaError):
-    """The device did something else than it should."""
+    """The device did not do what it should."""
 
 
 class Unsupported(RdmaError):
@@ -79,14 +79,14 @@ class Unsupported(RdmaError):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Where a check runs.
+    """The device, port and QP type that a check runs on.
 
     Attributes:
         context: the device.
         qp_type: the type of queue pair.
         port_num, gid_index, timeout: as in Loopback.
         caps: device_cap_flags.
-        length: bytes of a message: several packets where the type allows it.
+        length: bytes of a message; several packets if the type allows.
     """
 
     context: Context
@@ -109,11 +109,11 @@ class Trial:
     def loopback(
         self, *, local_size: int | None = None, remote_size: int | None = None, **options: Any
     ) -> Loopback:
-        """Make the pair of queue pairs, with random bytes here and known ones there.
+        """Make the pair of queue pairs, with random local and known remote memory.
 
         Args:
-            local_size, remote_size: as in Loopback; a message, with a margin on
-                either side of it at the remote, unless given.
+            local_size, remote_size: as in Loopback; a message unless given, at the
+                remote side with a margin before and after.
             options: as in Loopback.
         """
         pair = Loopback(
@@ -145,12 +145,12 @@ Register = Callable[[Callable[[Trial], str]], Callable[[Trial], str]]
 
 
 def check(rows: list[Row], opcode: Opcode | OpsOpcode | str, *qp_types: QPType) -> Register:
-    """Add a check to a family of them.
+    """Register a check.
 
     Args:
-        rows: the family.
-        opcode: what it is of, or its name.
-        qp_types: where it runs; where the table has the opcode unless given.
+        rows: the list to add it to.
+        opcode: the opcode, or the name of the operation.
+        qp_types: where it runs; for an Opcode, those in the man page's table.
     """
     if isinstance(opcode, Opcode):
         qp_types = tuple(t for t in QP_TYPES if t in QP_TYPES_BY_OPCODE[opcode])

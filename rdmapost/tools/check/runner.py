@@ -1,4 +1,4 @@
-"""Running the checks, each on every QP type that has it."""
+"""Running the checks, each on all of its QP types."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from ...resources.device import Context
 from ...resources.memory import PD
 from ...resources.qp import QP
 from ...resources.qp_init import NOT_PERMITTED
-from .keys import ROWS as KEYS
-from .messages import ROWS as MESSAGES
-from .offload import ROWS as OFFLOAD
+from .memory_windows import ROWS as MEMORY_WINDOWS
 from .receives import ROWS as RECEIVES
 from .registry import QP_TYPES, Failed, Result, Row, Trial, Unsupported
-from .remote import ROWS as REMOTE
-from .tags import ROWS as TAGS
+from .remote_memory import ROWS as REMOTE_MEMORY
+from .segmentation import ROWS as SEGMENTATION
+from .sends import ROWS as SENDS
+from .tag_matching import ROWS as TAG_MATCHING
 
 __all__ = ["ROWS", "run_checks"]
 
 _NOT_THERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _NOT_CREATED = _NOT_THERE | {errno.EINVAL, errno.EPROTONOSUPPORT}
 
-ROWS: list[Row] = [*MESSAGES, *REMOTE, *KEYS, *OFFLOAD, *RECEIVES, *TAGS]
+ROWS: list[Row] = [
+    *SENDS,
+    *REMOTE_MEMORY,
+    *MEMORY_WINDOWS,
+    *SEGMENTATION,
+    *RECEIVES,
+    *TAG_MATCHING,
+]
 """Every check, in the order in which they run."""
 
 
@@ -37,7 +44,7 @@ def run_checks(
     gid_index: int | None = None,
     timeout: float = 5.0,
 ) -> Iterator[Result]:
-    """Run every check, and yield each result as it is known.
+    """Run every check, and yield each result as it comes.
 
     Args:
         context: an open device.
@@ -50,7 +57,7 @@ def run_checks(
 
     Raises:
         ValueError: the device has no such port.
-        VerbsError: the device's port cannot be asked.
+        VerbsError: the port cannot be queried.
     """
     trials = {t: Trial(context, t, port_num, gid_index, timeout) for t in QP_TYPES}
     missing = {t: _attempt(_require_type, trials[t]) for t in QP_TYPES}
@@ -65,7 +72,7 @@ def run_checks(
 def _attempt(
     run: Callable[[Trial], str], trial: Trial
 ) -> tuple[Literal["pass", "fail", "unsupported"], str]:
-    """Run one check; whatever goes wrong in it, the others still run."""
+    """Run one check; no error in it stops the others."""
     try:
         return "pass", run(trial)
     except Unsupported as why:

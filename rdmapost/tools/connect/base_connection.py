@@ -13,11 +13,11 @@ from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit, within
 from ..._binding import native
+from ..._wire import GRH_BYTES
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
-from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack, drop_outstanding

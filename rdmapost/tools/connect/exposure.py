@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._arguments import content, counted, expect, flags, within
+from ..._wire import GRH_BYTES
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import RdmaError
 from ...posting.wr import RecvWR
@@ -20,7 +21,6 @@ from ...resources.address import choose_gid
 from ...resources.channel import CompChannel
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
-from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ..resource_stack import ResourceStack

@@ -1,7 +1,7 @@
-"""Why does it not work?  A checklist for live queue pairs, and one for the machine.
+"""Why does it not work?  A checklist for queue pairs in use, and one for the machine.
 
-Nothing here changes what it looks at, and nothing raises for what it finds: what
-cannot be looked at is a finding too.
+No check changes the state it inspects, and none raises: what cannot be inspected
+is a finding too.
 """
 
 from __future__ import annotations
@@ -10,42 +10,42 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...resources.endpoint import Endpoint
-from . import connection, queuepair
+from . import addressing, qp_checks
 from .finding import Finding, worst_first
-from .looking import FAILURES, Seen, is_queue_pair, look, name_of
 from .machine import diagnose_machine
 from .peer import check_peer
+from .snapshot import FAILURES, Snapshot, is_queue_pair, name_of, take_snapshot
 
 if TYPE_CHECKING:
     from ...resources.qp import QP
 
 __all__ = ["Finding", "diagnose", "diagnose_machine", "worst_first"]
 
-_CHECKS: tuple[Callable[[Seen], Iterable[Finding]], ...] = (
-    queuepair.check_state,
-    connection.check_ports,
-    connection.check_gids,
-    connection.check_path_mtu,
+_CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
+    qp_checks.check_state,
+    addressing.check_ports,
+    addressing.check_gids,
+    addressing.check_path_mtu,
     check_peer,
-    queuepair.check_retries,
-    queuepair.check_rnr,
-    queuepair.check_rd_atomic,
-    queuepair.check_sends,
-    queuepair.check_receives,
-    queuepair.check_completions,
-    queuepair.check_access,
+    qp_checks.check_retries,
+    qp_checks.check_rnr,
+    qp_checks.check_rd_atomic,
+    qp_checks.check_sends,
+    qp_checks.check_receives,
+    qp_checks.check_completions,
+    qp_checks.check_access,
 )
 
 
 def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
-    """Go through the checklist for a queue pair; QP.diagnose describes it.
+    """Run the checklist for a queue pair; see QP.diagnose.
 
     Args:
         qp: the queue pair.
-        peer: the other side, or what its endpoint() said.
+        peer: the other side, or its endpoint().
 
     Returns:
-        findings, the problems first.
+        findings, problems first.
 
     Raises:
         TypeError: the peer is neither.
@@ -53,32 +53,30 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
     if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
         raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
     about = name_of(qp)
-    if findings := [*queuepair.check_process(qp, about)]:
+    if findings := [*qp_checks.check_process(qp, about)]:
         return findings
     if qp.closed:
         return [
             Finding("qp-closed", "problem", f"{qp} is closed", "create a new queue pair", about)
         ]
     try:
-        seen = look(qp, peer)
+        snap = take_snapshot(qp, peer)
     except FAILURES as error:
         return [
             Finding(
                 "not-readable",
                 "problem",
-                f"it cannot be read: {error}",
-                "see that the device is still there ('rdmapost devices')",
+                f"its attributes cannot be read: {error}",
+                "check that the device still exists ('rdmapost devices')",
                 about,
             )
         ]
     for check in _CHECKS:
         try:
-            findings += check(seen)
+            findings += check(snap)
         except FAILURES as error:
             what = check.__name__.removeprefix("check_").replace("_", " ")
             findings.append(
-                Finding(
-                    "not-checked", "info", f"{what} could not be looked at: {error}", about=about
-                )
+                Finding("not-checked", "info", f"{what} could not be checked: {error}", about=about)
             )
     return worst_first(findings)

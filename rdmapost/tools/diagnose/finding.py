@@ -1,4 +1,4 @@
-"""What a diagnosis says: one finding for each thing it has looked at."""
+"""The findings of a diagnosis."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ORDER: dict[Severity, int] = {"problem": 0, "warning": 1, "info": 2, "ok": 3}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a diagnosis has looked at.
+    """The result of one check.
 
     Attributes:
-        name: what it is, for programs; it stays the same between versions.
-        severity: "problem" (it cannot work like this), "warning" (it works, or it
-            may fail later), "info" (worth knowing) or "ok" (looked at, and right).
+        name: identifies it to programs; stable across versions.
+        severity: "problem" (it cannot work), "warning" (it works, but may fail
+            later), "info" (worth knowing) or "ok" (checked, and correct).
         evidence: what was seen, with the numbers.
-        remedy: what to do, as a command or a call where there is one; "" when
-            there is nothing to do.
-        about: which object it is about: a queue pair, a port, a file, the machine.
+        remedy: what to do, as a command or a call where possible; "" if there is
+            nothing to do.
+        about: the object it concerns: a queue pair, a port, a file, the machine.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings with the problems first; those of one severity keep their order.
+    """Return findings by severity, problems first; the order within a severity is kept.
 
     Args:
         findings: in any order.
@@ -45,7 +45,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as a person would say it: "67.1 ms", "0.47 s", "for ever"."""
+    """Format a time for people: "67.1 ms", "0.47 s", "for ever"."""
     if math.isinf(seconds):
         return "for ever"
     if seconds >= 7200:

@@ -1,4 +1,4 @@
-"""The checklist of the machine: what RDMA needs before a queue pair can be made."""
+"""Checks of the machine: what RDMA needs before a queue pair can be created."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ...providers import DeviceInfo, soft_provider, verbs_provider
 from ...resources.address import choose_gid
 from ...resources.device import Context, open_device
 from .finding import Finding, worst_first
-from .looking import FAILURES
 from .path import check_gid, check_port, uses_gids
+from .snapshot import FAILURES
 from .system import System
 
 __all__ = ["diagnose_machine"]
@@ -62,22 +62,22 @@ def diagnose_machine(
     memory: int | None = None,
     root: str | os.PathLike[str] = "/",
 ) -> list[Finding]:
-    """Go through the checklist for the machine, without changing anything.
+    """Run the checklist for the machine, without changing anything.
 
     Libibverbs, the kernel's modules, /dev/infiniband, the devices and their ports,
     the network device and the GID, and the limits of this process.
 
     Args:
-        device: the device that will be used; for "soft0", which needs none of
-            this, what is missing is not a problem.  Without a name it is what
-            RDMAPOST_DEVICE says, else the first that is active.
-        port_num: the port that will be used; the first active one unless given.
-        gid_index: the GID that will be used; chosen by choose_gid unless given.
-        memory: bytes that will be registered; they are compared with the limit.
-        root: where /sys, /proc, /dev and /lib are.
+        device: the device that will be used; RDMAPOST_DEVICE or else the first
+            active one unless given.  "soft0" needs none of this, so nothing
+            missing is a problem for it.
+        port_num: its port; the first active one unless given.
+        gid_index: its GID; chosen by choose_gid unless given.
+        memory: bytes that will be registered, to compare with the limit.
+        root: the directory with sys, proc, dev and lib.
 
     Returns:
-        findings, the problems first.
+        findings, problems first.
     """
     system = System(root)
     device = device or os.environ.get("RDMAPOST_DEVICE") or None
@@ -87,7 +87,9 @@ def diagnose_machine(
     try:
         infos = verbs_provider().list_devices()
         findings.append(
-            Finding("libibverbs", "ok", f"libibverbs is there; {_listed(infos)}", about=_MACHINE)
+            Finding(
+                "libibverbs", "ok", f"libibverbs is installed; {_listed(infos)}", about=_MACHINE
+            )
         )
     except NoRdmaError as error:
         what, _, remedy = str(error).partition("; ")
@@ -98,7 +100,7 @@ def diagnose_machine(
                 "devices-not-listed",
                 "problem",
                 str(error),
-                "see 'dmesg', and that /sys is mounted",
+                "see 'dmesg', and check that /sys is mounted",
                 _MACHINE,
             )
         )
@@ -114,7 +116,7 @@ def diagnose_machine(
         try:
             findings += check()
         except FAILURES as error:
-            # What this kernel shows in /sys or /proc is not what others do.
+            # /sys and /proc differ between kernels.
             findings.append(Finding("not-checked", "info", str(error), about=_MACHINE))
     if chosen is not None:
         findings += _check_device(system, chosen, port_num, gid_index)
@@ -142,7 +144,7 @@ def _listed(infos: list[DeviceInfo]) -> str:
 
 
 def _harmless(finding: Finding) -> Finding:
-    """Return a finding as one that does not matter for the software device."""
+    """Downgrade a finding that does not matter for the software device."""
     if finding.severity in ("ok", "info"):
         return finding
     return dataclasses.replace(finding, severity="info")
@@ -174,7 +176,7 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
         yield Finding(
             "module-missing",
             "warning",
-            "ib_uverbs is loaded, and the driver of no RDMA device",
+            "ib_uverbs is loaded, but no RDMA device driver",
             "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe",
             _MACHINE,
         )
@@ -185,9 +187,8 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
         yield Finding(
             "provider-missing",
             "problem",
-            f"the kernel has {', '.join(hidden)}, and libibverbs does not list it",
-            "apt install ibverbs-providers (dnf install libibverbs), which has its user-space "
-            "driver",
+            f"the kernel has {', '.join(hidden)}, but libibverbs does not list it",
+            "apt install ibverbs-providers (dnf install libibverbs), for its user-space driver",
             _MACHINE,
         )
 
@@ -200,7 +201,7 @@ def _check_nodes(system: System) -> Iterable[Finding]:
             yield Finding(
                 "node-missing",
                 "problem",
-                f"the kernel has {', '.join(system.devices())}, and {place} has no uverbs node",
+                f"the kernel has {', '.join(system.devices())}, but {place} has no uverbs node",
                 "modprobe ib_uverbs; in a container, --device=/dev/infiniband",
                 str(place),
             )
@@ -219,7 +220,7 @@ def _check_node(node: Path) -> Finding:
     owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
     evidence = f"{stat.filemode(found.st_mode)} {owner}:{group}; {me}"
     try:
-        # Opening is what counts: a container may forbid what the mode allows.
+        # Only opening it tells: a container may forbid what the mode allows.
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except PermissionError as error:
         if os.access(node, os.R_OK | os.W_OK, effective_ids=True):
@@ -250,7 +251,7 @@ def _name(look_up: object, number: int) -> str:
 
 
 def _check_ports(system: System, chosen: str | None) -> Iterable[Finding]:
-    """Look at the ports of the devices that are not opened."""
+    """Check the ports of the devices that are not opened."""
     for device in system.devices():
         if device == chosen:
             continue
@@ -280,7 +281,7 @@ def _no_device(system: System) -> Finding:
         "no-rdma-device",
         "problem",
         "there is no RDMA device on this machine",
-        f"{remedy}run in a virtual machine that has one (README, 'A real device in a virtual "
+        f"{remedy}use a virtual machine that has one (README, 'A real device in a virtual "
         'machine\'), or use the software device soft0: -d soft0, open_device("soft0")',
         _MACHINE,
     )
@@ -302,12 +303,10 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
     pinned = status.get("VmPin", "").strip() or "unknown"
     evidence = f"RLIMIT_MEMLOCK is {_kib(limit)} (at most {_kib(hard)}), pinned now: {pinned}"
     capable = int(status.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1
-    # The kernel asks for the capability outside of every user namespace.
+    # The kernel wants the capability in the initial user namespace.
     outermost = " ".join((system.read("proc/self/uid_map") or "").split()) == _EVERYONE
     if capable and outermost:
-        yield Finding(
-            "memlock", "ok", f"{evidence}; with CAP_IPC_LOCK it does not count", about=_MACHINE
-        )
+        yield Finding("memlock", "ok", f"{evidence}; CAP_IPC_LOCK lifts the limit", about=_MACHINE)
         return
     if memory is not None and memory > limit:
         evidence += f", and {_kib(memory)} are to be registered"
@@ -316,7 +315,7 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
         yield Finding(
             "memlock",
             "info" if small else "ok",
-            f"{evidence}; more cannot be registered in all (ENOMEM)",
+            f"{evidence}; registering more in total fails with ENOMEM",
             f"ulimit -l unlimited, {_FOR_GOOD}" if small else "",
             _MACHINE,
         )
@@ -338,7 +337,7 @@ def _check_files(system: System) -> Iterable[Finding]:
         yield Finding(
             "files-low",
             "problem",
-            f"{used} of {limit} files are open; a device takes two, and a CQ one",
+            f"{used} of {limit} files are open; a device needs two, and a CQ one",
             "ulimit -n 65536",
             _MACHINE,
         )
@@ -350,7 +349,7 @@ def _check_files(system: System) -> Iterable[Finding]:
 def _check_device(
     system: System, name: str, port_num: int | None, gid_index: int | None
 ) -> Iterable[Finding]:
-    """Open a device, and look at its port and GID."""
+    """Open a device, and check its port and GID."""
     try:
         with open_device(name) as context:
             yield from _check_open(system, context, port_num, gid_index)
@@ -361,7 +360,7 @@ def _check_device(
             "not-opened",
             "problem",
             str(error),
-            "what is found about /dev/infiniband, or 'dmesg'",
+            "see the findings about /dev/infiniband, and 'dmesg'",
             name,
         )
 
@@ -374,7 +373,7 @@ def _check_open(
         yield Finding(
             "no-such-port",
             "problem",
-            f"{context.name} has {count} ports, and no port {port_num}",
+            f"{context.name} has {count} ports, but no port {port_num}",
             "rdmapost devices",
             context.name,
         )

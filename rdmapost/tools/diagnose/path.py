@@ -1,4 +1,4 @@
-"""Ports, GIDs and the way between two of them."""
+"""Checks of ports, GIDs and the route between two of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...resources.device import GID, Context, GIDTableEntry, PortAttr
 from .finding import Finding, Severity
 from .system import System, phys_state_name
 
-__all__ = ["check_gid", "check_port", "check_way", "uses_gids"]
+__all__ = ["check_gid", "check_port", "check_route", "uses_gids"]
 
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 _ROCE_HEADERS = 64
@@ -23,20 +23,20 @@ def uses_gids(context: Context, port: PortAttr) -> bool:
 
 
 def check_port(context: Context, port: PortAttr, system: System) -> list[Finding]:
-    """Look at the state of a port, the network device behind it, and the MTU of both."""
+    """Check a port's state, its network device, and the MTU of both."""
     about = f"{context.name} port {port.port_num}"
     ethernet = port.link_layer is LinkLayer.ETHERNET
     netdev = system.netdev_of(context.name, port.port_num)
-    seen = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
+    evidence = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
     findings = []
     if port.state in _CARRIES_TRAFFIC:
-        findings.append(Finding("port-active", "ok", seen, about=about))
+        findings.append(Finding("port-active", "ok", evidence, about=about))
     else:
         remedy = "start a subnet manager ('opensm') and check the cable"
         if ethernet:
             remedy = f"ip link set {netdev or 'NETDEV'} up, and check its cable"
         findings.append(
-            Finding("port-down", "problem", f"{seen}: it carries no traffic", remedy, about)
+            Finding("port-down", "problem", f"{evidence}: it carries no traffic", remedy, about)
         )
     if not netdev or not ethernet:
         return findings
@@ -45,8 +45,8 @@ def check_port(context: Context, port: PortAttr, system: System) -> list[Finding
             Finding(
                 "netdev-hidden",
                 "info",
-                f"{netdev}, the network device behind it, is not in this network namespace",
-                "look at it where it is ('ip netns'), or move the RDMA device here",
+                f"its network device {netdev} is not in this network namespace",
+                "inspect it in its own namespace ('ip netns'), or move the RDMA device here",
                 about,
             )
         )
@@ -56,7 +56,7 @@ def check_port(context: Context, port: PortAttr, system: System) -> list[Finding
             Finding(
                 "netdev-down",
                 "problem",
-                f"{netdev}, the network device behind it, is down",
+                f"its network device {netdev} is down",
                 f"ip link set {netdev} up",
                 about,
             )
@@ -69,41 +69,41 @@ def _check_mtu(port: PortAttr, netdev: str, system: System, about: str) -> list[
     if mtu is None:
         return []
     needed = active + _ROCE_HEADERS
-    seen = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
+    evidence = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
     if needed > mtu:
         return [
             Finding(
                 "mtu-mismatch",
                 "problem",
-                f"{seen}: packets of {active} bytes need {needed} with their headers",
+                f"{evidence}: packets of {active} bytes need {needed} with headers",
                 f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides",
                 about,
             )
         ]
-    return [Finding("mtu", "ok", seen, about=about)]
+    return [Finding("mtu", "ok", evidence, about=about)]
 
 
 def check_gid(
     chosen: GIDChoice, table: list[GIDTableEntry], system: System, about: str
 ) -> list[Finding]:
-    """Look at a local GID: is it still in the table, of the right kind, and an address in use?
+    """Check a local GID: is it still in the table, of the right type, and an address in use?
 
     Args:
-        chosen: the GID as it was when it was chosen.
-        table: the port's GID table as it is now.
-        system: where its network device and address are.
+        chosen: the GID at the time it was chosen.
+        table: the port's current GID table.
+        system: has its network device and address.
         about: whose GID it is.
     """
     entry = next((entry for entry in table if entry.index == chosen.index), None)
     name = f"GID {chosen.index} ({chosen.gid})"
-    again = "choose again: create the queue pair anew, or give gid_index= ('rdmapost devices')"
+    again = "choose again: create another queue pair, or give gid_index= ('rdmapost devices')"
     if entry is None:
         there = ", ".join(str(entry.index) for entry in table) or "none"
         return [
             Finding(
                 "gid-stale",
                 "problem",
-                f"{name} is not in the port's table any more; valid there: {there}",
+                f"{name} is no longer in the port's table; valid now: {there}",
                 f"give the address back to the network device, or {again}",
                 about,
             )
@@ -113,7 +113,7 @@ def check_gid(
             Finding(
                 "gid-stale",
                 "problem",
-                f"GID {chosen.index} was {chosen.gid} when it was chosen, and is {entry.gid} now",
+                f"GID {chosen.index} was {chosen.gid} when chosen, and is {entry.gid} now",
                 again,
                 about,
             )
@@ -129,10 +129,10 @@ def check_gid(
             )
         ]
     kind = "" if entry.gid_type is None else entry.gid_type.name
-    # A reason may begin with the kind.
+    # The reason may begin with the type.
     kind = "" if not kind or chosen.reason.startswith(kind) else f", {kind}"
     where = f" of {entry.ndev}" if entry.ndev else ""
-    seen = f"{name}{where}{kind}: {chosen.reason}"
+    evidence = f"{name}{where}{kind}: {chosen.reason}"
     better = [
         f"{other.index} ({other.gid})"
         for other in table
@@ -144,7 +144,7 @@ def check_gid(
             Finding(
                 "gid-roce-v1",
                 "warning",
-                f"{seen}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
+                f"{evidence}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
                 use or "let the peer use RoCE v1 too",
                 about,
             )
@@ -155,12 +155,12 @@ def check_gid(
             Finding(
                 "gid-link-local",
                 "warning",
-                f"{seen}; a link-local address reaches only its own Ethernet segment",
+                f"{evidence}; a link-local address reaches only its own Ethernet segment",
                 use or address + (f" dev {entry.ndev}" if entry.ndev else ""),
                 about,
             )
         ]
-    return [Finding("gid", "ok", seen, about=about)]
+    return [Finding("gid", "ok", evidence, about=about)]
 
 
 def _address(gid: GID) -> str:
@@ -169,7 +169,7 @@ def _address(gid: GID) -> str:
 
 
 def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
-    # The device makes up a link-local GID from its MAC, whether or not that is an address.
+    # A device derives a link-local GID from its MAC, whether or not it is an address in use.
     if entry.gid.is_link_local or not system.has_netdev(entry.ndev):
         return False
     if entry.gid.is_ipv4:
@@ -179,7 +179,7 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
     return found is not None and (bytes(entry.gid), entry.ndev) not in found
 
 
-def check_way(
+def check_route(
     source: GIDTableEntry,
     dgid: GID,
     table: list[GIDTableEntry],
@@ -187,18 +187,18 @@ def check_way(
     system: System,
     about: str,
 ) -> list[Finding]:
-    """Look at whether a GID can be reached from another at all.
+    """Check whether a GID can be reached from another.
 
     Args:
         source: the local GID.
         dgid: the peer's.
         table: the GIDs of the local port.
-        kind: "soft" for a device that reaches nothing but itself.
-        system: where the routes are.
-        about: whose way it is.
+        kind: "soft" for a device that only reaches itself.
+        system: has the routes.
+        about: whose path it is.
     """
     here = f"GID {source.index} ({source.gid})"
-    both = "let both sides use GIDs of one kind and one network: gid_index= ('rdmapost devices')"
+    both = "use GIDs of the same type and network on both sides: gid_index= ('rdmapost devices')"
 
     def wrong(why: str, remedy: str = both, severity: Severity = "problem") -> list[Finding]:
         return [Finding("gid-wrong", severity, why, remedy, about)]
@@ -214,8 +214,8 @@ def check_way(
     local = dgid in [entry.gid for entry in table]
     if kind == "soft" and not local:
         return wrong(
-            f"the peer's {dgid} is no GID of the software device, which reaches only its own",
-            "connect to a queue pair of this process, or use a real device",
+            f"the peer's {dgid} is not a GID of the software device, which only reaches its own",
+            "connect to a queue pair in this process, or use a real device",
         )
     looked_up = dgid.is_ipv4 and system.has_netdev(source.ndev)
     routes = system.ipv4_routes() if looked_up else []
@@ -233,7 +233,7 @@ def check_way(
     if local:
         if network is not None and to not in network:
             return wrong(
-                f"{here} is in {network}, and the peer's {to}, of this device too, is not",
+                f"{here} is in {network}, and the peer's {to} on the same device is not",
                 severity="warning",
             )
         return [Finding("way", "ok", f"from {here} to {dgid}, on this device", about=about)]
@@ -250,8 +250,8 @@ def check_way(
     if route.gateway is None and network is not None and to not in network:
         return wrong(f"{here} is in {network}, and the peer's {to} is in {route.network}")
     through = "directly" if route.gateway is None else f"through {route.gateway}"
-    seen = f"from {here} to {to} over {source.ndev}, {through}"
-    return [Finding("way", "ok", seen, about=about)]
+    evidence = f"from {here} to {to} over {source.ndev}, {through}"
+    return [Finding("way", "ok", evidence, about=about)]
 
 
 def _ipv4(gid: GID) -> IPv4Address:

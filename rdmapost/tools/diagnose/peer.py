@@ -1,4 +1,4 @@
-"""The checklist of two queue pairs: does each mean the other, and on the same terms?"""
+"""Checks of two queue pairs: is each connected to the other, with matching attributes?"""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from ...resources.endpoint import Endpoint
 from ...resources.qp import QP, chosen_gid
 from ...resources.qp_attr import QPAttr
 from .finding import Finding, Severity
-from .looking import RECEIVES, Seen
-from .queuepair import has_receive, waiting_sends
+from .qp_checks import has_receive, waiting_sends
+from .snapshot import RECEIVES, Snapshot
 
 __all__ = ["check_peer"]
 
 _PSN_MASK = 0xFFFFFF
 
 
-def check_peer(seen: Seen) -> Iterable[Finding]:
-    """Compare with the other side, as far as it is known."""
-    peer = seen.peer
+def check_peer(snap: Snapshot) -> Iterable[Finding]:
+    """Compare with the peer, as far as it is known."""
+    peer = snap.peer
     if peer is None:
-        if seen.connected:
-            path = seen.attr.ah_attr
+        if snap.connected:
+            path = snap.attr.ah_attr
             yield Finding(
                 "peer-unknown",
                 "info",
-                f"its peer, QP {seen.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
-                "this process: its state and its receives cannot be seen from here",
-                "diagnose it where it is, and compare; or qp.diagnose(endpoint) with what it said",
-                seen.about,
+                f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
+                "this process: its state and its receives are not visible",
+                "diagnose it in its own process and compare; or qp.diagnose(its endpoint)",
+                snap.about,
             )
     elif isinstance(peer, Endpoint):
-        yield from _check_endpoint(seen, peer)
-    elif seen.local_peer is None:
+        yield from _check_endpoint(snap, peer)
+    elif snap.local_peer is None:
         yield Finding(
             "peer-closed",
             "problem",
             f"its peer {peer} is closed",
-            "make a new queue pair there, and connect both",
-            seen.about,
+            "create a new queue pair there, and connect both",
+            snap.about,
         )
     else:
-        yield from _check_qp(seen, *seen.local_peer)
+        yield from _check_qp(snap, *snap.local_peer)
 
 
-def _check_endpoint(seen: Seen, peer: Endpoint) -> Iterable[Finding]:
-    if not seen.connected:
+def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
+    if not snap.connected:
         return
-    attr, wrong = seen.attr, []
+    attr, wrong = snap.attr, []
     if attr.dest_qp_num != peer.qpn:
         wrong.append(("dest-qp-num", f"dest_qp_num={attr.dest_qp_num:#x}", f"{peer.qpn:#x}"))
     if attr.ah_attr.dgid not in (None, peer.gid):
@@ -61,22 +61,22 @@ def _check_endpoint(seen: Seen, peer: Endpoint) -> Iterable[Finding]:
         yield Finding(
             name,
             "problem",
-            f"{here}, and the peer said {there}",
-            "qp.to_reset(), and qp.connect() with the endpoint that the peer has now",
-            seen.about,
+            f"{here}, but the peer's endpoint has {there}",
+            "qp.to_reset(), and qp.connect() with the peer's current endpoint",
+            snap.about,
         )
     if not wrong:
-        yield Finding("peer", "ok", f"connected to {peer}", about=seen.about)
+        yield Finding("peer", "ok", f"connected to {peer}", about=snap.about)
 
 
-def _check_qp(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    qp, about = seen.qp, seen.about
-    if peer.qp_type is not seen.peer_type:
+def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
+    qp, about = snap.qp, snap.about
+    if peer.qp_type is not snap.peer_type:
         yield Finding(
             "qp-type-mismatch",
             "problem",
-            f"it is {qp.qp_type.name}, and its peer {peer.qp_type.name}",
-            f"make the peer one of type {seen.peer_type.name}",
+            f"it is {qp.qp_type.name}, but its peer is {peer.qp_type.name}",
+            f"create the peer with type {snap.peer_type.name}",
             about,
         )
         return
@@ -94,31 +94,31 @@ def _check_qp(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield Finding(
             "other-pd",
             "info",
-            f"its peer {peer} is of another PD",
-            "the rkey of a region works only through queue pairs of the region's own PD",
+            f"its peer {peer} is on another PD",
+            "a region's rkey works only through queue pairs on the same PD",
             about,
         )
-    if seen.connected:
-        yield from _check_crossing(seen, peer, there)
-        yield from _check_terms(seen, peer, there)
-    elif qp.qp_type is QPType.UD and seen.attr.qkey != there.qkey:
+    if snap.connected:
+        yield from _check_crossing(snap, peer, there)
+        yield from _check_terms(snap, peer, there)
+    elif qp.qp_type is QPType.UD and snap.attr.qkey != there.qkey:
         yield Finding(
             "qkey-mismatch",
             "warning",
-            f"qkey={seen.attr.qkey:#x}, and the peer's qkey={there.qkey:#x}: a message must carry "
+            f"qkey={snap.attr.qkey:#x}, and the peer's qkey={there.qkey:#x}: a message must carry "
             "the peer's, or it is dropped",
             f"Send(..., remote_qkey={there.qkey:#x})",
             about,
         )
     if qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
-        yield from _check_no_receive(seen, peer)
+        yield from _check_no_receive(snap, peer)
 
 
-def _check_no_receive(seen: Seen, peer: QP) -> Iterable[Finding]:
-    """Look at whether a send waits for a receive that the peer does not have."""
-    # Every opcode of UD consumes one, and a message that finds none is dropped.
-    datagram = seen.qp.qp_type is QPType.UD
-    sends = seen.qp.outstanding.send if datagram else waiting_sends(seen)
+def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
+    """Check whether a send waits for a receive that the peer has not posted."""
+    # On UD every opcode consumes one, and a message that finds none is dropped.
+    datagram = snap.qp.qp_type is QPType.UD
+    sends = snap.qp.outstanding.send if datagram else waiting_sends(snap)
     if sends == 0:
         return
     severity: Severity = "problem"
@@ -126,7 +126,7 @@ def _check_no_receive(seen: Seen, peer: QP) -> Iterable[Finding]:
     if datagram or sends is None:
         severity = "warning"
     if sends is None:
-        evidence += f"{seen.qp.outstanding.send}; a SEND or RDMA_WRITE_WITH_IMM among them waits"
+        evidence += f"{snap.qp.outstanding.send}; a SEND or RDMA_WRITE_WITH_IMM among them waits"
     else:
         evidence += str(sends)
     yield Finding(
@@ -134,23 +134,23 @@ def _check_no_receive(seen: Seen, peer: QP) -> Iterable[Finding]:
         severity,
         evidence,
         "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)",
-        seen.about,
+        snap.about,
     )
 
 
-def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    """Look at whether each names the other."""
-    qp, here, about = seen.qp, seen.attr, seen.about
+def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
+    """Check that each names the other."""
+    qp, here, about = snap.qp, snap.attr, snap.about
     again = "to_reset() both, then a.connect(b.endpoint()) and b.connect(a.endpoint())"
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
-        # A peer on its way up does not name anybody yet.
+        # Before RTR a peer names nobody.
         if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
             crossed = False
             yield Finding(
                 "dest-qp-num",
                 "problem",
-                f"{side} has dest_qp_num={attr.dest_qp_num:#x}, and not {other.qp_num:#x}, the "
+                f"{side} has dest_qp_num={attr.dest_qp_num:#x}, not {other.qp_num:#x}, the "
                 f"number of {other}",
                 again,
                 about,
@@ -160,7 +160,7 @@ def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
     if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
         crossed = False
         yield Finding(
-            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, and {peer} has {gid}", again, about
+            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, but {peer} has {gid}", again, about
         )
     if crossed and there.qp_state in RECEIVES:
         yield Finding(
@@ -168,17 +168,17 @@ def _check_crossing(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
         )
 
 
-def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    """Look at what both sides must agree on."""
-    qp, here, about = seen.qp, seen.attr, seen.about
+def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
+    """Check the attributes that must match."""
+    qp, here, about = snap.qp, snap.attr, snap.about
     if there.qp_state not in RECEIVES:
         return
-    again = "to_reset() both, and connect them with what the other's endpoint() says"
+    again = "to_reset() both, and connect each with the other's endpoint()"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
         yield Finding(
             "mtu-mismatch",
             "problem",
-            f"path_mtu {here.path_mtu.bytes}, and the peer's {there.path_mtu.bytes}",
+            f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}",
             again,
             about,
         )
@@ -187,9 +187,9 @@ def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
         (peer, there, here, f"its peer {peer} sends"),
     ):
         if sending.qp_state is not QPState.RTS or qp.qp_type is QPType.UC:
-            # A connection that may lose packets takes any number.
+            # UC accepts any PSN.
             continue
-        # Some devices say where they are, some where they began; while packets are under way
+        # Some devices report the current PSN, some the first; while packets are in flight
         # neither can be compared.
         sent = {sending.sq_psn & _PSN_MASK, sender.psn}
         if not sender.outstanding.send and expecting.rq_psn & _PSN_MASK not in sent:
@@ -201,13 +201,13 @@ def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 again,
                 about,
             )
-    kinds = [_gid_type(seen, here), _gid_type(seen, there)]
+    kinds = [_gid_type(snap, here), _gid_type(snap, there)]
     if qp.pd.context.name == peer.pd.context.name and None not in kinds and kinds[0] != kinds[1]:
         yield Finding(
             "gid-type-mismatch",
             "problem",
             f"its GID is {getattr(kinds[0], 'name', '')}, and the peer's "
-            f"{getattr(kinds[1], 'name', '')}: they do not hear each other",
+            f"{getattr(kinds[1], 'name', '')}: they cannot reach each other",
             "give both a gid_index of one type ('rdmapost devices')",
             about,
         )
@@ -229,6 +229,6 @@ def _check_terms(seen: Seen, peer: QP, there: QPAttr) -> Iterable[Finding]:
             )
 
 
-def _gid_type(seen: Seen, attr: QPAttr) -> GIDType | None:
+def _gid_type(snap: Snapshot, attr: QPAttr) -> GIDType | None:
     index = attr.ah_attr.sgid_index
-    return next((entry.gid_type for entry in seen.table if entry.index == index), None)
+    return next((entry.gid_type for entry in snap.table if entry.index == index), None)

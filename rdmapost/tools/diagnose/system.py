@@ -1,4 +1,4 @@
-"""What /sys and /proc say about RDMA devices, network devices and addresses."""
+"""RDMA devices, network devices and addresses, as /sys and /proc show them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PHYS_STATES = {
 
 
 class Port(NamedTuple):
-    """A port as sysfs shows it, which takes no permission.
+    """A port, as sysfs shows it to any user.
 
     Attributes:
         device: name of the RDMA device.
@@ -33,7 +33,7 @@ class Port(NamedTuple):
         state: name of its state, such as "ACTIVE".
         phys_state: name of its physical state, such as "LinkUp".
         link_layer: "Ethernet" or "InfiniBand".
-        netdev: name of the network device behind it, or "".
+        netdev: name of its network device, or "".
     """
 
     device: str
@@ -48,9 +48,9 @@ class Route(NamedTuple):
     """A line of the IPv4 routing table.
 
     Attributes:
-        netdev: where it leads.
-        network: for which addresses.
-        gateway: the next hop, or None on the network itself.
+        netdev: the network device.
+        network: the destinations.
+        gateway: the next hop, or None if directly connected.
     """
 
     netdev: str
@@ -62,7 +62,7 @@ class System:
     """The files of a machine.
 
     Args:
-        root: what stands for /.
+        root: the directory to use as /.
     """
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
@@ -80,18 +80,18 @@ class System:
             return None
 
     def names(self, *parts: str) -> list[str]:
-        """Return what is in a directory, sorted; nothing if it is not there."""
+        """Return the names in a directory, sorted; none if it does not exist."""
         try:
             return sorted(os.listdir(self.path(*parts)))
         except OSError:
             return []
 
     def module(self, name: str) -> bool:
-        """Whether a kernel module is loaded (or built in, and known to sysfs)."""
+        """Whether a kernel module is loaded, or built in and known to sysfs."""
         return self.path("sys/module", name).exists()
 
     def kernel_has(self, module: str) -> bool:
-        """Whether the running kernel has a module that could be loaded, or has it built in."""
+        """Whether the running kernel has a module, to load or built in."""
         where = ("lib/modules", os.uname().release)
         file = re.compile(rf"/{module}\.ko", re.MULTILINE)
         return any(
@@ -144,7 +144,7 @@ class System:
         return bool(name) and self.path("sys/class/net", name).exists()
 
     def netdev_is_up(self, name: str) -> bool:
-        """Whether a network device is up, and has a link as far as it can tell."""
+        """Whether a network device is up, and not known to lack a link."""
         flags = self.read("sys/class/net", name, "flags") or "0"
         state = self.read("sys/class/net", name, "operstate") or "unknown"
         return bool(int(flags, 16) & _IFF_UP) and state not in ("down", "lowerlayerdown")
@@ -157,7 +157,7 @@ class System:
     # ---- addresses and routes -----------------------------------------------
 
     def ipv4_addresses(self) -> set[str] | None:
-        """Return this machine's IPv4 addresses, or None if that cannot be told."""
+        """Return this machine's IPv4 addresses, or None if unknown."""
         text = self.read("proc/net/fib_trie")
         return None if text is None else set(_LOCAL.findall(text))
 
@@ -188,5 +188,5 @@ def phys_state_name(phys_state: int) -> str:
 
 
 def _ipv4(text: str) -> IPv4Address:
-    # The kernel prints the bytes of the network as a number of the host.
+    # The kernel prints network-order bytes as a host-order number.
     return IPv4Address(int(text, 16).to_bytes(4, sys.byteorder))

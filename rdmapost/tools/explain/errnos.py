@@ -37,18 +37,18 @@ def _errno(
 ERRNOS: tuple[Explanation, ...] = (
     _errno(
         "EINVAL",
-        "The call was understood and refused: an argument is wrong, alone or together with the "
-        "others. From a post: this work request did not go in, and none behind it did; those "
-        "before it did. It does not say which argument; work through the list below.",
+        "An argument is invalid, alone or in combination with others. From a post: this work "
+        "request and those after it were not posted; those before it were. It does not say which "
+        "argument; work through the list below.",
         causes=(
-            "A post before RTS (sends) or in RESET (receives), where the driver looks at the "
-            "state. Not all do: then the post is taken, and nothing comes of it.",
+            "A post before RTS (sends) or in RESET (receives), where the driver checks the state. "
+            "Not all do: then the post succeeds, and nothing happens.",
             "More SGEs than max_send_sge or max_recv_sge (some drivers say ENOMEM), or more "
             "bytes inline than max_inline_data.",
-            "The opcode is not in the QP type's row of the table, or a flag is not for it.",
+            "The opcode is not in the QP type's row of the table, or a flag does not apply to it.",
             "An atomic that is not one SGE of 8 bytes at an address that is a multiple of 8.",
-            "From ibv_modify_qp: an attribute is missing for the step, or out of range; the "
-            "step does not exist; the GID index is empty; max_rd_atomic is over the device's "
+            "From ibv_modify_qp: an attribute is missing for the transition, or out of range; the "
+            "transition does not exist; the GID index is empty; max_rd_atomic is over the device's "
             "max_qp_init_rd_atom.",
             "From ibv_create_qp, ibv_create_cq, ibv_create_srq: a capability is over the "
             "device's limit, or 0 where one is needed.",
@@ -60,25 +60,25 @@ ERRNOS: tuple[Explanation, ...] = (
             "A QP with checked=True names most of these before the device sees them.",
             "qp.state, qp.query() and the attributes granted at creation (qp.max_send_sge ...).",
             "ibv_devinfo -v: max_qp_wr, max_sge, max_cqe, max_qp_rd_atom and the others.",
-            "dmesg: many drivers say there what they did not like.",
+            "dmesg: many drivers log the reason.",
         ),
         soft_roce="An atomic at an unaligned address or with less than 8 bytes is EINVAL at the "
-        "post. A send before RTS returns EINVAL without naming a work request, and is in the "
-        "queue all the same: it runs when the QP reaches RTS. Checked QPs refuse it first.",
+        "post. A send before RTS returns EINVAL without naming a work request, and stays in the "
+        "queue: it runs when the QP reaches RTS. Checked QPs refuse it first.",
         see=(_RETURN, "ibv_modify_qp(3), NOTES", "ibv_reg_mr(3), RETURN VALUE"),
     ),
     _errno(
         "ENOMEM",
-        "From a post: the queue is full. From a registration or the creation of something: "
-        "memory could not be had, and nearly always that is a limit and not the machine's RAM.",
+        "From a post: the queue is full. From a registration or a creation: memory could not be "
+        "allocated, nearly always because of a limit and not for lack of RAM.",
         causes=(
-            "A post: as many work requests are outstanding as the queue holds. A slot of the "
-            "send queue comes free only when the completion of that work request, or of a later "
-            "signaled one, has been polled. A program that posts only unsignaled sends fills "
-            "the queue for ever.",
+            "A post: as many work requests are outstanding as the queue holds. A slot of the send "
+            "queue comes free only when the completion of that work request, or of a later "
+            "signaled one, has been polled. A program that posts only unsignaled sends fills the "
+            "queue for good.",
             "ibv_reg_mr: the limit on locked memory (RLIMIT_MEMLOCK, often 8 MiB or 64 KiB).",
             "A post on mlx5, too: more SGEs than max_send_sge, or more inline data than fits.",
-            "ibv_create_*: the device has no more of it (max_qp, max_mr, max_cq), or the queue "
+            "ibv_create_*: the device has no more of them (max_qp, max_mr, max_cq), or the queue "
             "asked for does not fit into its memory.",
             "Queue memory counts as locked memory too, on older kernels and some drivers; and a "
             "container's memory cgroup may be at its limit.",
@@ -100,15 +100,15 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EFAULT",
-        "The kernel could not use an address of this process.",
+        "The kernel could not access an address in this process.",
         causes=(
-            "ibv_reg_mr of a range that is not mapped all through: freed memory, a wrong "
-            "length, a guard page.",
+            "ibv_reg_mr of a range that is not fully mapped: freed memory, a wrong length, a guard "
+            "page.",
             "ibv_reg_mr with a write permission over memory that is mapped read-only (a string "
             "literal, a read-only mmap of a file, bytes).",
             "ibv_reg_mr of memory that cannot be pinned: a device's mapped registers, GPU memory "
             "without its peer-memory module (use dma-buf).",
-            "Memory mapped PROT_NONE by an allocator's or a sanitizer's doing.",
+            "Memory that an allocator or a sanitizer has mapped PROT_NONE.",
         ),
         look_at=(
             "/proc/PID/maps: the range must be covered without gaps, with 'rw'.",
@@ -122,19 +122,19 @@ ERRNOS: tuple[Explanation, ...] = (
         "The device, its driver or the library does not have this operation. Nothing was posted "
         "or created. ENOTSUP is the same number.",
         causes=(
-            "An opcode that the driver does not carry: TSO, BIND_MW, atomics, tag matching.",
+            "An opcode that the driver does not support: TSO, BIND_MW, atomics, tag matching.",
             "A QP or SRQ type that the device does not have: XRC, RAW_PACKET, tag matching.",
             "A verb that is missing in this driver (libibverbs answers for it), or in an older "
             "libibverbs.",
-            "ON_DEMAND or another access flag that the device has not; memory of a file system "
-            "that cannot be pinned for long (DAX).",
+            "ON_DEMAND or another access flag that the device lacks; memory of a file system that "
+            "cannot be pinned for long (DAX).",
             "The kernel's part is older than the library's.",
         ),
         look_at=(
             "rdmapost check: which opcodes work on which QP types of this device.",
             "context.attr.device_cap_flags and the other attributes; ibv_devinfo -v.",
             "dpkg -l libibverbs1 ibverbs-providers (rpm -q libibverbs), uname -r.",
-            "soft0 has what the three posting calls can post: try it there.",
+            "soft0 supports all that the three posting calls can post: try it there.",
         ),
         soft_roce="It has no XRC, no RAW_PACKET, no tag matching and no TSO.",
         see=(_RETURN, "ibv_query_device_ex(3)"),
@@ -146,14 +146,14 @@ ERRNOS: tuple[Explanation, ...] = (
             "No RDMA in this kernel: ib_uverbs is not loaded, or not built (containers, WSL, "
             "gVisor). ibv_get_device_list then says this.",
             "A driver with a dummy function for a verb that it lacks.",
-            "A seccomp filter that answers so.",
+            "A seccomp filter that returns it.",
         ),
         look_at=(
             "lsmod | grep ib_uverbs; ls /dev/infiniband; ls /sys/class/infiniband_verbs.",
             "modprobe ib_uverbs, on the host and not in the container.",
             "strace -f -e trace=ioctl,openat on the program.",
         ),
-        soft_roce="Its modules are two: modprobe rdma_rxe, and ib_uverbs for programs.",
+        soft_roce="It needs two modules: modprobe rdma_rxe, and ib_uverbs for programs.",
         see=("ibv_get_device_list(3)",),
     ),
     _errno(
@@ -179,12 +179,12 @@ ERRNOS: tuple[Explanation, ...] = (
             "/dev/infiniband/uverbsN cannot be opened for reading and writing by this user.",
             "A container without the device: --device=/dev/infiniband is missing, or the device "
             "cgroup refuses it.",
-            "SELinux or AppArmor refuses; for InfiniBand also SELinux rules on P_Keys "
-            "(ibpkey), on ibv_modify_qp.",
+            "SELinux or AppArmor denies it; for InfiniBand also SELinux rules on P_Keys (ibpkey), "
+            "on ibv_modify_qp.",
         ),
         look_at=(
-            "ls -l /dev/infiniband; id. Mode 0666 is the usual one of uverbs files; a container "
-            "has nodes of its own.",
+            "ls -l /dev/infiniband; id. uverbs files usually have mode 0666; a container has its "
+            "own nodes.",
             "ausearch -m avc, or dmesg for 'apparmor'.",
             "rdmapost devices, as root and as this user.",
         ),
@@ -192,11 +192,10 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EAGAIN",
-        "Not now, or not for you any more: a resource is used up for the moment, or nothing is "
-        "there yet.",
+        "Try again later: a resource is exhausted for the moment, or nothing is available yet.",
         causes=(
-            "A channel that does not block has no event yet: that is not a failure; wait for its "
-            "file descriptor and call again.",
+            "A non-blocking channel has no event yet. That is not a failure: wait for its file "
+            "descriptor and call again.",
             "The rdma cgroup is at its limit for HCA objects (ibv_open_device, ibv_create_*).",
             "The firmware is out of that resource (mlx5: 'no resources').",
         ),
@@ -209,7 +208,7 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EBUSY",
-        "Something else still depends on it, so that it cannot be closed or changed.",
+        "The object cannot be closed or changed: something else still depends on it.",
         causes=(
             "ibv_dealloc_pd, ibv_destroy_cq, ibv_destroy_srq while a QP, MR, AH or MW uses them.",
             "ibv_dereg_mr while a memory window is bound to the region.",
@@ -225,10 +224,10 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENODEV",
-        "The device is not there, or not there any more.",
+        "The device does not exist, or no longer exists.",
         causes=(
             "It was unplugged, its module was removed, or the virtual function was taken away.",
-            "rdma link delete rxe0, or the network device below it has gone.",
+            "rdma link delete rxe0, or its network device is gone.",
             "The name or the port does not exist.",
         ),
         look_at=(
@@ -242,7 +241,7 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENXIO",
-        "The device file exists, and nothing answers behind it.",
+        "The device file exists, but no device is behind it.",
         causes=(
             "A stale node in /dev/infiniband, of a device that has been removed or renumbered; "
             "typical in containers that were given the node and not the directory.",
@@ -255,13 +254,13 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENOENT",
-        "Something that was named does not exist.",
+        "A named object does not exist.",
         causes=(
             "No node /dev/infiniband/uverbsN: ib_uverbs is not loaded, or udev has not run.",
             "ibv_get_device_list in a machine without the sysfs directories.",
             "An object handle that the kernel has dropped already (destroyed twice).",
-            "ibv_start_poll of an empty completion queue: no failure, it is how that call says "
-            "'none'.",
+            "ibv_start_poll of an empty completion queue: not a failure, but how that call reports "
+            "none.",
         ),
         look_at=(
             "ls /dev/infiniband /sys/class/infiniband.",
@@ -271,9 +270,8 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ETIMEDOUT",
-        "An answer was waited for and did not come. From ibv_modify_qp on RoCE it is the "
-        "peer's link address; it is not the time limit of a work request, which ends with the "
-        "status RETRY_EXC_ERR.",
+        "An answer did not come in time. From ibv_modify_qp on RoCE it is the peer's link address; "
+        "it is not the timeout of a work request, which completes with RETRY_EXC_ERR.",
         causes=(
             "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
             "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
@@ -283,18 +281,18 @@ ERRNOS: tuple[Explanation, ...] = (
         ),
         look_at=(
             "ip neigh show ADDRESS, and ping it from the address of the chosen GID.",
-            "rdmapost devices: GID, its kind and network device; try -g INDEX.",
+            "rdmapost devices: GID, its type and network device; try -g INDEX.",
             "dmesg: 'timeout. Will cause a leak of a command resource' is mlx5's.",
         ),
         see=("ibv_modify_qp(3)", "ibv_create_ah(3)"),
     ),
     _errno(
         "EHOSTUNREACH",
-        "The peer's address is in a network that is known, and nobody there answers to it.",
+        "The peer's network is known, but no host answers at its address.",
         causes=(
             "The neighbour does not resolve: host down, cable, VLAN, or an entry FAILED.",
-            "A route with 'unreachable', or a firewall that rejects with this answer.",
-            "A link-local GID (fe80::) of another link: it holds only on its own.",
+            "A route with 'unreachable', or a firewall that rejects with this error.",
+            "A link-local GID (fe80::) of another link: it is valid only on its own.",
         ),
         look_at=(
             "ip route get ADDRESS from SOURCE; ip neigh.",
@@ -306,8 +304,8 @@ ERRNOS: tuple[Explanation, ...] = (
         "ENETUNREACH",
         "There is no route from the chosen GID's address to the peer's network.",
         causes=(
-            "GIDs of two kinds: an IPv4 address here and an IPv6 one there, or a link-local "
-            "one against a global one.",
+            "GIDs of two types: an IPv4 address here and an IPv6 one there, or a link-local one "
+            "against a global one.",
             "The network device of this GID is down, or has lost its address.",
             "No gateway for the peer's network, or policy routing that excludes this source.",
         ),
@@ -321,11 +319,11 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EIO",
-        "The call failed in the device or on the way to it, without more detail. Often it is "
-        "the first sign of a device that has been reset.",
+        "The call failed in the device or on the path to it, without more detail. Often it is the "
+        "first sign of a device that has been reset.",
         causes=(
             "The device was disassociated under the program: reset, removed, driver reloaded. "
-            "Every call on the open context then fails so.",
+            "Every call on the open context then fails like this.",
             "A firmware command failed (internal error, wrong length: versions that do not match).",
             "ibv_poll_cq returned a negative number: the CQ overran or is corrupt, and no errno "
             "was set.",
@@ -342,7 +340,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "A table or a buffer has no room.",
         causes=(
             "The device's table of keys, QPs, multicast members or flows is full.",
-            "The kernel's answer does not fit what an older library has room for.",
+            "The kernel's answer is larger than an older library's buffer.",
             "Tag lists and steering tables that were made too small.",
         ),
         look_at=(
@@ -357,7 +355,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "The file descriptor of the device or of a channel is closed, or was never one.",
         causes=(
             "Something closed all file descriptors: daemonising, a subprocess helper, "
-            "os.closerange, close() of a number that had been given out again.",
+            "os.closerange, close() of a number that had been reused.",
             "The program forked, and the child used the parent's resources after it had closed "
             "them.",
             "The context or channel was closed before.",
@@ -371,10 +369,10 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EMFILE",
-        "The process has no file descriptor left.",
+        "The process has no file descriptors left.",
         causes=(
-            "Every open device and every channel takes one or two, and the limit is often "
-            "1024; a CQ of this library that is made without a channel has one of its own.",
+            "Every open device and every channel uses one or two, and the limit is often 1024; a "
+            "CQ that is created without a channel creates its own.",
             "Contexts or CQs that are never closed.",
         ),
         look_at=(
@@ -385,24 +383,24 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EINTR",
-        "A signal interrupted a call that waits.",
+        "A signal interrupted a blocking call.",
         causes=(
             "A signal with a handler (a timer, SIGCHLD, a profiler) during ibv_get_cq_event or "
             "ibv_get_async_event.",
             "A debugger or strace was attached.",
         ),
         look_at=(
-            "Call again. Waits of this library do it by themselves, unless the handler raised.",
+            "Call again. This library's waits do so by themselves, unless the handler raised.",
             "SA_RESTART in the program's own handlers.",
         ),
         see=("signal(7)", "ibv_get_cq_event(3)"),
     ),
     _errno(
         "ENODATA",
-        "The entry of the table is empty: there is no GID at this index.",
+        "The table entry is empty: there is no GID at this index.",
         causes=(
             "ibv_query_gid_ex of an index that holds none: RoCE fills entries as the network "
-            "device has addresses.",
+            "device gets addresses.",
             "ibv_modify_qp (to RTR) or ibv_create_ah with such an sgid_index; older kernels say "
             "EINVAL.",
             "An address was removed and its GID with it: indexes are not stable.",
@@ -415,24 +413,24 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENOTCONN",
-        "The connection is not there: the queue pair is not in RTS. siw (software iWARP) says "
-        "this where others say EINVAL.",
+        "There is no connection: the queue pair is not in RTS. siw (software iWARP) says this "
+        "where others say EINVAL.",
         causes=(
-            "A post to an iWARP queue pair before rdma_connect or rdma_accept is through.",
+            "A post to an iWARP queue pair before rdma_connect or rdma_accept has finished.",
             "The TCP connection below it has ended.",
         ),
         look_at=(
-            "iWARP needs the connection manager (librdmacm): INIT, RTR and RTS by hand do not "
-            "connect it.",
+            "iWARP needs the connection manager (librdmacm): moving it through INIT, RTR and RTS "
+            "by hand does not connect it.",
             "ss -tn for its TCP connection; qp.state.",
         ),
         see=("rdma_connect(3)",),
     ),
     _errno(
         "EMSGSIZE",
-        "The message is longer than the device takes in one piece.",
+        "The message is longer than the device accepts.",
         causes=(
-            "cxgb4 (iWARP): more bytes inline than it takes, where others say EINVAL or ENOMEM.",
+            "cxgb4 (iWARP): more inline bytes than it accepts, where others say EINVAL or ENOMEM.",
             "A driver that compares a message with the port's max_msg_sz at the post.",
         ),
         look_at=(
@@ -443,8 +441,8 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENOTSUPP",
-        "A number of the kernel's own (524) that should not reach programs; strerror knows it "
-        "only as 'Unknown error 524'. It means what EOPNOTSUPP means.",
+        "A kernel-internal number (524) that should not reach programs; strerror knows it only as "
+        "'Unknown error 524'. It means what EOPNOTSUPP means.",
         causes=("A driver that returns it for a type, flag or attribute that it lacks.",),
         look_at=(
             "What 'rdmapost explain EOPNOTSUPP' lists.",

@@ -1,4 +1,4 @@
-"""Finding what there is to say by any name or number that a program may have printed."""
+"""Finding explanations by any name or number that a program may print."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from enum import Enum
 
 from ...enums import WCStatus
 from ...errors import RdmaError, describe_errno
-from .completions import WC_OPCODES
 from .errnos import ALIASES, ERRNOS
-from .events import EVENTS, WC_FLAGS
-from .model import KINDS, Explanation
+from .event_types import EVENTS, WC_FLAGS
+from .model import ENUMERATIONS, KINDS, Explanation
 from .opcodes import OPCODES
-from .queuepairs import QP_STATES, QP_TYPES, SEND_FLAGS
+from .qp_types import QP_STATES, QP_TYPES, SEND_FLAGS
 from .statuses import STATUSES
+from .wc_opcodes import WC_OPCODES
 
 __all__ = ["UnknownNameError", "explain", "names"]
 
@@ -35,7 +35,7 @@ _ALL = sorted(
     key=lambda found: list(KINDS).index(found.kind),
 )
 _NUMBERED = ("status", "errno")
-"""What is printed as a bare number; the numbers of opcodes and states are rarely met."""
+"""The kinds that programs print as bare numbers."""
 
 
 _PHRASES: dict[str, WCStatus] = {
@@ -63,14 +63,14 @@ _PHRASES: dict[str, WCStatus] = {
     "TM error": WCStatus.TM_ERR,
     "TM software rendezvous": WCStatus.TM_RNDV_INCOMPLETE,
 }
-"""What ibv_wc_status_str() says, and so most programs print."""
+"""What ibv_wc_status_str() returns, and so most programs print."""
 
 
 class UnknownNameError(RdmaError, LookupError):
-    """There is nothing to say about this name.
+    """There is no explanation of this name.
 
     Attributes:
-        nearest: the names that look most like it.
+        nearest: the most similar names.
     """
 
     def __init__(self, text: str, nearest: tuple[str, ...]) -> None:
@@ -79,27 +79,14 @@ class UnknownNameError(RdmaError, LookupError):
 
 
 def _key(name: str) -> str:
-    """Return a name without what people and languages spell differently."""
+    """Return a name without case and punctuation."""
     return re.sub(r"[^A-Z0-9]", "", name.upper())
-
-
-_CLASSES = {
-    "status": "WCStatus",
-    "opcode": "Opcode",
-    "ops_opcode": "OpsOpcode",
-    "wc_opcode": "WCOpcode",
-    "qp_type": "QPType",
-    "qp_state": "QPState",
-    "send_flag": "SendFlags",
-    "wc_flag": "WCFlags",
-    "event": "EventType",
-}
 
 
 def _index() -> dict[str, list[Explanation]]:
     found: dict[str, list[Explanation]] = {}
     for one in _ALL:
-        spellings = [one.name, one.constant, f"{_CLASSES.get(one.kind, 'errno')}.{one.name}"]
+        spellings = [one.name, one.constant, f"{ENUMERATIONS.get(one.kind, 'errno')}.{one.name}"]
         if one.kind == "errno":
             spellings.append(os.strerror(one.number))
             spellings += [alias for alias, name in ALIASES.items() if name == one.name]
@@ -114,7 +101,7 @@ _BY_KEY = _index()
 
 
 def names() -> dict[str, list[str]]:
-    """Return all names that there is something to say about, by kind."""
+    """Return all names with an explanation, by kind."""
     return {kind: [one.name for one in _ALL if one.kind == kind] for kind in KINDS}
 
 
@@ -125,12 +112,12 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         what: a completion status, an errno, an opcode, a QP type or state, a
             flag or an event: a member of an enumeration; its name in Python
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
-            what ibv_wc_status_str or strerror says of it; or the number of a
+            what ibv_wc_status_str or strerror returns; or the number of a
             status or errno (a negative one only of an errno).
 
     Returns:
-        all that bear this name or number; 13 is a status and an errno, and
-        SEND an opcode of work requests and one of completions.
+        all with this name or number; 13 is a status and an errno, and SEND an
+        opcode of work requests and of completions.
 
     Raises:
         UnknownNameError: there is none.

@@ -1,13 +1,25 @@
-"""What there is to say about one name."""
+"""The explanation of one name."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum, IntFlag
+from typing import Any
 
-from ...enums import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus
+from ...enums import (
+    EventType,
+    Opcode,
+    OpsOpcode,
+    QPState,
+    QPType,
+    SendFlags,
+    WCFlags,
+    WCOpcode,
+    WCStatus,
+)
 
-__all__ = ["KINDS", "Explanation", "constant_of"]
+__all__ = ["ENUMERATIONS", "KINDS", "Explanation", "explanation_of"]
 
 KINDS = {
     "status": "completion status",
@@ -21,21 +33,29 @@ KINDS = {
     "wc_flag": "completion flag",
     "event": "asynchronous event",
 }
-"""The kinds of names, in the order in which they are shown, and what they are called."""
+"""The kinds of names, in the order of the output, and what they are called."""
 
-_PREFIXES: dict[type[IntEnum], str] = {
-    WCStatus: "IBV_WC_",
-    Opcode: "IBV_WR_",
-    OpsOpcode: "IBV_WR_",
-    WCOpcode: "IBV_WC_",
-    QPType: "IBV_QPT_",
-    QPState: "IBV_QPS_",
+_SENTENCE_END = re.compile(r"(?<=\.)\s")
+_MEMBERS: dict[type[Enum], tuple[str, str]] = {
+    WCStatus: ("status", "IBV_WC_"),
+    Opcode: ("opcode", "IBV_WR_"),
+    OpsOpcode: ("ops_opcode", "IBV_WR_"),
+    WCOpcode: ("wc_opcode", "IBV_WC_"),
+    QPType: ("qp_type", "IBV_QPT_"),
+    QPState: ("qp_state", "IBV_QPS_"),
+    SendFlags: ("send_flag", "IBV_SEND_"),
+    WCFlags: ("wc_flag", "IBV_WC_"),
+    EventType: ("event", "IBV_EVENT_"),
 }
+"""The kind of each enumeration, and what its constants in C begin with."""
+
+ENUMERATIONS = {kind: cls.__name__ for cls, (kind, _) in _MEMBERS.items()}
+"""The enumeration of each kind; errnos have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a name means, why one meets it, and what to look at next.
+    """What a name means, its usual causes, and what to look at next.
 
     Attributes:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
@@ -43,15 +63,15 @@ class Explanation:
         name: as in the enumerations of this package, or of errno(3).
         number: its value.
         constant: its name in C.
-        meaning: what it says, and what state things are in then.
-        causes: why it comes, the usual ones first; of an opcode, how it fails.
+        meaning: what it means, and the resulting state.
+        causes: its causes, the usual ones first; for an opcode, how it fails.
         look_at: what to look at next: attributes, commands, counters, logs.
-        soft_roce: what Soft-RoCE (rdma_rxe) does otherwise, or "".
+        soft_roce: how Soft-RoCE (rdma_rxe) differs, or "".
         see: man pages, and chapters of the InfiniBand specification (IBA).
-        qp_types: of an opcode: its row of the table in ibv_post_send(3).
-        flags: of an opcode: the flags that mean something on it.
-        fields: of an opcode: the fields of its work request.
-        far_side: of an opcode: what the peer sees of it.
+        qp_types: for an opcode: its row of the table in ibv_post_send(3).
+        flags: for an opcode: the flags that apply to it.
+        fields: for an opcode: the fields of its work request.
+        far_side: for an opcode: what the peer sees.
     """
 
     kind: str
@@ -68,7 +88,29 @@ class Explanation:
     fields: tuple[str, ...] = ()
     far_side: str = ""
 
+    @property
+    def summary(self) -> str:
+        """The first sentence of the meaning, without its full stop."""
+        return _SENTENCE_END.split(self.meaning, maxsplit=1)[0].rstrip(".")
 
-def constant_of(member: IntEnum) -> str:
-    """Return the name in C of a member of an enumeration."""
-    return _PREFIXES[type(member)] + member.name
+
+def explanation_of(
+    member: IntEnum | IntFlag, meaning: str, *look_at: str, **texts: Any
+) -> Explanation:
+    """Make the explanation of a member of an enumeration.
+
+    Args:
+        member: the member.
+        meaning, look_at, texts: attributes of the explanation.
+    """
+    kind, prefix = _MEMBERS[type(member)]
+    name = member.name or ""
+    texts = {"look_at": look_at, **texts}
+    return Explanation(
+        kind=kind,
+        name=name,
+        number=member.value,
+        constant=prefix + name,
+        meaning=meaning,
+        **texts,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from ...enums import Opcode, OpsFlags, OpsOpcode, QPType, SendFlags
 from ...posting import wr as work_requests
 from ...posting.rules import QP_TYPES_BY_OPCODE, flags_allowed
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["COLUMNS", "OPCODES"]
 
@@ -24,16 +24,7 @@ _CLASSES: dict[str, Any] = {
 _POST = "ibv_post_send(3), DESCRIPTION"
 
 
-def _opcode(
-    opcode: Opcode | OpsOpcode,
-    meaning: str,
-    far_side: str,
-    *,
-    causes: tuple[str, ...] = (),
-    look_at: tuple[str, ...] = (),
-    soft_roce: str = "",
-    see: tuple[str, ...] = (_POST,),
-) -> Explanation:
+def _opcode(opcode: Opcode | OpsOpcode, meaning: str, far_side: str, **texts: Any) -> Explanation:
     has: frozenset[QPType] = frozenset()
     flags = tuple(flag.name or "" for flag in OpsFlags)
     if isinstance(opcode, Opcode):
@@ -41,20 +32,14 @@ def _opcode(
         # On a device that can do everything.
         meant = [flags_allowed(qp_type, opcode, -1) for qp_type in has]
         flags = tuple(flag.name or "" for flag in SendFlags if any(flag & one for one in meant))
-    return Explanation(
-        kind="opcode" if isinstance(opcode, Opcode) else "ops_opcode",
-        name=opcode.name,
-        number=opcode.value,
-        constant=constant_of(opcode),
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
+    return explanation_of(
+        opcode,
+        meaning,
+        far_side=far_side,
         qp_types=tuple(column.name for column in COLUMNS if column in has),
         flags=flags,
         fields=_fields(opcode),
-        far_side=far_side,
+        **{"see": (_POST,), **texts},
     )
 
 
@@ -66,13 +51,12 @@ def _fields(opcode: Opcode | OpsOpcode) -> tuple[str, ...]:
 OPCODES: tuple[Explanation, ...] = (
     _opcode(
         Opcode.SEND,
-        "Send the bytes of sg_list as one message. Where they end up is the receiver's "
-        "decision: in the receive that it posted first. Up to 2^31 bytes on RC, UC and XRC, up "
-        "to the path MTU on UD, one whole frame on RAW_PACKET. No SGEs at all is a message of 0 "
-        "bytes.",
-        "Consumes a receive; a RECV completion with byte_len (on UD with 40 bytes of GRH "
-        "counted in and at the start of the buffer, and src_qp). Without a receive: RNR NAK on "
-        "RC, silence elsewhere.",
+        "Send the bytes of sg_list as one message. The receiver decides where they go: into the "
+        "receive that it posted first. Up to 2^31 bytes on RC, UC and XRC, up to the path MTU on "
+        "UD, one whole frame on RAW_PACKET. Without SGEs it is a message of 0 bytes.",
+        "Consumes a receive; a RECV completion with byte_len (on UD with 40 bytes of GRH counted "
+        "in and at the start of the buffer, and src_qp). Without a receive: RNR NAK on RC; "
+        "silently dropped elsewhere.",
         causes=(
             "Fails with RNR_RETRY_EXC_ERR: the peer has no receive.",
             "Fails with REM_INV_REQ_ERR: the peer's receive is smaller than the message.",
@@ -82,8 +66,8 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.SEND_WITH_IMM,
-        "A SEND that carries 32 bits beside the payload. The bits cost nothing and arrive in "
-        "the completion, not in the buffer; also with 0 bytes of payload.",
+        "A SEND that carries 32 bits in addition to the payload, at no cost. They arrive in the "
+        "completion, not in the buffer; the payload may be empty.",
         "As for SEND, and the completion has WITH_IMM and imm_data. In the C struct that is in "
         "network order; this library gives both sides an integer in host order.",
         causes=(
@@ -95,8 +79,8 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.RDMA_WRITE,
-        "Put the bytes of sg_list at remote_addr in the peer's memory. The peer's program takes "
-        "no part; its memory must be registered with REMOTE_WRITE and LOCAL_WRITE, and its QP "
+        "Put the bytes of sg_list at remote_addr in the peer's memory. The peer's program is not "
+        "involved; its memory must be registered with REMOTE_WRITE and LOCAL_WRITE, and its QP "
         "must allow REMOTE_WRITE.",
         "The bytes in its memory, and no completion. A responder that refuses breaks its QP and "
         "raises QP_ACCESS_ERR or QP_REQ_ERR.",
@@ -106,21 +90,20 @@ OPCODES: tuple[Explanation, ...] = (
             "On UC a refused or lost write vanishes, and the sender has SUCCESS.",
         ),
         look_at=(
-            "How the peer learns of it: a SEND after it, or RDMA_WRITE_WITH_IMM. Polling the "
-            "last byte is not promised by the specification to work.",
+            "How the peer learns of it: a SEND after it, or RDMA_WRITE_WITH_IMM. The specification "
+            "does not guarantee that polling the last byte works.",
             "rdmapost write --data hello.",
         ),
     ),
     _opcode(
         Opcode.RDMA_WRITE_WITH_IMM,
-        "An RDMA_WRITE that tells the peer: 32 bits of immediate data in a completion of its "
-        "own, once all the bytes are in place.",
+        "An RDMA_WRITE that notifies the peer: a completion with 32 bits of immediate data, once "
+        "all the bytes are in place.",
         "The bytes at remote_addr, and a RECV_RDMA_WITH_IMM completion with imm_data and the "
         "length in byte_len. It consumes a receive, whose buffers are not touched (a receive "
         "without SGEs will do).",
         causes=(
-            "Fails with RNR_RETRY_EXC_ERR: it needs a receive at the peer, the plain write did "
-            "not.",
+            "Fails with RNR_RETRY_EXC_ERR: it needs a receive at the peer, an RDMA_WRITE does not.",
             "Fails with REM_ACCESS_ERR for the same reasons as RDMA_WRITE.",
         ),
         look_at=("rdmapost write --imm 7 --data hello.",),
@@ -129,14 +112,14 @@ OPCODES: tuple[Explanation, ...] = (
         Opcode.RDMA_READ,
         "Fetch as many bytes as sg_list holds from remote_addr in the peer's memory. The local "
         "region needs LOCAL_WRITE, the peer's REMOTE_READ. Up to max_rd_atomic reads and atomics "
-        "are under way at once; further ones wait, and so does what is posted with FENCE.",
+        "are in flight at once; further ones wait, and so does what is posted with FENCE.",
         "Nothing: no completion, no change. Its device answers by itself, if its "
         "max_dest_rd_atomic is at least the reader's max_rd_atomic.",
         causes=(
             "Fails with REM_ACCESS_ERR: the region lacks REMOTE_READ, or key or range are wrong.",
             "Fails with REM_INV_REQ_ERR: qp_access_flags, or max_dest_rd_atomic is exceeded.",
             "Fails with LOC_PROT_ERR: the local buffer lacks LOCAL_WRITE.",
-            "A later SEND that tells what was read overtakes it: post that with FENCE.",
+            "A later SEND that announces the data overtakes it: post that with FENCE.",
         ),
         look_at=(
             "qp.query(): max_rd_atomic here, max_dest_rd_atomic there.",
@@ -179,9 +162,9 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.LOCAL_INV,
-        "Make a key of this side's invalid: a type 2 memory window is unbound, a region can no "
-        "longer be reached with it. In order with the sends of its queue. It runs in the device "
-        "and needs no peer to agree.",
+        "Invalidate a local key: a type 2 memory window is unbound, a region can no longer be "
+        "reached with it. In order with the sends of its queue. It runs in the device and needs no "
+        "peer to agree.",
         "Nothing at once; later requests with that rkey end with REM_ACCESS_ERR at their sender.",
         causes=(
             "Fails with MW_BIND_ERR: the key is unknown, unbound, of a type 1 window, of a window "
@@ -201,8 +184,8 @@ OPCODES: tuple[Explanation, ...] = (
         causes=(
             "Fails with MW_BIND_ERR: no MW_BIND on the region, the range, a window that is bound "
             "already, different PDs.",
-            "Refused with EINVAL: a type 1 window; that one has a call of its own, qp.bind_mw().",
-            "Accesses beside the range fail with REM_ACCESS_ERR: that is what it is for.",
+            "Refused with EINVAL: a type 1 window; qp.bind_mw() binds those.",
+            "Accesses outside the range fail with REM_ACCESS_ERR, as they should.",
         ),
         look_at=(
             "device_cap_flags: MEM_WINDOW_TYPE_2A or MEM_WINDOW_TYPE_2B.",
@@ -214,18 +197,18 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.SEND_WITH_INV,
-        "A SEND that also makes a key of the peer's invalid. Storage targets answer with it: "
-        "the data is there, and the key that was lent is taken back, in one message.",
-        "As for SEND; the completion has WITH_INV and invalidated_rkey. From then on the key is "
-        "dead: a type 2 window is unbound.",
+        "A SEND that also invalidates one of the peer's keys. Storage targets reply with it: one "
+        "message announces the data and revokes the key.",
+        "As for SEND; the completion has WITH_INV and invalidated_rkey. The key is invalid from "
+        "then on: a type 2 window is unbound.",
         causes=(
             "The receive ends with REM_INV_REQ_ERR: the peer's key could not be invalidated, "
             "because it is unknown, a type 1 window's, or bound on another QP.",
             "Fails with RNR_RETRY_EXC_ERR: like every SEND it needs a receive.",
         ),
         look_at=("rdmapost send --invalidate --data hello.",),
-        soft_roce="Not on UC. The completion does not tell of the key: the kernel's flag has the "
-        "number of another one in the library.",
+        soft_roce="Not on UC. The completion does not name the key: the kernel's flag has the "
+        "number of another flag in the library.",
     ),
     _opcode(
         Opcode.TSO,
@@ -262,9 +245,9 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.ATOMIC_WRITE,
-        "Write 8 bytes at an aligned address in one indivisible step. It exists only in the "
-        "ibv_wr_* interface (ibv_wr_atomic_write), and on RC.",
-        "All 8 bytes are the old ones or all the new ones, to whoever looks.",
+        "Write 8 bytes at an aligned address indivisibly. It exists only in the ibv_wr_* interface "
+        "(ibv_wr_atomic_write), and on RC.",
+        "A reader sees all 8 old bytes or all 8 new ones.",
         look_at=("An RDMA_WRITE of 8 bytes promises less, and is what ibv_post_send has.",),
         soft_roce="rxe has had it as long as FLUSH.",
         see=("ibv_wr_post(3): ibv_wr_atomic_write",),
@@ -272,15 +255,15 @@ OPCODES: tuple[Explanation, ...] = (
     _opcode(
         OpsOpcode.TAG_ADD,
         "Put a tagged buffer on the matching list of a tag-matching SRQ. The first entry with "
-        "TMH.tag & mask == tag takes a message. The post sets wr.handle, which a TAG_DEL names. "
-        "Two completions may come: TM_ADD for the operation, and TM_RECV, with recv_wr_id, for "
-        "the message.",
+        "TMH.tag & mask == tag receives a message. The post sets wr.handle, which a TAG_DEL names. "
+        "Two completions may come: TM_ADD for the operation, and TM_RECV, with recv_wr_id, for the "
+        "message.",
         "An eager message with that tag lands in this buffer, and its header does not.",
         causes=(
             "Refused with ENOMEM: max_num_tags entries are on the list, or max_ops are "
             "outstanding.",
-            "Nothing matches: the tag has bits outside of the mask; or unexpected messages have "
-            "not been reported with TM_SYNC, and the entry is held until they are.",
+            "Nothing matches: the tag has bits outside the mask; or unexpected messages have not "
+            "been reported with TM_SYNC, and the entry is held until they are.",
         ),
         look_at=("unexpected_cnt and the TM_SYNC flag.", "rdmapost tag add -d soft0."),
         soft_roce="No tag matching there.",
@@ -288,10 +271,10 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         OpsOpcode.TAG_DEL,
-        "Take an entry off the matching list again, by the handle that its TAG_ADD was given.",
+        "Remove an entry from the matching list, by the handle that its TAG_ADD was given.",
         "A message with that tag is unexpected from now on.",
         causes=(
-            "Completes with TM_ERR: a message was faster; its completion carries the data.",
+            "Completes with TM_ERR: a message came first; its completion carries the data.",
             "Refused with EINVAL: not a handle of this SRQ. (mlx5 would index an array with it.)",
         ),
         look_at=(

@@ -1,40 +1,18 @@
-"""The texts about completion statuses (ibv_poll_cq(3)).
-
-One enumeration, one file, long as it is: a status is looked up by its name.
-"""
+"""The texts about completion statuses (ibv_poll_cq(3))."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import WCStatus
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["STATUSES"]
 
 _IBA = "IBA vol. 1, 11.6.2 (completion return status)"
 _POLL = "ibv_poll_cq(3), DESCRIPTION"
 
-
-def _status(
-    status: WCStatus,
-    meaning: str,
-    *,
-    causes: tuple[str, ...] = (),
-    look_at: tuple[str, ...] = (),
-    soft_roce: str = "",
-    see: tuple[str, ...] = (_POLL, _IBA),
-) -> Explanation:
-    return Explanation(
-        kind="status",
-        name=status.name,
-        number=status.value,
-        constant=constant_of(status),
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
-    )
-
+_status = partial(explanation_of, see=(_POLL, _IBA))
 
 STATUSES: tuple[Explanation, ...] = (
     _status(
@@ -45,12 +23,11 @@ STATUSES: tuple[Explanation, ...] = (
         "not mean that the peer's program has seen it; on UC, UD and RAW_PACKET it only says "
         "that the message has left.",
         causes=(
-            "All is well. If the peer has nothing all the same, and you are on RC: an RDMA_WRITE "
-            "without immediate data causes no completion there; the peer must look at the "
-            "memory, or be told.",
-            "On UD: a wrong Q_Key or no receive loses the message in silence.",
-            "On UC: a lost packet, a wrong rkey or a missing receive loses the whole message in "
-            "silence too.",
+            "All is well. If the peer still saw nothing, on RC: an RDMA_WRITE without immediate "
+            "data causes no completion there; the peer must poll the memory or be notified.",
+            "On UD: a wrong Q_Key or no receive silently loses the message.",
+            "On UC: a lost packet, a wrong rkey or a missing receive silently loses the whole "
+            "message too.",
         ),
         look_at=(
             "byte_len and wc_flags of the receive completion: imm_data and invalidated_rkey "
@@ -68,17 +45,17 @@ STATUSES: tuple[Explanation, ...] = (
         "ERR afterwards, on both sides.",
         causes=(
             "On a receive: the buffers of this receive are too small. Receives are consumed in "
-            "the order of their posts, whatever their size: the receive that the message met "
-            "may not be the one you had in mind.",
+            "posting order, whatever their size: the message may have met a different receive than "
+            "you expected.",
             "On a UD receive: no room for the 40 bytes of GRH that come before the payload.",
             "On a UD send: more bytes than the path MTU; UD does not split messages.",
             "On any send: more than the port's max_msg_sz; or an SGE of length 0, which some "
-            "hardware takes for 2^31 bytes.",
+            "hardware treats as 2^31 bytes.",
             "On an RDMA read or atomic: the answer does not fit the local SGEs; an atomic needs 8 "
             "bytes.",
         ),
         look_at=(
-            "Whether wr_id is that of a send or of a receive: an error completion has no valid "
+            "Whether wr_id belongs to a send or a receive: an error completion has no valid "
             "opcode.",
             "The sum of the SGE lengths of that receive, against what the peer sends.",
             "active_mtu and max_msg_sz of the port (context.query_port, ibv_devinfo -v).",
@@ -91,11 +68,11 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.LOC_QP_OP_ERR,
-        "This queue pair could not carry out the work request as it stands: it is inconsistent "
-        "in itself, or the QP was not made for it. Nothing reached the peer.",
+        "This queue pair could not carry out the work request: it is inconsistent, or the QP does "
+        "not support it. Nothing reached the peer.",
         causes=(
-            "The opcode is not one of this QP type's (see the row of the table: rdmapost "
-            "explain RDMA_READ), or the device lacks it; only an unchecked post gets so far.",
+            "The opcode is not one of this QP type's (see the row of the table: rdmapost explain "
+            "RDMA_READ), or the device lacks it; only an unchecked post gets this far.",
             "An RDMA read or atomic with max_rd_atomic=0 on this side: none may be outstanding.",
             "A broken address vector or address handle, or a P_Key index that has become invalid.",
             "The send queue entry was malformed when the device read it: a driver fault, or a "
@@ -116,7 +93,7 @@ STATUSES: tuple[Explanation, ...] = (
     _status(
         WCStatus.LOC_EEC_OP_ERR,
         "An end-to-end context could not carry out the request. Such contexts belong to the "
-        "reliable datagram (RD) service, which no device of today has.",
+        "reliable datagram (RD) service, which no current device implements.",
         causes=(
             "A status value that was never filled in, or a driver that maps an unknown code of "
             "its hardware here.",
@@ -125,15 +102,15 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.LOC_PROT_ERR,
-        "The device refused to touch local memory for this work request: an SGE of it does not "
-        "lie in a registered region that this queue may use in this way. The lkey, the range, "
-        "the protection domain and the access flags are all looked at. An RC queue pair goes to "
-        "ERR; if a receive has this status, the sender gets REM_OP_ERR.",
+        "The device refused to touch local memory for this work request: one of its SGEs is not "
+        "inside a registered region that this queue may use for it. The lkey, the range, the "
+        "protection domain and the access flags are all checked. An RC queue pair goes to ERR; if "
+        "a receive has this status, the sender gets REM_OP_ERR.",
         causes=(
-            "The SGE reaches beyond its region: addr or length is wrong by a little.",
-            "The region was deregistered while the work request was outstanding, or the lkey is "
-            "of an older registration. (This library keeps an MR that an SGE names alive; it "
-            "cannot where the SGE is only numbers.)",
+            "The SGE reaches beyond its region: addr or length is slightly off.",
+            "The region was deregistered while the work request was outstanding, or the lkey "
+            "belongs to an older registration. (This library keeps an MR alive while an SGE refers "
+            "to it; it cannot if the SGE is only numbers.)",
             "The lkey and the rkey were mixed up; on some devices they are equal, so that the "
             "program worked there.",
             "The region belongs to another PD than the queue pair (or than the SRQ).",
@@ -143,22 +120,21 @@ STATUSES: tuple[Explanation, ...] = (
         look_at=(
             "addr, length and lkey of every SGE, against mr.addr, mr.length and mr.lkey.",
             "mr.pd is qp.pd, and mr.access.",
-            "SGEs made by mr[a:b] cannot lie outside: replace typed numbers by them.",
+            "SGEs made by mr[a:b] cannot lie outside: use them instead of literal numbers.",
             "On-demand paging: dmesg, for a page fault that could not be served.",
         ),
         soft_roce="An unknown lkey on a SEND or WRITE gives LOC_QP_OP_ERR, and on Linux 6.12 any "
-        "local failure may be shown as WR_FLUSH_ERR. A receive with a bad buffer gives "
-        "LOC_QP_OP_ERR.",
+        "local failure may show as WR_FLUSH_ERR. A receive with a bad buffer gives LOC_QP_OP_ERR.",
         see=("ibv_reg_mr(3), DESCRIPTION", _IBA),
     ),
     _status(
         WCStatus.WR_FLUSH_ERR,
         "This work request was not carried out: its queue pair was in the error state (or, for "
-        "sends, SQE) when its turn came. It is a consequence and not a cause. The first "
-        "completion of that QP with another status says what happened.",
+        "sends, SQE) when its turn came. It is a consequence, not a cause. The first completion of "
+        "that QP with another status says what happened.",
         causes=(
             "An earlier work request of this QP failed, and everything behind it is flushed. If "
-            "that one is on the other CQ, it may be polled later than the flushes.",
+            "its completion is on the other CQ, it may be polled later than the flushes.",
             "The peer's request broke the QP: a responder goes to ERR after a bad rkey or an "
             "invalid request, and its own posts are flushed without any other status.",
             "You moved the QP to ERR, or rdma_disconnect did, or the connection manager got a "
@@ -169,7 +145,7 @@ STATUSES: tuple[Explanation, ...] = (
         look_at=(
             "The first completion that is not a flush, on the send and on the receive CQ.",
             "get_async_event(context): QP_ACCESS_ERR, QP_REQ_ERR and QP_FATAL name the QP.",
-            "qp.state; to use the QP again, take it to RESET and connect it again (both ends).",
+            "qp.state; to use the QP again, move it to RESET and reconnect both ends.",
             "The peer's completions and log, at the same time.",
         ),
         soft_roce="Linux 6.12 flushes the work request that failed locally too, so that no "
@@ -179,18 +155,17 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.MW_BIND_ERR,
-        "A memory management operation failed: a BIND_MW, or a LOCAL_INV. The window is as it "
-        "was before.",
+        "A memory management operation failed: a BIND_MW, or a LOCAL_INV. The window is unchanged.",
         causes=(
             "The region was registered without MW_BIND.",
             "The range lies outside the region, or has length 0 (a type 2 window is unbound by "
             "LOCAL_INV and not by a bind of length 0).",
-            "The window is bound already: invalidate a type 2 window before it is bound anew.",
-            "REMOTE_WRITE or REMOTE_ATOMIC is asked for the window, and the region has no "
+            "The window is bound already: invalidate a type 2 window before binding it again.",
+            "REMOTE_WRITE or REMOTE_ATOMIC is requested for the window, and the region lacks "
             "LOCAL_WRITE.",
-            "Window, region and queue pair are not of one PD, or the region is zero-based.",
-            "LOCAL_INV: the key is unknown, of a type 1 window, of a window bound on another QP, "
-            "or of a region to which windows are bound.",
+            "Window, region and queue pair are not on the same PD, or the region is zero-based.",
+            "LOCAL_INV: the key is unknown, or belongs to a type 1 window, a window bound on "
+            "another QP, or a region with windows bound to it.",
         ),
         look_at=(
             "mr.access, mr.addr and mr.length against addr, length and mw_access_flags.",
@@ -203,18 +178,18 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.BAD_RESP_ERR,
-        "The responder answered with something that does not fit the request: an unexpected "
-        "opcode in the answer, or the wrong length of a read's or atomic's answer.",
+        "The response did not match the request: an unexpected opcode, or the wrong length for a "
+        "read or an atomic.",
         causes=(
             "The two QPs do not agree on the connection: another QP with the same number "
             "answers, after one side was restarted.",
-            "Packets on the path are rewritten or corrupted beyond what the ICRC shows.",
-            "A fault in the peer's firmware or software transport; most often met between "
-            "devices of different makers or versions.",
+            "Packets on the path are rewritten or corrupted beyond what the ICRC detects.",
+            "A fault in the peer's firmware or software transport; most often seen between devices "
+            "of different vendors or versions.",
         ),
         look_at=(
-            "dest_qp_num and the PSNs of both sides; tear down both and connect anew.",
-            "A capture of the answer: tcpdump -i IF -w FILE udp port 4791 (RoCE v2), or ibdump.",
+            "dest_qp_num and the PSNs of both sides; tear both down and reconnect.",
+            "A capture of the response: tcpdump -i IF -w FILE udp port 4791 (RoCE v2), or ibdump.",
             "Firmware versions of both ends (fw_ver in ibv_devinfo).",
         ),
     ),
@@ -224,13 +199,14 @@ STATUSES: tuple[Explanation, ...] = (
         "it belongs: a protection error on local memory on behalf of the peer, reported on the "
         "receive that the message consumed.",
         causes=(
-            "The target of a write with immediate data is not valid any more: the region was "
+            "The target of a write with immediate data is no longer valid: the region was "
             "deregistered or the window invalidated while the message was coming in.",
             "The rkey does not grant REMOTE_WRITE, and this device reports it here too. The "
             "writer then has REM_ACCESS_ERR.",
         ),
         look_at=(
-            "The rkey and remote_addr that the peer used, against the regions that are alive.",
+            "The rkey and remote_addr that the peer used, against the regions that are registered "
+            "now.",
             "The peer's completion, and get_async_event(context): QP_ACCESS_ERR.",
         ),
         see=("ibv_reg_mr(3), DESCRIPTION", _IBA),
@@ -246,7 +222,7 @@ STATUSES: tuple[Explanation, ...] = (
             "More reads and atomics at once than the peer's max_dest_rd_atomic (your "
             "max_rd_atomic is larger), or that is 0 there.",
             "An atomic at an address that is not a multiple of 8, or a peer without atomics.",
-            "A length that the peer does not take: over 2^31, or over its port's maximum.",
+            "A length that the peer does not accept: over 2^31, or over its port's maximum.",
             "Seen on the receive of a SEND_WITH_INV: its key could not be invalidated.",
         ),
         look_at=(
@@ -255,8 +231,8 @@ STATUSES: tuple[Explanation, ...] = (
             "remote_addr % 8 of an atomic; atomic_cap of the peer's device.",
             "mlx5: req_remote_invalid_request in hw_counters.",
         ),
-        soft_roce="A receive that is too small gives REM_OP_ERR and not this. An unaligned atomic "
-        "is refused at the post with EINVAL.",
+        soft_roce="A receive that is too small gives REM_OP_ERR, not this. An unaligned atomic is "
+        "refused at the post with EINVAL.",
         see=("ibv_modify_qp(3): qp_access_flags, max_dest_rd_atomic", _IBA),
     ),
     _status(
@@ -265,11 +241,11 @@ STATUSES: tuple[Explanation, ...] = (
         "range, the permission, the protection domain or the window is wrong. Both QPs are in "
         "ERR; the peer gets the event QP_ACCESS_ERR and no completion.",
         causes=(
-            "The rkey or remote_addr that you use is stale or misread: the peer registered "
-            "again, was restarted, or the exchange mixed byte orders, lkey and rkey.",
+            "Your rkey or remote_addr is stale or wrong: the peer re-registered or restarted, or "
+            "the handshake mixed up byte orders, or lkey and rkey.",
             "remote_addr + length reaches beyond the region or the window.",
             "The region or window lacks REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC.",
-            "The region is of another PD than the peer's QP.",
+            "The region is on another PD than the peer's QP.",
             "On some devices: the operation is not enabled in the peer's qp_access_flags "
             "(elsewhere that is REM_INV_REQ_ERR).",
             "The window is not bound, was invalidated, or (type 2) was bound on another QP.",
@@ -282,14 +258,14 @@ STATUSES: tuple[Explanation, ...] = (
             "mlx5: req_remote_access_errors here, resp_remote_access_errors at the peer "
             "(hw_counters).",
         ),
-        soft_roce="Access through a window is compared with the bounds of the region behind it, "
-        "so that an access beside the window succeeds; and the peer gets no event.",
+        soft_roce="Access through a window is checked against the bounds of the region behind it, "
+        "so an access outside the window succeeds; and the peer gets no event.",
         see=("ibv_reg_mr(3), DESCRIPTION", "ibv_bind_mw(3)", _IBA),
     ),
     _status(
         WCStatus.REM_OP_ERR,
-        "The responder could not finish the request because of a fault of its own (NAK remote "
-        "operational error). Your work request may be in perfect order; look at the other side.",
+        "The responder could not finish the request because of a fault on its side (NAK remote "
+        "operational error). Your work request may be correct; look at the other side.",
         causes=(
             "The peer's receive names memory that it cannot write: its lkey or range is bad, "
             "LOCAL_WRITE is missing. It sees LOC_PROT_ERR on that receive.",
@@ -298,7 +274,7 @@ STATUSES: tuple[Explanation, ...] = (
             "The peer's QP or SRQ was broken by something else at that moment.",
         ),
         look_at=(
-            "The peer's completions and its dmesg; nothing on this side tells more.",
+            "The peer's completions and its dmesg; this side knows nothing more.",
             "The SGEs of the receives that the peer posts.",
         ),
         soft_roce="Also what the sender gets when the receive is too small; the receiver has "
@@ -309,19 +285,19 @@ STATUSES: tuple[Explanation, ...] = (
         "The peer did not answer. A request was sent retry_cnt + 1 times and no acknowledgement "
         "came. That takes at least 4.096 us * 2^timeout * (retry_cnt + 1): with timeout=14 and "
         "retry_cnt=6 half a second; devices may wait up to four times as long for each attempt, "
-        "and some raise a short timeout to a minimum of theirs. timeout=0 waits for ever. "
-        "Whether the request was carried out is not known. The QP is in ERR.",
+        "and some raise a short timeout to their minimum. timeout=0 waits for ever. Whether the "
+        "request was carried out is not known. The QP is in ERR.",
         causes=(
-            "The peer's QP is not in RTR or RTS, or is gone: not connected yet, in ERR after a "
-            "failure of its own, destroyed, the process ended.",
+            "The peer's QP is not in RTR or RTS, or is gone: not connected yet, in ERR after its "
+            "own failure, destroyed, or its process ended.",
             "The address is wrong: dest_qp_num, the GID or its index, the LID; a peer restarted "
             "with a new QP number; RoCE v1 against v2; a link-local GID; another VLAN.",
             "The network drops it: a firewall that blocks UDP port 4791 (RoCE v2), a security "
             "group, a switch port, ARP or ND that does not resolve; a port that went down.",
-            "The path MTU is larger than the network's: small messages pass, and those of more "
-            "than one packet fail. An Ethernet MTU must hold the path MTU and 80 bytes of headers.",
+            "The path MTU is larger than the network's: small messages pass, and multi-packet ones "
+            "fail. An Ethernet MTU must hold the path MTU and 80 bytes of headers.",
             "P_Keys that do not match, or an sq_psn that is not the peer's rq_psn: packets are "
-            "dropped in silence.",
+            "silently dropped.",
             "Packets are lost under load: no PFC or ECN for RoCE's traffic class, or a timeout "
             "that is too short for a busy peer or a long path.",
         ),
@@ -330,38 +306,36 @@ STATUSES: tuple[Explanation, ...] = (
             "whether the process lives.",
             "qp.query() on both sides, crosswise: dest_qp_num is the other's qp_num, sq_psn the "
             "other's rq_psn; path_mtu is the same; ah_attr has the other's GID.",
-            "timeout and retry_cnt: was there time enough? timeout=14..18, retry_cnt=7 for a "
-            "real network.",
-            "rdmapost devices: port ACTIVE, the GID index and its kind. ping between the two "
+            "timeout and retry_cnt: is there enough time? timeout=14..18, retry_cnt=7 for a real "
+            "network.",
+            "rdmapost devices: port ACTIVE, the GID index and its type. ping between the two "
             "addresses, with full packets: ping -M do -s 4140 for a path MTU of 4096.",
-            "iptables-save, nft list ruleset: UDP 4791. tcpdump -i IF udp port 4791 on both "
-            "ends shows whether requests arrive and answers leave (not on NICs that bypass it).",
+            "iptables-save, nft list ruleset: UDP 4791. tcpdump -i IF udp port 4791 on both ends "
+            "shows whether requests arrive and responses leave (not on NICs that bypass it).",
             "hw_counters before and after: local_ack_timeout_err, out_of_sequence, "
             "packet_seq_err (mlx5); retry_exceeded_err, completer_retry_err (rxe).",
-            "InfiniBand: ibstat, and perfquery or ibqueryerrors for the links on the way.",
+            "InfiniBand: ibstat, and perfquery or ibqueryerrors for the links on the path.",
         ),
-        soft_roce="retry_cnt=7 never gives up: the work request hangs. Linux 6.1 also hangs when "
-        "a local failure stands behind it, and when the request is fenced. The network device "
-        "below must be up, and its address the one of the GID. A peer that moves its QP to RESET "
-        "when it has the last message may drop the acknowledgement of it: destroy the QP instead.",
+        soft_roce="retry_cnt=7 never gives up: the work request hangs. Linux 6.1 also hangs when a "
+        "local failure stands behind it, and when the request is fenced. The underlying network "
+        "device must be up and have the GID's address. A peer that moves its QP to RESET after the "
+        "last message may drop its acknowledgement: destroy the QP instead.",
         see=("ibv_modify_qp(3): timeout, retry_cnt", "IBA vol. 1, 9.7.6.1.3 (timeouts)"),
     ),
     _status(
         WCStatus.RNR_RETRY_EXC_ERR,
-        "The peer answered each time that it was not ready (RNR NAK): it had no receive for the "
-        "message. rnr_retry attempts are used up, and between them the sender waited what the "
-        "peer's min_rnr_timer asks for. The connection works; receives are missing. The QP is in "
-        "ERR.",
+        "The peer answered every attempt with an RNR NAK: it had no receive for the message. "
+        "rnr_retry attempts are used up, and between them the sender waited for the peer's "
+        "min_rnr_timer. The connection works; receives are missing. The QP is in ERR.",
         causes=(
             "The peer posts no receive, or posts it after your first send: post receives before "
-            "the QP goes to RTR, or at the latest before the peer is told that it may send.",
-            "The peer posts them too slowly: more messages are under way than it keeps receives "
-            "for. Messages need credits, or a deeper receive queue.",
-            "The wrong kind of operation: RDMA_WRITE_WITH_IMM consumes a receive, RDMA_WRITE "
-            "does not.",
+            "the QP goes to RTR, or at the latest before telling the peer that it may send.",
+            "The peer posts them too slowly: more messages are in flight than it has receives for. "
+            "Use credits, or a deeper receive queue.",
+            "The wrong operation: RDMA_WRITE_WITH_IMM consumes a receive, RDMA_WRITE does not.",
             "The receives are on another queue: an SRQ that ran empty, or an XRC message with "
-            "another remote_srqn; with tag matching, an unexpected message when no plain receive "
-            "is posted.",
+            "another remote_srqn; with tag matching, an unexpected message when no ordinary "
+            "receive is posted.",
             "rnr_retry is 0, so that the first RNR NAK is final, or min_rnr_timer is so short "
             "that all attempts are over at once.",
         ),
@@ -382,8 +356,8 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.LOC_RDD_VIOL_ERR,
-        "The reliable datagram domain of the QP and of the end-to-end context differ. Part of "
-        "the RD service, which is not implemented by today's devices.",
+        "The reliable datagram domain of the QP and of the end-to-end context differ. Part of the "
+        "RD service, which current devices do not implement.",
         causes=("A corrupt completion, or a driver that uses the number for something else.",),
         look_at=("The raw completion in the driver's log; vendor_err.",),
     ),
@@ -391,7 +365,9 @@ STATUSES: tuple[Explanation, ...] = (
         WCStatus.REM_INV_RD_REQ_ERR,
         "The responder refused a reliable datagram: wrong Q_Key or RDD. It can only come with "
         "the RD service, which nobody offers; do not confuse it with REM_INV_REQ_ERR (9).",
-        causes=("The name was read off a wrong number: check which one the program printed.",),
+        causes=(
+            "The name was looked up from the wrong number: check which one the program printed.",
+        ),
         look_at=("The numeric status: 15 is this one, 9 is the one for connected QPs.",),
     ),
     _status(
@@ -410,8 +386,8 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.INV_EECN_ERR,
-        "An end-to-end context number was not valid. Only RD queue pairs have such numbers, and "
-        "there are none of them in practice.",
+        "An end-to-end context number was not valid. Only RD queue pairs have such numbers, which "
+        "do not exist in practice.",
         causes=("Memory that is not a completion was read as one; a misdirected CQ buffer.",),
         look_at=("Whether wr_id and qp_num of the completion are yours at all.",),
     ),
@@ -419,16 +395,16 @@ STATUSES: tuple[Explanation, ...] = (
         WCStatus.INV_EEC_STATE_ERR,
         "An end-to-end context was in a state that does not allow the operation. Left over from "
         "the RD service of the first specifications.",
-        causes=("A fault of driver or firmware: no verb of today leads here.",),
-        look_at=("Report it with vendor_err, driver and firmware version to the maker.",),
+        causes=("A fault of driver or firmware: no current verb leads here.",),
+        look_at=("Report it to the vendor, with vendor_err and the driver and firmware versions.",),
     ),
     _status(
         WCStatus.FATAL_ERR,
         "The device failed in a way that leaves the QP, and maybe the whole device, unusable.",
         causes=(
             "The device had an internal error, was reset, or has fallen off the bus.",
-            "The driver gave up the device: a firmware command timed out, a health check failed, "
-            "the machine is resuming or the module is unloading.",
+            "The driver gave up on the device: a firmware command timed out, a health check "
+            "failed, the machine is resuming or the module is unloading.",
         ),
         look_at=(
             "dmesg: lines of the driver, PCIe AER messages, 'health', 'fatal', 'reset'.",
@@ -439,11 +415,11 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.RESP_TIMEOUT_ERR,
-        "The responder began to answer and did not finish in time. Not to be confused with "
+        "The responder began to respond and did not finish in time. Not to be confused with "
         "RETRY_EXC_ERR, which is what an RC queue pair reports when nothing comes back.",
         causes=(
             "A device that distinguishes this case; most report RETRY_EXC_ERR.",
-            "A read whose answer stalls: the peer pages memory in, or the network is congested.",
+            "A read whose response stalls: the peer pages memory in, or the network is congested.",
         ),
         look_at=(
             "timeout of the QP, and what of 'rdmapost explain RETRY_EXC_ERR' applies.",
@@ -453,8 +429,7 @@ STATUSES: tuple[Explanation, ...] = (
     _status(
         WCStatus.GENERAL_ERR,
         "Something failed for which the driver has no better name: 'other transport error'. "
-        "vendor_err is the only detail. This library also reports a number here that it does "
-        "not know.",
+        "vendor_err is the only detail. This library also reports unknown numbers as this.",
         causes=(
             "A syndrome of the hardware that the driver does not translate (mlx5 maps all that "
             "it does not know to this).",
@@ -462,15 +437,15 @@ STATUSES: tuple[Explanation, ...] = (
             "A driver fault.",
         ),
         look_at=(
-            "vendor_err, with the maker's manual or the driver's source (mlx5: the syndrome).",
+            "vendor_err, with the vendor's manual or the driver's source (mlx5: the syndrome).",
             "dmesg at the time: mlx5 dumps the error CQE ('dump error cqe').",
             "Driver, firmware and rdma-core versions; ibv_devinfo shows fw_ver.",
         ),
     ),
     _status(
         WCStatus.TM_ERR,
-        "A tag-matching operation was not carried out. The most usual case is not a failure: a "
-        "TAG_DEL came too late, because a message had taken the entry meanwhile.",
+        "A tag-matching operation was not carried out. The most common case is not a failure: a "
+        "TAG_DEL came too late, because a message had already consumed the entry.",
         causes=(
             "TAG_DEL of an entry that a message has consumed: its TM_RECV completion comes, or "
             "has come, and carries the data.",
@@ -495,12 +470,12 @@ STATUSES: tuple[Explanation, ...] = (
             "instead.",
             "The RDMA read that the device made on its own failed: bad rkey at the sender, or the "
             "QP went to ERR.",
-            "The rendezvous header is larger than the device can take (max_rndv_hdr_size).",
+            "The rendezvous header is larger than the device accepts (max_rndv_hdr_size).",
         ),
         look_at=(
             "The headers: TMH of 16 bytes, then RVH: address (8 bytes), rkey (4), length (4), all "
             "in network order.",
-            "qp.state of the QP on which it came, and its events: QP_FATAL.",
+            "qp.state of the QP it came on, and its events: QP_FATAL.",
             "The sizes of tagged buffers against what senders announce.",
         ),
         soft_roce="Never seen there: rxe has no tag matching.",

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit
+from ..._wire import GRH_BYTES
 from ...enums import MTU, Access, LinkLayer, QPState, QPType, SendFlags, WCStatus
 from ...errors import RdmaError, WaitTimeout
 from ...posting.wr import RecvWR, Send
 from ...resources.address import AH, AHAttr
 from ...resources.cq import CQ, WC
 from ...resources.device import GID, Context
-from ...resources.grh import GRH_BYTES
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ..resource_stack import ResourceHolder, ResourceStack

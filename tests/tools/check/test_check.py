@@ -36,7 +36,7 @@ def results(soft: rp.Context) -> dict[tuple[str, str], Result]:
     return {(result.opcode, result.qp_type): result for result in run_checks(soft)}
 
 
-def test_every_opcode_on_every_type_of_the_table() -> None:
+def test_every_opcode_is_checked_on_every_qp_type_of_the_table() -> None:
     rows = [(row.opcode, t.name) for row in ROWS for t in row.qp_types]
     assert set(rows) == EXPECTED
     assert len(rows) == len(EXPECTED)
@@ -47,7 +47,7 @@ def test_all_pass_on_the_software_device(results: dict[tuple[str, str], Result])
     assert [result for result in results.values() if result.status != "pass"] == []
 
 
-def test_they_are_quick(soft: rp.Context) -> None:
+def test_all_checks_finish_within_4_seconds(soft: rp.Context) -> None:
     start = time.perf_counter()
     assert len(list(run_checks(soft))) == len(EXPECTED)
     # A tenth of this is usual; a wait that runs into its timeout is longer.
@@ -55,20 +55,22 @@ def test_they_are_quick(soft: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("qp_type", ["RC", "UC"])
-def test_windows_keep_their_bounds(results: dict[tuple[str, str], Result], qp_type: str) -> None:
+def test_writes_outside_a_window_are_refused(
+    results: dict[tuple[str, str], Result], qp_type: str
+) -> None:
     detail = results["BIND_MW", qp_type].detail
-    assert detail == "the key is good when bound, refused before, refused outside the window"
+    assert detail == "the key is valid when bound, refused before, refused outside the window"
 
 
 @pytest.mark.parametrize("qp_type", ["RC", "UC", "XRC_SEND"])
-def test_invalidated_keys_are_reported(
+def test_invalidated_key_is_named_in_the_completion(
     results: dict[tuple[str, str], Result], qp_type: str
 ) -> None:
     detail = results["SEND_WITH_INV", qp_type].detail
     assert detail.endswith("refused afterwards, and named in the receive's completion (WITH_INV)")
 
 
-def test_on_any_device_nothing_fails(context: rp.Context) -> None:
+def test_no_check_fails_on_any_device(context: rp.Context) -> None:
     found = list(run_checks(context))
     assert {(result.opcode, result.qp_type) for result in found} == EXPECTED
     assert [result for result in found if result.status == "fail"] == []
@@ -76,7 +78,7 @@ def test_on_any_device_nothing_fails(context: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.opcode)
-def test_a_row_runs_alone_and_leaves_nothing(soft: rp.Context, row: Any) -> None:
+def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> None:
     for qp_type in row.qp_types:
         with rp.open_device("soft0") as context:
             assert row.run(Trial(context, qp_type, 1, None, 5.0))
@@ -88,7 +90,7 @@ def test_a_row_runs_alone_and_leaves_nothing(soft: rp.Context, row: Any) -> None
 
 
 @pytest.mark.parametrize(("opcode", "qp_type"), sorted(EXPECTED), ids=str)
-def test_a_status_that_is_an_error_fails(
+def test_completion_with_an_error_status_fails_its_check(
     soft: rp.Context, opcode: str, qp_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every check examines the status of every completion that it waits for."""
@@ -114,7 +116,7 @@ def test_a_status_that_is_an_error_fails(
     ),
     ids=str,
 )
-def test_data_that_does_not_arrive_fails(
+def test_message_that_does_not_arrive_fails_its_check(
     soft: rp.Context, opcode: str, qp_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A completion alone proves nothing."""
@@ -129,7 +131,7 @@ def test_data_that_does_not_arrive_fails(
         row.run(Trial(soft, QPType[qp_type], 1, None, 0.2))
 
 
-def test_frames_that_do_not_come_are_no_failure(
+def test_frames_that_do_not_arrive_are_unsupported(
     soft: rp.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A NIC needs a flow rule before it delivers frames to a queue pair."""
@@ -152,7 +154,7 @@ def segments(qp_type: QPType, payload: bytes, mss: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RAW_PACKET, QPType.UD])
-def test_any_byte_that_is_wrong_in_a_segment_is_seen(qp_type: QPType) -> None:
+def test_any_wrong_byte_in_a_segment_is_found(qp_type: QPType) -> None:
     payload, mss = bytes(range(100)), 40
     right = segments(qp_type, payload, mss)
     hdr = frames.tcp(qp_type)
@@ -167,11 +169,9 @@ def test_any_byte_that_is_wrong_in_a_segment_is_seen(qp_type: QPType) -> None:
             assert wrong.startswith(f"segment {number + 1} of 3: its ")
 
 
-def test_segments_that_are_missing_or_swapped_are_seen() -> None:
+def test_missing_and_swapped_segments_are_found() -> None:
     payload, kind = bytes(range(100)), QPType.UD
     right = segments(kind, payload, 50)
     hdr = frames.tcp(kind)
-    assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == (
-        "1 segments arrived and not 2"
-    )
+    assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == ("1 segments arrived, not 2")
     assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, kind, payload, 50))

@@ -12,7 +12,7 @@ from support.findings import named
 
 import rdmapost as rp
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.tools.diagnose.path import check_way
+from rdmapost.tools.diagnose.path import check_route
 from rdmapost.tools.diagnose.system import System
 
 LIMITED = """
@@ -65,7 +65,7 @@ def roce(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("limit", [0, 4096, 65536])
-def test_a_memlock_limit_near_0_is_a_problem(limit):
+def test_memlock_limit_near_0_is_a_problem(limit):
     severity, evidence, remedy = prints(LIMITED, str(limit), "0", "").split(" | ")
     assert severity == "problem"
     assert evidence.startswith(f"RLIMIT_MEMLOCK is {limit // 1024} KiB (at most")
@@ -73,7 +73,7 @@ def test_a_memlock_limit_near_0_is_a_problem(limit):
     assert remedy.startswith("ulimit -l unlimited")
 
 
-def test_a_memlock_limit_is_compared_with_what_is_needed():
+def test_memlock_limit_is_compared_with_what_is_needed():
     limit = str(4 << 20)
     assert prints(LIMITED, limit, "0", "").startswith("info")
     assert prints(LIMITED, limit, str(1 << 20), "").startswith("ok")
@@ -82,7 +82,7 @@ def test_a_memlock_limit_is_compared_with_what_is_needed():
     assert "and 5120 KiB are to be registered" in said
 
 
-def test_the_software_device_locks_nothing():
+def test_memlock_limit_does_not_matter_for_the_software_device():
     assert prints(LIMITED, "0", "0", "soft0").startswith("info")
 
 
@@ -100,25 +100,25 @@ def test_nearly_all_files_open_is_found():
 # ---- this machine -----------------------------------------------------------------
 
 
-def test_the_machine_of_a_working_device_has_no_problem(context):
+def test_machine_of_a_working_device_has_no_problem(context):
     findings = diagnose_machine(context.name)
     assert [f for f in findings if f.severity == "problem"] == []
     assert named(findings, "gid").about == f"{context.name} port 1"
     assert "port-active" in [f.name for f in findings]
 
 
-def test_a_device_that_is_not_there_is_no_exception():
+def test_missing_device_is_a_finding():
     assert "no-such-port" in [f.name for f in diagnose_machine("soft0", port_num=9)]
     assert "gid-wrong" in [f.name for f in diagnose_machine("soft0", gid_index=99)]
     assert diagnose_machine("nosuch0")
 
 
-def test_the_device_that_the_environment_names_is_looked_at(monkeypatch):
+def test_device_that_the_environment_names_is_looked_at(monkeypatch):
     monkeypatch.setenv("RDMAPOST_DEVICE", "soft0")
     assert "soft0 port 1" in [f.about for f in diagnose_machine()]
 
 
-def test_a_machine_without_rdma_says_so_and_what_to_do():
+def test_machine_without_rdma_is_reported_with_a_remedy():
     if any(info.kind == "verbs" for info in rp.list_devices()):
         pytest.skip("this machine has an RDMA device")
     finding = named(diagnose_machine(), "no-rdma-device")
@@ -127,7 +127,7 @@ def test_a_machine_without_rdma_says_so_and_what_to_do():
     assert 'open_device("soft0")' in finding.remedy
 
 
-def test_a_library_that_cannot_be_loaded_is_found():
+def test_library_that_cannot_be_loaded_is_found():
     said = prints(
         "from rdmapost.diagnose import diagnose_machine\n"
         "found = [f for f in diagnose_machine() if f.name == 'libibverbs-missing']\n"
@@ -140,13 +140,13 @@ def test_a_library_that_cannot_be_loaded_is_found():
 # ---- other machines ---------------------------------------------------------------
 
 
-def test_an_empty_machine_has_neither_modules_nor_devices(tmp_path):
+def test_empty_machine_has_neither_modules_nor_devices(tmp_path):
     names = [f.name for f in diagnose_machine("soft0", root=tmp_path)]
     assert "module-missing" in names
     assert "permission" not in names
 
 
-def test_modules_and_nodes_are_seen(roce):
+def test_modules_and_device_nodes_are_found(roce):
     findings = diagnose_machine("roce7", root=roce)
     assert "ib_uverbs is loaded; drivers loaded: rdma_rxe" in named(findings, "modules").evidence
     assert named(findings, "permission").about.endswith("dev/infiniband/uverbs0")
@@ -156,7 +156,7 @@ def test_modules_and_nodes_are_seen(roce):
     assert named(findings, "provider-missing").severity == "problem"
 
 
-def test_a_node_without_permission_is_found(roce):
+def test_node_without_permission_is_found(roce):
     node = roce / "dev/infiniband/uverbs0"
     node.chmod(0o600)
     for place in (roce, *roce.parents):
@@ -177,7 +177,7 @@ def test_a_node_without_permission_is_found(roce):
     assert said.endswith("Permission denied")
 
 
-def test_a_module_that_is_missing_under_a_device_is_a_problem(roce):
+def test_module_that_is_missing_under_a_device_is_a_problem(roce):
     (roce / "sys/module/ib_uverbs/refcnt").unlink()
     (roce / "sys/module/ib_uverbs").rmdir()
     (roce / "dev/infiniband/uverbs0").unlink()
@@ -187,7 +187,7 @@ def test_a_module_that_is_missing_under_a_device_is_a_problem(roce):
     assert named(findings, "node-missing").severity == "problem"
 
 
-def test_a_port_that_is_down_is_named_with_its_network_device(roce):
+def test_port_that_is_down_is_named_with_its_network_device(roce):
     (roce / "sys/class/infiniband/roce7/ports/1/state").write_text("1: DOWN\n")
     finding = named(diagnose_machine(root=roce), "port-down")
     assert finding.evidence == "roce7 port 1 is DOWN (LinkUp), Ethernet, eth7"
@@ -205,7 +205,7 @@ def test_routes_and_network_devices_are_read(roce):
     assert not system.netdev_is_up("eth7")
 
 
-def test_a_network_device_behind_the_port_is_looked_at(roce):
+def test_network_device_behind_the_port_is_looked_at(roce):
     """The software device's port, as if it were on eth7."""
     write(roce, {"sys/class/infiniband/soft0/parent": "eth7"})
     finding = named(diagnose_machine("soft0", root=roce), "mtu-mismatch")
@@ -229,7 +229,7 @@ def test_a_network_device_behind_the_port_is_looked_at(roce):
         ("10.0.0.5", "fd00::1", "eth7", "gid-wrong", "is IPv4, and the peer's fd00::1 is IPv6"),
     ],
 )
-def test_the_way_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
+def test_route_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
     table = roce / "proc/net/route"
     table.write_text(
         table.read_text() + "eth8\t0000010A\t00000000\t0001\t0\t0\t0\t0000FFFF\n"
@@ -237,21 +237,21 @@ def test_the_way_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
     )
     write(roce, {"sys/class/net/eth8/mtu": "1500"})
     entry = rp.GIDTableEntry(3, rp.GID(f"::ffff:{source}"), rp.GIDType.ROCE_V2, netdev)
-    (finding,) = check_way(entry, rp.GID(dgid), [entry], "verbs", System(roce), "a queue pair")
+    (finding,) = check_route(entry, rp.GID(dgid), [entry], "verbs", System(roce), "a queue pair")
     assert (finding.name, finding.severity) == (name, "ok" if name == "way" else "problem")
     assert says in finding.evidence
 
 
-def test_an_address_without_a_route_is_found(roce):
+def test_address_without_a_route_is_found(roce):
     (roce / "proc/net/route").write_text("Iface\tDestination\n")
     entry = rp.GIDTableEntry(3, rp.GID("::ffff:10.0.0.5"), rp.GIDType.ROCE_V2, "eth7")
     peer = rp.GID("::ffff:192.0.2.1")
-    (finding,) = check_way(entry, peer, [entry], "verbs", System(roce), "a queue pair")
+    (finding,) = check_route(entry, peer, [entry], "verbs", System(roce), "a queue pair")
     assert finding.name == "gid-wrong"
     assert finding.evidence == "there is no route from GID 3 (::ffff:10.0.0.5) to 192.0.2.1"
 
 
-def test_this_machines_addresses_are_read():
+def test_addresses_of_this_machine_are_read():
     if not pathlib.Path("/proc/net/fib_trie").exists():
         pytest.skip("this kernel shows no /proc/net/fib_trie")
     assert "127.0.0.1" in (System().ipv4_addresses() or ())

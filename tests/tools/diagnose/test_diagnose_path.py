@@ -14,7 +14,7 @@ from support.findings import named
 import rdmapost as rp
 from rdmapost import GIDType, LinkLayer, NodeType, PortState
 from rdmapost.tools.diagnose.finding import Finding
-from rdmapost.tools.diagnose.path import check_gid, check_port, check_way, uses_gids
+from rdmapost.tools.diagnose.path import check_gid, check_port, check_route, uses_gids
 from rdmapost.tools.diagnose.system import System
 
 ROCE = SimpleNamespace(name="roce7", node_type=NodeType.CA)
@@ -61,7 +61,7 @@ def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Findi
 # ---- ports ------------------------------------------------------------------------
 
 
-def test_a_port_that_is_down_wants_its_network_device_up(system, port):
+def test_port_that_is_down_wants_its_network_device_up(system, port):
     down = dataclasses.replace(port, state=PortState.DOWN, phys_state=3)
     finding = named(check_port(ROCE, down, system), "port-down")
     assert finding.severity == "problem"
@@ -71,18 +71,18 @@ def test_a_port_that_is_down_wants_its_network_device_up(system, port):
     assert finding.remedy.startswith("ip link set NETDEV up")
 
 
-def test_an_infiniband_port_wants_a_subnet_manager(system, port):
+def test_infiniband_port_wants_a_subnet_manager(system, port):
     attr = dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND, state=PortState.INIT)
     [finding] = check_port(ROCE, attr, system)
     assert finding.name == "port-down"
     assert "opensm" in finding.remedy
 
 
-def test_an_mtu_that_is_not_known_is_not_compared(system, port):
+def test_unknown_mtu_is_not_compared(system, port):
     assert {f.name for f in check_port(ROCE, port, system)} == {"port-active"}
 
 
-def test_gids_decide_on_roce_alone(port):
+def test_gids_matter_only_on_roce(port):
     assert uses_gids(ROCE, port)
     assert not uses_gids(SimpleNamespace(node_type=NodeType.RNIC), port)
     assert not uses_gids(ROCE, dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND))
@@ -91,23 +91,23 @@ def test_gids_decide_on_roce_alone(port):
 # ---- GIDs -------------------------------------------------------------------------
 
 
-def test_a_gid_that_has_left_the_table_is_stale(system):
+def test_gid_that_has_left_the_table_is_stale(system):
     finding = about_gid(system, entry(V4, 3), index=1)
     assert (finding.name, finding.severity) == ("gid-stale", "problem")
-    assert finding.evidence.endswith("is not in the port's table any more; valid there: 3")
+    assert finding.evidence.endswith("is no longer in the port's table; valid now: 3")
 
 
-def test_a_gid_that_has_changed_is_stale(system):
+def test_gid_that_has_changed_is_stale(system):
     finding = about_gid(system, entry(V4), gid=rp.GID("::ffff:10.0.0.9"))
     assert finding.name == "gid-stale"
-    assert finding.evidence == f"GID 0 was ::ffff:10.0.0.9 when it was chosen, and is {V4} now"
+    assert finding.evidence == f"GID 0 was ::ffff:10.0.0.9 when chosen, and is {V4} now"
 
 
 @pytest.mark.parametrize(
     ("gid", "name"),
     [(V4, "gid-stale"), ("::ffff:10.0.0.6", "gid"), ("fd00::6", "gid-stale"), ("fd00::5", "gid")],
 )
-def test_the_address_of_a_gid_is_looked_for_on_its_network_device(system, gid, name):
+def test_address_of_a_gid_is_looked_for_on_its_network_device(system, gid, name):
     finding = about_gid(system, entry(gid, ndev="eth7"))
     assert finding.name == name
     if name == "gid-stale":
@@ -124,7 +124,7 @@ def test_roce_v1_reaches_its_own_segment_only(system):
     assert finding.remedy == f"gid_index=1, GID 1 ({V4})"
 
 
-def test_a_link_local_gid_reaches_its_own_segment_only(system):
+def test_link_local_gid_reaches_its_own_segment_only(system):
     local = entry(LINK_LOCAL, 0, ndev="eth7")
     finding = about_gid(system, local)
     assert (finding.name, finding.severity) == ("gid-link-local", "warning")
@@ -136,31 +136,31 @@ def test_a_link_local_gid_reaches_its_own_segment_only(system):
 # ---- the way ----------------------------------------------------------------------
 
 
-def way(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
+def route_finding(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
     mine = entry(source, ndev="eth7")
-    [finding] = check_way(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
+    [finding] = check_route(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
     return finding
 
 
-def test_one_side_alone_is_link_local(system):
-    finding = way(LINK_LOCAL, "fd00::9", system)
+def test_link_local_gid_on_one_side_only_is_a_problem(system):
+    finding = route_finding(LINK_LOCAL, "fd00::9", system)
     assert finding.evidence == (
         f"GID 0 ({LINK_LOCAL}) is link-local, and the peer's fd00::9 is not"
     )
-    finding = way("fd00::5", LINK_LOCAL, system)
+    finding = route_finding("fd00::5", LINK_LOCAL, system)
     assert finding.evidence == (
         f"the peer's {LINK_LOCAL} is link-local, and GID 0 (fd00::5) is not"
     )
 
 
-def test_the_software_device_reaches_itself_alone(system):
-    finding = way("fd00::5", "fd00::9", system, "soft")
+def test_software_device_reaches_itself_alone(system):
+    finding = route_finding("fd00::5", "fd00::9", system, "soft")
     assert (finding.name, finding.severity) == ("gid-wrong", "problem")
-    assert "which reaches only its own" in finding.evidence
+    assert "which only reaches its own" in finding.evidence
 
 
-def test_a_way_over_ipv6_is_not_looked_up(system):
-    finding = way("fd00::5", "fd00::9", system)
+def test_route_over_ipv6_is_not_looked_up(system):
+    finding = route_finding("fd00::5", "fd00::9", system)
     assert (finding.name, finding.severity) == ("way", "info")
     assert finding.evidence.endswith("not looked up")
 
@@ -169,8 +169,8 @@ def test_another_address_of_this_device_may_be_in_another_network(system):
     routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
     system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
     mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
-    [finding] = check_way(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
+    [finding] = check_route(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
     assert (finding.name, finding.severity) == ("gid-wrong", "warning")
-    assert "of this device too, is not" in finding.evidence
-    [finding] = check_way(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
+    assert "on the same device is not" in finding.evidence
+    [finding] = check_route(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
     assert finding.evidence == f"from GID 0 ({V4}) to {V4}, on this device"

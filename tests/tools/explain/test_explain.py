@@ -15,6 +15,7 @@ import click
 import pytest
 from support import Connect
 from support.cli_runner import run
+from support.wr_classes import OPS_CLASSES, SEND_CLASSES
 
 import rdmapost as rp
 from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums
@@ -74,7 +75,7 @@ def test_every_member_has_a_text(member: enum.Enum) -> None:
 
 
 @pytest.mark.parametrize("member", [*WCStatus, *Opcode, *OpsOpcode, *QPState])
-def test_what_can_happen_has_causes_and_a_next_step(member: enum.IntEnum) -> None:
+def test_every_status_has_causes_and_a_next_step(member: enum.IntEnum) -> None:
     (found,) = explain(member)
     # These cannot fail: they are not posted here, or are not states at all.
     if member.name not in ("DRIVER1", "FLUSH", "ATOMIC_WRITE", "UNKNOWN"):
@@ -90,14 +91,14 @@ def test_every_errno_has_causes_and_a_next_step(name: str) -> None:
     assert found.look_at
 
 
-def test_the_usual_failures_are_told_in_order_of_likelihood() -> None:
+def test_usual_causes_come_first() -> None:
     """The two that everyone meets: the first cause listed is the one to rule out first."""
     assert "not in RTR or RTS" in explain("RETRY_EXC_ERR")[0].causes[0]
     assert "no receive" in explain("RNR_RETRY_EXC_ERR")[0].causes[0]
     assert "queue" in explain("ENOMEM")[0].meaning
 
 
-def test_no_text_is_copied_from_another() -> None:
+def test_no_two_texts_are_alike() -> None:
     said = Counter(re.sub(r"\W+", " ", text.lower()) for one in EVERY for text in texts(one))
     # The opcodes of a QP type are a column of the table; two types have the same.
     said = Counter({text: times for text, times in said.items() if text[:8] != "opcodes "})
@@ -108,7 +109,7 @@ def test_no_text_is_copied_from_another() -> None:
 
 
 @pytest.mark.parametrize("opcode", Opcode)
-def test_the_row_is_that_of_the_rules(opcode: Opcode) -> None:
+def test_qp_types_of_an_opcode_are_those_of_the_rules(opcode: Opcode) -> None:
     (found,) = explain(opcode)
     types = rules.QP_TYPES_BY_OPCODE.get(opcode, frozenset())
     assert set(found.qp_types) == {qp_type.name for qp_type in types}
@@ -118,32 +119,14 @@ def test_the_row_is_that_of_the_rules(opcode: Opcode) -> None:
         assert (flag.name in found.flags) == meant
 
 
-@pytest.mark.parametrize(
-    "wr",
-    [
-        rp.Send,
-        rp.SendWithImm,
-        rp.SendWithInv,
-        rp.RdmaWrite,
-        rp.RdmaWriteWithImm,
-        rp.RdmaRead,
-        rp.AtomicCmpAndSwp,
-        rp.AtomicFetchAndAdd,
-        rp.LocalInv,
-        rp.BindMW,
-        rp.TSO,
-        rp.TagAdd,
-        rp.TagDel,
-        rp.TagSync,
-    ],
-)
-def test_the_fields_are_those_of_the_work_request(wr: type) -> None:
+@pytest.mark.parametrize("wr", [*SEND_CLASSES, *OPS_CLASSES])
+def test_fields_of_an_opcode_are_those_of_its_work_request(wr: type) -> None:
     (found,) = explain(wr.opcode)  # type: ignore[attr-defined]
     assert set(found.fields) == {field.name for field in dataclasses.fields(wr)}
     assert found.far_side
 
 
-def test_the_texts_name_only_what_there_is() -> None:
+def test_texts_name_only_existing_constants() -> None:
     """A misspelt status or attribute would send its reader looking for nothing."""
     known = (
         {member.name for name in enums.__all__ for member in getattr(enums, name)}
@@ -179,7 +162,7 @@ def test_the_texts_name_only_what_there_is() -> None:
         ("error", rp.PostError),
     ],
 )
-def test_the_texts_name_only_attributes_that_there_are(variable: str, owner: type) -> None:
+def test_texts_name_only_existing_attributes(variable: str, owner: type) -> None:
     named = set(re.findall(rf"\b{variable}\.([a-z_]+)", PROSE))
     made = (
         set(vars(owner(*("x", 22, "y"), index=0, posted=0, count=1)))
@@ -201,7 +184,7 @@ COMMANDS = sorted(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_that_the_texts_name_run(command: str) -> None:
+def test_commands_in_the_texts_run(command: str) -> None:
     words = shlex.split(command)[1:]
     ran = run(*words) if words[0] == "explain" or "-d" in words else run(*words, "-d", "soft0")
     assert ran.code == 0, ran.err
@@ -246,21 +229,21 @@ def found(what: str | int) -> list[tuple[str, str]]:
         ("IBV_EVENT_QP_ACCESS_ERR", "event", "QP_ACCESS_ERR"),
     ],
 )
-def test_finds_one(what: str | int, kind: str, name: str) -> None:
+def test_name_in_any_spelling_is_found(what: str | int, kind: str, name: str) -> None:
     assert found(what) == [(kind, name)]
 
 
-def test_a_number_may_be_a_status_and_an_errno() -> None:
+def test_number_is_explained_as_status_and_as_errno() -> None:
     assert found(13) == [("status", "RNR_RETRY_EXC_ERR"), ("errno", "EACCES")]
     assert found("12") == [("status", "RETRY_EXC_ERR"), ("errno", "ENOMEM")]
 
 
-def test_an_opcode_may_be_one_of_work_requests_and_of_completions() -> None:
+def test_opcode_is_explained_for_work_requests_and_completions() -> None:
     assert found("SEND") == [("opcode", "SEND"), ("wc_opcode", "SEND")]
 
 
 @pytest.mark.parametrize("status", WCStatus)
-def test_finds_every_status_by_number(status: WCStatus) -> None:
+def test_every_status_is_found_by_number(status: WCStatus) -> None:
     assert ("status", status.name) in found(int(status))
     assert ("status", status.name) in found(str(int(status)))
 
@@ -275,7 +258,7 @@ def test_finds_every_status_by_number(status: WCStatus) -> None:
         ("IBV_WC_REM_ACCES_ERR", "REM_ACCESS_ERR"),
     ],
 )
-def test_an_unknown_name_gives_the_nearest(what: str, near: str) -> None:
+def test_unknown_name_suggests_the_nearest(what: str, near: str) -> None:
     with pytest.raises(UnknownNameError, match=near) as caught:
         explain(what)
     assert near in caught.value.nearest
@@ -283,13 +266,13 @@ def test_an_unknown_name_gives_the_nearest(what: str, near: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["", "?", "-", "0x", "9" * 5000, "-9999", 1 << 70, "\0", "é" * 99])
-def test_what_is_no_name_at_all(what: str | int) -> None:
+def test_text_that_is_nothing_like_a_name_has_no_suggestion(what: str | int) -> None:
     with pytest.raises(UnknownNameError) as caught:
         explain(what)
     assert len(str(caught.value)) < 200
 
 
-def test_an_errno_without_a_text_is_named_all_the_same() -> None:
+def test_errno_without_a_text_is_named() -> None:
     for what in ("EADDRINUSE", "98", "-98"):
         with pytest.raises(UnknownNameError, match=r"EADDRINUSE \(98, Address already in use\)"):
             explain(what)
@@ -299,7 +282,7 @@ def test_an_errno_without_a_text_is_named_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(itertools.chain.from_iterable(names().values()))))
-def test_prints_a_page_of_80_columns(name: str) -> None:
+def test_page_fits_80_columns(name: str) -> None:
     ran = run("explain", name)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
@@ -311,7 +294,7 @@ def test_prints_a_page_of_80_columns(name: str) -> None:
             assert " ".join(text.split()) in printed
 
 
-def test_prints_the_row_of_the_table() -> None:
+def test_page_of_an_opcode_shows_its_row_of_the_table() -> None:
     lines = run("explain", "rdma_read").out.splitlines()
     head = next(line for line in lines if line.startswith("OPCODE"))
     row = lines[lines.index(head) + 1]
@@ -325,7 +308,7 @@ def test_prints_the_row_of_the_table() -> None:
     }
 
 
-def test_lists_all_names() -> None:
+def test_explain_without_a_name_lists_all() -> None:
     ran = run("explain")
     assert (ran.code, ran.err) == (0, "")
     assert max(map(len, ran.out.splitlines())) <= 80
@@ -335,16 +318,16 @@ def test_lists_all_names() -> None:
     assert run("explain", "--json").doc == {"names": names()}
 
 
-def test_words_need_no_quotes() -> None:
+def test_phrase_needs_no_quotes() -> None:
     assert run("explain", "local", "protection", "error").out.startswith("LOC_PROT_ERR: ")
 
 
-def test_a_negative_number_is_no_option() -> None:
+def test_negative_number_is_not_an_option() -> None:
     ran = run("explain", "-22")
     assert (ran.code, ran.out.split()[0]) == (0, "EINVAL:")
 
 
-def test_several_names_are_explained_one_after_the_other() -> None:
+def test_several_names_are_explained_in_order() -> None:
     ran = run("explain", "110", "-22", "rtr", "-22")
     assert ran.code == 0
     heads = [page.strip().split("\n")[0] for page in ran.out.split("-" * 80)]
@@ -360,14 +343,14 @@ def test_several_names_are_explained_one_after_the_other() -> None:
     assert "'-22 nonsense' is not a status" in ran.err
 
 
-def test_help_fits_80_columns() -> None:
+def test_help_of_explain_fits_80_columns() -> None:
     ran = run("explain", "--help")
     assert ran.code == 0
     assert max(map(len, ran.out.splitlines())) <= 80
     assert "explain" in run("--help").out
 
 
-def test_json() -> None:
+def test_json_document_has_every_field() -> None:
     doc = run("explain", "13", "--json").doc
     assert doc.keys() == {"name", "explanations"}
     assert doc["name"] == "13"
@@ -383,7 +366,7 @@ def test_json() -> None:
 
 
 @pytest.mark.parametrize("name", ["RNR_RETRY", "nonsense", "-x", "31337"])
-def test_an_unknown_name_is_a_usage_error(name: str) -> None:
+def test_unknown_name_is_a_usage_error(name: str) -> None:
     ran = run("explain", name)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("rdmapost explain: ")
@@ -394,7 +377,7 @@ def test_an_unknown_name_is_a_usage_error(name: str) -> None:
     assert ran.doc["nearest"] == (["RNR_RETRY_EXC_ERR"] if name == "RNR_RETRY" else [])
 
 
-def test_is_a_command_of_the_group() -> None:
+def test_explain_is_listed_in_the_help() -> None:
     assert isinstance(app, click.Group)
     assert "explain" in app.commands
 
@@ -408,7 +391,7 @@ def named_by(text: str) -> list[Explanation]:
     return list(explain(name))
 
 
-def test_a_failed_completion_points_here(connect: Connect) -> None:
+def test_failed_completion_points_to_explain(connect: Connect) -> None:
     pair = connect(rnr_retry=0)
     pair.a.post_send(pair.send(pair.mine[:8]))
     with pytest.raises(rp.CompletionError) as caught:
@@ -417,14 +400,14 @@ def test_a_failed_completion_points_here(connect: Connect) -> None:
     assert "rdmapost explain" not in str(caught.value)
 
 
-def test_a_call_that_failed_for_no_known_reason_points_here() -> None:
+def test_verbs_error_without_a_hint_points_to_explain() -> None:
     assert named_by(str(rp.VerbsError("ibv_reg_mr", errno.EFAULT)))[0].name == "EFAULT"
     # Where the cause is known, that is what to read.
     assert "explain" not in str(rp.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise ulimit -l"))
     assert "explain" not in str(rp.UnsupportedError("ibv_alloc_mw", errno.EOPNOTSUPP))
 
 
-def test_a_post_that_a_device_refused_points_here() -> None:
+def test_post_refused_by_the_device_points_to_explain() -> None:
     with (
         rp.open_device("soft0") as context,
         rp.PD(context) as pd,
@@ -439,7 +422,7 @@ def test_a_post_that_a_device_refused_points_here() -> None:
     assert named_by(str(caught.value))[0].name == "EIO"
 
 
-def test_a_failed_one_shot_points_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_command_points_to_explain_and_quotes_it(capsys: pytest.CaptureFixture[str]) -> None:
     from rdmapost.cli.failure import report
     from rdmapost.cli.output import Output
 
@@ -450,4 +433,8 @@ def test_a_failed_one_shot_points_here(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(rp.CompletionError) as caught:
             wc.check()
         assert report(caught.value, Output()) == 1
-        assert named_by(capsys.readouterr().err)[0].name == status.name
+        said = capsys.readouterr().err
+        [explanation] = named_by(said)
+        assert explanation.name == status.name
+        assert explanation.meaning.startswith(explanation.summary)
+        assert explanation.summary in said

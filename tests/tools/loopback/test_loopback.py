@@ -11,13 +11,13 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import Access, QPType
+from rdmapost._wire import GRH_BYTES
 from rdmapost.frames import ethernet
 from rdmapost.loopback import Loopback
-from rdmapost.resources.grh import GRH_BYTES
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_a_message_arrives(context: rp.Context, qp_type: QPType) -> None:
+def test_message_arrives_on_every_qp_type(context: rp.Context, qp_type: QPType) -> None:
     with Loopback(context, qp_type, remote_size=64) as pair:
         pair.local.mr.buffer[:3] = b"abc"
         pair.receive(16)
@@ -76,7 +76,7 @@ def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
     assert pd.closed
 
 
-def test_regions_that_are_closed_early_keep_no_memory(context: rp.Context) -> None:
+def test_region_closed_early_frees_its_memory(context: rp.Context) -> None:
     with Loopback(context) as pair:
         seen = []
         for _ in range(20):
@@ -87,7 +87,7 @@ def test_regions_that_are_closed_early_keep_no_memory(context: rp.Context) -> No
         assert sum(ref() is not None for ref in seen) <= 2
 
 
-def test_what_cannot_be_closed_is_noted_on_the_error_that_leaves_with(context: rp.Context) -> None:
+def test_failed_close_is_a_note_on_the_error_of_the_block(context: rp.Context) -> None:
     left: list[rp.MR] = []
 
     def use() -> None:
@@ -118,19 +118,19 @@ def test_what_cannot_be_closed_is_noted_on_the_error_that_leaves_with(context: r
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
-def test_arguments_that_cannot_be_are_named(
+def test_wrong_argument_is_named(
     context: rp.Context, wrong: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
         Loopback(context, **wrong)
 
 
-def test_what_is_no_device_is_refused() -> None:
+def test_object_that_is_not_a_context_is_refused() -> None:
     with pytest.raises(TypeError, match="context: expected Context, got NoneType"):
         Loopback(None)  # type: ignore[arg-type]
 
 
-def test_gives_everything_back_when_it_cannot_be_made(context: rp.Context) -> None:
+def test_failed_constructor_closes_everything(context: rp.Context) -> None:
     with pytest.raises(rp.RdmaError, match="no GID with index 99"):
         Loopback(context, gid_index=99)
     with pytest.raises(ValueError, match="no port 99"):
@@ -158,7 +158,7 @@ def test_window_is_closed_before_a_region_that_was_made_later(
     assert region.closed
 
 
-def test_closing_in_a_forked_child_does_nothing(context: rp.Context) -> None:
+def test_close_in_a_forked_child_does_nothing(context: rp.Context) -> None:
     with Loopback(context) as pair:
         pid = os.fork()
         if not pid:
@@ -172,7 +172,7 @@ def test_closing_in_a_forked_child_does_nothing(context: rp.Context) -> None:
         assert pair.local.cq.wait(1)
 
 
-def test_a_bound_window_is_given_back(context: rp.Context) -> None:
+def test_bound_window_is_closed_with_the_loopback(context: rp.Context) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
     with Loopback(context, access=access) as pair:
         window, region = pair.window(), pair.remote.mr
@@ -207,7 +207,9 @@ def make(context: rp.Context, *args: Any, **options: Any) -> Loopback:
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD, QPType.XRC_SEND])
-def test_a_message_arrives_through_a_shared_queue(context: rp.Context, qp_type: QPType) -> None:
+def test_message_arrives_through_a_shared_receive_queue(
+    context: rp.Context, qp_type: QPType
+) -> None:
     with make(context, qp_type, remote_size=128, srq_type=rp.SRQType.BASIC) as pair:
         assert pair.srq is not None
         pair.local.mr.buffer[:3] = b"abc"
@@ -222,7 +224,7 @@ def test_a_message_arrives_through_a_shared_queue(context: rp.Context, qp_type: 
     assert kept.closed
 
 
-def test_remote_memory_over_xrc(context: rp.Context) -> None:
+def test_write_and_read_over_xrc_reach_the_remote_memory(context: rp.Context) -> None:
     with make(context, QPType.XRC_SEND) as pair:
         assert pair.remote.qp.qp_type is QPType.XRC_RECV
         pair.local.mr.buffer[:3] = b"abc"
@@ -231,7 +233,7 @@ def test_remote_memory_over_xrc(context: rp.Context) -> None:
         assert bytes(pair.remote.mr.buffer[4:9]) == b"\0abc\0"
 
 
-def test_a_frame_arrives(context: rp.Context) -> None:
+def test_frame_arrives_on_raw_packet(context: rp.Context) -> None:
     with make(context, QPType.RAW_PACKET, remote_size=128) as pair:
         pair.local.mr.buffer[:64] = frame = ethernet() + bytes(range(50))
         pair.receive(64)
@@ -241,7 +243,7 @@ def test_a_frame_arrives(context: rp.Context) -> None:
         assert pair.received(64) == frame
 
 
-def test_a_region_is_given_back(context: rp.Context) -> None:
+def test_region_is_closed_with_the_loopback(context: rp.Context) -> None:
     with Loopback(context) as pair:
         region = pair.region(64, Access.LOCAL_WRITE | Access.REMOTE_WRITE)
         target = {**pair.target(rkey=region.rkey), "remote_addr": region.addr}
@@ -259,7 +261,7 @@ def test_a_region_is_given_back(context: rp.Context) -> None:
     ],
     ids=["tags", "xrc", "tso"],
 )
-def test_it_is_made_or_says_what_the_device_lacks(
+def test_loopback_is_made_or_says_what_the_device_lacks(
     context: rp.Context, options: dict[str, Any]
 ) -> None:
     why = None

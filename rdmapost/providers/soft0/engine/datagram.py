@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...._wire import GRH_BYTES, IPV4_MAPPED
 from ....enums import Opcode, SendFlags, WCFlags, WCStatus
 from ....posting.rules import MULTICAST_QPN
 from . import offload
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from .queue import WQE
 
 __all__ = [
-    "GRH_SIZE",
     "AddressHandle",
     "deliver",
     "flags_of",
@@ -24,13 +24,11 @@ __all__ = [
     "send_segmented",
 ]
 
-GRH_SIZE = 40
 _UDP = 17
 _BESIDE_PAYLOAD = 8 + 12 + 8 + 4
 """Bytes of UDP header, BTH, DETH and ICRC."""
 _IMM_SIZE = 4
 _IPV4 = struct.Struct("!BBHHHBBH4s4s")
-_IPV4_MAPPED = bytes(10) + b"\xff\xff"
 _DONT_FRAGMENT = 0x4000
 _PRIVILEGED_QKEY = 0x8000_0000
 _IP_CSUM = int(SendFlags.IP_CSUM)
@@ -98,7 +96,7 @@ def _ip_header(address: AddressHandle, size: int) -> bytes:
     """
     sgid, dgid = address.sgid, address.dgid
     length = _BESIDE_PAYLOAD + -(-size // 4) * 4
-    if not sgid.startswith(_IPV4_MAPPED) or not dgid.startswith(_IPV4_MAPPED):
+    if not sgid.startswith(IPV4_MAPPED) or not dgid.startswith(IPV4_MAPPED):
         first = 6 << 28 | address.traffic_class << 20 | address.flow_label
         return struct.pack("!IHBB16s16s", first, length, _UDP, address.hop_limit, sgid, dgid)
 
@@ -118,7 +116,7 @@ def _ip_header(address: AddressHandle, size: int) -> bytes:
 
     # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
     checksum = -int.from_bytes(header(0)) % 0xFFFF
-    return bytes(GRH_SIZE - _IPV4.size) + header(checksum)
+    return bytes(GRH_BYTES - _IPV4.size) + header(checksum)
 
 
 def deliver(request: Request, segments: Segments) -> None:

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ...._wire import checksum_residue
 from ....enums import WCStatus
 from .memory import Fault
 
@@ -118,14 +119,6 @@ def _holds_transport(packet: _Bytes, headers: _Headers, end: int) -> bool:
 # ---- checksums --------------------------------------------------------------
 
 
-def _residue(data: _Bytes) -> int:
-    """Return a number that is congruent to the one's complement sum of 16-bit words (RFC 1071).
-
-    2^16 is 1 modulo 2^16 - 1, so a long number leaves the sum of its words.
-    """
-    return int.from_bytes(data if len(data) % 2 == 0 else data + b"\0") % 0xFFFF
-
-
 def _checksum(residue: int) -> int:
     """Return the checksum of data whose words, not all of them 0, leave this residue."""
     return 0xFFFF - (residue % 0xFFFF or 0xFFFF)
@@ -134,7 +127,7 @@ def _checksum(residue: int) -> int:
 def _pseudo_header(packet: _Bytes, headers: _Headers, size: int) -> int:
     at = headers.ip
     addresses = packet[at + 12 : at + 20] if headers.version == 4 else packet[at + 8 : at + 40]
-    return _residue(addresses) + headers.protocol + size
+    return checksum_residue(addresses) + headers.protocol + size
 
 
 def fill_checksums(packet: bytes, link: Link) -> bytes:
@@ -155,12 +148,14 @@ def _fill(out: bytearray, headers: _Headers, end: int) -> None:
     at, transport = headers.ip, headers.transport
     if headers.version == 4:
         out[at + 10 : at + 12] = b"\0\0"
-        out[at + 10 : at + 12] = _checksum(_residue(out[at:transport])).to_bytes(2)
+        out[at + 10 : at + 12] = _checksum(checksum_residue(out[at:transport])).to_bytes(2)
     if not _holds_transport(out, headers, end):
         return
     field = transport + (16 if headers.protocol == _TCP else 6)
     out[field : field + 2] = b"\0\0"
-    value = _checksum(_pseudo_header(out, headers, end - transport) + _residue(out[transport:end]))
+    value = _checksum(
+        _pseudo_header(out, headers, end - transport) + checksum_residue(out[transport:end])
+    )
     if headers.protocol == _UDP:
         # 0 means that there is none, so it is sent in its other form.
         value = value or 0xFFFF
@@ -176,13 +171,15 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
     if not _holds_transport(packet, headers, end):
         return False
     if headers.version == 4:
-        if _residue(packet[at:transport]):
+        if checksum_residue(packet[at:transport]):
             return False
         if headers.protocol == _UDP and packet[transport + 6 : transport + 8] == b"\0\0":
             # A sender need not compute it on IPv4.
             return True
     size = end - transport
-    return (_pseudo_header(packet, headers, size) + _residue(packet[transport:end])) % 0xFFFF == 0
+    return (
+        _pseudo_header(packet, headers, size) + checksum_residue(packet[transport:end])
+    ) % 0xFFFF == 0
 
 
 # ---- segmentation -----------------------------------------------------------

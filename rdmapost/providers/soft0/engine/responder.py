@@ -9,6 +9,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ...._wire import GRH_BYTES
 from ....enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
 from . import datagram, raw
 from .completion import NO_TAG
@@ -139,7 +140,7 @@ def fill(
     byte_len = request.length
     datagrams = qp.type is _UD
     if datagrams:
-        byte_len += datagram.GRH_SIZE
+        byte_len += GRH_BYTES
     try:
         segments = qp.device.memory.local(pd, wqe.sges, True, byte_len)
         if datagrams:

@@ -16,11 +16,11 @@ with an RDMA READ, on the queue pair that received the request, and answers with
 from __future__ import annotations
 
 import copy
-from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._binding import native
+from ...._wire import TMH, TMHOpcode
 from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
 from .completion import NO_TAG, Entry, tm_info
 from .memory import Fault, gather
@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import SharedReceiveQueue
 
-__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList", "TMHOpcode"]
+__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList"]
 
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
 MAX_RNDV_HEADER = 64
 """Bytes in a rendezvous request, including the sender's own data after TMH and RVH."""
 
-_TMH = Struct("!B3xIQ")  # opcode, app_ctx, tag
 _RVH = Struct("!QII")  # va, rkey, len
 _COUNT_MASK = 0xFFFF
 """The bits of an unexpected_cnt that the device keeps."""
@@ -58,19 +57,6 @@ _COMPLETES_AS = {
 }
 _NOBODYS = (1 << 64) - 1
 """wr_id of the device's own work requests."""
-
-
-class TMHOpcode(IntEnum):
-    """What a tag-matching message is, by the first byte of its header."""
-
-    NO_TAG = 0
-    """Does not take part in matching."""
-    RNDV = 1
-    """A rendezvous request: after the TMH, an RVH and the sender's own data."""
-    FIN = 2
-    """The answer to one: its data has been fetched."""
-    EAGER = 3
-    """The payload follows."""
 
 
 class _Entry(NamedTuple):
@@ -173,15 +159,15 @@ class MatchingList(native.Record):
 
     def receive(self, qp: QueuePair, request: Request) -> Ack | None:
         """Handle a message received on a queue pair of this shared receive queue."""
-        head, payload = _split(request.data, _TMH.size)
+        head, payload = _split(request.data, TMH.size)
         kind = head[0] if head else TMHOpcode.NO_TAG
         if kind in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
             return self._deliver(qp, request, WCOpcode.TM_NO_TAG)
-        if kind not in (TMHOpcode.EAGER, TMHOpcode.RNDV) or len(head) < _TMH.size:
+        if kind not in (TMHOpcode.EAGER, TMHOpcode.RNDV) or len(head) < TMH.size:
             return refuse(qp)
-        _, app_ctx, tag = _TMH.unpack(head)
+        _, app_ctx, tag = TMH.unpack(head)
         rendezvous = kind == TMHOpcode.RNDV
-        if rendezvous and not _TMH.size + _RVH.size <= request.length <= MAX_RNDV_HEADER:
+        if rendezvous and not TMH.size + _RVH.size <= request.length <= MAX_RNDV_HEADER:
             return refuse(qp)
         handle = self._match(tag)
         if handle is None:
@@ -229,7 +215,7 @@ class MatchingList(native.Record):
         tag_info: bytes,
     ) -> Ack | None:
         message = copy.copy(request)
-        message.data, message.length = payload, request.length - _TMH.size
+        message.data, message.length = payload, request.length - TMH.size
         flags = _MATCH | _DATA_VALID
         if request.length > 128 << qp.attr["path_mtu"]:
             # It matches on its first packet, and is complete on its last.
@@ -280,7 +266,7 @@ class MatchingList(native.Record):
     def _begin_rendezvous(
         self, qp: QueuePair, entry: _Entry, message: bytes, tag_info: bytes
     ) -> Ack:
-        va, rkey, size = _RVH.unpack_from(message, _TMH.size)
+        va, rkey, size = _RVH.unpack_from(message, TMH.size)
         try:
             segments = qp.device.memory.local(self.srq.pd, entry.sges, True)
         except Fault as fault:
@@ -290,7 +276,7 @@ class MatchingList(native.Record):
         room = size_of(segments)
         if size > room:
             # Software fetches the data; the buffer tells it from where.
-            headers = message[: min(_TMH.size + _RVH.size, room)]
+            headers = message[: min(TMH.size + _RVH.size, room)]
             if headers:
                 copy_bytes([headers], segments)
             self.complete(
@@ -298,7 +284,7 @@ class MatchingList(native.Record):
             )
             return ACK
         self._complete_match(qp, entry, tag_info)
-        _Rendezvous(self, qp, entry, size).start(va, rkey, message[: _TMH.size + _RVH.size])
+        _Rendezvous(self, qp, entry, size).start(va, rkey, message[: TMH.size + _RVH.size])
         return ACK
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import click
 
 from .options import (
-    Shot,
+    PostSettings,
     Target,
     device_options,
     integer,
     payload_options_for,
-    shot_options_for,
+    post_options_for,
 )
 from .output import Output
 
@@ -20,7 +20,7 @@ __all__ = ["tso"]
 
 
 def _header(text: str) -> bytes:
-    """Read bytes in hexadecimal."""
+    """Parse bytes in hexadecimal."""
     try:
         return bytes.fromhex(text)
     except ValueError:
@@ -43,29 +43,35 @@ def _header(text: str) -> bytes:
     help="Header of every segment.  [default: made-up Ethernet, IPv4, TCP]",
 )
 @payload_options_for(4000)
-@shot_options_for("raw", "ud")
+@post_options_for("raw", "ud")
 @device_options
 def tso(
-    out: Output, target: Target, shot: Shot, payload: bytes, mss: int, header: bytes | None
+    out: Output,
+    target: Target,
+    settings: PostSettings,
+    payload: bytes,
+    mss: int,
+    header: bytes | None,
 ) -> None:
-    """Let the device cut data into segments (TSO).
+    """Let the device segment data (TSO).
 
-    Each is a frame with a header of its own, and on ud a message that starts
-    as IP over InfiniBand does.
+    Each segment is a frame with its own header, or on ud a message that starts
+    like IP over InfiniBand.
     """
     from rdmapost import TSO, Opcode, QPType, RdmaError, frames
-    from rdmapost.tools.check.offload import segments
+    from rdmapost.tools.check.segmentation import segments
 
-    from .oneshot import loopback, post, show, source, verify
+    from .post_local import loopback, post, source
+    from .results import show, verify
 
-    qp_type = QPType[shot.qp_type]
+    qp_type = QPType[settings.qp_type]
     hdr = frames.tcp(qp_type) if header is None else header
     length, count = len(payload), max(1, -(-len(payload) // mss))
     room = len(hdr) + min(mss, length)
     with loopback(
         out,
         target,
-        shot,
+        settings,
         Opcode.TSO,
         local_size=length,
         remote_size=count * room,
@@ -73,7 +79,7 @@ def tso(
         max_tso_header=len(hdr),
     ) as pair:
         pair.receive(room, count)
-        sges = source(pair, shot, payload)
+        sges = source(pair, settings, payload)
         post(out, pair, [TSO(sg_list=sges, hdr=hdr, mss=mss, wr_id=1, **pair.address)])
         packets = segments(pair, count, room)
         out.doc["byte_len"] = length

@@ -16,8 +16,8 @@ from typing import Any
 
 import hostile
 import numpy as np
+from builders import ALL, NEVER, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
 from draw import Draw
-from making import ALL, NEVER, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
 from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
 from world import ALPHABET, Hostile, World
 
@@ -42,7 +42,7 @@ def post_send(world: World, draw: Draw) -> None:
             return world.pick("wrs", draw)
         maker = Maker(world, draw, qp.checked)
         wr = maker.send(draw.of(kinds), qp)
-        if maker.plain and draw.one_in(4):
+        if maker.owned and draw.one_in(4):
             world.keep("wrs", wr, draw)
         return wr
 
@@ -94,7 +94,7 @@ def post_recv(world: World, draw: Draw) -> None:
             return world.pick("recvs", draw)
         maker = Maker(world, draw, qp.checked)
         wr = maker.recv()
-        if maker.plain and draw.one_in(4):
+        if maker.owned and draw.one_in(4):
             world.keep("recvs", wr, draw)
         return wr
 

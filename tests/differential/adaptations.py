@@ -106,7 +106,7 @@ def too_small(run: Run, qp: int, wr: W | R, done: Done) -> Done:
     return done
 
 
-def fitting_datagrams(run: Run, step: Step) -> list[Step]:
+def datagrams_that_fit(run: Run, step: Step) -> list[Step]:
     if not isinstance(step, Recv) or run.program.type_of(step.qp) != "UD":
         return [step]
     wrs = tuple(wr for wr in step.wrs if wr.size >= 40 + MTU)

@@ -1,4 +1,4 @@
-"""Opening the device that a command works on."""
+"""Opening the device that a command uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rdmapost import (
 )
 
 from .options import Target
-from .output import Output
+from .output import Output, echo_error
 
 __all__ = ["device_is_required", "open_target", "usage_error"]
 
@@ -35,12 +35,12 @@ _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
     """Open the device that was asked for, or choose one.
 
-    Where there is no RDMA device to choose, that is the software device of this
+    If there is no RDMA device to choose, that is the software device in this
     process, and standard error says so.
 
     Args:
         out: gets ``device`` and ``kind``.
-        target: what was asked for.
+        target: the device, port and GID asked for.
 
     Yields:
         the device and the number of the port.
@@ -76,7 +76,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
 
 
 def usage_error(text: str) -> NoReturn:
-    """End the command as one that was called wrongly."""
+    """End the command with a usage error."""
     raise click.UsageError(text, click.get_current_context())
 
 
@@ -91,12 +91,12 @@ def _ports(context: Context, target: Target) -> list[PortAttr]:
 
 
 def device_is_required() -> bool:
-    """Whether RDMAPOST_REQUIRE_DEVICE forbids to fall back to the software device."""
+    """Whether RDMAPOST_REQUIRE_DEVICE forbids falling back to the software device."""
     return os.environ.get("RDMAPOST_REQUIRE_DEVICE", "") not in ("", "0")
 
 
 def _open(out: Output, target: Target) -> tuple[Context, str]:
-    """Open the device, and say why it is this one."""
+    """Open the device, and say why this one."""
     if target.device is not None:
         return open_device(target.device), "asked for"
     if os.environ.get("RDMAPOST_DEVICE"):
@@ -109,6 +109,6 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
         lacking = "no RDMA device"
         if any(info.kind != "soft" for info in list_devices()):
             lacking += " with an active port"
-        click.echo(f"{lacking}: using {SOFT}, the software device of this process", err=True)
+        echo_error(f"{lacking}: using {SOFT}, the software device of this process")
         out.note(str(error))
         return open_device(SOFT), lacking

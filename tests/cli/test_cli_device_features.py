@@ -66,7 +66,7 @@ def windows(context: rp.Context) -> rp.Context:
 # ---- XRC ----------------------------------------------------------------------
 
 
-def test_send_on_xrc(xrc: rp.Context) -> None:
+def test_send_over_xrc_reports_the_message(xrc: rp.Context) -> None:
     assert done(xrc, "send", "--data", "abc", "--qp-type", "xrc") == {
         **common(xrc, "SEND", "XRC_SEND", 3),
         "data": "abc",
@@ -76,7 +76,7 @@ def test_send_on_xrc(xrc: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("name", ["rc", "RC", "uc", "ud", "xrc", "XRC_SEND", "raw", "raw_packet"])
-def test_qp_type_by_either_name(name: str) -> None:
+def test_qp_type_is_accepted_by_either_name(name: str) -> None:
     wanted = {"XRC": "XRC_SEND", "RAW": "RAW_PACKET"}.get(name.upper(), name.upper())
     with rp.open_device("soft0") as context:
         assert done(context, "send", "--qp-type", name)["qp_type"] == wanted
@@ -84,7 +84,7 @@ def test_qp_type_by_either_name(name: str) -> None:
 
 @pytest.mark.parametrize("more", [["--imm", "7"], ["--inline"], ["--solicited"]], ids=" ".join)
 @pytest.mark.parametrize("command", ["send", "write"])
-def test_options_on_xrc(xrc: rp.Context, command: str, more: list[str]) -> None:
+def test_options_work_over_xrc(xrc: rp.Context, command: str, more: list[str]) -> None:
     if (command, more) == ("write", ["--solicited"]):
         more = ["--imm", "7", *more]
     doc = done(xrc, command, "--data", "abc", "--qp-type", "xrc", *more)
@@ -93,13 +93,13 @@ def test_options_on_xrc(xrc: rp.Context, command: str, more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["send", "write", "read"])
-def test_a_list_on_xrc(xrc: rp.Context, command: str) -> None:
+def test_list_of_posts_works_over_xrc(xrc: rp.Context, command: str) -> None:
     doc = done(xrc, command, "--size", "64K", "--count", "5", "--qp-type", "xrc")
     assert (doc["count"], doc["byte_len"]) == (5, 65536)
     assert bytes.fromhex(doc["received"]) == bytes(range(256)) * 16
 
 
-def test_atomics_on_xrc(xrc: rp.Context) -> None:
+def test_atomics_work_over_xrc(xrc: rp.Context) -> None:
     doc = done(xrc, "atomic", "fetch-add", "--initial", "10", "--add", "5", "--qp-type", "xrc")
     assert (doc["qp_type"], doc["old"], doc["new"]) == ("XRC_SEND", 10, 15)
     doc = done(xrc, "atomic", "cas", "--initial", "3", "--compare", "3", "--qp-type", "xrc")
@@ -116,7 +116,7 @@ def test_verbose_names_the_xrc_queue_pairs(xrc: rp.Context) -> None:
 # ---- raw packets ----------------------------------------------------------------
 
 
-def test_send_on_raw(raw: rp.Context) -> None:
+def test_send_on_raw_reports_header_and_data(raw: rp.Context) -> None:
     assert done(raw, "send", "--data", "abc", "--qp-type", "raw") == {
         **common(raw, "SEND", "RAW_PACKET", 17),
         "header": "02000000000202000000000188b5",
@@ -126,7 +126,7 @@ def test_send_on_raw(raw: rp.Context) -> None:
     }
 
 
-def test_a_list_on_raw(raw: rp.Context) -> None:
+def test_list_of_inline_sends_works_on_raw(raw: rp.Context) -> None:
     doc = done(raw, "send", "--inline", "--count", "3", "--qp-type", "raw")
     assert (doc["count"], doc["received"]) == (3, "hello, rdma")
 
@@ -134,7 +134,7 @@ def test_a_list_on_raw(raw: rp.Context) -> None:
 @pytest.mark.parametrize(
     "command", [["send", "--imm", "1"], ["write"], ["read"], ["atomic", "cas"], ["send", "--inval"]]
 )
-def test_raw_has_sends_only(raw: rp.Context, command: list[str]) -> None:
+def test_raw_refuses_all_but_sends(raw: rp.Context, command: list[str]) -> None:
     command = [*command[:-1], "--invalidate"] if command[-1] == "--inval" else command
     ran = on(raw, *command, "--qp-type", "raw")
     assert (ran.code, ran.out) == (1, "")
@@ -156,7 +156,7 @@ def test_raw_has_sends_only(raw: rp.Context, command: list[str]) -> None:
         (["tag", "sync"], {"srq_type": SRQType.TM}),
     ],
 )
-def test_done_or_said_to_be_missing(
+def test_command_works_or_says_what_the_device_lacks(
     context: rp.Context, command: list[str], options: dict[str, Any]
 ) -> None:
     """A missing device feature is reported in one line, in the library's words."""
@@ -198,7 +198,7 @@ class Lacking:
         (["tag", "add"], "tag matching is not supported by soft0"),
     ],
 )
-def test_a_device_without_the_feature(
+def test_missing_feature_is_named_in_one_line(
     command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Lacking(monkeypatch)
@@ -249,7 +249,7 @@ def managed(context: rp.Context, qp_type: str, *args: str) -> dict[str, Any]:
 NAMES = {"rc": "RC", "uc": "UC", "xrc": "XRC_SEND"}
 
 
-def test_bind_mw(keyed: tuple[rp.Context, str]) -> None:
+def test_bind_mw_reports_the_new_key_and_its_bounds(keyed: tuple[rp.Context, str]) -> None:
     context, qp_type = keyed
     doc = managed(context, qp_type, "bind-mw", "--data", "through it")
     assert doc.pop("rkey")
@@ -263,7 +263,9 @@ def test_bind_mw(keyed: tuple[rp.Context, str]) -> None:
     assert doc == {**expected, **data}
 
 
-def test_invalidate(keyed: tuple[rp.Context, str]) -> None:
+def test_invalidate_reports_that_the_key_is_refused_afterwards(
+    keyed: tuple[rp.Context, str],
+) -> None:
     context, qp_type = keyed
     doc = managed(context, qp_type, "invalidate")
     assert doc.pop("rkey")
@@ -272,7 +274,7 @@ def test_invalidate(keyed: tuple[rp.Context, str]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_send_with_invalidate(windows: rp.Context, count: int) -> None:
+def test_send_with_invalidate_reports_the_invalidated_key(windows: rp.Context, count: int) -> None:
     doc = done(windows, "send", "--invalidate", "--data", "abc", "--count", str(count))
     assert (doc["opcode"], doc["qp_type"], doc["received"]) == ("SEND_WITH_INV", "RC", "abc")
     assert doc["rkey"]
@@ -282,20 +284,22 @@ def test_send_with_invalidate(windows: rp.Context, count: int) -> None:
 
 
 @pytest.mark.parametrize("more", [["--inline"], ["--size", "10K", "--count", "2"]], ids=" ".join)
-def test_send_with_invalidate_on_xrc(xrc: rp.Context, more: list[str]) -> None:
+def test_send_with_invalidate_over_xrc_invalidates_a_region(
+    xrc: rp.Context, more: list[str]
+) -> None:
     doc = done(xrc, "send", "--invalidate", "--qp-type", "xrc", *more)
     assert doc["opcode"] == "SEND_WITH_INV"
     assert doc["invalidated_rkey"] == doc["rkey"]
 
 
-def test_send_with_invalidate_is_not_for_ud(context: rp.Context) -> None:
+def test_send_with_invalidate_is_refused_on_ud(context: rp.Context) -> None:
     ran = on(context, "send", "--invalidate", "--qp-type", "ud", "--json")
     assert ran.code == 1
     assert "SEND_WITH_INV is not an opcode of UD QPs" in ran.doc["error"]
     assert ran.doc["index"] == 0
 
 
-def test_text_of_invalidate(windows: rp.Context) -> None:
+def test_invalidate_prints_its_result_as_text(windows: rp.Context) -> None:
     lines = on(windows, "invalidate").out.splitlines()
     assert lines[0] == f"LOCAL_INV of 0 bytes on RC, {windows.name}: SUCCESS"
     assert lines[-1] == "  refused_afterwards  true"
@@ -312,7 +316,7 @@ def cutting(request: pytest.FixtureRequest, context: rp.Context) -> tuple[rp.Con
     return context, request.param
 
 
-def test_tso(cutting: tuple[rp.Context, str]) -> None:
+def test_tso_reports_each_segment(cutting: tuple[rp.Context, str]) -> None:
     context, qp_type = cutting
     name, header = ("UD", 44) if qp_type == "ud" else ("RAW_PACKET", 54)
     doc = done(context, "tso", "--mss", "4", "--data", "hello, rdma", "--qp-type", qp_type)
@@ -328,7 +332,7 @@ def test_tso(cutting: tuple[rp.Context, str]) -> None:
     }
 
 
-def test_tso_of_many_bytes(cutting: tuple[rp.Context, str]) -> None:
+def test_tso_cuts_a_large_payload(cutting: tuple[rp.Context, str]) -> None:
     context, qp_type = cutting
     doc = done(context, "tso", "--size", "100K", "--mss", "0x578", "--qp-type", qp_type)
     assert (doc["segments"], doc["byte_len"]) == (74, 102400)
@@ -337,14 +341,16 @@ def test_tso_of_many_bytes(cutting: tuple[rp.Context, str]) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_tso_of_more_segments_than_a_queue_holds(cutting: tuple[rp.Context, str]) -> None:
+def test_tso_of_more_segments_than_a_queue_holds_is_a_usage_error(
+    cutting: tuple[rp.Context, str],
+) -> None:
     context, qp_type = cutting
     ran = on(context, "tso", "--size", "64M", "--mss", "1", "--qp-type", qp_type)
     assert (ran.code, ran.out) == (2, "")
     assert "67108864 segments is more than" in ran.err
 
 
-def test_tso_with_a_header_of_ones_own(cutting: tuple[rp.Context, str]) -> None:
+def test_tso_uses_the_given_header(cutting: tuple[rp.Context, str]) -> None:
     context, qp_type = cutting
     ip = "45000000000000004011" + "0000" + "0a0000010a000002"
     link = "08000000" if qp_type == "ud" else "02" * 12 + "0800"
@@ -353,7 +359,7 @@ def test_tso_with_a_header_of_ones_own(cutting: tuple[rp.Context, str]) -> None:
     assert (doc["header"], doc["segments"]) == (header, 5)
 
 
-def test_tso_with_a_header_that_is_none(cutting: tuple[rp.Context, str]) -> None:
+def test_tso_header_must_be_hexadecimal(cutting: tuple[rp.Context, str]) -> None:
     context, qp_type = cutting
     ran = on(context, "tso", "--header", "00" * 14, "--json", "--qp-type", qp_type)
     assert ran.code == 1
@@ -364,7 +370,7 @@ def test_tso_with_a_header_that_is_none(cutting: tuple[rp.Context, str]) -> None
 
 
 @pytest.mark.parametrize("data", ["abc", ""])
-def test_tag_add(matching: rp.Context, data: str) -> None:
+def test_tag_add_reports_the_matched_message(matching: rp.Context, data: str) -> None:
     assert done(matching, "tag", "add", "--tag", "0x1f", "--data", data) == {
         **common(matching, "TAG_ADD", "RC", len(data)),
         "tag": 0x1F,
@@ -379,7 +385,7 @@ def test_tag_add(matching: rp.Context, data: str) -> None:
 
 @pytest.mark.parametrize(("message_tag", "matched"), [("0x1f", True), ("0x2f", False)])
 @pytest.mark.parametrize("size", ["10", "100K"])
-def test_tag_add_with_a_mask(
+def test_tag_add_matches_under_its_mask(
     matching: rp.Context, message_tag: str, matched: bool, size: str
 ) -> None:
     doc = done(
@@ -399,13 +405,13 @@ def test_tag_add_with_a_mask(
     assert doc["received"] == doc["data"]
 
 
-def test_tag_outside_of_its_mask(matching: rp.Context) -> None:
+def test_tag_with_bits_outside_its_mask_is_refused(matching: rp.Context) -> None:
     ran = on(matching, "tag", "add", "--tag", "0x11", "--mask", "0xf0")
     assert (ran.code, ran.out) == (1, "")
     assert "has bits outside of mask=0xf0" in ran.err
 
 
-def test_tag_del(matching: rp.Context) -> None:
+def test_tag_del_leaves_the_message_unexpected(matching: rp.Context) -> None:
     doc = done(matching, "tag", "del", "--tag", "5", "--data", "abc")
     assert doc == {
         **common(matching, "TAG_DEL", "RC", 3),
@@ -419,7 +425,7 @@ def test_tag_del(matching: rp.Context) -> None:
     }
 
 
-def test_tag_sync(matching: rp.Context) -> None:
+def test_tag_sync_lets_entries_match_again(matching: rp.Context) -> None:
     doc = done(matching, "tag", "sync", "--data", "abc")
     assert doc == {
         **common(matching, "TAG_SYNC", "RC", 3),

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import EventType, WCFlags
-from .model import Explanation
+from .model import Explanation, explanation_of
 
 __all__ = ["EVENTS", "WC_FLAGS"]
 
-
-def _event(
-    event: EventType, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
-) -> Explanation:
-    return Explanation(
-        kind="event",
-        name=event.name,
-        number=event.value,
-        constant=f"IBV_EVENT_{event.name}",
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_get_async_event(3), DESCRIPTION",),
-    )
-
+_event = partial(explanation_of, see=("ibv_get_async_event(3), DESCRIPTION",))
 
 EVENTS: tuple[Explanation, ...] = (
     _event(
         EventType.CQ_ERR,
-        "A completion queue overran: more completed than it has entries for. Completions are "
-        "lost, and the CQ cannot be used any more, nor can the queue pairs on it.",
+        "A completion queue overran: more completed than it has entries for. Completions are lost, "
+        "and neither the CQ nor the queue pairs on it can be used again.",
         "cqe of the CQ against the sum of max_send_wr and max_recv_wr of all queue pairs on it.",
         causes=("The CQ is too small for its queue pairs.", "Nobody polls it, or too slowly."),
     ),
     _event(
         EventType.QP_FATAL,
-        "A queue pair broke in a way that no completion can tell: it could not write one, or a "
+        "A queue pair broke in a way that no completion can report: it could not write one, or a "
         "queue entry was damaged. It is in ERR.",
         "dmesg, and whether CQ_ERR came with it.",
         causes=(
             "Its CQ overran or was destroyed.",
             "soft0 and tag matching: the device's own read or FIN failed.",
-            "A catastrophic fault of the hardware's.",
+            "A catastrophic hardware fault.",
         ),
     ),
     _event(
         EventType.QP_REQ_ERR,
-        "The responder side of this queue pair met a request that is invalid, and went to ERR. "
-        "The peer's work request ends with REM_INV_REQ_ERR.",
+        "The responder side of this queue pair received an invalid request, and went to ERR. The "
+        "peer's work request ends with REM_INV_REQ_ERR.",
         "qp.query(): qp_access_flags, max_dest_rd_atomic; then what the peer posted.",
         causes=(
             "The peer does what the QP's access flags do not allow.",
@@ -55,9 +42,8 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.QP_ACCESS_ERR,
-        "A request of the peer's was refused for its rkey, range or permission, and the queue "
-        "pair went to ERR. The peer has REM_ACCESS_ERR; this side has no other sign but flushed "
-        "work requests.",
+        "A request of the peer's was refused for its rkey, range or permission, and the queue pair "
+        "went to ERR. The peer has REM_ACCESS_ERR; this side only sees flushed work requests.",
         "What the peer used as remote_addr and rkey: it prints REM_ACCESS_ERR, and this program "
         "does not know.",
         causes=(
@@ -69,20 +55,19 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.COMM_EST,
-        "A message came in RTR, before this side was told that the connection is up. All is well: "
+        "A message came in RTR, before the connection was reported as established. All is well: "
         "the QP may go to RTS.",
         causes=("The peer was faster than the last message of the connection manager.",),
     ),
     _event(
         EventType.SQ_DRAINED,
-        "The send queue has come to rest after a move to SQD: attributes can be changed now.",
-        "qp.to_rts() goes on.",
+        "The send queue has drained after a move to SQD: attributes can be changed now.",
+        "Change the attributes, then qp.to_rts().",
         causes=("SQD was asked for with en_sqd_async_notify.",),
     ),
     _event(
         EventType.PATH_MIG,
-        "The connection uses its alternate path now; there is no further one until another is "
-        "loaded.",
+        "The connection uses its alternate path now; there is no other until one is loaded.",
         "The link of the first path.",
         causes=("The first path failed, or software asked for it (path_mig_state).",),
     ),
@@ -94,7 +79,7 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.DEVICE_FATAL,
-        "The device is gone for this context: nothing that was created on it works any more.",
+        "The device is gone for this context: nothing that was created on it works.",
         "Close everything, open the device again; dmesg for the reason.",
         causes=(
             "A reset of the device, a removal, a driver reload, a firmware crash.",
@@ -104,12 +89,12 @@ EVENTS: tuple[Explanation, ...] = (
     _event(
         EventType.PORT_ACTIVE,
         "A port has come up: it carries traffic from now on.",
-        "Connections that ended with RETRY_EXC_ERR meanwhile do not come back by themselves.",
+        "Connections that ended with RETRY_EXC_ERR meanwhile do not recover by themselves.",
         causes=("The link came up, or the subnet manager configured it.",),
     ),
     _event(
         EventType.PORT_ERR,
-        "A port went down. Reliable connections live on until their retries are used up.",
+        "A port went down. Reliable connections survive until their retries are used up.",
         "The port's state in rdmapost devices; ip link; cable and switch.",
         causes=(
             "The link was lost, or the network device below was set down.",
@@ -118,7 +103,8 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.LID_CHANGE,
-        "The subnet manager gave the port another LID: what was told to peers is out of date.",
+        "The subnet manager gave the port another LID: the endpoints that peers have are out of "
+        "date.",
         "Exchange endpoints again; address handles too.",
         causes=("The subnet manager was restarted or replaced.",),
     ),
@@ -130,26 +116,26 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.SM_CHANGE,
-        "Another subnet manager is in charge. It is for those who talk to it.",
+        "Another subnet manager is in charge. Only programs that talk to it need to care.",
         causes=("A failover, or a new subnet manager with higher priority.",),
     ),
     _event(
         EventType.SRQ_ERR,
-        "A shared receive queue failed; the queue pairs on it cannot receive any more.",
-        "dmesg. Create it anew, with its queue pairs.",
-        causes=("A fault while the device took an entry off it.",),
+        "A shared receive queue failed; the queue pairs on it can no longer receive.",
+        "dmesg. Create it and its queue pairs again.",
+        causes=("A fault while the device fetched an entry.",),
     ),
     _event(
         EventType.SRQ_LIMIT_REACHED,
-        "A shared receive queue has fewer receives than its limit. It tells once: the limit must "
-        "be set again to be told again.",
+        "A shared receive queue has fewer receives than its limit. The event comes once: set the "
+        "limit again to re-arm it.",
         "Post receives, then arm the limit: srq.arm_limit().",
         causes=("Messages came faster than receives were posted.",),
     ),
     _event(
         EventType.QP_LAST_WQE_REACHED,
-        "A queue pair in ERR that uses an SRQ will take no more receives from it. Only now is it "
-        "safe to say that no receive is in its hands, and to destroy it.",
+        "A queue pair in ERR that uses an SRQ will consume no more receives from it. Only now is "
+        "it safe to destroy: it holds no receive.",
         "Poll the CQ once more before the QP is closed.",
         causes=("The QP went to ERR.",),
     ),
@@ -160,8 +146,8 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.GID_CHANGE,
-        "The port's GID table changed. An index may stand for another address, or for none.",
-        "rdmapost devices: the table as it is; ip monitor address: who changes it.",
+        "The port's GID table changed. An index may mean another address, or none.",
+        "rdmapost devices: the current table; ip monitor address: what changes it.",
         causes=(
             "RoCE: an IP address was added or removed, or a VLAN or bond was changed.",
             "InfiniBand: another subnet prefix.",
@@ -169,7 +155,7 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.WQ_FATAL,
-        "A work queue of its own (ibv_create_wq) failed.",
+        "A work queue made by ibv_create_wq failed.",
         "The driver's log.",
         causes=("Its CQ overran, or the device could not read an entry.",),
     ),
@@ -185,26 +171,14 @@ EVENTS: tuple[Explanation, ...] = (
     ),
 )
 
-
-def _flag(flag: WCFlags, meaning: str, *look_at: str, soft_roce: str = "") -> Explanation:
-    return Explanation(
-        kind="wc_flag",
-        name=flag.name or "",
-        number=flag.value,
-        constant=f"IBV_WC_{flag.name}",
-        meaning=meaning,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_poll_cq(3): wc_flags",),
-    )
-
+_flag = partial(explanation_of, see=("ibv_poll_cq(3): wc_flags",))
 
 WC_FLAGS: tuple[Explanation, ...] = (
     _flag(
         WCFlags.GRH,
-        "The first 40 bytes of a UD receive hold a GRH. Without the flag they hold nothing of "
-        "use, and the payload starts at byte 40 all the same. On RoCE v2 over IPv4 the IP header "
-        "is in the last 20 of them.",
+        "The first 40 bytes of a UD receive hold a GRH. Without the flag they are undefined, and "
+        "the payload still starts at byte 40. On RoCE v2 over IPv4 the IP header is in the last 20 "
+        "of them.",
     ),
     _flag(
         WCFlags.WITH_IMM,
@@ -215,11 +189,11 @@ WC_FLAGS: tuple[Explanation, ...] = (
         WCFlags.IP_CSUM_OK,
         "The device has checked the IPv4 and the TCP or UDP checksum and found them right. "
         "Without it they are wrong, or nobody looked.",
-        soft_roce="It stands for WITH_INV there, by mistake.",
+        soft_roce="It means WITH_INV there, by mistake.",
     ),
     _flag(
         WCFlags.WITH_INV,
-        "invalidated_rkey is a key of this side's that the peer has made invalid.",
+        "invalidated_rkey is a local key that the peer has invalidated.",
         soft_roce="Set as IP_CSUM_OK: the kernel's and the library's numbers differ.",
     ),
     _flag(

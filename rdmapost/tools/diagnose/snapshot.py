@@ -1,4 +1,4 @@
-"""What the checks of a queue pair look at: everything is read once, and nothing changed."""
+"""The state that the checks of a queue pair inspect, read once and never changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from ...resources.qp_attr import QPAttr
 from ...resources.resource import open_children
 from .system import System
 
-__all__ = ["CONNECTED", "FAILURES", "RECEIVES", "Seen", "is_queue_pair", "look", "name_of"]
+__all__ = [
+    "CONNECTED",
+    "FAILURES",
+    "RECEIVES",
+    "Snapshot",
+    "is_queue_pair",
+    "name_of",
+    "take_snapshot",
+]
 
 FAILURES = (RdmaError, OSError, ValueError)
-"""What reading an object may raise: it has gone, or the device does not answer."""
+"""What reading an object may raise: it is gone, or the device does not respond."""
 
 CONNECTED = frozenset({QPType.RC, QPType.UC, QPType.XRC_SEND, QPType.XRC_RECV})
 RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
@@ -26,19 +34,19 @@ _OTHER_SIDE = {QPType.XRC_SEND: QPType.XRC_RECV, QPType.XRC_RECV: QPType.XRC_SEN
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A queue pair as it is now.
+class Snapshot:
+    """The state of a queue pair and its surroundings.
 
     Attributes:
         qp: the queue pair.
         attr: its attributes.
         port: its port.
         table: the GIDs of its port.
-        peer: the other side: a queue pair of this process, or what it said of itself.
-        peer_attr: the attributes of such a queue pair.
-        given: the peer was named by the caller, and not found by its number.
-        system: the machine around it.
-        about: its name.
+        peer: the other side: a queue pair in this process, or its endpoint.
+        peer_attr: its attributes, if it is in this process.
+        given: the caller named the peer; otherwise it was found by its number.
+        system: the files of the machine.
+        about: the name that findings give it.
     """
 
     qp: QP
@@ -53,12 +61,12 @@ class Seen:
 
     @property
     def connected(self) -> bool:
-        """Whether it knows its peer: what says so is set on the way to RTR."""
+        """Whether it has a peer: those attributes are set in the transition to RTR."""
         return self.qp.qp_type in CONNECTED and _knows_peer(self.attr)
 
     @property
     def requests(self) -> bool:
-        """Whether its attributes as a requester mean something: they are set on the way to RTS."""
+        """Whether its requester attributes are valid: they are set in the transition to RTS."""
         attr = self.attr
         if attr.qp_state is QPState.ERR:
             return bool(attr.timeout or attr.retry_cnt or attr.rnr_retry or attr.max_rd_atomic)
@@ -66,7 +74,7 @@ class Seen:
 
     @property
     def local_peer(self) -> tuple[QP, QPAttr] | None:
-        """The peer with its attributes, if it is a queue pair of this process."""
+        """The peer and its attributes, if it is in this process."""
         if is_queue_pair(self.peer) and self.peer_attr is not None:
             return self.peer, self.peer_attr
         return None
@@ -78,7 +86,7 @@ class Seen:
 
     @property
     def responder(self) -> tuple[QP, QPAttr] | None:
-        """The peer with its attributes, if those of a responder mean something."""
+        """The peer and its attributes, if its responder attributes are valid."""
         local = self.local_peer
         if local is None or local[0].qp_type is not self.peer_type:
             return None
@@ -86,17 +94,17 @@ class Seen:
 
     @property
     def source(self) -> GIDTableEntry | None:
-        """The entry of the GID table that its packets come from, if it is there."""
+        """The GID table entry that its packets come from, if it exists."""
         index = self.attr.ah_attr.sgid_index
         return next((entry for entry in self.table if entry.index == index), None)
 
 
-def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
+def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
     """Read a queue pair and its surroundings.
 
     Args:
         qp: the queue pair.
-        peer: its peer, if the caller knows it.
+        peer: the peer, if the caller knows it.
 
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.
@@ -111,7 +119,7 @@ def look(qp: QP, peer: QP | Endpoint | None) -> Seen:
     peer_attr = None
     if is_queue_pair(peer) and not peer.closed:
         peer_attr = peer.query()
-    return Seen(qp, attr, port, table, peer, peer_attr, given, System(), name_of(qp))
+    return Snapshot(qp, attr, port, table, peer, peer_attr, given, System(), name_of(qp))
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:
@@ -120,19 +128,19 @@ def is_queue_pair(thing: object) -> TypeGuard[QP]:
 
 
 def name_of(qp: QP) -> str:
-    """Name a queue pair, as findings are about it."""
+    """Name a queue pair in findings."""
     return f"{qp} on {qp.pd.context.name}"
 
 
 def _knows_peer(attr: QPAttr) -> bool:
     if attr.qp_state is QPState.ERR:
-        # It may have come here from any state.
+        # ERR can be entered from any state.
         return bool(attr.dest_qp_num)
     return attr.qp_state in RECEIVES
 
 
 def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> QP | None:
-    """Return the peer if it is a queue pair of this process, on the same open device."""
+    """Return the peer if it is in this process, on the same open device."""
     path = attr.ah_attr
     if path.dgid is None:
         here = path.dlid == port.lid

@@ -2,91 +2,75 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import WCOpcode
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["WC_OPCODES"]
 
-
-def _completion(
-    opcode: WCOpcode,
-    meaning: str,
-    *look_at: str,
-    soft_roce: str = "",
-    see: tuple[str, ...] = ("ibv_poll_cq(3), DESCRIPTION",),
-) -> Explanation:
-    return Explanation(
-        kind="wc_opcode",
-        name=opcode.name,
-        number=opcode.value,
-        constant=constant_of(opcode),
-        meaning=meaning,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
-    )
-
+_completion = partial(explanation_of, see=("ibv_poll_cq(3), DESCRIPTION",))
 
 _OPS = ("ibv_post_srq_ops(3)",)
 
 WC_OPCODES: tuple[Explanation, ...] = (
     _completion(
         WCOpcode.SEND,
-        "A SEND, SEND_WITH_IMM or SEND_WITH_INV of this side has ended.",
-        "wr_id tells which; byte_len means nothing here.",
+        "A SEND, SEND_WITH_IMM or SEND_WITH_INV of this side has completed.",
+        "wr_id says which; byte_len is undefined.",
     ),
     _completion(
         WCOpcode.RDMA_WRITE,
-        "An RDMA_WRITE or RDMA_WRITE_WITH_IMM of this side has ended: on RC the bytes are at the "
-        "peer.",
-        "The peer has a completion of its own only if there was immediate data.",
+        "An RDMA_WRITE or RDMA_WRITE_WITH_IMM of this side has completed: on RC the bytes are at "
+        "the peer.",
+        "The peer gets a completion only if there was immediate data.",
     ),
     _completion(
         WCOpcode.RDMA_READ,
-        "An RDMA_READ has ended, and its bytes are in the local buffers.",
-        "byte_len: as many as were read.",
+        "An RDMA_READ has completed, and its bytes are in the local buffers.",
+        "byte_len: how many were read.",
     ),
     _completion(
         WCOpcode.COMP_SWAP,
-        "An ATOMIC_CMP_AND_SWP has ended. Whether it swapped is not in the completion.",
+        "An ATOMIC_CMP_AND_SWP has completed. Whether it swapped is not in the completion.",
         "The 8 bytes in the local buffer: equal to compare_add means that it swapped.",
     ),
     _completion(
         WCOpcode.FETCH_ADD,
-        "An ATOMIC_FETCH_AND_ADD has ended; the old value is in the local buffer.",
+        "An ATOMIC_FETCH_AND_ADD has completed; the old value is in the local buffer.",
         "byte_len is 8.",
     ),
     _completion(
         WCOpcode.BIND_MW,
-        "A memory window is bound, and its new rkey holds.",
+        "A memory window is bound, and its new rkey is valid.",
         "mw.rkey is what the peer needs.",
         see=("ibv_bind_mw(3)",),
     ),
     _completion(
         WCOpcode.LOCAL_INV,
-        "A local key has been invalidated, by a LOCAL_INV of this side's.",
+        "A local key has been invalidated, by a LOCAL_INV posted here.",
         "A peer's SEND_WITH_INV shows on a RECV completion instead (WITH_INV).",
     ),
     _completion(
         WCOpcode.TSO,
-        "A TSO has ended: all of its segments are out.",
+        "A TSO has completed: all of its segments are out.",
         "One completion for all of them; at the receiver each segment has one.",
     ),
     _completion(
         WCOpcode.FLUSH,
-        "A flush of remote memory, posted through the ibv_wr_* interface, has ended. (An error "
+        "A flush of remote memory, posted through the ibv_wr_* interface, has completed. (An error "
         "status that is called flush is WR_FLUSH_ERR.)",
         see=("ibv_wr_post(3)",),
     ),
     _completion(
         WCOpcode.ATOMIC_WRITE,
-        "An atomic write of 8 bytes has ended; only the ibv_wr_* interface can post one.",
+        "An atomic write of 8 bytes has completed; only the ibv_wr_* interface can post one.",
         see=("ibv_wr_post(3): ibv_wr_atomic_write",),
     ),
     _completion(
         WCOpcode.RECV,
-        "A receive was filled by a SEND of the peer's. All opcodes from 128 on are receives: "
-        "test the bit and not the value.",
+        "A SEND from the peer filled a receive. All opcodes from 128 on are receives: test the "
+        "bit, not the value.",
         "byte_len; imm_data if wc_flags has WITH_IMM, invalidated_rkey if it has WITH_INV.",
         "On UD: the payload starts at byte 40, and src_qp is the sender.",
         soft_roce="It does not set WITH_INV.",
@@ -96,7 +80,7 @@ WC_OPCODES: tuple[Explanation, ...] = (
         WCOpcode.RECV_RDMA_WITH_IMM,
         "A receive was consumed by an RDMA_WRITE_WITH_IMM. Its buffers are untouched; the data "
         "is where the writer put it.",
-        "imm_data, and byte_len for the length of the write. The address is not told.",
+        "imm_data, and byte_len for the length of the write. The address is not reported.",
     ),
     _completion(
         WCOpcode.TM_ADD,
@@ -107,7 +91,7 @@ WC_OPCODES: tuple[Explanation, ...] = (
     _completion(
         WCOpcode.TM_DEL,
         "A TAG_DEL is done: the entry is off the list and its buffer is free; with status TM_ERR "
-        "it was not on the list any more.",
+        "it was no longer on the list.",
         see=_OPS,
     ),
     _completion(
@@ -118,9 +102,9 @@ WC_OPCODES: tuple[Explanation, ...] = (
     ),
     _completion(
         WCOpcode.TM_RECV,
-        "A message of the tag-matching protocol has come. With TM_MATCH it matched an entry; "
-        "with TM_DATA_VALID its data is complete. A long message has two completions, one for "
-        "each. With neither it is unexpected and lies, header and all, in a plain receive.",
+        "A message of the tag-matching protocol has come. With TM_MATCH it matched an entry; with "
+        "TM_DATA_VALID its data is complete. A long message has two completions, one for each. "
+        "With neither it is unexpected and lies, header and all, in an ordinary receive.",
         "tm_tag and tm_priv: the tag, and the sender's 32 bits; in TM_MATCH completions only.",
         "Count the unexpected ones: unexpected_cnt.",
         see=("ibv_create_cq_ex(3): tag matching information", "ibv_post_srq_ops(3)"),
@@ -128,7 +112,7 @@ WC_OPCODES: tuple[Explanation, ...] = (
     _completion(
         WCOpcode.TM_NO_TAG,
         "A message without a tag came to a tag-matching queue: its header says NO_TAG, or it is "
-        "the FIN of a rendezvous. It lies in a plain receive and counts as no unexpected one.",
+        "the FIN of a rendezvous. It lies in an ordinary receive and does not count as unexpected.",
         "The first byte of the buffer: 0 NO_TAG, 2 FIN.",
         see=("rdma-core: Documentation/tag_matching.md",),
     ),

@@ -12,15 +12,15 @@ from ...posting.wr import OpsWR, RecvWR, Send, TagAdd, TagDel, TagSync
 from ...resources.cq import WC
 from ..frames import TMH_BYTES, tagged
 from ..loopback import Loopback
-from .looking import at, completed, same, same_bytes, unharmed
+from .assertions import at, completed, same, same_bytes, unharmed
 from .registry import Failed, Row, Trial, check
 
-__all__ = ["MATCHED", "ROWS", "take"]
+__all__ = ["MATCHED", "ROWS", "wait_for_message"]
 
 ROWS: list[Row] = []
 
 MATCHED = WCFlags.TM_MATCH | WCFlags.TM_DATA_VALID
-"""What the completion of a message says that matched and is there."""
+"""The flags on the completion of a matched and complete message."""
 
 _TAG, _OTHER = 0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321
 _CONTEXT = 0xC0FFEE
@@ -28,7 +28,7 @@ _PAYLOAD = 100
 _ROOM = 128
 _SLOTS = 4
 _UNEXPECTED = (_SLOTS - 1) * _ROOM
-"""Where the receive for unexpected messages lies, behind the tagged ones."""
+"""Offset of the receive for unexpected messages, after the tagged buffers."""
 
 
 @check(ROWS, OpsOpcode.TAG_ADD, QPType.RC)
@@ -52,10 +52,10 @@ def _tag_del(trial: Trial) -> str:
         _operate(pair, TagDel(wr_id=20, handle=first.handle), WCOpcode.TM_DEL)
         _matches(pair, _TAG, 1)
         _operate(pair, _add(pair, 2, _OTHER), WCOpcode.TM_ADD)
-        # Nothing is left for this tag: the one that was removed does not match.
+        # Nothing is left for this tag: the removed entry does not match.
         _is_unexpected(pair, _TAG)
         unharmed(pair, (_ROOM, _PAYLOAD), (_UNEXPECTED, TMH_BYTES + _PAYLOAD))
-    return "a message goes past the removed entry to the next, and then to none"
+    return "a message skips the removed entry and matches the next one, and then none"
 
 
 @check(ROWS, OpsOpcode.TAG_SYNC, QPType.RC)
@@ -64,17 +64,17 @@ def _tag_sync(trial: Trial) -> str:
         _is_unexpected(pair, _TAG)
         wc = _operate(pair, _add(pair, 0, _TAG), WCOpcode.TM_ADD)
         if not wc.wc_flags & WCFlags.TM_SYNC_REQ:
-            raise Failed("TM_ADD asks for no TAG_SYNC after an unexpected message")
+            raise Failed("TM_ADD does not request a TAG_SYNC after an unexpected message")
         wc = _operate(pair, TagSync(wr_id=20, unexpected_cnt=1), WCOpcode.TM_SYNC)
         if wc.wc_flags & WCFlags.TM_SYNC_REQ:
-            raise Failed("TM_SYNC asks for another one though the count was right")
+            raise Failed("TM_SYNC requests another one although the count was right")
         _matches(pair, _TAG, 0)
         unharmed(pair, (0, _PAYLOAD), (_UNEXPECTED, TMH_BYTES + _PAYLOAD))
-    return "asked for after an unexpected message; with its count, entries match again"
+    return "requested after an unexpected message; with its count, entries match again"
 
 
 def _tags(trial: Trial) -> Loopback:
-    """Make a pair whose remote side matches tags and has one receive for the unexpected."""
+    """Make a pair whose remote side matches tags and has one receive for unexpected messages."""
     pair = trial.loopback(
         local_size=TMH_BYTES + _PAYLOAD, remote_size=_SLOTS * _ROOM, srq_type=SRQType.TM
     )
@@ -129,20 +129,20 @@ def _is_unexpected(pair: Loopback, tag: int) -> None:
 
 
 def _arrives(pair: Loopback, tag: int, *, wr_id: int) -> WC:
-    first, last = take(pair)
+    first, last = wait_for_message(pair)
     for wc in (first, last):
         completed([wc], WCOpcode.TM_RECV, wr_id=wr_id)
-    # Of a message that matched nothing the header alone tells the tag.
+    # If nothing matched, only the header has the tag.
     if first.wc_flags & WCFlags.TM_MATCH:
         same("tag in the completion", first.tm_tag, tag)
         same("tm_priv", first.tm_priv, _CONTEXT)
     return last
 
 
-def take(pair: Loopback) -> tuple[WC, WC]:
-    """Wait for a message: the completion that tells the tag, and that of its data.
+def wait_for_message(pair: Loopback) -> tuple[WC, WC]:
+    """Wait for a message, and return the completions with its tag and with its data.
 
-    They are two where the message has many packets, and else the same one.
+    They are two if the message has several packets, otherwise the same one.
     """
     (first,) = pair.arrived()
     if not first.status and first.wc_flags & MATCHED == WCFlags.TM_MATCH:

@@ -1,8 +1,8 @@
-"""Checks of keys: binding windows and invalidating them.
+"""Checks of memory windows: binding them, and invalidating keys.
 
-A type 2 window serves only the queue pair that bound it.  On XRC the side that
-binds is not the side that is written to, so there a window's key is good for
-nothing but to be taken back, and a peer can invalidate a region's key only.
+A type 2 window is valid only on the queue pair that bound it.  On XRC the side
+that binds is not the side that is written to, so a window's key can only be
+invalidated there, and a peer can only invalidate a region's key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...posting.wr import BindMW, LocalInv, RdmaWrite, SendWithInv
 from ...resources.cq import WC
 from ...resources.memory import MW
 from ..loopback import Loopback, Side
-from .looking import completed, same, same_bytes, write
+from .assertions import completed, same, same_bytes, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 
 __all__ = ["ROWS", "WINDOW_REGION", "admitted", "bind_wr", "binder"]
@@ -23,10 +23,10 @@ __all__ = ["ROWS", "WINDOW_REGION", "admitted", "bind_wr", "binder"]
 ROWS: list[Row] = []
 
 WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
-"""What a region permits, so that a window for writes can be bound to it."""
+"""The access of a region to which a window for writes can be bound."""
 
-_NOT_KNOWN = frozenset({WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR})
-"""How a queue pair that works says that it does not know an opcode; rxe 6.12 flushes it."""
+_UNKNOWN_OPCODE = frozenset({WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR})
+"""The status of an opcode that a working queue pair does not know; rxe 6.12 flushes it."""
 _REFUSED = frozenset({WCStatus.REM_ACCESS_ERR, WCStatus.REM_INV_REQ_ERR, WCStatus.REM_OP_ERR})
 
 
@@ -40,14 +40,14 @@ def _bind_mw(trial: Trial) -> str:
         rkey = _bind(pair, window)
         if trial.qp_type is QPType.XRC_SEND:
             _bound_already(pair, window)
-            return "bound, and refused a second time: a window that is bound cannot be bound again"
+            return "bound, and refused a second time: a bound window cannot be bound again"
         write(pair, offset=MARGIN, rkey=rkey)
-        # Soft-RoCE looks at the bounds of the region and not at the window's.
+        # Soft-RoCE checks the bounds of the region, not the window's.
         bounded = not admitted(pair, rkey, MARGIN - 1)
-    return "the key is good when bound, refused before" + (
+    return "the key is valid when bound, refused before" + (
         ", refused outside the window"
         if bounded
-        else f"; {trial.context.name} does not keep to the window's bounds"
+        else f"; {trial.context.name} does not enforce the window's bounds"
     )
 
 
@@ -61,11 +61,11 @@ def _local_inv(trial: Trial) -> str:
             _invalidate(pair, rkey)
             _bind(pair, window)
             _bound_already(pair, window)
-            return "the window can be bound again afterwards, and not when it is bound"
+            return "the window can be bound again afterwards, but not while it is bound"
         write(pair, offset=MARGIN, rkey=rkey)
         _invalidate(pair, rkey)
         _refused(pair, rkey)
-    return "the key is good when bound, refused afterwards"
+    return "the key is valid when bound, refused afterwards"
 
 
 @check(ROWS, Opcode.SEND_WITH_INV)
@@ -93,13 +93,13 @@ def _send_with_inv_of_a_region(trial: Trial) -> str:
         pair.local.qp.post_send(RdmaWrite(sg_list=pair.local.mr[:], wr_id=10, **target))
         (wc,) = pair.sent()
         if wc.status is not WCStatus.REM_ACCESS_ERR:
-            raise Failed(f"a write with a key that is not valid ended with {wc.status.name}")
+            raise Failed(f"a write with an invalid key ended with {wc.status.name}")
         same_bytes("region", bytes(region.buffer), before)
     return f"{trial.length} bytes arrived and the region's key is refused afterwards{seen}"
 
 
 def _invalidating_message(trial: Trial, pair: Loopback, rkey: int) -> str:
-    """Send a message that invalidates a key; return what is to be said of its completion."""
+    """Send a message that invalidates a key; return a note on its completion."""
     pair.receive(trial.length)
     trial.make_up(pair)
     pair.local.qp.post_send(
@@ -108,17 +108,17 @@ def _invalidating_message(trial: Trial, pair: Loopback, rkey: int) -> str:
     name = pair.local.cq.context.name
     wcs = pair.sent()
     if trial.qp_type is QPType.XRC_SEND and wcs[0].status in _REFUSED:
-        raise Unsupported(f"{name} lets no peer invalidate a region ({wcs[0].status.name})")
+        raise Unsupported(f"{name} does not let a peer invalidate a region ({wcs[0].status.name})")
     _managed(wcs, pair, Opcode.SEND_WITH_INV, WCOpcode.SEND, wr_id=7)
     wc = completed(pair.arrived(), WCOpcode.RECV, wr_id=1)
-    # Soft-RoCE sets another bit than WITH_INV in the completion.
-    told = bool(wc.wc_flags & WCFlags.WITH_INV)
-    if told:
+    # Soft-RoCE sets a different bit in the completion.
+    with_inv = bool(wc.wc_flags & WCFlags.WITH_INV)
+    if with_inv:
         same("invalidated_rkey", wc.invalidated_rkey, rkey)
     same_bytes("message", pair.received(trial.length), pair.local.mr.buffer)
     return (
         ", and named in the receive's completion (WITH_INV)"
-        if told
+        if with_inv
         else f"; {name} does not name it in the receive's completion"
     )
 
@@ -138,7 +138,7 @@ def _require_invalidation(trial: Trial) -> None:
 
 
 def binder(pair: Loopback) -> Side:
-    """Return the side that can bind windows: an XRC target has no send queue."""
+    """Return the side that can bind windows; an XRC target has no send queue."""
     return pair.local if pair.local.qp.qp_type is QPType.XRC_SEND else pair.remote
 
 
@@ -181,11 +181,11 @@ def _done(pair: Loopback) -> list[WC]:
 
 
 def _bound_already(pair: Loopback, window: MW) -> None:
-    """Check that a window is bound: binding it again fails; it breaks the queue pair."""
+    """Check that a window is bound: binding it again fails, and breaks the queue pair."""
     binder(pair).qp.post_send(bind_wr(pair, window, MARGIN, pair.local.mr.length, wr_id=8))
     (wc,) = _done(pair)
     if wc.status is WCStatus.SUCCESS:
-        raise Failed("a window that is bound was bound again")
+        raise Failed("a bound window was bound again")
 
 
 def _managed(
@@ -193,9 +193,9 @@ def _managed(
 ) -> None:
     """Check the completion of an operation on keys."""
     (wc,) = wcs = list(wcs)
-    if pair.local.qp.qp_type is QPType.UC and wc.status in _NOT_KNOWN:
-        # The man page has it on UC; InfiniBand makes it optional there, and has
-        # no packet at all for a send with invalidate.
+    if pair.local.qp.qp_type is QPType.UC and wc.status in _UNKNOWN_OPCODE:
+        # The man page lists it for UC; InfiniBand makes it optional there, and has
+        # no packet for a send with invalidate.
         device = pair.local.cq.context.name
         raise Unsupported(f"{device} refuses {opcode.name} on UC ({wc.status.name})")
     completed(wcs, expected, wr_id=wr_id)
@@ -205,22 +205,22 @@ def _managed(
 
 
 def _refused(pair: Loopback, rkey: int) -> None:
-    """Check that a write with this key does not go in."""
+    """Check that a write with this key is refused."""
     if admitted(pair, rkey, MARGIN):
-        raise Failed("a write with a key that is not valid went in")
+        raise Failed("a write with an invalid key succeeded")
 
 
 def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
-    """Try a write with a key, and say whether it went in; if not, an RC pair is broken.
+    """Try a write with a key, and return whether it succeeded; if not, an RC pair is broken.
 
     Args:
         pair: the queue pairs, with 16 bytes of local memory or more.
         rkey: the key.
-        offset: where to, from the start of the remote memory; its last byte is
-            not to be in the range.
+        offset: bytes from the start of the remote memory; its last byte must
+            not be in the range.
 
     Raises:
-        Failed: it cannot be told, or what happened contradicts itself.
+        Failed: the result is unknown or contradictory.
     """
     before = bytes(pair.remote.mr.buffer)
     pair.local.mr.buffer[:] = random.randbytes(pair.local.mr.length)
@@ -239,9 +239,9 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
 
 
 def _wait_behind(pair: Loopback, before: bytes) -> bytes:
-    """Wait until what was posted on UC is over, and return what memory should hold else.
+    """Wait until posts on UC are done, and return the memory without the tested write.
 
-    Nothing is answered there; a write that may go in, sent behind, shows it.
+    UC acknowledges nothing; a permitted write posted afterwards shows it.
     """
     if _broken(pair):
         return before
@@ -254,9 +254,9 @@ def _wait_behind(pair: Loopback, before: bytes) -> bytes:
         return before[:end] + last
     if _broken(pair):
         return before
-    raise Failed("nothing arrives any more after a write that may be refused access")
+    raise Failed("nothing arrives after a write that may be refused access")
 
 
 def _broken(pair: Loopback) -> bool:
-    # What a device may do on a violation that it cannot answer.
+    # A device may do this on a violation that it cannot NAK.
     return pair.remote.qp.state is QPState.ERR

@@ -1,4 +1,4 @@
-"""Checks of segmentation: TSO, on UD and on raw packets."""
+"""Checks of segmentation offload (TSO), on UD and RAW_PACKET."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ...enums import Opcode, WCOpcode
 from ...posting.wr import TSO
 from .. import frames
 from ..loopback import Loopback
-from .looking import completed, unharmed
-from .messages import arrived
+from .assertions import completed, unharmed
 from .registry import Failed, Row, Trial, check
+from .sends import arrived
 
 __all__ = ["ROWS", "segments"]
 
@@ -43,12 +43,12 @@ def _tso(trial: Trial) -> str:
 
 
 def segments(pair: Loopback, count: int, room: int) -> list[bytes]:
-    """Wait for the segments of a TSO and return them as they arrived.
+    """Wait for the segments of a TSO, and return them in order of arrival.
 
     Args:
-        pair: the queue pairs; receives of this room are posted, from the start.
+        pair: the queue pairs, with receives of this size posted from the start.
         count: how many.
-        room: bytes that each receive has room for.
+        room: bytes that each receive holds.
     """
     return [
         pair.received(wc.check().byte_len - pair.headroom, index, room=room)

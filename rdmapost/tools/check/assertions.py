@@ -1,4 +1,4 @@
-"""What the checks look at: completions, numbers, bytes."""
+"""Assertions of the checks, on completions, numbers and bytes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["at", "completed", "same", "same_bytes", "unharmed", "write"]
 
 
 def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
-    """Write the local memory to an offset of the remote, and check that it stands there.
+    """Write the local memory to an offset of the remote memory, and verify it.
 
     Args:
         pair: the queue pairs.
-        offset: where to, from the start of the remote memory.
-        rkey: the key to use; that of the region unless given.
+        offset: bytes from the start of the remote memory.
+        rkey: the key to use; the region's unless given.
     """
     pair.local.qp.post_send(
         RdmaWrite(sg_list=pair.local.mr[:], wr_id=7, **pair.target(offset, rkey))
@@ -39,10 +39,10 @@ def at(pair: Loopback, offset: int, length: int) -> bytes:
 
 
 def completed(wcs: Iterable[WC], opcode: WCOpcode, *, wr_id: int) -> WC:
-    """Check that there is one completion, a success of this opcode, and return it.
+    """Check that there is one completion, successful and of this opcode, and return it.
 
     Raises:
-        Failed: it is another.
+        Failed: there is another one.
     """
     (wc,) = wcs
     if wc.status is not WCStatus.SUCCESS:
@@ -51,7 +51,7 @@ def completed(wcs: Iterable[WC], opcode: WCOpcode, *, wr_id: int) -> WC:
     same("wr_id", wc.wr_id, wr_id)
     if wc.opcode is not opcode:
         found = "an unknown opcode" if wc.opcode is None else wc.opcode.name
-        raise Failed(f"the completion says {found} and not {opcode.name}")
+        raise Failed(f"the completion says {found}, not {opcode.name}")
     return wc
 
 
@@ -59,10 +59,10 @@ def same(what: str, found: int | None, expected: int | None) -> None:
     """Check a number.
 
     Raises:
-        Failed: it is another.
+        Failed: it differs.
     """
     if found != expected:
-        raise Failed(f"{what} is {_number(found)} and not {_number(expected)}")
+        raise Failed(f"{what} is {_number(found)}, not {_number(expected)}")
 
 
 def _number(value: int | None) -> str:
@@ -70,10 +70,10 @@ def _number(value: int | None) -> str:
 
 
 def same_bytes(what: str, found: bytes, expected: bytes | memoryview) -> None:
-    """Check bytes, as many as are expected.
+    """Check bytes.
 
     Raises:
-        Failed: some are others.
+        Failed: some differ.
     """
     if found == expected:
         return
@@ -84,7 +84,7 @@ def same_bytes(what: str, found: bytes, expected: bytes | memoryview) -> None:
 
 
 def unharmed(pair: Loopback, *ranges: tuple[int, int]) -> None:
-    """Check that the remote memory is untouched but for some ranges and the GRH.
+    """Check that the remote memory is untouched except for some ranges and the GRH.
 
     Args:
         pair: the queue pairs.

@@ -1,4 +1,4 @@
-"""Checks of messages: SEND, with and without immediate data."""
+"""Checks of SEND, with and without immediate data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...errors import WaitTimeout
 from ...posting.wr import Send, SendWithImm, SendWR
 from ...resources.cq import WC
 from ..loopback import Loopback
-from .looking import completed, same, same_bytes, unharmed
+from .assertions import completed, same, same_bytes, unharmed
 from .registry import MARGIN, Row, Trial, Unsupported, check
 
 __all__ = ["IMM", "ROWS", "arrived"]
@@ -48,7 +48,7 @@ def arrived(pair: Loopback, count: int = 1) -> list[WC]:
 
     Raises:
         WaitTimeout: they did not come in time.
-        Unsupported: the same, of frames: a device may keep those to itself.
+        Unsupported: the same for frames, which a device may not deliver.
     """
     try:
         return pair.arrived(count)
@@ -56,6 +56,6 @@ def arrived(pair: Loopback, count: int = 1) -> list[WC]:
         if pair.local.qp.qp_type is not QPType.RAW_PACKET:
             raise
         raise Unsupported(
-            f"{pair.local.cq.context.name} sent the frame, and gives it to no queue pair that "
-            "has not asked for it with a flow rule (ibv_create_flow)"
+            f"{pair.local.cq.context.name} sent the frame, but delivers it only to a queue pair "
+            "with a flow rule (ibv_create_flow)"
         ) from None

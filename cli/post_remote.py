@@ -1,4 +1,4 @@
-"""The one-shots with HOST: one post to a server of another process, and what it yields."""
+"""Posting to 'rdmapost serve' in another process (HOST)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rdmapost import (
@@ -30,23 +31,30 @@ from rdmapost.connect import Arrival, Connection, Seen, dial
 from rdmapost.tools.connect.protocol_messages import access_names
 from rdmapost.tools.tcp import show_address
 
-from .oneshot import mismatch, record, send_flags, show
-from .options import Peer, Shot, Target
+from .options import Peer, PostSettings, Target
 from .output import Output
-from .session import open_target, usage_error
+from .results import (
+    check_depth,
+    mismatch,
+    post_and_wait,
+    send_flags,
+    show,
+    start_document,
+)
+from .target import open_target, usage_error
 
 __all__ = ["atomic_at", "read_from", "send_to", "write_to"]
 
 _LOOK_AGAIN_S = 0.01
 _REPORTED = 1024
-"""Arrivals that a server still knows."""
+"""How many arrivals a server remembers."""
 
 
 @contextmanager
-def _dialled(
+def _connected(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     opcode: Opcode,
     peer: Peer,
     *,
@@ -54,37 +62,23 @@ def _dialled(
     inlined: int = 0,
 ) -> Iterator[Connection]:
     """Open the device and connect a queue pair to the server's."""
-    qp_type = QPType[shot.qp_type]
+    qp_type = QPType[settings.qp_type]
     where = show_address((peer.host, peer.port))
-    out.doc.update(
-        device=None,
-        kind=None,
-        opcode=opcode.name,
-        qp_type=shot.qp_type,
-        peer=where,
-        status=None,
-        wr_id=None,
-        byte_len=None,
-        gid_index=None,
-    )
+    start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
         usage_error("with HOST, --qp-type is rc, uc or ud")
     with open_target(out, target) as (context, port_num):
-        if shot.count > context.attr.max_qp_wr:
-            usage_error(
-                f"--count {shot.count} is more than {context.name} can hold in a queue "
-                f"(max_qp_wr={context.attr.max_qp_wr})"
-            )
+        check_depth(context, f"--count {settings.count}", settings.count, "max_qp_wr")
         with dial(
             context,
             peer.host,
             peer.port,
             qp_type=qp_type,
             token=peer.token,
-            timeout=shot.timeout,
+            timeout=settings.timeout,
             local_size=local_size,
-            depth=shot.count,
-            max_inline_data=inlined if "INLINE" in shot.flags else 0,
+            depth=settings.count,
+            max_inline_data=inlined if "INLINE" in settings.flags else 0,
             port_num=port_num,
             gid_index=target.gid_index,
         ) as connection:
@@ -104,10 +98,10 @@ def _exposed(connection: Connection) -> str:
     )
 
 
-def _source(connection: Connection, shot: Shot, payload: bytes) -> Sequence[SGE]:
+def _source(connection: Connection, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
     if not payload:
         return []
-    if "INLINE" in shot.flags:
+    if "INLINE" in settings.flags:
         return [SGE.from_buffer(payload)]
     connection.mr.buffer[: len(payload)] = payload
     return [connection.mr[: len(payload)]]
@@ -115,24 +109,20 @@ def _source(connection: Connection, shot: Shot, payload: bytes) -> Sequence[SGE]
 
 def _post(out: Output, connection: Connection, wrs: Sequence[SendWR]) -> list[WC]:
     """Post a list of work requests in one call, and wait until they are done."""
-    connection.qp.post_send(wrs)
     try:
-        wcs = connection.wait(len(wrs))
+        wcs, shown = post_and_wait(out, connection.qp, connection.cq, wrs, connection.wait)
     except WaitTimeout:
-        record(out, connection.cq.poll(len(wrs)), len(wrs))
         raise WaitTimeout(
             f"what was posted did not complete within {connection.timeout:g} s"
         ) from None
-    telling = record(out, wcs, len(wrs))
-    if telling is not None and telling.status is WCStatus.REM_ACCESS_ERR:
+    if shown.status is WCStatus.REM_ACCESS_ERR:
         # The server has said what it permits, and this was something else.
         raise CompletionError(
-            telling,
-            f"the work request with wr_id {telling.wr_id} ended with REM_ACCESS_ERR; "
+            shown,
+            f"the work request with wr_id {shown.wr_id} ended with REM_ACCESS_ERR; "
             f"{out.doc['peer']} exposes {_exposed(connection)}",
         )
-    if telling is not None:
-        telling.check()
+    shown.check()
     return wcs
 
 
@@ -148,7 +138,8 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
             )
         if arrival.status:
             raise RdmaError(
-                f"{out.doc['peer']} could not take it: its receive ended with {arrival.status.name}"
+                f"{out.doc['peer']} could not receive it: its receive failed with "
+                f"{arrival.status.name}"
             )
         found.append(arrival)
     return found
@@ -159,7 +150,7 @@ def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> byt
     head = expected[: len(found.data)]
     if found.data != head or found.sha256 != hashlib.sha256(expected).hexdigest():
         raise mismatch(index, count)
-    # The server shows how it begins, and the digest is that of the rest too.
+    # The server reports the first bytes, and a digest of all of them.
     return found.data + expected[len(found.data) :]
 
 
@@ -167,24 +158,21 @@ def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> byt
 
 
 def send_to(
-    out: Output, target: Target, shot: Shot, peer: Peer, payload: bytes, imm: int | None
+    out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
 ) -> None:
     """Send messages to a server."""
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
-    length, count = len(payload), shot.count
-    with _dialled(out, target, shot, opcode, peer, local_size=length, inlined=length) as connection:
+    length, count = len(payload), settings.count
+    with _connected(
+        out, target, settings, opcode, peer, local_size=length, inlined=length
+    ) as connection:
         fields: dict[str, Any] = {
-            "sg_list": _source(connection, shot, payload),
-            "send_flags": send_flags(shot),
+            "sg_list": _source(connection, settings, payload),
+            "send_flags": send_flags(settings),
             **connection.address,
         }
-        wrs = [
-            Send(wr_id=index + 1, **fields)
-            if imm is None
-            else SendWithImm(wr_id=index + 1, imm_data=imm, **fields)
-            for index in range(count)
-        ]
-        _post(out, connection, wrs)
+        make = Send if imm is None else partial(SendWithImm, imm_data=imm)
+        _post(out, connection, [make(wr_id=index + 1, **fields) for index in range(count)])
         arrivals = _arrivals(out, connection, count)
         for arrival in arrivals:
             received = _same(arrival, payload, arrival.index - 1, count)
@@ -194,23 +182,22 @@ def send_to(
 
 
 def write_to(
-    out: Output, target: Target, shot: Shot, peer: Peer, payload: bytes, imm: int | None
+    out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
 ) -> None:
-    """Write to the memory of a server, one behind the other."""
+    """Write to the memory of a server, one write after the other."""
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
-    length, count = len(payload), shot.count
-    with _dialled(out, target, shot, opcode, peer, local_size=length, inlined=length) as connection:
+    length, count = len(payload), settings.count
+    with _connected(
+        out, target, settings, opcode, peer, local_size=length, inlined=length
+    ) as connection:
         fields: dict[str, Any] = {
-            "sg_list": _source(connection, shot, payload),
-            "send_flags": send_flags(shot),
+            "sg_list": _source(connection, settings, payload),
+            "send_flags": send_flags(settings),
         }
         places = [peer.offset + index * length for index in range(count)]
+        make = RdmaWrite if imm is None else partial(RdmaWriteWithImm, imm_data=imm)
         wrs = [
-            RdmaWrite(wr_id=index + 1, **fields, **connection.target(place))
-            if imm is None
-            else RdmaWriteWithImm(
-                wr_id=index + 1, imm_data=imm, **fields, **connection.target(place)
-            )
+            make(wr_id=index + 1, **fields, **connection.target(place))
             for index, place in enumerate(places)
         ]
         _post(out, connection, wrs)
@@ -228,10 +215,10 @@ def write_to(
 
 
 def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None:
-    """Return what stands in the memory; on UC only after it has come, as far as it does.
+    """Return what the memory holds; on UC wait for the data to arrive.
 
     Returns:
-        What the server has seen, or None if it does not tell.
+        The server's view, or None if it does not report it.
     """
     deadline = time.monotonic() + connection.timeout
     digest = hashlib.sha256(expected).hexdigest()
@@ -239,7 +226,7 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
         try:
             seen = connection.look(place, len(expected))
         except ValueError as error:
-            # A write that is not acknowledged can go anywhere, and be dropped there.
+            # An unacknowledged write may go outside, and is dropped there.
             raise RdmaError(f"the write went outside the exposed memory: {error}") from None
         if not seen.sha256:
             return None
@@ -248,19 +235,21 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
         time.sleep(_LOOK_AGAIN_S)
 
 
-def read_from(out: Output, target: Target, shot: Shot, peer: Peer, length: int | None) -> None:
-    """Read the memory of a server; all that follows the offset unless a length is given."""
-    count = shot.count
-    with _dialled(out, target, shot, Opcode.RDMA_READ, peer, local_size=1) as connection:
+def read_from(
+    out: Output, target: Target, settings: PostSettings, peer: Peer, length: int | None
+) -> None:
+    """Read the memory of a server, up to its end unless a length is given."""
+    count = settings.count
+    with _connected(out, target, settings, Opcode.RDMA_READ, peer, local_size=1) as connection:
         if length is None:
             length = connection.offer.size - peer.offset
             if length < 0:
                 usage_error(
-                    f"--offset {peer.offset} is behind the end of the "
+                    f"--offset {peer.offset} is past the end of the "
                     f"{connection.offer.size} bytes that {out.doc['peer']} exposes"
                 )
         memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
-        flags = send_flags(shot)
+        flags = send_flags(settings)
         cuts = [(index * length, (index + 1) * length) for index in range(count)]
         wrs = [
             RdmaRead(
@@ -281,7 +270,7 @@ def read_from(out: Output, target: Target, shot: Shot, peer: Peer, length: int |
 def atomic_at(
     out: Output,
     target: Target,
-    shot: Shot,
+    settings: PostSettings,
     peer: Peer,
     opcode: Opcode,
     make: Callable[..., SendWR],
@@ -290,13 +279,13 @@ def atomic_at(
     """Change a value in the memory of a server.
 
     Args:
-        out, target, shot, peer, opcode: as in _dialled.
+        out, target, settings, peer, opcode: as in _connected.
         make: makes the work request.
-        given: what the document says of the request.
+        given: the request, for the document.
     """
-    count = shot.count
-    with _dialled(out, target, shot, opcode, peer, local_size=8 * count) as connection:
-        flags = send_flags(shot)
+    count = settings.count
+    with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
+        flags = send_flags(settings)
         wrs = [
             make(
                 wr_id=index + 1,
@@ -314,6 +303,6 @@ def atomic_at(
         out.doc["remote_addr"] = connection.offer.addr + peer.offset
     yields: dict[str, Any] = {**given, "old": olds[0]}
     if seen.data:
-        # What stands there now; others may be at it too.
+        # The current value; other clients may have changed it.
         yields["new"] = int.from_bytes(seen.data, sys.byteorder)
     show(out, yields if count == 1 else {**yields, "olds": olds})

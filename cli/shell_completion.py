@@ -11,11 +11,11 @@ __all__ = ["completion"]
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what lets a shell complete rdmapost.
+    """Print the completion script for a shell.
 
-    It completes commands, options and their values: the devices of this machine
-    after -d, and what 'rdmapost explain' knows.  For every new shell put it into
-    its start-up file, or for fish into a file of its own:
+    It completes commands, options and their values: devices after -d, and the
+    names that 'rdmapost explain' knows.  To enable it in every new shell, add it
+    to the start-up file, or for fish to a separate file:
 
     \b
       ~/.bashrc  eval "$(rdmapost completion bash)"
@@ -27,6 +27,6 @@ def completion(ctx: click.Context, shell: str) -> None:
 
     complete = get_completion_class(shell)
     assert complete is not None, "click has these three"
-    # The variable is the one that click looks for.
+    # The variable that click looks for.
     script = complete(ctx.find_root().command, {}, "rdmapost", "_RDMAPOST_COMPLETE")
     click.echo(script.source())

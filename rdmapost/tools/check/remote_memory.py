@@ -8,9 +8,9 @@ import sys
 from ...enums import Opcode, WCOpcode
 from ...posting.wr import AtomicCmpAndSwp, AtomicFetchAndAdd, RdmaRead, RdmaWriteWithImm
 from ..loopback import Loopback
-from .looking import at, completed, same, same_bytes, unharmed, write
-from .messages import IMM
+from .assertions import at, completed, same, same_bytes, unharmed, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
+from .sends import IMM
 
 __all__ = ["ROWS"]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ...enums import QPState, QPType, SendFlags
 from ...posting.rules import OPCODES_BY_QP_TYPE
-from .model import Explanation, constant_of
+from .model import Explanation, explanation_of
 
 __all__ = ["QP_STATES", "QP_TYPES", "SEND_FLAGS"]
 
@@ -12,15 +14,12 @@ __all__ = ["QP_STATES", "QP_TYPES", "SEND_FLAGS"]
 def _type(
     qp_type: QPType, meaning: str, *look_at: str, soft_roce: str = "", see: tuple[str, ...] = ()
 ) -> Explanation:
-    opcodes = sorted(OPCODES_BY_QP_TYPE[qp_type])
-    posts = ", ".join(opcode.name for opcode in opcodes)
-    return Explanation(
-        kind="qp_type",
-        name=qp_type.name,
-        number=qp_type.value,
-        constant=constant_of(qp_type),
-        meaning=meaning,
-        look_at=((f"Opcodes: {posts}.", *look_at) if posts else look_at),
+    posts = ", ".join(opcode.name for opcode in sorted(OPCODES_BY_QP_TYPE[qp_type]))
+    return explanation_of(
+        qp_type,
+        meaning,
+        *([f"Opcodes: {posts}."] if posts else []),
+        *look_at,
         soft_roce=soft_roce,
         see=("ibv_create_qp(3)", "ibv_post_send(3): the table of opcodes", *see),
     )
@@ -36,12 +35,11 @@ QP_TYPES: tuple[Explanation, ...] = (
     ),
     _type(
         QPType.UC,
-        "Unreliable connection: one QP here, one there, and no acknowledgements. A message of "
-        "which a packet is lost, or that meets no receive, is dropped as a whole; the sender "
-        "has SUCCESS all the same.",
+        "Unreliable connection: one QP here, one there, and no acknowledgements. A message that "
+        "loses a packet or finds no receive is dropped as a whole; the sender still gets SUCCESS.",
         "To RTR: ah_attr, path_mtu, dest_qp_num, rq_psn. To RTS: sq_psn. No timers.",
-        soft_roce="It refuses LOCAL_INV and SEND_WITH_INV here. A failed send takes the QP to ERR "
-        "and not to SQE.",
+        soft_roce="It refuses LOCAL_INV and SEND_WITH_INV here. A failed send moves the QP to ERR, "
+        "not to SQE.",
     ),
     _type(
         QPType.UD,
@@ -49,7 +47,7 @@ QP_TYPES: tuple[Explanation, ...] = (
         "its work request, up to one path MTU, also to multicast groups. Nothing is "
         "acknowledged.",
         "Receives need 40 bytes more, for the GRH.",
-        "The Q_Keys of both sides must agree; a wrong one is dropped in silence.",
+        "The Q_Keys of both sides must agree; a message with a wrong one is silently dropped.",
         soft_roce="A message over the MTU ends with SUCCESS and is not sent.",
         see=("ibv_create_ah(3)",),
     ),
@@ -88,80 +86,64 @@ QP_TYPES: tuple[Explanation, ...] = (
     ),
 )
 
-
-def _state(
-    state: QPState, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
-) -> Explanation:
-    return Explanation(
-        kind="qp_state",
-        name=state.name,
-        number=state.value,
-        constant=constant_of(state),
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_modify_qp(3)", "IBA vol. 1, 10.3.1 (QP states)"),
-    )
-
+_state = partial(explanation_of, see=("ibv_modify_qp(3)", "IBA vol. 1, 10.3.1 (QP states)"))
 
 QP_STATES: tuple[Explanation, ...] = (
     _state(
         QPState.RESET,
-        "Where a queue pair begins. Nothing can be posted: neither sends nor receives. A move "
-        "back to RESET drops what is posted, without completions.",
+        "The initial state of a queue pair. Nothing can be posted: neither sends nor receives. "
+        "Moving back to RESET drops what is posted, without completions.",
         "qp.to_init(): port_num, pkey_index, and qp_access_flags (RC, UC) or qkey (UD).",
         causes=("Just created.", "Reset by you, to use it again after ERR."),
     ),
     _state(
         QPState.INIT,
-        "Receives may be posted, and wait. Sends are refused. Incoming messages are dropped in "
-        "silence, so that a peer that sends now ends with RETRY_EXC_ERR.",
+        "Receives may be posted, and wait. Sends are refused. Incoming messages are silently "
+        "dropped, so a peer that sends now gets RETRY_EXC_ERR.",
         "Post receives here. Then qp.to_rtr(endpoint of the peer).",
         causes=(
-            "On the way up; stuck here if the step to RTR failed: its address could not be "
+            "Being connected; stuck here if the transition to RTR failed: its address could not be "
             "resolved.",
         ),
     ),
     _state(
         QPState.RTR,
-        "Ready to receive: messages are taken, reads and writes of the peer are served and "
-        "acknowledged. Sends are refused still. A passive side can stay here.",
+        "Ready to receive: messages are received, the peer's reads and writes are served and "
+        "acknowledged. Sends are still refused. A passive side can stay here.",
         "qp.to_rts() for sends.",
-        "The event COMM_EST says that a message has come before RTS.",
-        causes=("On the way up; the connection manager's last message (RTU) has not come.",),
+        "The event COMM_EST: a message has arrived before RTS.",
+        causes=("Being connected; the connection manager's last message (RTU) has not come.",),
         soft_roce="A send that is posted here returns EINVAL, and is carried out later, in RTS.",
     ),
     _state(
         QPState.RTS,
         "Ready to send: everything works, in both directions.",
-        "timeout, retry_cnt, rnr_retry as they are now: qp.query().",
+        "qp.query(): timeout, retry_cnt and rnr_retry.",
         causes=("The normal state of a connected queue pair.",),
     ),
     _state(
         QPState.SQD,
-        "The send queue drains: what has begun is finished; sends that are posted are held until "
-        "the QP is in RTS again. Receiving goes on. Attributes of the connection can be changed.",
-        "sq_draining in qp.query(), or the event SQ_DRAINED: whether it is through.",
+        "The send queue drains: sends in progress finish; those posted now are held until the QP "
+        "is in RTS again. Receiving continues. Attributes of the connection can be changed.",
+        "sq_draining in qp.query(), or the event SQ_DRAINED: whether it has finished.",
         causes=("You moved it there: qp.to_sqd().",),
     ),
     _state(
         QPState.SQE,
-        "A send failed on UC or UD. Sends complete with WR_FLUSH_ERR; receiving goes on. RC never "
-        "comes here: it goes to ERR.",
+        "A send failed on UC or UD. Sends complete with WR_FLUSH_ERR; receiving continues. RC "
+        "never comes here: it goes to ERR.",
         "The first send completion that is not WR_FLUSH_ERR.",
-        "qp.to_rts() goes on from here.",
+        "qp.to_rts() resumes.",
         causes=("A local failure of a send: a bad SGE, a message over the MTU.",),
         soft_roce="It goes to ERR instead, and flushes the receives.",
     ),
     _state(
         QPState.ERR,
-        "Broken. Everything outstanding, and everything that is posted, completes with "
-        "WR_FLUSH_ERR; messages from the peer are dropped. The only ways out are RESET and "
-        "destruction.",
+        "Broken. Everything outstanding, and everything posted later, completes with WR_FLUSH_ERR; "
+        "messages from the peer are dropped. The only ways out are RESET and destruction.",
         "The first completion of this QP that is not a flush, on both CQs.",
         "get_async_event(context), if there is none: the peer's request broke it.",
-        "To use it again: poll what is there, qp.to_reset(), connect both sides anew.",
+        "To use it again: poll all completions, qp.to_reset(), reconnect both sides.",
         causes=(
             "A send failed on RC or XRC.",
             "A request of the peer's was refused: bad rkey, invalid request.",
@@ -177,22 +159,7 @@ QP_STATES: tuple[Explanation, ...] = (
     ),
 )
 
-
-def _flag(
-    flag: SendFlags, meaning: str, *look_at: str, causes: tuple[str, ...] = (), soft_roce: str = ""
-) -> Explanation:
-    return Explanation(
-        kind="send_flag",
-        name=flag.name or "",
-        number=flag.value,
-        constant=f"IBV_SEND_{flag.name}",
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=("ibv_post_send(3): send_flags",),
-    )
-
+_flag = partial(explanation_of, see=("ibv_post_send(3): send_flags",))
 
 SEND_FLAGS: tuple[Explanation, ...] = (
     _flag(
@@ -223,8 +190,8 @@ SEND_FLAGS: tuple[Explanation, ...] = (
     ),
     _flag(
         SendFlags.INLINE,
-        "Copy the data into the work request: the buffer needs no registration, its lkey is not "
-        "looked at, and it is free when the post returns. For sends and writes, up to "
+        "Copy the data into the work request: the buffer needs no registration, its lkey is "
+        "ignored, and it can be reused when the post returns. For sends and writes, up to "
         "max_inline_data of the QP.",
         "max_inline_data is asked for at creation; qp.max_inline_data is what was granted; "
         "max_inline() finds the largest that a device grants.",

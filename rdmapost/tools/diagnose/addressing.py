@@ -1,0 +1,91 @@
+"""Checks of one queue pair's port, GID and path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...enums import QPState, QPType
+from ...errors import RdmaError
+from ...resources.address import GIDChoice, choose_gid
+from ...resources.device import GID
+from ...resources.qp import asked_gid_index, chosen_gid
+from .finding import Finding
+from .path import check_gid, check_port, check_route, uses_gids
+from .snapshot import Snapshot
+
+__all__ = ["check_gids", "check_path_mtu", "check_ports"]
+
+
+def check_ports(snap: Snapshot) -> Iterable[Finding]:
+    """Check the port."""
+    return check_port(snap.qp.pd.context, snap.port, snap.system)
+
+
+def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
+    """Check the path MTU."""
+    path, active = snap.attr.path_mtu, snap.port.active_mtu
+    if not snap.connected or path is None:
+        return
+    evidence = f"path_mtu {path.bytes}, and the port's active_mtu {active.bytes}"
+    if path > active:
+        yield Finding(
+            "mtu-mismatch",
+            "problem",
+            f"{evidence}: larger than the port can send",
+            f"connect again, with path_mtu at most {active.bytes} on both sides",
+            snap.about,
+        )
+    else:
+        yield Finding("path-mtu", "ok", evidence, about=snap.about)
+
+
+def check_gids(snap: Snapshot) -> Iterable[Finding]:
+    """Check the local GID, and whether the peer's can be reached from it."""
+    qp, path = snap.qp, snap.attr.ah_attr
+    if not uses_gids(qp.pd.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
+        return
+    if not snap.connected:
+        # The GID it would use.
+        yield from _chosen(snap)
+        return
+    if path.dgid is None:
+        yield Finding(
+            "gid-wrong",
+            "problem",
+            "its path has no dgid, which is the address on Ethernet",
+            "qp.connect(remote), with the peer's qp.endpoint()",
+            snap.about,
+        )
+        return
+    source = snap.source
+    chosen = chosen_gid(qp)
+    if chosen is None or chosen.index != path.sgid_index:
+        gid = GID(bytes(16)) if source is None else source.gid
+        kind = None if source is None else source.gid_type
+        chosen = GIDChoice(path.sgid_index, gid, kind, "its path's sgid_index")
+    yield from check_gid(chosen, snap.table, snap.system, snap.about)
+    if source is not None:
+        yield from check_route(
+            source, path.dgid, snap.table, qp.pd.context.kind, snap.system, snap.about
+        )
+
+
+def _chosen(snap: Snapshot) -> Iterable[Finding]:
+    qp = snap.qp
+    if snap.attr.qp_state is QPState.ERR and qp.qp_type is not QPType.UD:
+        return
+    try:
+        chosen = chosen_gid(qp) or choose_gid(qp.pd.context, qp.port_num, asked_gid_index(qp))
+    except RdmaError as error:
+        wanted = asked_gid_index(qp) is not None
+        yield Finding(
+            "gid-wrong" if wanted else "gid-none",
+            "problem",
+            str(error),
+            "give a gid_index that 'rdmapost devices' shows"
+            if wanted
+            else "ip addr add 10.0.0.1/24 dev NETDEV; ip link set NETDEV up",
+            snap.about,
+        )
+        return
+    yield from check_gid(chosen, snap.table, snap.system, snap.about)
