@@ -22,8 +22,8 @@ RECEIVES = 32768
 SLOT = 1024
 
 
-def tmh(kind: int, tag: int = 0, app_ctx: int = 0) -> bytes:
-    return struct.pack("!B3xIQ", kind, app_ctx, tag)
+def tmh(opcode: int, tag: int = 0, app_ctx: int = 0) -> bytes:
+    return struct.pack("!B3xIQ", opcode, app_ctx, tag)
 
 
 class Server:

@@ -96,7 +96,7 @@ class Acceptor:
     """Accepts connections, and hands over those with the correct token.
 
     Args:
-        server: the server's.
+        server: the server's settings and its clients.
         listener: a non-blocking listening socket; closed at the end.
         stop_fd: readable when the server ends.
         start_client: takes over a socket and its session; returns False if it cannot.

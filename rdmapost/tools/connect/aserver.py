@@ -145,7 +145,7 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         """
         if self._threads.pid != os.getpid():
             return
-        await asyncio.to_thread(self._end)
+        await asyncio.to_thread(self._threads.close)
         if self._loop is asyncio.get_running_loop():
             self._life.cancel()
         else:

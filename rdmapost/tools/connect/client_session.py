@@ -97,7 +97,7 @@ class ClientSession:
             raise ProtocolError(text, error.code) from None
 
     def _ended(self, why: str) -> ConnectError:
-        half = " in the middle of a message" if self.protocol.partial else ""
+        half = " in the middle of a message" if self.protocol.lines.partial else ""
         how = f" ({why})" if why else half
         return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
 

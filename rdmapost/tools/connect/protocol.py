@@ -118,18 +118,19 @@ class ServerProtocol:
         token: the token to ask for, or None.
 
     Attributes:
+        lines: what has been received, and not been read yet.
         state: what comes next.
     """
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token
-        self._lines = LineReader()
+        self.lines = LineReader()
         self.state = State.HELLO
 
     def receive(self, data: bytes) -> None:
         """Take bytes as they come."""
         if self.state is not State.OVER:
-            self._lines.feed(data)
+            self.lines.feed(data)
 
     def next_message(self) -> Message | None:
         """Return the next whole message, or None.
@@ -140,7 +141,7 @@ class ServerProtocol:
         if self.state is State.OVER:
             return None
         try:
-            line = self._lines.next_line()
+            line = self.lines.next_line()
             return None if line is None else self._read(parse_line(line))
         except ProtocolError:
             self.state = State.OVER
@@ -174,16 +175,6 @@ class ServerProtocol:
             self.state = State.OVER
         return message
 
-    @property
-    def ready(self) -> bool:
-        """Whether next_message has a message to return, or an error to raise."""
-        return self._lines.ready
-
-    @property
-    def partial(self) -> bool:
-        """Whether half a message is there."""
-        return self._lines.partial
-
 
 _ANSWERS: dict[type, tuple[type, ...]] = {
     Hello: (Offer,),
@@ -199,10 +190,13 @@ class ClientProtocol:
 
     A client that was interrupted while it waited may ask again: the server answers
     both questions, and the late answer is dropped here.
+
+    Attributes:
+        lines: what has been received, and not been read yet.
     """
 
     def __init__(self) -> None:
-        self._lines = LineReader()
+        self.lines = LineReader()
         self._asked: deque[type] = deque()
         self._error: Error | None = None
 
@@ -228,7 +222,7 @@ class ClientProtocol:
 
     def receive(self, data: bytes) -> None:
         """Take bytes as they come."""
-        self._lines.feed(data)
+        self.lines.feed(data)
 
     def next_message(self) -> Message | None:
         """Return the answer to what was asked, or None if it has not come yet.
@@ -239,7 +233,7 @@ class ClientProtocol:
             ProtocolError: it is not right.
         """
         while self._error is None:
-            line = self._lines.next_line()
+            line = self.lines.next_line()
             if line is None:
                 return None
             message = self._read(parse_line(line))
@@ -266,8 +260,3 @@ class ClientProtocol:
         elif self._asked:
             self._asked.popleft()
         return message
-
-    @property
-    def partial(self) -> bool:
-        """Whether half a message is there."""
-        return self._lines.partial

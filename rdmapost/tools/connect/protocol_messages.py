@@ -25,10 +25,11 @@ Instead of any answer, the server may send an error, its last message.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, get_args
 
 from ...enums import Access, QPType, WCOpcode, WCStatus
 from ...resources.endpoint import Endpoint
@@ -82,151 +83,6 @@ QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 _LONGEST_WAIT_MS = 60_000
 _MAX_TEXT = 300
 _NAME = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The client's first message.
-
-    Attributes:
-        token: the token, or None.
-        fabric: what its device can reach (fabric.fabric_of).
-        qp_type: type of the queue pairs: RC, UC or UD.
-        endpoint: its queue pair's.
-    """
-
-    token: str | None
-    fabric: str
-    qp_type: QPType
-    endpoint: Endpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What the server offers this client.
-
-    Attributes:
-        client: its number at this server, from 1.
-        device: name of the server's device.
-        endpoint: the server's queue pair.
-        qkey: its Q_Key (UD; 0 elsewhere).
-        addr, rkey, size: the exposed memory.
-        access: what the client may do with it.
-        receives: how many receives are posted; they are reposted as they are used.
-        receive_size: bytes of message that each takes.
-    """
-
-    client: int
-    device: str
-    endpoint: Endpoint
-    qkey: int
-    addr: int
-    rkey: int
-    size: int
-    access: Access
-    receives: int
-    receive_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The sender's queue pair is connected; sent first by the client, then by the server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The client asks what has arrived in one of the server's receives.
-
-    Attributes:
-        index: which of them, from 1.
-        timeout_ms: how long to wait for it.
-    """
-
-    index: int
-    timeout_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What has arrived in a receive.
-
-    Attributes:
-        index: which receive, from 1.
-        status: its completion's; unless SUCCESS, the rest is not valid.
-        opcode: what completed, or None.
-        byte_len: bytes of the message.
-        imm_data: immediate data in host order, or None.
-        sha256: the message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
-        data: its first bytes; empty if it went elsewhere.
-    """
-
-    index: int
-    status: WCStatus
-    opcode: WCOpcode | None
-    byte_len: int
-    imm_data: int | None
-    sha256: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """It has not arrived.
-
-    Attributes:
-        arrived: how many have.
-    """
-
-    arrived: int
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The client asks for the contents of the exposed memory.
-
-    Attributes:
-        offset, length: where.
-    """
-
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The contents of the exposed memory.
-
-    Attributes:
-        offset, length: where.
-        sha256: those bytes' digest, in hex.
-        data: the first of them.
-    """
-
-    offset: int
-    length: int
-    sha256: str
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Bye:
-    """The client is done; the server has released what the client had."""
-
-
-@dataclass(frozen=True, slots=True)
-class Error:
-    """Why the server ends the connection.
-
-    Attributes:
-        code: the kind of error, one of CODES.
-        text: one line for a reader.
-    """
-
-    code: str
-    text: str
-
-
-Message = Hello | Offer | Ready | Report | Arrival | Nothing | Look | Seen | Bye | Error
 
 
 # ---- the fields -------------------------------------------------------
@@ -340,79 +196,185 @@ _DATA = _Codec(
 )
 _DIGEST = _Codec(_identity, _read_digest, "64 hexadecimal digits, or nothing")
 
-_CODECS: dict[type, tuple[str, dict[str, _Codec]]] = {
-    Hello: (
-        "hello",
-        {
-            "token": _optional(_text(MAX_TOKEN)),
-            "fabric": _printable(_NAME),
-            "qp_type": _member({qp_type.name: qp_type for qp_type in QP_TYPES}),
-            "endpoint": _ENDPOINT,
-        },
-    ),
-    Offer: (
-        "offer",
-        {
-            "client": _U64,
-            "device": _printable(_NAME),
-            "endpoint": _ENDPOINT,
-            "qkey": _U32,
-            "addr": _U64,
-            "rkey": _U32,
-            "size": _U64,
-            "access": _Codec(access_names, _read_access, "a list of read, write and atomic"),
-            "receives": _U32,
-            "receive_size": _U32,
-        },
-    ),
-    Ready: ("ready", {}),
-    Report: (
-        "report",
-        {
-            "index": _integer((1 << 64) - 1, 1),
-            "timeout_ms": _integer(_LONGEST_WAIT_MS),
-        },
-    ),
-    Arrival: (
-        "arrival",
-        {
-            "index": _integer((1 << 64) - 1, 1),
-            "status": _member({status.name: status for status in WCStatus}),
-            "opcode": _optional(_member({opcode.name: opcode for opcode in WCOpcode})),
-            "byte_len": _U32,
-            "imm_data": _optional(_U32),
-            "sha256": _DIGEST,
-            "data": _DATA,
-        },
-    ),
-    Nothing: ("nothing", {"arrived": _U64}),
-    Look: ("look", {"offset": _U64, "length": _U64}),
-    Seen: ("seen", {"offset": _U64, "length": _U64, "sha256": _DIGEST, "data": _DATA}),
-    Bye: ("bye", {}),
-    Error: (
-        "error",
-        {
-            "code": _member({code: code for code in CODES}),
-            "text": _printable(_MAX_TEXT),
-        },
-    ),
+
+def _with(codec: _Codec) -> dict[str, _Codec]:
+    return {"codec": codec}
+
+
+# ---- messages -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The client's first message.
+
+    Attributes:
+        token: the token, or None.
+        fabric: what its device can reach (fabric.fabric_of).
+        qp_type: type of the queue pairs: RC, UC or UD.
+        endpoint: its queue pair's.
+    """
+
+    token: str | None = field(metadata=_with(_optional(_text(MAX_TOKEN))))
+    fabric: str = field(metadata=_with(_printable(_NAME)))
+    qp_type: QPType = field(
+        metadata=_with(_member({qp_type.name: qp_type for qp_type in QP_TYPES}))
+    )
+    endpoint: Endpoint = field(metadata=_with(_ENDPOINT))
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the server offers this client.
+
+    Attributes:
+        client: its number at this server, from 1.
+        device: name of the server's device.
+        endpoint: the server's queue pair.
+        qkey: its Q_Key (UD; 0 elsewhere).
+        addr, rkey, size: the exposed memory.
+        access: what the client may do with it.
+        receives: how many receives are posted; they are reposted as they are used.
+        receive_size: bytes of message that each takes.
+    """
+
+    client: int = field(metadata=_with(_U64))
+    device: str = field(metadata=_with(_printable(_NAME)))
+    endpoint: Endpoint = field(metadata=_with(_ENDPOINT))
+    qkey: int = field(metadata=_with(_U32))
+    addr: int = field(metadata=_with(_U64))
+    rkey: int = field(metadata=_with(_U32))
+    size: int = field(metadata=_with(_U64))
+    access: Access = field(
+        metadata=_with(_Codec(access_names, _read_access, "a list of read, write and atomic"))
+    )
+    receives: int = field(metadata=_with(_U32))
+    receive_size: int = field(metadata=_with(_U32))
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The sender's queue pair is connected; sent first by the client, then by the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The client asks what has arrived in one of the server's receives.
+
+    Attributes:
+        index: which of them, from 1.
+        timeout_ms: how long to wait for it.
+    """
+
+    index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))
+    timeout_ms: int = field(metadata=_with(_integer(_LONGEST_WAIT_MS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What has arrived in a receive.
+
+    Attributes:
+        index: which receive, from 1.
+        status: its completion's; unless SUCCESS, the rest is not valid.
+        opcode: what completed, or None.
+        byte_len: bytes of the message.
+        imm_data: immediate data in host order, or None.
+        sha256: the message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
+        data: its first bytes; empty if it went elsewhere.
+    """
+
+    index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))
+    status: WCStatus = field(metadata=_with(_member({status.name: status for status in WCStatus})))
+    opcode: WCOpcode | None = field(
+        metadata=_with(_optional(_member({opcode.name: opcode for opcode in WCOpcode})))
+    )
+    byte_len: int = field(metadata=_with(_U32))
+    imm_data: int | None = field(metadata=_with(_optional(_U32)))
+    sha256: str = field(metadata=_with(_DIGEST))
+    data: bytes = field(metadata=_with(_DATA))
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """It has not arrived.
+
+    Attributes:
+        arrived: how many have.
+    """
+
+    arrived: int = field(metadata=_with(_U64))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The client asks for the contents of the exposed memory.
+
+    Attributes:
+        offset, length: where.
+    """
+
+    offset: int = field(metadata=_with(_U64))
+    length: int = field(metadata=_with(_U64))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The contents of the exposed memory.
+
+    Attributes:
+        offset, length: where.
+        sha256: those bytes' digest, in hex.
+        data: the first of them.
+    """
+
+    offset: int = field(metadata=_with(_U64))
+    length: int = field(metadata=_with(_U64))
+    sha256: str = field(metadata=_with(_DIGEST))
+    data: bytes = field(metadata=_with(_DATA))
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The client is done; the server has released what the client had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Why the server ends the connection.
+
+    Attributes:
+        code: the kind of error, one of CODES.
+        text: one line for a reader.
+    """
+
+    code: str = field(metadata=_with(_member({code: code for code in CODES})))
+    text: str = field(metadata=_with(_printable(_MAX_TEXT)))
+
+
+Message = Hello | Offer | Ready | Report | Arrival | Nothing | Look | Seen | Bye | Error
+
+_CODECS: dict[type, dict[str, _Codec]] = {
+    message_type: {item.name: item.metadata["codec"] for item in dataclasses.fields(message_type)}
+    for message_type in get_args(Message)
 }
 
 
 # ---- lines --------------------------------------------------------------------
 
 
+def _name(message_type: type[Message]) -> str:
+    return message_type.__name__.lower()
+
+
 def encode(message: Message) -> bytes:
     """Write a message as a line, with its newline."""
-    name, codecs = _CODECS[type(message)]
-    fields: dict[str, Any] = {}
-    if isinstance(message, Hello | Error):
-        # Clients of every version read errors.
-        fields["rdmapost"] = VERSION
-    fields["type"] = name
-    for field, codec in codecs.items():
-        fields[field] = codec.write(getattr(message, field))
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+    # Clients of every version read errors.
+    content: dict[str, Any] = {"rdmapost": VERSION} if isinstance(message, Hello | Error) else {}
+    content["type"] = _name(type(message))
+    for name, codec in _CODECS[type(message)].items():
+        content[name] = codec.write(getattr(message, name))
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -467,25 +429,25 @@ def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
     """
     given = fields.get("type")
     for message_type in expected:
-        name, codecs = _CODECS[message_type]
+        name, codecs = _name(message_type), _CODECS[message_type]
         if given == name:
             break
     else:
-        wanted = " or ".join(_CODECS[message_type][0] for message_type in expected)
+        wanted = " or ".join(map(_name, expected))
         raise ProtocolError(f"a message of type {_short(given)} came, and not {wanted}")
     besides = {"type", "rdmapost"} if message_type in (Hello, Error) else {"type"}
-    for field in fields:
-        if field not in codecs and field not in besides:
-            raise ProtocolError(f"{name} has no field {_short(field)}")
+    for key in fields:
+        if key not in codecs and key not in besides:
+            raise ProtocolError(f"{name} has no field {_short(key)}")
     values = {}
-    for field, codec in codecs.items():
-        if field not in fields:
-            raise ProtocolError(f"{name} lacks its field {field}")
+    for key, codec in codecs.items():
+        if key not in fields:
+            raise ProtocolError(f"{name} lacks its field {key}")
         try:
-            values[field] = codec.read(fields[field])
+            values[key] = codec.read(fields[key])
         except ValueError:
             raise ProtocolError(
-                f"{field} of {name} is {_short(fields[field])}, and not {codec.what}"
+                f"{key} of {name} is {_short(fields[key])}, and not {codec.what}"
             ) from None
     return message_type(**values)
 

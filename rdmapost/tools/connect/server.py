@@ -206,9 +206,6 @@ class BaseServer(native.Finalizer, NotCopied):
         shared = self._server.exposure.memory
         return None if shared is None else memoryview(shared)
 
-    def _end(self) -> None:
-        self._threads.close()
-
 
 class Server(BaseServer, ClosesOnExit):
     """A running server; ``serve`` makes it.
@@ -230,4 +227,4 @@ class Server(BaseServer, ClosesOnExit):
 
         If a signal handler's exception interrupts it, call it again.
         """
-        self._end()
+        self._threads.close()

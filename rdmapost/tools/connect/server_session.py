@@ -44,7 +44,7 @@ class ServerSession:
     """One client, from its first byte: ``receive`` and ``authenticate``, then ``feed``.
 
     Args:
-        server: the server's.
+        server: the server's settings and its clients.
         address: where the client comes from, HOST:PORT.
 
     Attributes:
@@ -93,7 +93,7 @@ class ServerSession:
     def receive(self, data: bytes) -> bool:
         """Take bytes of the hello; return whether ``authenticate`` can be called."""
         self._protocol.receive(data)
-        return self._protocol.ready
+        return self._protocol.lines.ready
 
     def authenticate(self) -> bytes:
         """Check the hello, its token first, and return what to send.
@@ -134,7 +134,7 @@ class ServerSession:
             self._report, self._last_message_at = None, now
             return encode(Nothing(0 if self._client is None else self._client.arrived))
         if limit is not None and now >= self._last_message_at + limit:
-            what = "half a message" if self._protocol.partial else "nothing"
+            what = "half a message" if self._protocol.lines.partial else "nothing"
             text = f"{what} came from the client within {limit:g} s"
             if self._protocol.state is not State.OPEN:
                 text += f": its {self._protocol.state.name.lower()} was to come"
@@ -145,7 +145,7 @@ class ServerSession:
         """The connection is gone, with an error or without."""
         if not self.over:
             self.over = True
-            half = " in the middle of a message" if self._protocol.partial else ""
+            half = " in the middle of a message" if self._protocol.lines.partial else ""
             self._reason = f"the connection ended{half} without a bye"
             if error is not None:
                 self._reason = f"the connection broke: {reason(error)}"
@@ -210,7 +210,7 @@ class ServerSession:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._look or (isinstance(message, Look) and self._protocol.partial):
+        if self._look or (isinstance(message, Look) and self._protocol.lines.partial):
             # So a client that does not listen cannot create work either.
             raise ProtocolError("another question came before the answer to the last one")
         late: list[Message] = []

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import Any
 
 from ..._binding import native
 from ...errors import RdmaError
@@ -82,7 +81,7 @@ class ServerThreads:
     interrupt it.
 
     Args:
-        server: the server's.
+        server: the server's settings and its clients.
         listener: a listening socket.
     """
 
@@ -91,10 +90,9 @@ class ServerThreads:
 
     def __init__(self, server: ServerState, listener: socket.socket) -> None:
         self.server = server
-        self.address: tuple[Any, ...] = listener.getsockname()
         self.pid = os.getpid()
         self.ended = False
-        self._name = show_address(self.address)
+        self._name = show_address(listener.getsockname())
         self._listener = listener
         self._stop: socket.socket
         self._lifeline: weakref.ref[socket.socket] | None = None
