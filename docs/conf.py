@@ -63,12 +63,10 @@ def public_bases(app: Any, name: str, obj: object, options: Any, bases: list[Any
 
 def is_public(base: type) -> bool:
     """Whether a class is shown as a base, and not what it has as its heirs' own."""
-    name = f"{base.__module__}.{base.__name__}"
-    if base.__module__ == "rdmapost.tools.resource_stack":
-        return False
-    if base.__name__ in ("BaseConnection", "BaseServer", "NotCopied"):
-        return False
-    return "._" not in name or name == "rdmapost.resources.resource.Resource"
+    package, _, room = base.__module__.partition(".")
+    if package != "rdmapost" or base.__name__ == "Resource":
+        return True
+    return room.split(".")[0] not in ("_verbs", "posting", "providers", "resources", "tools")
 
 
 def skip_more(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:

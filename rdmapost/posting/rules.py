@@ -198,10 +198,10 @@ def _rule(function: Callable[[Refusal], str]) -> Callable[[Refusal], str]:
 
 @_rule
 def not_a_work_request(r: Refusal) -> str:
-    kind, wanted = type(r.wr), r.queue.wr_type
-    if kind is wanted:
-        return f"{kind.__name__} is only a base class; post one of its subclasses"
-    return f"expected {wanted.__name__}, got {kind.__name__}"
+    given, wanted = type(r.wr), r.queue.wr_type
+    if given is wanted:
+        return f"{given.__name__} is only a base class; post one of its subclasses"
+    return f"{r.queue.verb}: expected {wanted.__name__}, got {given.__name__}"
 
 
 @_rule

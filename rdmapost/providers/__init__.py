@@ -1,9 +1,8 @@
-"""Who carries out the control verbs.
+"""Providers: what executes the control verbs.
 
-A provider is loaded when it is first asked for: the soft device costs nothing
-to those who do not open it.  A fork waits until no thread is loading one: the
-child of a fork in the middle of it would wait for ever for a module that a
-thread imports which it does not have.
+Each is loaded on first use, so the soft device costs nothing unless it is opened.  A fork waits
+until no thread is loading one: otherwise the child would wait forever for an import that a thread
+of its parent had begun.
 """
 
 from __future__ import annotations

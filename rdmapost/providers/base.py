@@ -114,7 +114,7 @@ class Provider(Protocol):
         ...
 
     def sends_for_receive(self, qp: Any) -> int | None:
-        """How many pending sends are to consume a receive; None where the device cannot tell."""
+        """How many pending sends are to consume a receive; None where the device does not know."""
         ...
 
     def get_cq_event(self, channel: Any, events: dict[int, None]) -> bool | None:

@@ -1,1 +1,1 @@
-"""The verbs objects, one kind to a file: devices, regions, completion queues, queue pairs."""
+"""The verbs objects, one type per file: devices, regions, completion queues, queue pairs."""

@@ -204,7 +204,7 @@ class AH(Resource, struct="ibv_ah"):
         TypeError: an argument is of another type.
         ValueError: the device has no such port, or a number is out of range.
         ClosedError: the PD is closed.
-        VerbsError: the device refused; the text says what to look at.
+        VerbsError: the device refused; the text says what to check.
     """
 
     __slots__ = ("attr", "pd")

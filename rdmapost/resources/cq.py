@@ -115,7 +115,7 @@ native.make_completions_of(
 )
 
 _BATCH = 64
-"""The most completions that one call polls (``_c/polling/cq.c``)."""
+"""How many completions one call polls at most (``_c/polling/cq.c``)."""
 
 
 class CQ(CompletionSource, struct="ibv_cq"):

@@ -102,7 +102,7 @@ def has_overrun(cq: Any) -> bool:
 def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> WaitTimeout:
     """Return the error of a wait for completions that was too short."""
     text = f"{available} of {count} completions came within {timeout:g} s"
-    # soft0 cannot tell in the middle of another verb.
+    # soft0 does not know in the middle of another verb.
     with contextlib.suppress(RdmaError):
         if has_overrun(cq):
             text += f"; {OVERRUN}"

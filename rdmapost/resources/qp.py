@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._arguments import expect, index, member, within
 from .._binding import address_of, ffi, fill
+from .._qp_states import missing_attributes, unchangeable_attributes
 from ..enums import Access, LinkLayer, QPState, QPType, SendFlags
 from ..errors import RdmaError, VerbsError, describe_errno, where_explained
 from ..posting.fields import Verb
@@ -24,7 +25,6 @@ from ..posting.rules import (
     flags_allowed,
 )
 from ..posting.wr import BindMW, RecvWR, SendWR
-from ..qp_states import missing_attributes, unchangeable_attributes
 from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
 from .cq import CQ, keep_completions
 from .device import GID, PortAttr, gid_argument, provider_of
@@ -551,7 +551,7 @@ class QP(PostTarget, struct="ibv_qp"):
     ) -> None:
         """Bring the queue pair to RTS from RESET, INIT, RTR, SQD or SQE.
 
-        From ERR the only way is back: to_reset() first, on both sides.
+        From ERR call to_reset() first, on both sides.
 
         Args:
             remote: the peer's endpoint; not for UD.
@@ -926,7 +926,7 @@ def oldest_send(qp: QP) -> int | None:
 
 
 def sends_for_receive(qp: QP) -> int | None:
-    """Return how many pending sends consume a receive; None where the device cannot tell."""
+    """Return how many pending sends consume a receive; None where the device does not know."""
     count: int | None = qp._verb(provider_of(qp.pd.context).sends_for_receive)
     return count
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import pathlib
 import pickle
 import typing
 
@@ -47,6 +48,16 @@ def test_public_names_say_which_public_module_they_are_from(module: str) -> None
     }
     assert modules
     assert modules == dict.fromkeys(modules, module)
+
+
+def test_private_modules_have_an_underscore_or_are_in_a_room() -> None:
+    """Beside the rooms, only what users import has no underscore."""
+    (place,) = map(pathlib.Path, rp.__path__)
+    modules = {file.stem for file in place.glob("[!_]*.py")}
+    assert modules == {*MODULES, "enums", "errors"}
+    rooms = {file.parent.name for file in place.glob("*/__init__.py")} - {"cli"}
+    assert rooms == {"posting", "providers", "resources", "tools"}
+    assert not [*place.glob("*/**/_[!_]*.py")]
 
 
 def test_classes_can_be_pickled_by_their_public_name() -> None:
