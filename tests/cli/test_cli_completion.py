@@ -67,7 +67,7 @@ def test_completes_device_names() -> None:
 
 
 def test_completes_soft0_without_libibverbs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If nothing can be listed, there is no error for a shell to show in the middle of a line."""
+    """Without a library the shell shows no error in the middle of a line."""
     monkeypatch.setenv("RDMAPOST_LIBIBVERBS", "/no/such/library")
     assert values("send", "-d", "") == ["soft0"]
 

@@ -154,7 +154,7 @@ def test_memlock_0_is_found_by_name() -> None:
 def test_failed_message_is_a_problem_and_its_queue_pairs_are_diagnosed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The software device is told to fail the send, from inside the command."""
+    """The command makes the software device fail the send."""
     real = rp.QP.post_send
 
     def post_send(qp: rp.QP, wrs: rp.SendWR) -> None:

@@ -261,7 +261,7 @@ def test_serve_checks_each_argument_at_the_call(
 def test_dial_checks_each_argument_at_the_call(
     context, call: Any, name: str, others: list[Any], words: str, beyond: list[Any]
 ) -> None:
-    """Before it looks for a server: there is none."""
+    """Before it looks for a server."""
     refuses(call, context, 1, name, others, words, beyond)
 
 
@@ -369,3 +369,39 @@ def test_timeout_that_is_not_a_number_of_seconds_is_named(context) -> None:
     for out_of_range in (0, -1, float("inf")):
         with pytest.raises(ValueError, match="is not a time of more than 0 s"):
             connect.dial(context, "127.0.0.1", 1, timeout=out_of_range)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "expected"),
+    [
+        ("qp_state", "QPState"),
+        ("cur_qp_state", "QPState"),
+        ("path_mtu", "MTU"),
+        ("qp_access_flags", "Access"),
+        ("port_num", "int"),
+    ],
+)
+def test_attribute_of_the_wrong_type_names_its_enumeration(context, attribute, expected) -> None:
+    with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, QPType.RC, cq) as qp:
+        with pytest.raises(TypeError, match=f"^{attribute}: expected {expected}, got str$"):
+            qp.modify(**{attribute: "RTS"})
+        assert qp.state is rp.QPState.RESET
+
+
+@pytest.mark.parametrize("text", ["x", "", "10.0.0.300", "fe80:::1", "1:2:3:4:5:6:7:8:9"])
+def test_text_that_is_not_a_gid_is_quoted(text) -> None:
+    with pytest.raises(ValueError, match=f"^value: '{text}' is not an IPv6 address$"):
+        rp.GID(text)
+
+
+def test_repr_of_a_resource_names_its_type_once(context) -> None:
+    class MyPD(rp.PD):
+        pass
+
+    with rp.PD(context) as pd, rp.CQ(context, 16) as cq, rp.QP(pd, QPType.RC, cq) as qp:
+        assert repr(pd) == "<rdmapost.PD>"
+        assert repr(cq).startswith("<rdmapost.CQ of ")
+        assert repr(qp) == f"<rdmapost.QP RC {qp.qp_num:#x}>"
+        with MyPD(context) as mine:
+            assert repr(mine) == "<rdmapost.MyPD PD>"
+    assert repr(pd) == "<rdmapost.PD (closed)>"

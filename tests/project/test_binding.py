@@ -143,7 +143,7 @@ def test_missing_library_is_an_error_when_a_device_is_opened():
 
 
 def test_missing_system_library_says_what_to_install():
-    """The loader is told to find nothing, as on a machine without rdma-core."""
+    """The loader finds nothing, as on a machine without rdma-core."""
     said = prints(
         "import rdmapost.providers.verbs as v, rdmapost as rp\n"
         "v._LIBRARY = 'libibverbs-that-is-not-there.so.1'\n"

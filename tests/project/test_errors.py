@@ -274,7 +274,7 @@ def test_what_was_set_on_an_oserror_is_kept() -> None:
 
 
 class Mine(rp.VerbsError):
-    """A user's own exception, with a constructor of its own."""
+    """A user's exception, with its own constructor."""
 
     def __init__(self) -> None:
         super().__init__("ibv_mine", errno.EIO, "a hint")

@@ -163,7 +163,7 @@ def members(ctype: Any, name: str) -> Iterator[str]:
         if field.type.kind not in ("struct", "union"):
             yield f"{name}.{member}"
         elif field.type.cname.startswith("struct ibv_"):
-            # A struct that has statements of its own.
+            # A struct that has its own statements.
             assert field.type.cname.removeprefix("struct ") in STRUCTS
         else:
             yield from members(field.type, f"{name}.{member}")

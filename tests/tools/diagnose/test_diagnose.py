@@ -20,7 +20,7 @@ def unconnected(connect):
 
 
 def join(pair, near: dict | None = None, far: dict | None = None) -> None:
-    """Connect both sides, each with options of its own."""
+    """Connect both sides, each with its own options."""
     pair.a.connect(pair.b.endpoint(), **{"access": GRANTED, "rnr_retry": 1, **(near or {})})
     pair.b.connect(pair.a.endpoint(), **{"access": GRANTED, "rnr_retry": 1, **(far or {})})
 
@@ -134,7 +134,7 @@ def test_closed_queue_pair_is_a_finding(rc):
     rc.b.close()
     assert wrong(rc.b) == ["qp-closed"]
     assert wrong(rc.a, rc.b) == ["peer-closed"]
-    # No queue pair of this process has that number any more.
+    # No queue pair in this process has that number now.
     assert named(rc.a.diagnose(), "peer-unknown").severity == "info"
 
 
