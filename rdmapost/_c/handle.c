@@ -1010,7 +1010,7 @@ static int close_insistently(struct rp_handle *h)
 		/* What looks like the device's refusal may be a handler's exception: try again. */
 		refusals += known && h->refused;
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
-		    (known && !h->refused && is_busy(h)))
+		    (PyErr_ExceptionMatches(python.in_use) && is_busy(h)))
 			break;
 		/* Or its last user left meanwhile without closing it, because we were. */
 		if (PyErr_ExceptionMatches(python.in_use) || first ||
