@@ -912,23 +912,22 @@ static int destroy(struct rp_handle *h)
 
 /*
  * Call _forget() until it completes, then release all that is held. The device has destroyed the
- * object whatever this raises: 0, or -1 with the first exception.
+ * object, whatever is raised: the first exception stays set.
  */
-static int finish(struct rp_handle *h)
+static void finish(struct rp_handle *h)
 {
 	struct error first = { NULL, NULL, NULL };
 	int forgotten = 0;
 
 	for (int i = 0; !forgotten && i < MOST_INTERRUPTS; i++) {
 		forgotten = !ask(h, "_forget");
-		if (!forgotten && !first.type)
+		if (!first.type)
 			first = save_error();
 		PyErr_Clear();
 	}
 	leave_parents(h->parents, PyTuple_Size(h->parents));
 	drop_held(h, GONE);
 	restore_error(first);
-	return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Close it, now; 0, or -1 with an exception. */
