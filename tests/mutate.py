@@ -143,6 +143,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
         "test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
+    "rdmapost/_c/soft_faults.c": (
+        "test_faults.py", "test_soft_refuses.py", "test_posting_refused.py", "test_inflight.py",
+        "test_prepared.py", "test_soft_robust.py",
+    ),
     "rdmapost/_c/soft_verb.c": (
         "test_soft_handlers.py", "test_soft_interrupts.py", "test_polling.py",
         "test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
@@ -176,8 +180,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/handle.c": (
         "test_resource.py", "test_handles.py", "test_making.py", "test_lifetimes.py",
-        "test_windows.py", "test_soft_handlers.py", "test_binding.py", "soundness/test_exit.py",
-        "soundness/test_fork.py",
+        "test_windows.py", "test_soft_handlers.py",
+        "test_binding.py::test_only_the_main_interpreter_can_import_it",
+        "soundness/test_exit.py", "soundness/test_fork.py",
         "soundness/test_windows_hold.py",
         "soundness/test_finalizers.py::"
         "test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same",
