@@ -1314,13 +1314,8 @@ static PyMethodDef functions[] = {
 
 int rp_add_handle(PyObject *module)
 {
-	static int watches_forks;
-
-	if (!watches_forks) {
-		pthread_atfork(NULL, NULL, after_fork);
-		watches_forks = 1;
-	}
-	return rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
+	return pthread_atfork(NULL, NULL, after_fork) ||
+	       rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }
