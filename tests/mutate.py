@@ -228,6 +228,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
         "resources/test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
+    "rdmapost/_c/soft0/faults.c": (
+        "providers/soft0/test_faults.py",
+        "providers/soft0/test_soft_refuses.py",
+        "posting/test_posting_refused.py",
+        "posting/test_inflight.py",
+        "posting/test_prepared.py",
+        "providers/soft0/test_soft_robust.py",
+    ),
     "rdmapost/_c/soft0/verb.c": (
         "providers/soft0/test_soft_handlers.py",
         "providers/soft0/test_soft_interrupts.py",
@@ -279,7 +287,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_lifetimes.py",
         "resources/test_windows.py",
         "providers/soft0/test_soft_handlers.py",
-        "project/test_binding.py",
+        "project/test_binding.py::test_only_the_main_interpreter_can_import_it",
         "soundness/test_exit.py",
         "soundness/test_fork.py",
         "soundness/test_windows_hold.py",

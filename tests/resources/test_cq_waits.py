@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import pathlib
+import resource
 import select
 import signal
 import threading
@@ -83,6 +85,17 @@ def seconds_until_it_ends(waiter: Waiter, rc: Any, count: int) -> float:
     write(rc, count)
     assert len(waiter.end()) == count
     return waiter.ended - began
+
+
+@contextlib.contextmanager
+def handling(handle: Callable[..., None]) -> Iterator[None]:
+    """Have SIGALRM call a function."""
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 WAITS = {
@@ -384,6 +397,24 @@ def test_wait_leaves_a_completion_to_a_wait_that_began_before_it(rc):
     assert len(first.end()) == 1
 
 
+def test_wait_leaves_nothing_to_a_wait_that_began_after_it(rc):
+    """It takes a completion in less than the 10 ms for which it would leave it to another."""
+
+    def attempt() -> float:
+        first = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        second = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 2)
+        began = time.monotonic()
+        write(rc)
+        assert len(first.end()) == 1
+        write(rc)
+        assert len(second.end()) == 1
+        return first.ended - began
+
+    assert any(attempt() < 0.008 for _ in range(30))
+
+
 def test_wait_takes_what_a_wait_that_began_before_it_cannot_use(rc):
     first = Waiter(lambda: rc.cq.wait(3, LIMIT))
     asleep(rc.cq, 1)
@@ -403,13 +434,106 @@ def test_wait_does_not_wait_for_a_thread_that_waits_for_it(rc):
         found.append(other.end())
         write(rc)
 
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
+    with handling(handle):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         assert len(rc.cq.wait(1, LIMIT)) == 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
     assert len(found[0]) == 1
+
+
+def meanwhile(rc: Any, does: Callable[[], None], count: int = 1) -> None:
+    """Wait for completions, and call a function in the middle of that, in a signal handler."""
+    done = []
+
+    def handle(*_: object) -> None:
+        does()
+        done.append(True)
+        write(rc, count)
+
+    with handling(handle):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert len(rc.cq.wait(count, LIMIT)) == count
+    assert done
+
+
+def test_wait_takes_at_once_what_comes_besides_what_an_earlier_wait_wants(rc):
+    """Although that one takes nothing meanwhile."""
+
+    def others() -> None:
+        def attempt() -> float:
+            began = time.monotonic()
+            write(rc)
+            other = Waiter(lambda: rc.cq.wait(1, LIMIT))
+            assert len(other.end()) == 1
+            return other.ended - began
+
+        write(rc)
+        assert any(attempt() < 0.008 for _ in range(30))
+
+    meanwhile(rc, others)
+    assert len(rc.cq.poll()) == 1
+
+
+def test_wait_that_leaves_the_completion_it_has_polled_wakes_who_waits_for_it(rc):
+    """The thread that sleeps on the channel does not: it is in a signal handler."""
+
+    def others() -> None:
+        def attempt() -> float:
+            other = Waiter(lambda: rc.cq.wait(1, LIMIT))
+            asleep(rc.cq, 2)
+            began = time.monotonic()
+            write(rc)
+            with pytest.raises(rp.WaitTimeout):
+                rc.cq.wait(4, 0)
+            assert len(other.end()) == 1
+            return other.ended - began
+
+        assert at_once(attempt)
+
+    meanwhile(rc, others, 3)
+
+
+def test_wait_leaves_completions_to_an_earlier_wait_for_10_ms_although_a_signal_comes(rc):
+    def others() -> None:
+        for _ in range(TRIES):
+            write(rc)
+            began = time.monotonic()
+            other = Waiter(lambda: rc.cq.wait(1, LIMIT))
+            time.sleep(0.003)
+            signal.pthread_kill(other.ident, signal.SIGURG)
+            assert len(other.end()) == 1
+            assert other.ended - began >= 0.01
+
+    before = signal.signal(signal.SIGURG, lambda *_: None)
+    try:
+        meanwhile(rc, others)
+    finally:
+        signal.signal(signal.SIGURG, before)
+
+
+def test_wait_sleeps_while_it_leaves_completions_to_an_earlier_wait(rc):
+    def others() -> None:
+        for _ in range(20):
+            write(rc)
+            assert len(Waiter(lambda: rc.cq.wait(1, LIMIT)).end()) == 1
+
+    calm: list[bool] = []
+    meanwhile(rc, lambda: calm.append(idle(others)))
+    assert calm == [True]
+
+
+def test_wait_that_leaves_completions_to_an_earlier_wait_says_if_it_gets_no_descriptor(rc):
+    def others() -> None:
+        write(rc)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+        try:
+            came = Waiter(lambda: rc.cq.wait(1, LIMIT)).end()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert "eventfd: EMFILE" in str(came)
+        assert len(rc.cq.poll()) == 1
+
+    meanwhile(rc, others)
 
 
 @pytest.mark.parametrize("vain", [0, 1, 3])
@@ -515,6 +639,24 @@ def test_thread_that_does_not_sleep_on_the_channel_sleeps(rc):
         assert [len(waiter.end()) for waiter in waiters] == [1, 1]
 
     assert idle(attempt)
+
+
+def test_threads_that_wait_wake_at_most_once_a_second_while_nothing_comes(rc):
+    def sleeps(thread: Waiter) -> int:
+        status = pathlib.Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    def attempt() -> int:
+        waiters = [Waiter(lambda: rc.cq.wait(1, LIMIT)) for _ in range(2)]
+        asleep(rc.cq, 2)
+        before = [sleeps(waiter) for waiter in waiters]
+        time.sleep(0.5)
+        woke = sum(map(sleeps, waiters)) - sum(before)
+        write(rc, 2)
+        assert [len(waiter.end()) for waiter in waiters] == [1, 1]
+        return woke
+
+    assert any(attempt() < 10 for _ in range(TRIES))
 
 
 def test_exception_from_waking_the_event_loop_ends_the_wait(cq):

@@ -360,6 +360,29 @@ def test_close_put_off_in_a_verb_and_then_refused_is_reported(monkeypatch):
     other.close()
 
 
+def test_exception_of_a_handler_while_a_close_is_refused_for_an_open_child_comes_out():
+    """Both were closed in the middle of a verb, the parent first: it waits for its child."""
+
+    class Rude(Thing):
+        def _refuse_children(self) -> None:
+            refuse_children()
+            super()._refuse_children()
+
+    refuse_children = Fails(LookupError, 1)
+    parent, other = Rude("pd"), Thing("other")
+    child = Thing("mr", parent)
+
+    def close_both() -> None:
+        other._verb(lambda _: [parent.close(), child.close()])
+        for _ in range(99):
+            gc.isenabled()
+
+    with pytest.raises(LookupError):
+        close_both()
+    assert closed == ["mr", "pd"]
+    other.close()
+
+
 def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
     def error(call: int) -> BaseException:
         return LookupError() if call == 1 else refuse(call)

@@ -920,23 +920,22 @@ static int destroy(struct rp_handle *h)
 
 /*
  * Call _forget() until it completes, then release all that is held. The device has destroyed the
- * object whatever this raises: 0, or -1 with the first exception.
+ * object, whatever is raised: the first exception stays set.
  */
-static int finish(struct rp_handle *h)
+static void finish(struct rp_handle *h)
 {
 	struct error first = { NULL, NULL, NULL };
 	int forgotten = 0;
 
 	for (int i = 0; !forgotten && i < MOST_INTERRUPTS; i++) {
 		forgotten = !ask(h, "_forget");
-		if (!forgotten && !first.type)
+		if (!first.type)
 			first = save_error();
 		PyErr_Clear();
 	}
 	leave_parents(h->parents, PyTuple_Size(h->parents));
 	drop_held(h, GONE);
 	restore_error(first);
-	return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Close it, now; 0, or -1 with an exception. */
@@ -1018,7 +1017,7 @@ static int close_insistently(struct rp_handle *h)
 		/* What looks like the device's refusal may be a handler's exception: try again. */
 		refusals += known && h->refused;
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
-		    (known && !h->refused && is_busy(h)))
+		    (PyErr_ExceptionMatches(python.in_use) && is_busy(h)))
 			break;
 		/* Or its last user left meanwhile without closing it, because we were. */
 		if (PyErr_ExceptionMatches(python.in_use) || first ||
@@ -1360,13 +1359,8 @@ static PyMethodDef functions[] = {
 
 int rp_add_handle(PyObject *module)
 {
-	static int watches_forks;
-
-	if (!watches_forks) {
-		pthread_atfork(NULL, NULL, after_fork);
-		watches_forks = 1;
-	}
-	return rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
+	return pthread_atfork(NULL, NULL, after_fork) ||
+	       rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
 	       rp_add_type(module, "rdmapost._verbs.Finalizer", sizeof(PyObject),
 			   Py_TPFLAGS_BASETYPE, finalizer_slots, NULL) ||

@@ -476,7 +476,7 @@ struct order {
 	int fewer;
 	int64_t spin_ns;
 	int error; /* of polling */
-	int deferred; /* whether earlier waits are all that keeps it from its completions */
+	int deferred; /* whether, if none are taken, only earlier waits keep it from them */
 };
 
 /* How many completions the waits that began before `me` are about to take. */
@@ -521,7 +521,7 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 			order->error = polled < 0 ? -polled : 0;
 		}
 		ahead = ahead_of(p, order->after);
-		order->deferred = p->there >= wanted && p->there - ahead < wanted;
+		order->deferred = p->there >= wanted;
 		if (polled < BATCH && taken && (order->fewer || p->there - ahead >= wanted))
 			*taken = take_first(p, order->count < p->there ? order->count : p->there);
 		if (polled > 0 && p->there)
@@ -706,7 +706,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	} else if (tell_tasks(p)) {
 		return -1;
 	}
-	if (!leads && RP_LOAD(&p->tasks))
+	if (RP_LOAD(&p->tasks)) /* then it does not lead */
 		deadline = within(LOOK_NS, deadline);
 	ready = sleep_on(p, me, leads ? p->channel : -1, deadline);
 	return ready > 0 ? tell(p->drop_event) : ready;

@@ -175,6 +175,19 @@ def test_plan_that_is_cleared_refuses_nothing() -> None:
     assert refused_of(2, [(5, 0), (5, 1)], clear=True) == [0, 0]
 
 
+def test_plan_in_the_middle_of_another_counts_from_the_next_post_and_moves_nothing() -> None:
+    with writing() as (context, _, qp, write):
+        context.faults.fail_post(errno.EIO, after=3)
+        qp.post_send(write)
+        context.faults.fail_post(errno.EACCES, after=0)
+        with pytest.raises(rp.PostError) as second:
+            qp.post_send(write)
+        qp.post_send(write)
+        with pytest.raises(rp.PostError) as fourth:
+            qp.post_send(write)
+        assert (second.value.errno, fourth.value.errno) == (errno.EACCES, errno.EIO)
+
+
 def test_posts_are_counted_from_the_first_plan() -> None:
     with writing() as (context, cq, qp, write):
         for _ in range(2):
