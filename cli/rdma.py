@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -64,18 +65,11 @@ def write(
         }
         if imm is not None:
             pair.receive(0, count)
-        post(
-            out,
-            pair,
-            [
-                RdmaWrite(wr_id=index + 1, **fields, **pair.target(index * length))
-                if imm is None
-                else RdmaWriteWithImm(
-                    wr_id=index + 1, imm_data=imm, **fields, **pair.target(index * length)
-                )
-                for index in range(count)
-            ],
-        )
+        make = RdmaWrite if imm is None else partial(RdmaWriteWithImm, imm_data=imm)
+        wrs = [
+            make(wr_id=index + 1, **fields, **pair.target(index * length)) for index in range(count)
+        ]
+        post(out, pair, wrs)
         wcs = [] if imm is None else arrive(out, pair, count)
         for index in range(count):
             # Only on UC is this not over yet: a write is not acknowledged there.
