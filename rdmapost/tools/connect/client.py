@@ -431,4 +431,6 @@ class Connection(BaseConnection, ClosesOnExit):
     def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
-            sock.close()
+            # Other code may have closed its descriptor.
+            with suppress(OSError):
+                sock.close()

@@ -167,7 +167,9 @@ class BaseServer(native.Finalizer, NotCopied):
             # Not close(): a finalizer may run in any thread, including the server's.
             threads.end()
         for end in getattr(self, "_lifeline", ()):
-            end.close()
+            # Other code may have closed its descriptor.
+            with self._suppress(OSError):
+                end.close()
         if unclosed := self._unclosed:
             self._unclosed = ""
             self._warn(unclosed, ResourceWarning, source=self, stacklevel=2)

@@ -238,6 +238,11 @@ class Pingpong(ResourceHolder):
 
     def _connect(self, remote: Address) -> None:
         qp, self.remote = self._qp, remote
+        if remote.qpn == qp.qp_num and qp.pd.context.kind != "verbs":
+            raise PingpongError(
+                f"{self._peer} is in another process, and {qp.pd.context.name} reaches nothing "
+                "outside this one; use a real device, such as rxe0, on both sides"
+            )
         by_gid = any(remote.gid[8:])
         if self._needs_gid and not by_gid:
             raise PingpongError(

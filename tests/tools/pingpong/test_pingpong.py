@@ -5,6 +5,8 @@ The handshake is in test_pingpong_handshake, peers that leave or differ in test_
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from array import array
@@ -156,3 +158,31 @@ def test_round_trips_with_a_progress_report_are_left_out_of_the_figures(context,
     assert reported == sorted(reported)
     assert result.round_trips == 100 - len(reported)
     assert result.seconds <= took - 0.02 * len(reported)
+
+
+ACROSS = """
+import sys
+import rdmapost as rp
+from rdmapost.pingpong import Pingpong, listen
+with rp.open_device("soft0") as context, Pingpong(context, timeout=20) as side:
+    try:
+        if sys.argv[1:]:
+            side.run_client("127.0.0.1", int(sys.argv[1]))
+        else:
+            with listen("127.0.0.1", 0) as listener:
+                print(listener.getsockname()[1], flush=True)
+                side.run_server(listener, wait=20)
+    except rp.RdmaError as error:
+        print(error)
+"""
+
+
+def test_soft_device_refuses_a_peer_in_another_process():
+    """Its queue pair there has the same number, and a client would measure itself."""
+    command = [sys.executable, "-P", "-W", "error", "-c", ACROSS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        port = server.stdout.readline().strip()
+        client = subprocess.run([*command, port], capture_output=True, text=True, timeout=60)
+        said = server.communicate(timeout=60)[0]
+    assert "is in another process, and soft0 reaches nothing outside this one" in said
+    assert "it says why itself" in client.stdout
