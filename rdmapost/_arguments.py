@@ -15,6 +15,7 @@ __all__ = [
     "content",
     "counted",
     "expect",
+    "fill",
     "flags",
     "index",
     "member",
@@ -213,3 +214,14 @@ def time_limit(given: Any, name: str = "timeout") -> float:
     if not 0 < value <= _LONGEST_S:
         raise ValueError(f"{name}={given} is not a time of more than 0 s")
     return value
+
+
+def fill(struct: Any, **counts: int) -> None:
+    """Set unsigned 32-bit fields of a struct.
+
+    Raises:
+        TypeError: a value is not an integer; the text names it.
+        ValueError: a number does not fit; the text names it.
+    """
+    for name, value in counts.items():
+        setattr(struct, name, within(name, value, 0, (1 << 32) - 1))

@@ -1,13 +1,11 @@
 """The one place that imports the compiled module."""
 
 import sys
-from typing import Any
 
 from . import _verbs as native
-from ._arguments import within
 from ._verbs import ffi, lib
 
-__all__ = ["address_of", "ffi", "fill", "lib", "native", "start_of"]
+__all__ = ["address_of", "ffi", "lib", "native", "start_of"]
 
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
     # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
@@ -34,14 +32,3 @@ def start_of(view: memoryview) -> int:
     """
     with ffi.from_buffer("char[]", view) as start:
         return address_of(start)
-
-
-def fill(struct: Any, **counts: int) -> None:
-    """Set unsigned 32-bit fields of a struct.
-
-    Raises:
-        TypeError: a value is not an integer; the text names it.
-        ValueError: a number does not fit; the text names it.
-    """
-    for name, value in counts.items():
-        setattr(struct, name, within(name, value, 0, (1 << 32) - 1))

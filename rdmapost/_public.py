@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ._exports import export
 from .enums import (
     MTU,
     Access,
@@ -86,6 +85,7 @@ from .resources.qp_attr import QPAttr
 from .resources.resource import Resource
 from .resources.srq import SRQ, SRQAttr
 from .resources.xrcd import XRCD
+from .tools import export
 from .tools.max_inline import max_inline
 
 

@@ -2,8 +2,8 @@
 
 import sys
 
-from ._exports import export
 from .tools import explain as _itself
+from .tools import export
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

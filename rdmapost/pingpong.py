@@ -2,7 +2,7 @@
 
 import sys
 
-from ._exports import export
+from .tools import export
 from .tools import pingpong as _itself
 
 TYPE_CHECKING = False

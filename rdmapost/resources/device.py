@@ -13,10 +13,10 @@ from typing import Any
 from .._arguments import expect, index
 from .._arguments import index as whole_number
 from .._binding import ffi, native
-from .._wire import is_multicast_gid
 from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
 from ..errors import NoDeviceError, NoRdmaError
 from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
+from ..standard.wire import is_multicast_gid
 from .waiting import EventSource
 
 __all__ = [

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._wire import GRH_BYTES, IPV4_MAPPED, checksum_residue
 from ..errors import ClosedError
 from ..posting.wr import SGE, RecvWR
+from ..standard.wire import GRH_BYTES, IPV4_MAPPED, checksum_residue
 from .device import GID
 
 __all__ = ["GRH", "Datagram", "read_datagram"]

@@ -9,9 +9,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._arguments import expect, index, member, within
-from .._binding import address_of, ffi, fill
-from .._qp_states import missing_attributes, unchangeable_attributes
+from .._arguments import expect, fill, index, member, within
+from .._binding import address_of, ffi
 from ..enums import Access, LinkLayer, QPState, QPType, SendFlags
 from ..errors import RdmaError, VerbsError, describe_errno, where_explained
 from ..posting.fields import Verb
@@ -25,6 +24,7 @@ from ..posting.rules import (
     flags_allowed,
 )
 from ..posting.wr import BindMW, RecvWR, SendWR
+from ..standard.qp_states import missing_attributes, unchangeable_attributes
 from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
 from .cq import CQ, keep_completions
 from .device import GID, PortAttr, gid_argument, provider_of

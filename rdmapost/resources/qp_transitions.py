@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._arguments import expect, index
-from .._qp_states import FIELDS, RANGES
 from ..enums import MTU, Access, QPAttrMask, QPState, QPType
+from ..standard.qp_states import FIELDS, RANGES
 from .address import AHAttr, fill_ah_attr
 from .device import DeviceAttr
 from .endpoint import Endpoint

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .._arguments import counted, expect, index, member
-from .._binding import address_of, ffi, fill, lib
+from .._arguments import counted, expect, fill, index, member
+from .._binding import address_of, ffi, lib
 from ..enums import QPType, SRQAttrMask, SRQType
 from ..errors import RdmaError, UnsupportedError, describe_errno, where_explained
 from ..posting.fields import Verb

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from .._wire import TMH, TMHOpcode, checksum_residue
 from ..enums import QPType
+from ..standard.wire import TMH, TMHOpcode, checksum_residue
 
 __all__ = ["EAGER", "ETHERNET_BYTES", "TMH_BYTES", "ethernet", "tagged", "tcp", "what_is_wrong"]
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from .._arguments import expect, member, time_limit, within
-from .._wire import GRH_BYTES
 from ..enums import Access, DeviceCap, MWType, QPType, SRQType
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
@@ -20,6 +19,7 @@ from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD
+from ..standard.wire import GRH_BYTES
 from .resource_stack import ResourceHolder, ResourceStack, drop_outstanding
 
 __all__ = ["Loopback", "Side"]

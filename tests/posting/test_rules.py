@@ -30,7 +30,6 @@ from rdmapost import (
     SendFlags,
     SRQType,
 )
-from rdmapost._qp_states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
 from rdmapost.posting import rules as rules_module
 from rdmapost.posting.rules import (
     FLAGS_BY_OPCODE,
@@ -38,6 +37,7 @@ from rdmapost.posting.rules import (
     check_send_state,
     flags_allowed,
 )
+from rdmapost.standard.qp_states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
 
 F = SendFlags
 SIGNALED_INLINE = F.SIGNALED | F.INLINE

@@ -118,7 +118,11 @@ def test_contracts_are_kept(tree):
         ),
         ("resources/srq.py", "from ..providers import soft_provider", "all of them BROKEN"),
         ("posting/wr.py", "import rdmapost", "as its users do BROKEN"),
-        ("_timers.py", "from .resources.qp import QP", "not allowed to import rdmapost.resources"),
+        (
+            "standard/timers.py",
+            "from ..resources.qp import QP",
+            "not allowed to import rdmapost.resources",
+        ),
         ("anew.py", "x = 1", "rdmapost.anew"),
     ],
 )

@@ -56,7 +56,7 @@ def test_private_modules_have_an_underscore_or_are_in_a_room() -> None:
     modules = {file.stem for file in place.glob("[!_]*.py")}
     assert modules == {*MODULES, "enums", "errors"}
     rooms = {file.parent.name for file in place.glob("*/__init__.py")} - {"cli"}
-    assert rooms == {"posting", "providers", "resources", "tools"}
+    assert rooms == {"posting", "providers", "resources", "standard", "tools"}
     assert not [*place.glob("*/**/_[!_]*.py")]
 
 

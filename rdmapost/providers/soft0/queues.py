@@ -7,11 +7,11 @@ import os
 from typing import Any
 
 from ..._binding import ffi, lib, native
-from ..._qp_states import FIELDS
-from ..._wire import is_multicast_gid
 from ...enums import QPAttrMask, QPType, SRQAttrMask, SRQType
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE
+from ...standard.qp_states import FIELDS
+from ...standard.wire import is_multicast_gid
 from .engine import tags
 from .engine.completion import CompletionQueue
 from .engine.datagram import AddressHandle

@@ -13,13 +13,13 @@ from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit, within
 from ..._binding import native
-from ..._wire import GRH_BYTES
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
+from ...standard.wire import GRH_BYTES
 from ..resource_stack import ResourceStack, drop_outstanding
 from ..tcp import show_address
 from .client_session import ClientSession, IORequests

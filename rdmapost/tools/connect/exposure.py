@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._arguments import content, counted, expect, flags, within
-from ..._wire import GRH_BYTES
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import RdmaError
 from ...posting.wr import RecvWR
@@ -23,6 +22,7 @@ from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR, PD
 from ...resources.qp import QP
+from ...standard.wire import GRH_BYTES
 from ..resource_stack import ResourceStack
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
 from .server_events import Changed

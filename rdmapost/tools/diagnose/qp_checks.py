@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from ..._timers import RNR_FOR_EVER, ack_timeout, rnr_timer, until_retry_exc, until_rnr_retry_exc
 from ...enums import Access, QPState, QPType
 from ...resources.cq import CQ
 from ...resources.events import OVERRUN, has_overrun
 from ...resources.qp import QP, oldest_send, sends_for_receive
 from ...resources.resource import Resource, creator, open_children
 from ...resources.srq import SRQ
+from ...standard.timers import (
+    RNR_FOR_EVER,
+    ack_timeout,
+    rnr_timer,
+    until_retry_exc,
+    until_rnr_retry_exc,
+)
 from .finding import Finding, Severity, duration
 from .snapshot import CONNECTED, Snapshot, is_queue_pair
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._arguments import expect, index, member, seconds, time_limit
-from ..._wire import GRH_BYTES
 from ...enums import MTU, Access, LinkLayer, QPState, QPType, SendFlags, WCStatus
 from ...errors import RdmaError, WaitTimeout
 from ...posting.wr import RecvWR, Send
@@ -19,6 +18,7 @@ from ...resources.cq import CQ, WC
 from ...resources.device import GID, Context
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
+from ...standard.wire import GRH_BYTES
 from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .payload import FILL, payload, what_is_wrong

@@ -11,9 +11,9 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import Access, QPType
-from rdmapost._wire import GRH_BYTES
 from rdmapost.frames import ethernet
 from rdmapost.loopback import Loopback
+from rdmapost.standard.wire import GRH_BYTES
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...._wire import GRH_BYTES, IPV4_MAPPED
 from ....enums import Opcode, SendFlags, WCFlags, WCStatus
 from ....posting.rules import MULTICAST_QPN
+from ....standard.wire import GRH_BYTES, IPV4_MAPPED
 from . import offload
 from .memory import Fault, copy, gather
 from .wire import Request, Segments

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ...._wire import checksum_residue
 from ....enums import WCStatus
+from ....standard.wire import checksum_residue
 from .memory import Fault
 
 __all__ = [

@@ -6,9 +6,9 @@ import errno
 from typing import TYPE_CHECKING, Any
 
 from ...._binding import native
-from ...._qp_states import OPTIONAL, RANGES, REQUIRED
 from ....enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
 from ....posting.rules import OPCODES_BY_QP_TYPE
+from ....standard.qp_states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
 from .queue import WQE, SharedReceiveQueue, WorkQueue
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ...._timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from ....enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ....posting.rules import MAX_MSG_SIZE
+from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
 from .memory import Fault, copy
 from .qp import QueuePair

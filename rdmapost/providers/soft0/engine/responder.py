@@ -9,8 +9,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...._wire import GRH_BYTES
 from ....enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
+from ....standard.wire import GRH_BYTES
 from . import datagram, raw
 from .completion import NO_TAG
 from .memory import Fault, RemoteFault, copy

@@ -20,8 +20,8 @@ from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._binding import native
-from ...._wire import TMH, TMHOpcode
 from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
+from ....standard.wire import TMH, TMHOpcode
 from .completion import NO_TAG, Entry, tm_info
 from .memory import Fault, gather
 from .memory import copy as copy_bytes

@@ -6,9 +6,9 @@ steps in the table.  RESET and ERR can be reached from every state.
 
 from __future__ import annotations
 
-from .enums import QPAttrMask as M
-from .enums import QPState as S
-from .enums import QPType as T
+from ..enums import QPAttrMask as M
+from ..enums import QPState as S
+from ..enums import QPType as T
 
 __all__ = [
     "FIELDS",

@@ -1,0 +1,1 @@
+"""What the man pages and the InfiniBand standard say, as data: states, timers, wire formats."""
