@@ -76,12 +76,19 @@ def skip_more(app: Any, what: str, name: str, obj: object, skip: bool, options: 
 
 def find_public(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     """Lead a name that types say where it is defined to where users find it."""
-    name = node.get("reftarget", "").rpartition(".")[2]
-    if node.get("refdomain") != "py" or name not in rdmapost.__all__:
+    target = node.get("reftarget", "")
+    name = target.rpartition(".")[2]
+    if target.startswith("rdmapost.tools."):
+        public = target.replace("rdmapost.tools.", "rdmapost.", 1)
+    elif name in rdmapost.__all__:
+        public = f"rdmapost.{name}"
+    else:
+        return None
+    if node.get("refdomain") != "py":
         return None
     python = env.domains["py"]
     return python.resolve_xref(
-        env, node["refdoc"], app.builder, node["reftype"], f"rdmapost.{name}", node, contnode
+        env, node["refdoc"], app.builder, node["reftype"], public, node, contnode
     )
 
 

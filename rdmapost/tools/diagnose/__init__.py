@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...resources.endpoint import Endpoint
 from . import addressing, qp_checks
-from .finding import Finding, worst_first
+from .finding import Finding, Severity, worst_first
 from .machine import diagnose_machine
 from .peer import check_peer
 from .snapshot import FAILURES, Snapshot, is_queue_pair, name_of, take_snapshot
@@ -19,7 +19,7 @@ from .snapshot import FAILURES, Snapshot, is_queue_pair, name_of, take_snapshot
 if TYPE_CHECKING:
     from ...resources.qp import QP
 
-__all__ = ["Finding", "diagnose", "diagnose_machine", "worst_first"]
+__all__ = ["Finding", "Severity", "diagnose", "diagnose_machine", "worst_first"]
 
 _CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
     qp_checks.check_state,
