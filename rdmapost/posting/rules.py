@@ -201,7 +201,7 @@ def not_a_work_request(r: Refusal) -> str:
     given, wanted = type(r.wr), r.queue.wr_type
     if given is wanted:
         return f"{given.__name__} is only a base class; post one of its subclasses"
-    return f"{r.queue.verb}: expected {wanted.__name__}, got {given.__name__}"
+    return f"expected {wanted.__name__}, got {given.__name__}"
 
 
 @_rule
