@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -93,10 +92,18 @@ def _look_up(words: tuple[str, ...]) -> list[Explanation]:
 
     try:
         return list(look_up(" ".join(words)))
-    except UnknownNameError:
-        with suppress(UnknownNameError):
-            return [one for word in dict.fromkeys(words) for one in look_up(word)]
-        raise
+    except UnknownNameError as error:
+        known: list[Explanation] = []
+        unknown: list[UnknownNameError] = []
+        for word in dict.fromkeys(words):
+            try:
+                known += look_up(word)
+            except UnknownNameError as one:
+                unknown.append(one)
+        if not unknown:
+            return known
+        # Of several names, only the unknown one is worth naming.
+        raise (unknown[0] if known else error) from None
 
 
 def _page(one: Explanation, kind: str) -> str:

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, NoReturn
@@ -400,6 +401,17 @@ def post_options(function: Command) -> Command:
     return post_options_for(*_QP_TYPES, count=True)(function)
 
 
+class _DataFile(click.File):
+    """A file, or standard input, which may be closed."""
+
+    name = "filename"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value == "-" and sys.stdin is None:
+            self.fail("standard input is closed", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def payload_options(function: Command) -> Command:
     """Add --data, --data-file and --size; the command gets ``payload``."""
     return payload_options_for(None)(function)
@@ -418,7 +430,7 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
         @click.option("--data", metavar="TEXT", help=f"The data.{text_default}")
         @click.option(
             "--data-file",
-            type=click.File("rb"),
+            type=_DataFile("rb"),
             metavar="FILE",
             help="Take the data from a file; - is standard input.",
         )

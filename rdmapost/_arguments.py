@@ -206,13 +206,15 @@ def time_limit(given: Any, name: str = "timeout") -> float:
 
     Raises:
         TypeError: it is not a number; the text names the argument.
-        ValueError: it is 0 or less, or too long.
+        ValueError: it is 0 or less, NaN, or more than a million seconds.
     """
     value = seconds(given, name)
     if value is None:
         raise TypeError(f"{name}: expected seconds, got NoneType")
-    if not 0 < value <= _LONGEST_S:
+    if not value > 0:
         raise ValueError(f"{name}={given} is not a time of more than 0 s")
+    if value > _LONGEST_S:
+        raise ValueError(f"{name}={given} is more than {_LONGEST_S:,.0f} s")
     return value
 
 

@@ -366,9 +366,12 @@ def test_timeout_that_is_not_a_number_of_seconds_is_named(context) -> None:
             call()
     with pytest.raises(TypeError, match="idle_timeout: expected seconds or None, got str"):
         connect.serve(context, idle_timeout="1")
-    for out_of_range in (0, -1, float("inf")):
+    for too_short in (0, -1, float("-inf")):
         with pytest.raises(ValueError, match="is not a time of more than 0 s"):
-            connect.dial(context, "127.0.0.1", 1, timeout=out_of_range)
+            connect.dial(context, "127.0.0.1", 1, timeout=too_short)
+    for too_long in (1e6 + 1, 1 << 31, float("inf")):
+        with pytest.raises(ValueError, match="is more than 1,000,000 s"):
+            connect.dial(context, "127.0.0.1", 1, timeout=too_long)
 
 
 @pytest.mark.parametrize(

@@ -338,9 +338,10 @@ def test_several_names_are_explained_in_order() -> None:
     ]
     doc = run("explain", "--json", "110", "-22").doc
     assert [one["name"] for one in doc["explanations"]] == ["ETIMEDOUT", "EINVAL"]
+    # The unknown one is named, without those that are known.
     ran = run("explain", "-22", "nonsense")
     assert ran.code == 2
-    assert "'-22 nonsense' is not a status" in ran.err
+    assert "explain: 'nonsense' is not a status" in ran.err
 
 
 def test_help_of_explain_fits_80_columns() -> None:
