@@ -32,11 +32,7 @@ _COMMANDS = {
         ("send", "send", "Send a message to a second queue pair, or to HOST."),
         ("rdma", "write", "Write to the memory of a second queue pair, or of HOST."),
         ("rdma", "read", "Read the memory of a second queue pair, or of HOST."),
-        (
-            "atomic",
-            "atomic",
-            "Change 64 bits of another queue pair, or of HOST, atomically.",
-        ),
+        ("atomic", "atomic", "Change 64 bits of another queue pair, or of HOST, atomically."),
         ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
         ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
         ("tso", "tso", "Let the device segment data (TSO)."),

@@ -40,11 +40,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
             results.append(result)
     counts = {
         name: sum(result.status == status for result in results)
-        for name, status in (
-            ("passed", "pass"),
-            ("failed", "fail"),
-            ("unsupported", "unsupported"),
-        )
+        for name, status in (("passed", "pass"), ("failed", "fail"), ("unsupported", "unsupported"))
     }
     out.doc["results"] = [
         {

@@ -27,12 +27,7 @@ _CAUSES = {
     "send_flag": "What goes wrong",
 }
 _SOME_QP_TYPES = {"FENCE": "RC, XRC_SEND", "IP_CSUM": "where the device has it"}
-_SOME_FIELDS = {
-    "ah": "UD",
-    "remote_qpn": "UD",
-    "remote_qkey": "UD",
-    "remote_srqn": "XRC_SEND",
-}
+_SOME_FIELDS = {"ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srqn": "XRC_SEND"}
 
 
 def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:

@@ -222,12 +222,7 @@ def _note_peer(out: Output, side: Pingpong) -> None:
 
 
 def _address(address: Address) -> dict[str, Any]:
-    return {
-        "lid": address.lid,
-        "qpn": address.qpn,
-        "psn": address.psn,
-        "gid": str(address.gid),
-    }
+    return {"lid": address.lid, "qpn": address.qpn, "psn": address.psn, "gid": str(address.gid)}
 
 
 def _show(out: Output, result: Result) -> None:

@@ -6,14 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rdmapost import (
-    SGE,
-    WC,
-    Opcode,
-    OpsOpcode,
-    QPType,
-    SendWR,
-)
+from rdmapost import SGE, WC, Opcode, OpsOpcode, QPType, SendWR
 from rdmapost.loopback import Loopback, Side
 from rdmapost.resources.qp import QP
 

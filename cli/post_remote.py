@@ -33,14 +33,7 @@ from rdmapost.tools.tcp import show_address
 
 from .options import Peer, PostSettings, Target
 from .output import Output
-from .results import (
-    check_depth,
-    mismatch,
-    post_and_wait,
-    send_flags,
-    show,
-    start_document,
-)
+from .results import check_depth, mismatch, post_and_wait, send_flags, show, start_document
 from .target import open_target, usage_error
 
 __all__ = ["atomic_at", "read_from", "send_to", "write_to"]

@@ -98,8 +98,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
 
 
 @pytest.fixture(
-    scope="session",
-    params=[pytest.param(open_verbs, id="verbs", marks=pytest.mark.rdma)],
+    scope="session", params=[pytest.param(open_verbs, id="verbs", marks=pytest.mark.rdma)]
 )
 def verbs_context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
     """An open real device, for what only such a device can show."""

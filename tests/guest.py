@@ -36,15 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from guests.host import (
-    EXIT_NO_GUEST,
-    HIDDEN,
-    SYSTEM_PATH,
-    check_tools,
-    find_kernel,
-    give_up,
-    say,
-)
+from guests.host import EXIT_NO_GUEST, HIDDEN, SYSTEM_PATH, check_tools, find_kernel, give_up, say
 from guests.machine import Guest
 from guests.peer import Peer, PeerError
 

@@ -61,11 +61,7 @@ class _Row(NamedTuple):
 _IMM = {"imm_data": "imm_data"}
 _INVALIDATE = {"invalidate_rkey": "invalidate_rkey"}
 _XRC = {"remote_srqn": "qp_type.xrc.remote_srqn"}
-_UD = {
-    "ah": "wr.ud.ah",
-    "remote_qpn": "wr.ud.remote_qpn",
-    "remote_qkey": "wr.ud.remote_qkey",
-}
+_UD = {"ah": "wr.ud.ah", "remote_qpn": "wr.ud.remote_qpn", "remote_qkey": "wr.ud.remote_qkey"}
 _RDMA = {"remote_addr": "wr.rdma.remote_addr", "rkey": "wr.rdma.rkey", **_XRC}
 _ATOMIC = {
     "remote_addr": "wr.atomic.remote_addr",

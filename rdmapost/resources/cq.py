@@ -145,13 +145,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         VerbsError: the device refused.
     """
 
-    __slots__ = (
-        "_channel",
-        "_extended",
-        "channel",
-        "context",
-        "cqe",
-    )
+    __slots__ = ("_channel", "_extended", "channel", "context", "cqe")
 
     _kind = "CQ"
     _rank = 5

@@ -275,15 +275,7 @@ class Context(EventSource, struct="ibv_context"):
         attr: its attributes, a DeviceAttr.
     """
 
-    __slots__ = (
-        "_provider",
-        "_queues",
-        "attr",
-        "guid",
-        "kind",
-        "name",
-        "node_type",
-    )
+    __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
 
     _kind = "device"
     _rank = 9

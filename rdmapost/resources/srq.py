@@ -122,11 +122,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         )
         limits = Limits(QPType.RC, domain, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
         self._ops = PostQueue(
-            Verb.ibv_post_srq_ops,
-            limits,
-            self.max_ops,
-            _REASONS,
-            checked=bool(checked) and tagged,
+            Verb.ibv_post_srq_ops, limits, self.max_ops, _REASONS, checked=bool(checked) and tagged
         )
         assert self._ops.tagged is not None
         self._open_queues(self._recv.in_flight, self._ops.in_flight, self._ops.tagged)

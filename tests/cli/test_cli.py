@@ -62,12 +62,7 @@ def test_no_command_shows_help_and_is_a_usage_error(command: list[str]) -> None:
 
 def test_data_from_a_closed_standard_input_is_a_usage_error() -> None:
     command = f"{sys.executable} -P -m rdmapost.cli write -d soft0 --data-file - <&-"
-    done = subprocess.run(
-        ["sh", "-c", command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "'--data-file': standard input is closed" in done.stderr
     assert "Traceback" not in done.stderr

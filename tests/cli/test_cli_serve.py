@@ -301,11 +301,7 @@ def start() -> Iterator[Callable[..., Process]]:
 def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signals) -> None:
     served = start("-d", "soft0")
     first = served.first
-    assert (first["device"], first["kind"], first["host"]) == (
-        "soft0",
-        "soft",
-        "127.0.0.1",
-    )
+    assert (first["device"], first["kind"], first["host"]) == ("soft0", "soft", "127.0.0.1")
     assert (first["size"], first["count"], first["warning"]) == (4096, 16, None)
     assert first["access"] == ["read", "write", "atomic"]
     with socket.create_connection(("127.0.0.1", first["port"]), LIMIT) as waiting:
@@ -321,16 +317,7 @@ def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signal
 
 def test_serve_says_what_it_exposes(start: Callable[..., Process]) -> None:
     served = start(
-        "-d",
-        "soft0",
-        "--bind",
-        "0.0.0.0",
-        "--access",
-        "read",
-        "--size",
-        "1K",
-        "--count",
-        "3",
+        "-d", "soft0", "--bind", "0.0.0.0", "--access", "read", "--size", "1K", "--count", "3"
     )
     warning = (
         f"everyone who reaches 0.0.0.0:{served.first['port']} gets read access to 1024 bytes "

@@ -99,10 +99,7 @@ DEVIATIONS = (
         "rxe_requester puts the queue pair into the error state before the "
         "completer has seen the failure, which then flushes the failed work request with the "
         "rest. The first one that fails must carry the status (ibv_poll_cq(3)).",
-        Program(
-            _RC,
-            (Post(0, (W("RDMA_WRITE", _OUTSIDE, At("b", 0)),)),),
-        ),
+        Program(_RC, (Post(0, (W("RDMA_WRITE", _OUTSIDE, At("b", 0)),)),)),
         {"6.12": ("qp0.send 0: LOC_PROT_ERR -> WR_FLUSH_ERR",)},
         completes=adaptations.flush_local,
     ),
@@ -111,13 +108,7 @@ DEVIATIONS = (
         "Work requests complete in the order of their posts, however late the first is answered. "
         "rxe of 6.1 stops its requester at the failure, so that the request before it is not sent "
         "again, and neither ever completes.",
-        Program(
-            _RC,
-            (
-                Move(1, "ERR"),
-                Post(0, (W("SEND", _SOME), W("SEND", _OUTSIDE))),
-            ),
-        ),
+        Program(_RC, (Move(1, "ERR"), Post(0, (W("SEND", _SOME), W("SEND", _OUTSIDE))))),
         {
             "6.1": (
                 "qp0.send 100: RETRY_EXC_ERR -> nothing",
@@ -182,13 +173,7 @@ DEVIATIONS = (
         "a receive that is too small",
         "The responder refuses an invalid request and says how long the message was "
         "(REM_INV_REQ_ERR, LOC_LEN_ERR; so does hardware); rxe takes the receive for malformed.",
-        Program(
-            _RC,
-            (
-                Recv(1, (R((Sge("inbox", 0, 7),)),)),
-                Post(0, (W("SEND", _SOME),)),
-            ),
-        ),
+        Program(_RC, (Recv(1, (R((Sge("inbox", 0, 7),)),)), Post(0, (W("SEND", _SOME),)))),
         _on_both(
             "qp0.send 100: REM_INV_REQ_ERR -> REM_OP_ERR",
             "qp1.recv 0: LOC_LEN_ERR -> LOC_QP_OP_ERR",
@@ -199,11 +184,7 @@ DEVIATIONS = (
         "a receive whose buffer cannot be used",
         "rxe reports LOC_QP_OP_ERR at the receiver; hardware reports the protection error.",
         Program(
-            _RC,
-            (
-                Recv(1, (R((Sge("inbox", 0, 8, "inbox:wrong"),)),)),
-                Post(0, (W("SEND", _SOME),)),
-            ),
+            _RC, (Recv(1, (R((Sge("inbox", 0, 8, "inbox:wrong"),)),)), Post(0, (W("SEND", _SOME),)))
         ),
         _on_both("qp1.recv 0: LOC_PROT_ERR -> LOC_QP_OP_ERR"),
         completes=adaptations.receive_fails,
@@ -315,10 +296,7 @@ DEVIATIONS = (
         "a send posted before RTS",
         "rxe refuses with EINVAL and names no work request, which is in its queue all the same "
         "and is carried out when the queue pair comes to RTS.",
-        Program(
-            (Pair("RC", End(state="RTR")),),
-            (Post(0, (W("RDMA_WRITE", _SOME, At("b", 0)),)),),
-        ),
+        Program((Pair("RC", End(state="RTR")),), (Post(0, (W("RDMA_WRITE", _SOME, At("b", 0)),)),)),
         _on_both("step 0: EINVAL at index 0 -> EINVAL at index None"),
         fit=adaptations.not_yet,
     ),
@@ -335,13 +313,7 @@ DEVIATIONS = (
         "a fenced work request that is sent again",
         "rxe asks before each attempt whether reads are outstanding, and since the first attempt "
         "some may be that come later, or the work request itself: it never completes.",
-        Program(
-            _RC,
-            (
-                Move(1, "ERR"),
-                Post(0, (W("RDMA_READ", _SOME, At("b", 0), ("FENCE",)),)),
-            ),
-        ),
+        Program(_RC, (Move(1, "ERR"), Post(0, (W("RDMA_READ", _SOME, At("b", 0), ("FENCE",)),)))),
         _on_both("qp0.send 100: RETRY_EXC_ERR -> nothing", "qp0 ends in ERR -> RTS"),
         fit=adaptations.unfenced,
     ),
@@ -365,13 +337,7 @@ DEVIATIONS = (
     Deviation(
         "the bounds of a window",
         "rxe compares an access through a window with the bounds of the region behind it.",
-        Program(
-            _RC,
-            (
-                Post(1, (_BIND,)),
-                Post(0, (W("RDMA_WRITE", _SOME, At("b", 60, "w0")),)),
-            ),
-        ),
+        Program(_RC, (Post(1, (_BIND,)), Post(0, (W("RDMA_WRITE", _SOME, At("b", 60, "w0")),)))),
         _on_both(
             "qp0.send 100: REM_ACCESS_ERR -> RDMA_WRITE",
             "qp0 ends in ERR -> RTS",
@@ -386,14 +352,8 @@ DEVIATIONS = (
         "which a process has no way to make.",
         Program(_RC, (Post(0, (W("LOCAL_INV", key="readable"),)),)),
         {
-            "6.1": (
-                "qp0.send 0: LOCAL_INV -> LOC_QP_OP_ERR",
-                "qp0 ends in RTS -> ERR",
-            ),
-            "6.12": (
-                "qp0.send 0: LOCAL_INV -> WR_FLUSH_ERR",
-                "qp0 ends in RTS -> ERR",
-            ),
+            "6.1": ("qp0.send 0: LOCAL_INV -> LOC_QP_OP_ERR", "qp0 ends in RTS -> ERR"),
+            "6.12": ("qp0.send 0: LOCAL_INV -> WR_FLUSH_ERR", "qp0 ends in RTS -> ERR"),
         },
         fit=adaptations.only(lambda run, qp, wr: wr.op != "LOCAL_INV" or wr.key not in REGIONS),
     ),

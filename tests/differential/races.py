@@ -16,15 +16,7 @@ from .model import GRH, REGIONS, Post, Recv, Sge, Step, W
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = [
-    "MTU",
-    "WRITES_LOCALLY",
-    "faulty",
-    "faulty_sges",
-    "header_of",
-    "split",
-    "without_races",
-]
+__all__ = ["MTU", "WRITES_LOCALLY", "faulty", "faulty_sges", "header_of", "split", "without_races"]
 
 MTU = 1024
 """No message is one packet on one device and two on the other: none has a smaller path MTU."""

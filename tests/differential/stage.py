@@ -28,11 +28,7 @@ a timer that also expires while it waits to send that again ends it with the wro
 _SHORTEST = 1
 """Of either timer: for the soft device, which loses nothing; and no receive comes to the rescue."""
 
-_LETTERS = {
-    "R": Access.REMOTE_READ,
-    "W": Access.REMOTE_WRITE,
-    "A": Access.REMOTE_ATOMIC,
-}
+_LETTERS = {"R": Access.REMOTE_READ, "W": Access.REMOTE_WRITE, "A": Access.REMOTE_ATOMIC}
 _WR = {cls.opcode.name: cls for cls in SEND_CLASSES}
 
 

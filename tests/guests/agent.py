@@ -179,10 +179,7 @@ class Command(socketserver.StreamRequestHandler):
             )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._streams = {
-            "out": Stream(self._process.stdout),
-            "err": Stream(self._process.stderr),
-        }
+        self._streams = {"out": Stream(self._process.stdout), "err": Stream(self._process.stderr)}
 
     def do_until(self, stream: str, pattern: str, timeout: float) -> dict[str, Any]:
         """Wait for a line."""

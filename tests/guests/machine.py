@@ -146,11 +146,7 @@ class Guest:
         command += ["--", f"bash {shlex.quote(str(script))}"]
         environment = dict(os.environ)
         # virtme-ng leaves temporary files behind when it is killed, and reads a user's settings.
-        environment |= {
-            "PATH": path,
-            "TMPDIR": str(self._directory),
-            "HOME": str(self._directory),
-        }
+        environment |= {"PATH": path, "TMPDIR": str(self._directory), "HOME": str(self._directory)}
         # From here on it must not be left behind: it runs in a process group of its own.
         self._process = subprocess.Popen(
             command,

@@ -251,8 +251,7 @@ class OddKey(rp.RdmaWrite):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [ValueError, AttributeError, OverflowError, ZeroDivisionError, TypeError, BufferError],
+    "error", [ValueError, AttributeError, OverflowError, ZeroDivisionError, TypeError, BufferError]
 )
 def test_exception_that_a_wrong_value_raises_is_the_reason(watched, error):
     """Reading a field may raise it: a PostError says which work request it was."""

@@ -1629,10 +1629,7 @@ def test_closed_prepared_list_raises_closed_error(checked):
     [
         (QPState.RESET, "the QP is in RESET; bring it to RTS first (qp.connect)"),
         (QPState.INIT, "the QP is in INIT; bring it to RTS first (qp.connect)"),
-        (
-            QPState.RTR,
-            "the QP is in RTR, ready to receive only; bring it to RTS first (qp.to_rts)",
-        ),
+        (QPState.RTR, "the QP is in RTR, ready to receive only; bring it to RTS first (qp.to_rts)"),
     ],
 )
 def test_queue_pair_that_is_not_ready_takes_nothing(soft, state, said):

@@ -109,8 +109,7 @@ def test_long_garbage_is_not_quoted_whole():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("qpn", 1 << 24), ("qpn", -1), ("psn", 1 << 24), ("lid", 1 << 16)],
+    ("field", "value"), [("qpn", 1 << 24), ("qpn", -1), ("psn", 1 << 24), ("lid", 1 << 16)]
 )
 def test_number_of_an_endpoint_that_does_not_fit_is_named(field, value):
     fields = {"qpn": 1, "psn": 2, "gid": GID("::1"), "lid": 0, "mtu": MTU.MTU_1024, field: value}

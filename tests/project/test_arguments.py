@@ -20,10 +20,7 @@ from rdmapost.pingpong import Pingpong
 Make = Callable[[rp.Context, rp.PD, rp.CQ], Any]
 
 WRONG: dict[str, tuple[Make, str]] = {
-    "PD(None)": (
-        lambda context, pd, cq: rp.PD(None),
-        "context: expected Context, got NoneType",
-    ),
+    "PD(None)": (lambda context, pd, cq: rp.PD(None), "context: expected Context, got NoneType"),
     "PD of a PD": (lambda context, pd, cq: rp.PD(pd), "context: expected Context, got PD"),
     "PD of a name": (lambda context, pd, cq: rp.PD("soft0"), "context: expected Context, got str"),
     "MR": (lambda context, pd, cq: rp.MR(context, 64), "pd: expected PD, got Context"),

@@ -60,10 +60,7 @@ PICTURES = {"docs/architecture.md"}
 HOST = '"10.0.0.1"'
 """In examples, a host that serves; here it is this one, on a free port."""
 
-VARIES = {
-    r"from 10\.0\.0\.\d+:\d+": "from CLIENT",
-    r"0x[0-9a-f]+": "0xN",
-}
+VARIES = {r"from 10\.0\.0\.\d+:\d+": "from CLIENT", r"0x[0-9a-f]+": "0xN"}
 """What differs in each run: the client's address, and memory addresses and keys."""
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
@@ -257,12 +254,7 @@ def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
     token, serve, same_token, write = commands_of(session)
     assert token.text == same_token.text
     name, _, value = token.text.removeprefix("export ").partition("=")
-    environment = {
-        **os.environ,
-        name: value,
-        "PYTHONUNBUFFERED": "1",
-        "RDMAPOST_DEVICE": rxe.name,
-    }
+    environment = {**os.environ, name: value, "PYTHONUNBUFFERED": "1", "RDMAPOST_DEVICE": rxe.name}
     program = [sys.executable, "-P", "-m", "rdmapost.cli"]
     with subprocess.Popen(
         [*program, *shlex.split(serve.text)[1:]],

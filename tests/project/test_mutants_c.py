@@ -40,10 +40,7 @@ def changes(source: str) -> dict[str, str]:
         ("x++;", {"x++ -> x--"}),
         ("x |= a;", {"x |= a -> x &= a"}),
         ("if (f(a)) return;", {"if (f(a)) -> never", "if (f(a)) -> if not"}),
-        (
-            "if (a < b) return;",
-            {"if (a < b) -> never", "a < b -> a <= b", "a < b -> a >= b"},
-        ),
+        ("if (a < b) return;", {"if (a < b) -> never", "a < b -> a <= b", "a < b -> a >= b"}),
         (
             "while (f()) break;",
             {"while (f()) -> never", "while (f()) -> while not", "break -> nothing"},
@@ -150,18 +147,10 @@ def test_mutant_is_selected_while_the_module_runs(tmp_path):
     assert reached.raw == bytes(2)
     came = {}
     for number, edit in enumerate(edits, 1):
-        if edit.said in (
-            "p->x < than -> p->x <= than",
-            "1 -> 0",
-            "n < LIMIT -> n >= LIMIT",
-        ):
+        if edit.said in ("p->x < than -> p->x <= than", "1 -> 0", "n < LIMIT -> n >= LIMIT"):
             selected.value = number
             came[edit.said] = library.count(1, 5)
-    assert came == {
-        "p->x < than -> p->x <= than": 5,
-        "1 -> 0": 0,
-        "n < LIMIT -> n >= LIMIT": -1,
-    }
+    assert came == {"p->x < than -> p->x <= than": 5, "1 -> 0": 0, "n < LIMIT -> n >= LIMIT": -1}
     assert reached.raw == bytes([1, 1])
     selected.value = 0
     assert library.count(1, 5) == 4

@@ -50,11 +50,7 @@ def test_bind_opens_a_part_of_a_region(region, mw, rc):
     rc.b.bind_mw(mw, region, region.addr + 64, 64, READ_WRITE, wr_id=(1 << 64) - 1)
     assert rc.b.outstanding == (1, 0)
     (done,) = rc.wait()
-    assert (done.wr_id, done.opcode, done.qp_num) == (
-        (1 << 64) - 1,
-        WCOpcode.BIND_MW,
-        rc.b.qp_num,
-    )
+    assert (done.wr_id, done.opcode, done.qp_num) == ((1 << 64) - 1, WCOpcode.BIND_MW, rc.b.qp_num)
     assert rc.b.outstanding == (0, 0)
     assert mw.rkey == before & ~0xFF | (before + 1) & 0xFF
     assert write(rc, region.addr + 64, mw.rkey) is WCStatus.SUCCESS

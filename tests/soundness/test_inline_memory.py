@@ -101,10 +101,7 @@ def test_inline_post_against_closing_its_region_never_reads_freed_memory(checked
         memory[:8] = b"is there"
         mr = rp.MR(rig.pd, memory)
         wr = rp.RdmaWrite(
-            [mr[:8], mr[8:16]],
-            send_flags=INLINE,
-            remote_addr=rig.mr.addr + 1024,
-            rkey=rig.mr.rkey,
+            [mr[:8], mr[8:16]], send_flags=INLINE, remote_addr=rig.mr.addr + 1024, rkey=rig.mr.rkey
         )
         started = threading.Event()
         raised: list[BaseException] = []

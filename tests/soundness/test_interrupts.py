@@ -17,12 +17,7 @@ from typing import Any
 
 import pytest
 from isolated import TIMES, isolated
-from moments import (
-    Interrupted,
-    Moment,
-    interrupt_at_each_moment,
-    interrupt_at_random,
-)
+from moments import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
 from rig import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
 
 import rdmapost as rp

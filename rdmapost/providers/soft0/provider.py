@@ -31,17 +31,7 @@ from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
 from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
-from .state import (
-    OpenHandles,
-    bound,
-    context_of,
-    contexts,
-    device,
-    drop,
-    keep,
-    table,
-    verb,
-)
+from .state import OpenHandles, bound, context_of, contexts, device, drop, keep, table, verb
 
 __all__ = ["SoftProvider"]
 

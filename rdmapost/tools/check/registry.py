@@ -99,10 +99,9 @@ class Trial:
 
     def __post_init__(self) -> None:
         mtu = self.context.query_port(self.port_num).active_mtu.bytes
-        length = {
-            QPType.UD: mtu,
-            QPType.RAW_PACKET: ETHERNET_BYTES + _RAW_PAYLOAD,
-        }.get(self.qp_type, 3 * mtu + 5)
+        length = {QPType.UD: mtu, QPType.RAW_PACKET: ETHERNET_BYTES + _RAW_PAYLOAD}.get(
+            self.qp_type, 3 * mtu + 5
+        )
         object.__setattr__(self, "length", length)
         object.__setattr__(self, "caps", self.context.attr.device_cap_flags)
 

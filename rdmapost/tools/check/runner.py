@@ -26,23 +26,12 @@ __all__ = ["ROWS", "run_checks"]
 _NOT_THERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _NOT_CREATED = _NOT_THERE | {errno.EINVAL, errno.EPROTONOSUPPORT}
 
-ROWS: list[Row] = [
-    *SENDS,
-    *REMOTE_MEMORY,
-    *MEMORY_WINDOWS,
-    *SEGMENTATION,
-    *RECEIVES,
-    *TAG_MATCHING,
-]
+ROWS: list[Row] = [*SENDS, *REMOTE_MEMORY, *MEMORY_WINDOWS, *SEGMENTATION, *RECEIVES, *TAG_MATCHING]
 """Every check, in the order in which they run."""
 
 
 def run_checks(
-    context: Context,
-    *,
-    port_num: int = 1,
-    gid_index: int | None = None,
-    timeout: float = 5.0,
+    context: Context, *, port_num: int = 1, gid_index: int | None = None, timeout: float = 5.0
 ) -> Iterator[Result]:
     """Run every check, and yield each result as it comes.
 

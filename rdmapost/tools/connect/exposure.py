@@ -31,11 +31,7 @@ __all__ = ["Exposure", "ServedClient", "make_exposure"]
 
 _EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-_BY_QP_TYPE = {
-    QPType.RC: _EXPOSABLE,
-    QPType.UC: Access.REMOTE_WRITE,
-    QPType.UD: Access(0),
-}
+_BY_QP_TYPE = {QPType.RC: _EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
 """What a peer can do through a queue pair of each type."""
 
 _MAX_LATEST = 1024
@@ -189,8 +185,7 @@ class ServedClient:
             if exposure.count:
                 self.qp.post_recv([self._receive(slot) for slot in range(exposure.count)])
             self.qp.connect(
-                None if hello.qp_type is QPType.UD else hello.endpoint,
-                min_rnr_timer=_MIN_RNR_TIMER,
+                None if hello.qp_type is QPType.UD else hello.endpoint, min_rnr_timer=_MIN_RNR_TIMER
             )
             self.offer = Offer(
                 client=number,

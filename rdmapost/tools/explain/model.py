@@ -107,10 +107,5 @@ def explanation_of(
     name = member.name or ""
     texts = {"look_at": look_at, **texts}
     return Explanation(
-        kind=kind,
-        name=name,
-        number=member.value,
-        constant=prefix + name,
-        meaning=meaning,
-        **texts,
+        kind=kind, name=name, number=member.value, constant=prefix + name, meaning=meaning, **texts
     )

@@ -121,10 +121,7 @@ OPCODES: tuple[Explanation, ...] = (
             "Fails with LOC_PROT_ERR: the local buffer lacks LOCAL_WRITE.",
             "A later SEND that announces the data overtakes it: post that with FENCE.",
         ),
-        look_at=(
-            "qp.query(): max_rd_atomic here, max_dest_rd_atomic there.",
-            "rdmapost read.",
-        ),
+        look_at=("qp.query(): max_rd_atomic here, max_dest_rd_atomic there.", "rdmapost read."),
         soft_roce="With max_rd_atomic=0 it hangs. A read that is posted with FENCE and must be "
         "sent again never completes.",
     ),

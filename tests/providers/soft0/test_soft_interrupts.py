@@ -163,11 +163,7 @@ class Bench:
     def datagrams(self) -> Any:
         qp = self.qp(QPType.UD)
         self.modify(
-            qp,
-            M.STATE | M.PKEY_INDEX | M.PORT | M.QKEY,
-            qp_state=QPState.INIT,
-            port_num=1,
-            qkey=7,
+            qp, M.STATE | M.PKEY_INDEX | M.PORT | M.QKEY, qp_state=QPState.INIT, port_num=1, qkey=7
         )
         self.modify(qp, M.STATE, qp_state=QPState.RTR)
         self.modify(qp, M.STATE | M.SQ_PSN, qp_state=QPState.RTS)
@@ -455,19 +451,13 @@ control("create_comp_channel", lambda b: (b.context,), provider.destroy_comp_cha
 control("destroy_comp_channel", lambda b: (channel(b),))
 control("create_cq", lambda b: (b.context, 8, b.channel, 0), provider.destroy_cq)
 control("create_cq_ex", lambda b: (b.context, 8, ffi.NULL, 0), destroy_extended)
-control(
-    "destroy_cq",
-    lambda b: (announcing_cq(b),),
-)
+control("destroy_cq", lambda b: (announcing_cq(b),))
 control("get_cq_event", lambda b: (with_event(b), {}))
 control("get_async_event", lambda b: (with_async_event(b), {}))
 control("destroy_srq", lambda b: (b.srq(SRQType.TM),))
 control("modify_srq", lambda b: (b.srq(), srq_attr(2), int(SRQAttrMask.LIMIT)))
 control("open_xrcd", lambda b: (b.context, xrcd_init()), provider.close_xrcd)
-control(
-    "close_xrcd",
-    lambda b: (xrcd(b),),
-)
+control("close_xrcd", lambda b: (xrcd(b),))
 control("create_qp", lambda b: (b.pd, qp_init(b)), provider.destroy_qp)
 control("destroy_qp", lambda b: (destroyed_with_work(b),))
 control("create_ah", lambda b: (b.pd, ah_attr(b)), provider.destroy_ah)

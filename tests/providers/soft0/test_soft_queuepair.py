@@ -291,10 +291,7 @@ def test_reset_forgets_the_attempts_that_were_made(rc, context):
 
 @pytest.mark.parametrize(
     ("state", "mask"),
-    [
-        (QPState.INIT, QPAttrMask.PORT | QPAttrMask.PKEY_INDEX),
-        (QPState.RTS, QPAttrMask.SQ_PSN),
-    ],
+    [(QPState.INIT, QPAttrMask.PORT | QPAttrMask.PKEY_INDEX), (QPState.RTS, QPAttrMask.SQ_PSN)],
     ids=["lacking", "no step"],
 )
 def test_step_that_cannot_be_made_is_refused_by_the_device_too(pd, cq, state, mask):

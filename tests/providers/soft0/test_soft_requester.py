@@ -67,8 +67,7 @@ def test_atomic_needs_8_bytes_of_its_own(connect, size):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "status"),
-    [([0], WCStatus.REM_ACCESS_ERR), ([0, 1], WCStatus.LOC_LEN_ERR)],
+    ("lengths", "status"), [([0], WCStatus.REM_ACCESS_ERR), ([0, 1], WCStatus.LOC_LEN_ERR)]
 )
 def test_read_of_length_0_is_of_2_to_the_31_bytes(connect, lengths, status):
     """The longest allowed message: it goes out, but the peer does not have that much room."""

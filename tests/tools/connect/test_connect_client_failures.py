@@ -115,9 +115,7 @@ def test_a_client_that_dies_at_any_stage_is_released_and_the_other_served(
         served.works()
 
 
-def test_a_client_that_breaks_its_queue_pair_is_still_served(
-    serve: Callable[..., Served],
-) -> None:
+def test_a_client_that_breaks_its_queue_pair_is_still_served(serve: Callable[..., Served]) -> None:
     served = serve()
     with served.dial() as peer:
         peer.qp.to_err()

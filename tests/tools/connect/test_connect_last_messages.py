@@ -205,9 +205,7 @@ def test_a_message_posted_in_on_event_while_the_server_closes_is_reported_or_fai
     assert len(arrived(events)) == 2
 
 
-def test_a_closing_server_reports_more_messages_than_it_polls_at_once(
-    context: rp.Context,
-) -> None:
+def test_a_closing_server_reports_more_messages_than_it_polls_at_once(context: rp.Context) -> None:
     count = 2000
     reported: queue.Queue[connect.Event] = queue.Queue()
     go_on = threading.Event()

@@ -307,8 +307,7 @@ def test_a_child_cannot_end_its_parents_connection(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["peer.look()", "peer.report()", "peer.target()", "peer.wait()", "peer.__enter__()"],
+    "what", ["peer.look()", "peer.report()", "peer.target()", "peer.wait()", "peer.__enter__()"]
 )
 def test_a_child_cannot_use_its_parents_connection(what: str) -> None:
     assert " was opened by process " in in_a_child("assert peer.closed\n" + what)
@@ -517,10 +516,7 @@ def test_dial_refuses_a_local_size_that_is_negative_or_not_an_integer(
 def test_target_refuses_an_offset_beyond_all_addresses(
     context: rp.Context, offset: Any, error: type[Exception]
 ) -> None:
-    with (
-        connect.serve(context, port=0) as server,
-        connect.dial(context, *server.address) as peer,
-    ):
+    with connect.serve(context, port=0) as server, connect.dial(context, *server.address) as peer:
         assert peer.target(4096)["remote_addr"] == peer.offer.addr + 4096
         with pytest.raises(error, match="offset"):
             peer.target(offset)

@@ -229,9 +229,7 @@ def test_a_signal_handler_may_close_a_server_at_any_moment_of_its_close(
     each_moment(once)
 
 
-def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(
-    context: rp.Context,
-) -> None:
+def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(context: rp.Context) -> None:
     server = connect.serve(context, port=0, timeout=1.0)
     peer = connect.dial(context, *server.address)
     pd = rp.PD(context)

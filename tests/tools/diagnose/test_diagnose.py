@@ -77,13 +77,7 @@ def test_times_until_a_send_fails_are_reported(rc):
 
 def test_finding_is_a_dataclass_with_named_fields(rc):
     finding = rc.a.diagnose()[0]
-    assert list(dataclasses.asdict(finding)) == [
-        "name",
-        "severity",
-        "evidence",
-        "remedy",
-        "about",
-    ]
+    assert list(dataclasses.asdict(finding)) == ["name", "severity", "evidence", "remedy", "about"]
     assert finding.about == f"{rc.a} on {rc.pd.context.name}"
 
 
@@ -246,11 +240,7 @@ def test_only_opcodes_that_consume_a_receive_are_counted(context, unconnected):
 
 
 def test_unusual_attributes_are_warnings(unconnected):
-    join(
-        unconnected,
-        {"rnr_retry": 0, "retry_cnt": 0, "max_rd_atomic": 0},
-        {"min_rnr_timer": 0},
-    )
+    join(unconnected, {"rnr_retry": 0, "retry_cnt": 0, "max_rd_atomic": 0}, {"min_rnr_timer": 0})
     findings = unconnected.a.diagnose()
     for name in ("rnr-retry-0", "retry-cnt-0", "max-rd-atomic-0"):
         assert named(findings, name).severity == "warning"

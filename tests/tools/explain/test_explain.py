@@ -331,11 +331,7 @@ def test_several_names_are_explained_in_order() -> None:
     ran = run("explain", "110", "-22", "rtr", "-22")
     assert ran.code == 0
     heads = [page.strip().split("\n")[0] for page in ran.out.split("-" * 80)]
-    assert heads == [
-        "ETIMEDOUT: errno 110",
-        "EINVAL: errno 22",
-        "RTR: QP state 2 (IBV_QPS_RTR)",
-    ]
+    assert heads == ["ETIMEDOUT: errno 110", "EINVAL: errno 22", "RTR: QP state 2 (IBV_QPS_RTR)"]
     doc = run("explain", "--json", "110", "-22").doc
     assert [one["name"] for one in doc["explanations"]] == ["ETIMEDOUT", "EINVAL"]
     # The unknown one is named, without those that are known.

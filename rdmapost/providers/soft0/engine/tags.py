@@ -207,12 +207,7 @@ class MatchingList(native.Record):
         return ack
 
     def _eager(
-        self,
-        qp: QueuePair,
-        entry: _Entry,
-        request: Request,
-        payload: Segments,
-        tag_info: bytes,
+        self, qp: QueuePair, entry: _Entry, request: Request, payload: Segments, tag_info: bytes
     ) -> Ack | None:
         message = copy.copy(request)
         message.data, message.length = payload, request.length - TMH.size

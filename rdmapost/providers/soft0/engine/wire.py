@@ -34,13 +34,7 @@ class Request:
     sl = 0
 
     def __init__(
-        self,
-        opcode: int,
-        qp_type: QPType,
-        src_qpn: int,
-        dest_qpn: int,
-        data: Segments,
-        length: int,
+        self, opcode: int, qp_type: QPType, src_qpn: int, dest_qpn: int, data: Segments, length: int
     ) -> None:
         self.opcode = opcode
         """An Opcode, as a number."""
