@@ -10,7 +10,7 @@ from ....posting.rules import MULTICAST_QPN
 from ....standard.wire import GRH_BYTES, IPV4_MAPPED
 from . import offload
 from .memory import Fault, copy, gather
-from .wire import Request, Segments
+from .packets import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair

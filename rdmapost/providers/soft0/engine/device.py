@@ -12,11 +12,11 @@ from . import requester, responder
 from .completion import Channel, EventQueue
 from .faults import FaultPlan
 from .memory import Memory
+from .packets import Ack, Request
 from .planned import PlannedFaults
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
 from .table import Table
-from .wire import Ack, Request
 
 __all__ = ["Device", "OpenDevice", "ready"]
 

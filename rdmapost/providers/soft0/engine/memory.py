@@ -12,8 +12,8 @@ from typing import Any
 
 from ...._binding import native
 from ....enums import Access, MWType, WCStatus
+from .packets import Segments
 from .table import Table
-from .wire import Segments
 
 __all__ = [
     "Fault",

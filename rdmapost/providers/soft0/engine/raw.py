@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ....enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
 from . import offload
 from .memory import Fault, gather
-from .wire import Request, Segments
+from .packets import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair

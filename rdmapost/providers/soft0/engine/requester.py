@@ -18,9 +18,9 @@ from ....posting.rules import MAX_MSG_SIZE
 from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
 from .memory import Fault, copy
+from .packets import Ack, AckKind, Request, Segments, size_of
 from .qp import QueuePair
 from .queue import WQE
-from .wire import Ack, AckKind, Request, Segments, size_of
 
 __all__ = ["give_up", "step"]
 

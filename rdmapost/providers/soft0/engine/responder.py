@@ -14,8 +14,8 @@ from ....standard.wire import GRH_BYTES
 from . import datagram, raw
 from .completion import NO_TAG
 from .memory import Fault, RemoteFault, copy
+from .packets import ACK, Ack, AckKind, Request, Segments
 from .queue import SharedReceiveQueue, WorkQueue
-from .wire import ACK, Ack, AckKind, Request, Segments
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue

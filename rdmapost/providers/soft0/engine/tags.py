@@ -25,9 +25,9 @@ from ....standard.wire import TMH, TMHOpcode
 from .completion import NO_TAG, Entry, tm_info
 from .memory import Fault, gather
 from .memory import copy as copy_bytes
+from .packets import ACK, Ack, AckKind, Request, Segments, size_of
 from .queue import WQE, WorkQueue
 from .responder import Receive, consume_receive, fill, not_ready, refuse
-from .wire import ACK, Ack, AckKind, Request, Segments, size_of
 
 if TYPE_CHECKING:
     from .memory import ProtectionDomain
