@@ -5,6 +5,8 @@ import sys
 from . import _verbs as native
 from ._verbs import ffi, lib
 
+native.importing()
+
 __all__ = ["address_of", "ffi", "lib", "native", "start_of"]
 
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():

@@ -53,6 +53,9 @@ class Handle:
 class Finalizer:
     def __del__(self) -> None: ...
 
+# Raise ImportError in a second interpreter, or for a second copy of the package.
+def importing() -> None: ...
+
 # ClosedError, RdmaError, what raises for a failed function and its errno, ffi, what makes a number
 # of a pointer, what is open, what tells a cdata's type, and that of each class (_resource.py).
 def describe_handles(

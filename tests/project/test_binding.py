@@ -295,14 +295,30 @@ def test_only_the_main_interpreter_can_import_it():
         "except ImportError:\n"
         "    import _xxsubinterpreters as interpreters\n"
         "    options = ()\n"
-        "code = ('try: import rdmapost.resources.resource\\n'\n"
+        "import rdmapost as rp\n"
+        "code = ('import rdmapost as rp\\n'\n"
+        "        'try: rp.open_device(\"soft0\")\\n'\n"
         "        'except ImportError as error: print(error, flush=True)')\n"
         "interpreter = interpreters.create(*options)\n"
         "interpreters.run_string(interpreter, code)\n"
-        "interpreters.destroy(interpreter)\n",
+        "interpreters.destroy(interpreter)\n"
+        "rp.open_device('soft0').close()\n",
         **LOSES_MEMORY,  # cffi's modules outlive a subinterpreter
     )
     assert said == "rdmapost works in the main interpreter of a process only"
+
+
+def test_importing_it_again_after_its_modules_were_forgotten_is_refused_by_name():
+    said = prints(
+        "import sys, rdmapost as rp\n"
+        "rp.open_device('soft0').close()\n"
+        "for name in [name for name in sys.modules if name.startswith('rdmapost')]:\n"
+        "    del sys.modules[name]\n"
+        "import rdmapost as again\n"
+        "try: again.open_device('soft0')\n"
+        "except ImportError as error: print(error)\n"
+    )
+    assert said.startswith("rdmapost can be imported once in a process")
 
 
 def test_interpreter_ends_quietly_after_a_bare_import():
