@@ -32,6 +32,7 @@ from ..errors import ClosedError, RdmaError
 from .channel import CompChannel, next_event
 from .device import Context
 from .events import AsyncEvent, next_taken, timed_out
+from .resource import struct_of
 from .waiting import (
     CompletionSource,
     EventSource,
@@ -361,7 +362,12 @@ class _Place:
     def start(self) -> None:
         """Take the events from now on, unless it does already."""
         self.claim()
-        self._watch.open(fd_of(self.owner), self.ready)
+        try:
+            self._watch.open(fd_of(self.owner), self.ready)
+        except OSError:
+            # Another thread may have closed it meanwhile: then say so.
+            struct_of(self.owner)
+            raise
 
     def claim(self) -> None:
         """Make threads that arrive from now on leave the events to the tasks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import select
 import socket
 import threading
@@ -141,18 +142,33 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
             last = error
             continue
         try:
-            sock.settimeout(max(0.001, deadline - time.monotonic()))
-            sock.connect(address)
-            sock.setblocking(False)
-            prepare(sock)
-            return sock
-        except OSError as error:
-            sock.close()
-            last = error
+            wrong = _connect(sock, address, deadline)
+            if wrong is None:
+                prepare(sock)
+                return sock
         except BaseException:
             sock.close()
             raise
+        sock.close()
+        last = wrong
     raise last
+
+
+def _connect(sock: socket.socket, address: tuple[Any, ...], deadline: float) -> OSError | None:
+    """Connect a socket and leave it non-blocking; return what was wrong.
+
+    An OSError that this raises is a signal handler's.
+    """
+    sock.setblocking(False)
+    code = sock.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT)
+        left = deadline - time.monotonic()
+        if not poller.poll(max(1.0, left * 1000)):
+            return TimeoutError("timed out")
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return OSError(code, os.strerror(code)) if code else None
 
 
 def listen(host: str | None, port: int, backlog: int) -> socket.socket:

@@ -6,6 +6,7 @@ Channels, events and conflicts between waits are in test_aio_channels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import threading
@@ -313,3 +314,23 @@ def test_a_receive_that_is_posted_late_is_used(connect):
         assert sorted(wc.check().wr_id for wc in await task) == [1, 2]
 
     run(main)
+
+
+def test_close_while_a_task_begins_to_wait_is_a_closed_error(context: rp.Context) -> None:
+    """Also between its look at the descriptor and the event loop's."""
+
+    async def consume(cq: rp.CQ) -> None:
+        while True:
+            with contextlib.suppress(rp.WaitTimeout):
+                await cq.completions(1, timeout=0)
+
+    ended: list[str] = []
+    for number in range(300):
+        cq = rp.CQ(context, 8)
+        closer = threading.Timer(0.0005 + number % 7 * 0.0003, cq.close)
+        closer.start()
+        with pytest.raises(rp.ClosedError) as caught:
+            asyncio.run(consume(cq))
+        ended.append(type(caught.value).__name__)
+        closer.join()
+    assert ended == ["ClosedError"] * 300

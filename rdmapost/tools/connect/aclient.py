@@ -306,3 +306,6 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 def _close(writer: asyncio.StreamWriter, reading: asyncio.Task[bytes]) -> None:
     reading.cancel()
     writer.close()
+    # The child of a fork may have it too.
+    with suppress(OSError):
+        writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

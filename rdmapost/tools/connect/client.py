@@ -233,19 +233,19 @@ class Connection(BaseConnection, ClosesOnExit):
         """
         # Whether it is known what has been sent and received.
         self._consistent = False
-        try:
-            data, deadline = next(requests)
-            while True:
-                outcome = (
-                    self._send(sock, data, deadline)
-                    if data
-                    else self._receive(sock, deadline, leaving)
-                )
-                data, deadline = requests.send(outcome)
-        except StopIteration as end:
-            self._consistent = True
-            answer: Message = end.value
-            return answer
+        outcome: Outcome | None = None
+        while True:
+            try:
+                # The first one is None, which begins it.
+                data, deadline = requests.send(outcome)  # type: ignore[arg-type]
+            except StopIteration as end:
+                self._consistent = True
+                answer: Message = end.value
+                return answer
+            if data:
+                outcome = self._send(sock, data, deadline)
+            else:
+                outcome = self._receive(sock, deadline, leaving)
 
     def _send(self, sock: socket.socket, data: bytes, deadline: float) -> Outcome:
         try:
@@ -431,6 +431,8 @@ class Connection(BaseConnection, ClosesOnExit):
     def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
-            # Other code may have closed its descriptor.
+            # The child of a fork may have it too; and other code may have closed its descriptor.
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
             with suppress(OSError):
                 sock.close()

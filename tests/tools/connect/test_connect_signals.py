@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -497,3 +499,45 @@ def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
         assert time.monotonic() - began < SOON
     assert peer.qp.closed
     assert served.until(connect.Left).reason == "done"
+
+
+@pytest.mark.parametrize("raised", [TimeoutError, OSError, StopIteration])
+def test_what_a_handler_raises_while_a_connection_is_made_comes_out_as_it_is(
+    context: rp.Context, raised: type[Exception]
+) -> None:
+    """It is neither the socket's error nor the server's answer."""
+
+    def handle(*_: object) -> None:
+        raise raised("a handler's")
+
+    before = signal.signal(signal.SIGALRM, handle)
+    # It is connected by the kernel, and nobody answers.
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(raised, match="a handler's"):
+                connect.dial(context, *mute.getsockname(), timeout=20.0)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def test_dropped_connection_leaves_the_server_although_a_forked_child_has_a_copy(
+    context: rp.Context,
+) -> None:
+    with connect.serve(context, port=0) as server:
+        peer = connect.dial(context, *server.address)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(writing)
+            os.read(reading, 1)
+            os._exit(0)
+        try:
+            with pytest.warns(ResourceWarning, match="was not closed"):
+                del peer
+            until(lambda: not server.clients)
+        finally:
+            os.close(writing)
+            os.close(reading)
+            os.waitpid(child, 0)
