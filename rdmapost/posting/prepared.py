@@ -118,8 +118,9 @@ class OpenBatches:
         self._enough = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        # Other threads may add to it.
-        return (batch for ref in tuple(self._batches.values()) if (batch := ref()) is not None)
+        # Other threads may add to it. (Python 3.13 crashes if memory lacks for a generator.)
+        refs = tuple(self._batches.values())
+        return iter([batch for ref in refs if (batch := ref()) is not None])
 
     def naming(self, resource: Any) -> list[Batch]:
         """Return those that name a resource."""
