@@ -86,8 +86,9 @@ def refuse_posted(resource: Resource, context: Context) -> None:
     ]
     if not named:
         raise InUseError(
-            f"{resource} cannot be closed: in use by an outstanding prepared list; poll its "
-            "completions, or close the QP first"
+            f"{resource} cannot be closed: in use by an outstanding prepared list, or by a post of "
+            "another thread that is about to end; poll the completions and try again, or close "
+            "the QP first"
         )
     holders = " or ".join(sorted({_holder(queue, targets) for _, queue in named}))
     shown = ", ".join(str(wr_id) for wr_id, _ in named[:4]) + (", ..." if len(named) > 4 else "")

@@ -511,6 +511,9 @@ def test_wait_leaves_completions_to_an_earlier_wait_for_10_ms_although_a_signal_
 
 
 def test_wait_sleeps_while_it_leaves_completions_to_an_earlier_wait(rc):
+    if rc.cq.context.kind != "soft":
+        pytest.skip("the emulated machine of Soft-RoCE starts threads for longer than they sleep")
+
     def others() -> None:
         for _ in range(20):
             write(rc)

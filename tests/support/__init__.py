@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import platform
@@ -192,6 +193,20 @@ class Interrupted(BaseException):
     """What a signal handler raises."""
 
 
+@contextlib.contextmanager
+def _no_gc_callbacks() -> Iterator[None]:
+    """Leave out what others, such as Hypothesis, have the collector call: interrupts there are
+    lost.
+    """
+    before = gc.callbacks.copy()
+    gc.callbacks.clear()
+    try:
+        yield
+    finally:
+        gc.callbacks[:] = before
+
+
+@_no_gc_callbacks()
 def interrupt_everywhere(call: Callable[[], object]) -> int:
     """Interrupt a call at each moment at which Python runs signal handlers, once each.
 
