@@ -80,7 +80,7 @@ def test_module_exports_the_posting_calls_and_nothing_else():
 def test_module_links_libc_and_nothing_else():
     """That is, the parts of libc; under .ci/sanitize also the sanitizers' runtime."""
     needed = needed_libraries(_verbs.__file__)
-    libc = ("libc.", "libdl.", "libpthread.", "ld-linux", "ld-musl")
+    libc = ("libc.", "libdl.", "libpthread.", "ld-linux", "ld-musl", "ld64.")
     watching = ("libasan.", "libubsan.", "libclang_rt.")
     if any(name.startswith(watching) for name in needed):
         # clang's runtime comes with the compiler's own.
