@@ -32,7 +32,7 @@ ffibuilder.set_source(
     MODULE,
     """
     #include "soft0/soft.h"
-    /* The module's init function is module.c's; it calls cffi's, which nobody else sees. */
+    /* module.c has the module's init function, which calls cffi's; that one is hidden. */
     #undef PyMODINIT_FUNC
     #define PyMODINIT_FUNC __attribute__((visibility("hidden"))) PyObject *
     #define PyInit__verbs rp_cffi_init

@@ -50,7 +50,7 @@ class Waitable(Resource):
 
 
 class CompletionSource(Waitable):
-    """A CQ, as what waits for its completions knows it."""
+    """The part of a CQ that its waiters use."""
 
     __slots__ = ("_drop_event", "_overrun")
 

@@ -143,10 +143,15 @@ void rp_raise(PyObject *exception)
 	Py_DECREF(exception);
 }
 
+int rp_lacks_room(PyObject *exception)
+{
+	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
+	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError);
+}
+
 void rp_handler_raised(void)
 {
-	if (PyErr_ExceptionMatches(PyExc_MemoryError) ||
-	    PyErr_ExceptionMatches(PyExc_RecursionError))
+	if (rp_lacks_room(PyErr_Occurred()))
 		PyErr_Clear();
 	else
 		rp_raise_later(rp_take_exception());
@@ -1043,8 +1048,7 @@ static void close_quietly(struct rp_handle *h)
 	Py_INCREF((PyObject *)h);
 	if (close_insistently(h)) {
 		/* The stack is too deep, or memory ran out: retry until there is room. */
-		put_off = (PyErr_ExceptionMatches(PyExc_RecursionError) ||
-			PyErr_ExceptionMatches(PyExc_MemoryError)) && put_off_to_main(h);
+		put_off = rp_lacks_room(PyErr_Occurred()) && put_off_to_main(h);
 		known = PyErr_ExceptionMatches(python.error);
 		/* If it is in use again, its last user closes it. */
 		if (!put_off && state_of(h) == OPEN && !is_busy(h))

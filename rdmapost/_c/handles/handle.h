@@ -187,6 +187,8 @@ PyObject *rp_take_exception(void);
 void rp_raise_later(PyObject *exception);
 /* The same for the one that is set, unless it is for lack of memory or stack. */
 void rp_handler_raised(void);
+/* Whether an exception is for lack of memory or stack. */
+int rp_lacks_room(PyObject *exception);
 void rp_deliver_soon(void);
 
 /* Raise an exception, with the one that is set as its context; takes over the reference. */

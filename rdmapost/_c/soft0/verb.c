@@ -195,13 +195,6 @@ static int send(struct errand *errand)
 	return sent;
 }
 
-/* Whether stack or memory ran out. */
-static int is_lack_of_room(PyObject *exception)
-{
-	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
-	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError);
-}
-
 long rp_soft_step(PyObject *call)
 {
 	struct errand errand = { .call = call };
@@ -213,7 +206,7 @@ long rp_soft_step(PyObject *call)
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
 	/* On another thread it had stack or memory enough and has succeeded: not the caller's concern. */
-	if (errand.failed || (first && !doomed && is_lack_of_room(first)))
+	if (errand.failed || (first && !doomed && rp_lacks_room(first)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
 	said = errand.starved ? -1 : 0;
