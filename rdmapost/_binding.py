@@ -1,13 +1,15 @@
 """The one place that imports the compiled module."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from . import _verbs as native
 from ._verbs import ffi, lib
 
 native.importing()
 
-__all__ = ["address_of", "ffi", "lib", "native", "start_of"]
+__all__ = ["address_of", "ffi", "lib", "native", "once", "start_of"]
 
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
     # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
@@ -16,6 +18,23 @@ if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         for _name in _names:
             _type = ffi.typeof(_kind + _name)
             _fields = _type.kind in ("struct", "union") and _type.fields
+
+
+_results: dict[object, Any] = {}
+
+
+def once(function: Callable[..., Any], key: object, *args: object) -> Any:
+    """Call a function of C unless it has been called with this key; return what it returned.
+
+    For what C accepts once in a process, while an interrupted import is repeated.  Call it where
+    the modules of the arguments are complete (a package's ``__init__``): an incomplete one is run
+    again, and makes its classes anew.
+    """
+    called = function, key
+    if called not in _results:
+        # No Python code, and so no interrupt, comes between the call and the note of it.
+        _results.update(zip((called,), map(function, *zip(args, strict=True)), strict=True))
+    return _results[called]
 
 
 def address_of(cdata: object) -> int:

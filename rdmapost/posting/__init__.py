@@ -1,1 +1,7 @@
 """Work requests: their classes, the rules of the man pages, the queues that they are posted to."""
+
+from .fields import describe_fields
+from .wr import use_fast_init
+
+use_fast_init()
+describe_fields()

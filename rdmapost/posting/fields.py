@@ -7,12 +7,10 @@ and nowhere else; cffi knows the offsets of the members.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .._binding import ffi, native
+from .._binding import ffi, native, once
 from .wr import (
     TSO,
     AtomicCmpAndSwp,
@@ -30,8 +28,6 @@ from .wr import (
     TagDel,
     TagSync,
 )
-
-__all__ = ["KINDS", "NUMBERS", "Verb"]
 
 
 class Verb(IntEnum):
@@ -154,27 +150,28 @@ def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
         for name, path in row.members.items()
     )
     opcode = int(getattr(wr_type, "opcode", 0))
-    return native.describe_wr(wr_type, int(verb), opcode, row.writes, row.atomic, fields)
+    args = wr_type, int(verb), opcode, row.writes, row.atomic, fields
+    number: int = once(native.describe_wr, wr_type, *args)
+    return number
 
 
-KINDS: Mapping[type, int] = MappingProxyType(
-    {
-        wr_type: _describe(verb, wr_type, row)
-        for verb, rows in _ROWS.items()
-        for wr_type, row in rows.items()
-    }
-)
+KINDS: dict[type, int] = {}
 """The number by which C knows each class."""
 
-NUMBERS: Mapping[type, Mapping[str, int]] = MappingProxyType(
-    {
-        wr_type: {
-            name: index
-            for index, name in enumerate(row.members)
-            if _KINDS_OF_FIELD.get(name, _NUMBER) in ("n", "i")
-        }
-        for rows in _ROWS.values()
-        for wr_type, row in rows.items()
+
+def describe_fields() -> None:
+    """Describe the classes to C."""
+    for verb, rows in _ROWS.items():
+        KINDS.update({wr_type: _describe(verb, wr_type, row) for wr_type, row in rows.items()})
+
+
+NUMBERS: dict[type, dict[str, int]] = {
+    wr_type: {
+        name: index
+        for index, name in enumerate(row.members)
+        if _KINDS_OF_FIELD.get(name, _NUMBER) in ("n", "i")
     }
-)
+    for rows in _ROWS.values()
+    for wr_type, row in rows.items()
+}
 """By class and name, the index in its row of each field that is a number."""

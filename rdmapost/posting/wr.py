@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from .._binding import native
+from .._binding import native, once
 from ..enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
 
 if TYPE_CHECKING:
@@ -394,26 +394,7 @@ class TagSync(OpsWR):
     flags: int = OpsFlags.SIGNALED | OpsFlags.TM_SYNC
 
 
-def _use_fast_init(*wr_types: Any) -> None:
-    """Let C do the work of a dataclass's __init__ (``_c/posting/wr.c``), in half the time.
-
-    Args:
-        wr_types: the classes, derived ones before their bases.
-    """
-    for wr_type in wr_types:
-        wr_type.__signature__ = inspect.signature(wr_type)
-        # In the order in which they can be passed.
-        ordered = sorted(fields(wr_type), key=lambda field: bool(field.kw_only))
-        native.quick_init(
-            wr_type,
-            wr_type.__init__,
-            sum(not field.kw_only for field in ordered),
-            tuple((field.name, field.default) for field in ordered),
-        )
-        del wr_type.__init__
-
-
-_use_fast_init(
+_FAST: tuple[Any, ...] = (
     RdmaWrite,
     Send,
     RecvWR,
@@ -431,3 +412,24 @@ _use_fast_init(
     _WithBuffers,
     SendWR,
 )
+"""Derived classes before their bases."""
+
+
+def use_fast_init() -> None:
+    """Let C do the work of a dataclass's __init__ (``_c/posting/wr.c``), in half the time."""
+    for wr_type in _FAST:
+        # An interrupted import may have done it.
+        if "__init__" not in vars(wr_type):
+            continue
+        wr_type.__signature__ = inspect.signature(wr_type)
+        # In the order in which they can be passed.
+        ordered = sorted(fields(wr_type), key=lambda field: bool(field.kw_only))
+        once(
+            native.quick_init,
+            wr_type,
+            wr_type,
+            wr_type.__init__,
+            sum(not field.kw_only for field in ordered),
+            tuple((field.name, field.default) for field in ordered),
+        )
+        del wr_type.__init__

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._arguments import expect, index, within
-from .._binding import ffi, native
+from .._binding import ffi
 from ..enums import GIDType, LinkLayer
 from ..errors import RdmaError, VerbsError
 from .device import GID, Context, GIDTableEntry, gid_argument, provider_of
@@ -237,6 +237,3 @@ class AH(Resource, struct="ibv_ah"):
 
     def _refuse_posted(self) -> None:
         refuse_posted(self, self.pd.context)
-
-
-native.describe_resource("AH", AH)

@@ -104,16 +104,6 @@ class WC(NamedTuple):
 
 _RECV = int(WCOpcode.RECV)
 
-native.make_completions_of(
-    WC,
-    {int(status): status for status in WCStatus},
-    WCStatus.GENERAL_ERR,
-    {int(opcode): opcode for opcode in WCOpcode},
-    {flags: WCFlags(flags) for flags in range(128)},
-    WCFlags,
-    VerbsError,
-)
-
 _BATCH = 64
 """How many completions one call polls at most (``_c/polling/cq.c``)."""
 

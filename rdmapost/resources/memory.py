@@ -17,7 +17,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import counted, expect, flags, index, member, within
-from .._binding import ffi, native, start_of
+from .._binding import ffi, start_of
 from ..enums import Access, MWType
 from ..errors import VerbsError
 from ..posting.wr import SGE
@@ -228,12 +228,6 @@ class MR(Resource, struct="ibv_mr"):
                 self.buffer.release()
 
 
-# MR.__getitem__ is C's (_c/posting/region.c).
-native.make_sges(MR, SGE)
-native.describe_resource("SGE", SGE)
-native.describe_resource("MR", MR)
-
-
 class MW(Resource, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
@@ -294,9 +288,6 @@ class MW(Resource, struct="ibv_mw"):
 
     def _refuse_posted(self) -> None:
         refuse_posted(self, self.pd.context)
-
-
-native.describe_resource("MW", MW)
 
 
 def _size_of(memory: Any) -> int | None:

@@ -1,1 +1,6 @@
 """The soft device: its provider, and the engine that carries out what is posted."""
+
+from ..._binding import native, once
+from .state import parts
+
+once(native.soft_device, "soft0", *parts)

@@ -180,6 +180,16 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
 
 os.register_at_fork(after_in_child=native.after_fork)
 
-native.soft_device(
-    objects, ready, device.step, _give_up, _log_faults, _reset, _refuse, setattr, delattr, deque.pop
+parts = (
+    objects,
+    ready,
+    device.step,
+    _give_up,
+    _log_faults,
+    _reset,
+    _refuse,
+    setattr,
+    delattr,
+    deque.pop,
 )
+"""What C needs of the device."""
