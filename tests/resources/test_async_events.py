@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import select
 import shutil
 import subprocess
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from support import ROOT, prints
+
+import rdmapost as rp
 
 LIBRARY = r"""
 #include "null.c"
@@ -236,6 +239,40 @@ def test_interrupt_at_any_moment_loses_no_event_of_soft0() -> None:
         """)
     )
     assert 10 < int(lines) < 200
+
+
+@pytest.fixture
+def soft0() -> Iterator[rp.Context]:
+    with rp.open_device("soft0") as context:
+        yield context
+
+
+def test_events_of_closed_resources_are_dropped_on_soft0(soft0) -> None:
+    """As the kernel drops them, so that those that nobody collects do not pile up."""
+    with rp.PD(soft0) as pd:
+        for _ in range(3):
+            with rp.CQ(soft0) as cq, rp.MR(pd, 64) as mr:
+                with rp.QP(pd, rp.QPType.RC, cq) as qp:
+                    qp.connect(qp.endpoint())
+                    qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=1))
+                    assert select.select([soft0.async_fd], [], [], 0)[0]
+                assert not select.select([soft0.async_fd], [], [], 0)[0]
+        assert rp.get_async_event(soft0) is None
+
+
+def test_event_of_an_open_queue_pair_outlives_another_one_on_soft0(soft0) -> None:
+    with (
+        rp.PD(soft0) as pd,
+        rp.CQ(soft0) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, rp.QPType.RC, cq) as stays,
+    ):
+        with rp.QP(pd, rp.QPType.RC, cq) as closed:
+            for qp in (closed, stays):
+                qp.connect(qp.endpoint())
+                qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=1))
+        assert rp.get_async_event(soft0) == (rp.EventType.QP_ACCESS_ERR, stays)
+        assert rp.get_async_event(soft0) is None
 
 
 def test_threads_that_take_events_share_them_out(said) -> None:

@@ -291,6 +291,7 @@ class SoftProvider:
         if made.channel is not None:
             made.channel.forget(made)
             made.channel.users -= 1
+        context_of(cq.context, "ibv_destroy_cq").events.forget(made.handle)
         drop(cq, "ibv_destroy_cq")
         _extended_cqs.pop(cq.handle, None)
 

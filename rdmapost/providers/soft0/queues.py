@@ -170,6 +170,7 @@ def destroy_srq(srq: Any) -> None:
     if made.xrcd is not None:
         made.xrcd.users -= 1
     del device.srqs[made.number]
+    made.context.events.forget(made.handle)
     drop(srq, "ibv_destroy_srq")
 
 
@@ -329,6 +330,7 @@ def sends_for_receive(qp: Any) -> int:
 def destroy_qp(qp: Any) -> None:
     made: QueuePair = drop(qp, "ibv_destroy_qp")
     made.drop_queues()
+    made.context.events.forget(made.handle)
     made.sq.refuses = made.rq.refuses = errno.EINVAL
     for group in list(device.groups):
         device.detach(made, group)

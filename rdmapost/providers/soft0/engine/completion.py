@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -58,6 +59,12 @@ class _EventSource(native.Record, Generic[_Event]):
         ns = self._device.nanoseconds_until_due()
         native.on_commit(native.set_timer, self.fd, self.events, ns)
 
+    def drop(self, dropped: Callable[[_Event], bool]) -> None:
+        """Drop events of what is being destroyed."""
+        if any(map(dropped, self.events)):
+            self.events = deque(event for event in self.events if not dropped(event))
+            self.signal()
+
     def take(self) -> _Event | None:
         """Return the next event, or None."""
         events = self.events
@@ -75,9 +82,7 @@ class Channel(_EventSource["CompletionQueue"]):
 
     def forget(self, cq: CompletionQueue) -> None:
         """Drop the events of a completion queue that is being destroyed."""
-        if cq in self.events:
-            self.events = deque(event for event in self.events if event is not cq)
-            self.signal()
+        self.drop(lambda event: event is cq)
 
 
 class CompletionQueue(native.DeviceQueue):
@@ -124,6 +129,10 @@ class EventQueue(_EventSource["tuple[EventType, Any]"]):
         """Add an event about an object's struct, or a port number."""
         native.put(self.events, (event, element))
         self.signal()
+
+    def forget(self, element: Any) -> None:
+        """Drop the events about an object's struct, as the kernel does when it is destroyed."""
+        self.drop(lambda event: event[1] is element)
 
     def tell_overrun(self, cq: CompletionQueue) -> None:
         """Add an event the first time that a completion queue overruns."""
