@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any
 from .._arguments import counted, expect, flags, index, member, within
 from .._binding import ffi, start_of
 from ..enums import Access, MWType
-from ..errors import VerbsError
+from ..errors import InUseError, VerbsError
 from ..posting.wr import SGE
 from .device import Context, provider_of
 from .posted import refuse_posted
-from .resource import Resource
+from .resource import Resource, open_handles
 
 __all__ = ["MR", "MW", "PD"]
 
+_BOUND = frozenset({errno.EBUSY, errno.EINVAL})
+"""What devices return for a region with a window."""
 _RKEY = operator.attrgetter("rkey")
 _PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 _FIELD_NAMES = re.compile(":[^:]*:")
@@ -213,6 +215,35 @@ class MR(Resource, struct="ibv_mr"):
                 f"{'' if bounds.stop is None else bounds.stop}] is not within {self}"
             )
         return SGE(self.addr + start, stop - start, self.lkey, self)
+
+    def close(self) -> None:
+        """Deregister the region; the memory is then the caller's again.
+
+        Raises:
+            InUseError: an outstanding or prepared work request names it, or a memory
+                window is bound to it; the text says which.
+            VerbsError: the device refused.
+
+        See ibv_dereg_mr(3).
+        """
+        try:
+            super().close()
+        except VerbsError as error:
+            if error.errno not in _BOUND:
+                raise
+            # A window refers to the regions that it may be bound to, until a completion says
+            # otherwise. The device knows more, so it is asked first.
+            bound = [
+                str(window)
+                for window in open_handles()
+                if isinstance(window, MW) and any(r is self for r in gc.get_referents(window))
+            ]
+            if not bound:
+                raise
+            raise InUseError(
+                f"{self} cannot be closed: {', '.join(bound)} bound to it; "
+                f"unbind or close {'it' if len(bound) == 1 else 'them'} first"
+            ) from error
 
     def _refuse_posted(self) -> None:
         refuse_posted(self, self.pd.context)

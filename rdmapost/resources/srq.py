@@ -45,8 +45,9 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
     Args:
         pd: the protection domain.
-        max_wr: work requests it must hold, 1..the device's max_srq_wr.
-        max_sge: SGEs of each, 1..the device's max_srq_sge.
+        max_wr: work requests it must hold, at most the device's max_srq_wr.
+        max_sge: SGEs of each, at most the device's max_srq_sge.  Some devices accept
+            0 for these, and grant more.
         srq_type: BASIC, for queue pairs created with it; XRC, for messages that
             name it; or TM, with a matching list.
         xrcd: the XRC domain (XRC).
@@ -62,10 +63,11 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number is out of range, or what the type needs is missing.
+        ValueError: max_wr or max_sge does not fit 32 bits, the device has fewer tags or
+            operations, or what the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device does not support the type.
-        VerbsError: the device refused.
+        VerbsError: the device refused: a number is too large, or 0.
     """
 
     __slots__ = (

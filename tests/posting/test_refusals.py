@@ -6,6 +6,8 @@ which call must fail and how.
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from support import null_device
 
@@ -131,6 +133,28 @@ def test_resource_that_the_device_does_not_give_back_stays_open(on_null):
     )
     assert text.startswith("VerbsError: ibv_dereg_mr: EBUSY (16")
     assert text.endswith("False")
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EINVAL])
+def test_region_that_the_device_keeps_for_a_window_is_in_use(on_null, code):
+    """Devices disagree on the errno. The library knows which window is bound."""
+    text = on_null(
+        """
+        import ctypes, os
+        ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"]).null_remember(1)
+        context, pd, cq = resources()
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        qp.connect(rp.Endpoint(1, 2, "::ffff:192.0.2.1", 0, rp.MTU.MTU_1024))
+        mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.MW_BIND)
+        mw, unbound = rp.MW(pd), rp.MW(pd)
+        qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64))
+        cq.wait()
+        print(said(mr.close) == f"InUseError: {mr} cannot be closed: {mw} bound to it; "
+              "unbind or close it first", mr.closed)
+        """,
+        NULL_REFUSES=f"ibv_dereg_mr={int(code)}",
+    )
+    assert text == "True False"
 
 
 def test_state_that_the_device_refuses(on_null):

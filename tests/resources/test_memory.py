@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import mmap
 
@@ -306,6 +307,27 @@ def test_window_is_bound_again_with_a_new_key(rc, window):
     assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
 
 
+@pytest.mark.parametrize("windows", [1, 2])
+def test_region_with_bound_windows_cannot_be_closed(rc, window, windows):
+    """The error names them. Once they are closed the region can be."""
+    first, _ = window
+    region = rp.MR(rc.pd, 256, BINDABLE)
+    bound = [first, rp.MW(rc.pd)][:windows]
+    for mw in bound:
+        bind(rc, mw, region)
+        rc.wait()
+    with pytest.raises(rp.InUseError) as caught:
+        region.close()
+    assert str(caught.value) == (
+        f"{region} cannot be closed: {', '.join(map(str, reversed(bound)))} bound to it; "
+        f"unbind or close {'it' if windows == 1 else 'them'} first"
+    )
+    assert not region.closed
+    for mw in bound:
+        mw.close()
+    region.close()
+
+
 def test_invalidated_window_is_closed_to_peers(rc, window):
     mw, region = window
     rkey = bind(rc, mw, region)
@@ -486,6 +508,20 @@ def test_attributes_of_a_shared_receive_queue(srq):
     assert (srq.max_wr, srq.max_sge) >= (32, 2)
     srq.arm_limit(4)
     assert srq.query().srq_limit == 4
+
+
+@pytest.mark.parametrize("name", ["max_wr", "max_sge"])
+def test_device_decides_whether_a_shared_receive_queue_may_have_size_0(pd, context, name):
+    """soft0 and Soft-RoCE refuse it; others create a larger one."""
+    needs(context.attr.max_srq, "shared receive queues", context)
+    if context.kind == "soft":
+        with pytest.raises(
+            rp.VerbsError, match=r"EINVAL .*max_wr is in 1\.\..* and max_sge in 1\.\."
+        ):
+            rp.SRQ(pd, **{name: 0})
+        return
+    with contextlib.suppress(rp.VerbsError), rp.SRQ(pd, **{name: 0}) as srq:
+        assert getattr(srq, name) >= 0
 
 
 @pytest.mark.parametrize("name", ["max_wr", "max_sge"])
