@@ -11,19 +11,6 @@ import operator
 from enum import IntEnum, IntFlag
 from typing import Any, TypeVar
 
-__all__ = [
-    "content",
-    "counted",
-    "expect",
-    "fill",
-    "flags",
-    "index",
-    "member",
-    "seconds",
-    "time_limit",
-    "within",
-]
-
 _LONGEST_S = 1e6
 _DECIMAL_BELOW = 1 << 20
 """Bounds below this are shown in decimal, others as a power of two if they are one."""

@@ -21,8 +21,6 @@ from .fields import NUMBERS
 from .queue import PostQueue
 from .rules import too_long_a_list
 
-__all__ = ["Batch", "OpenBatches", "PreparedWR", "prepare"]
-
 
 class PreparedWR(native.PreparedItem):
     """One work request of a batch; changes to its fields take effect from the next post.

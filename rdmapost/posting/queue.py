@@ -18,8 +18,6 @@ from .fields import KINDS, Verb
 from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal, too_long_a_list
 from .wr import OpsWR, RecvWR, SendWR
 
-__all__ = ["PostQueue", "Reasons"]
-
 _COUNT_MASK = 0xFFFF_FFFF
 _ALL_FLAGS = sum(int(flag) for flag in SendFlags)
 _UNLIMITED = (1 << 64) - 1

@@ -13,21 +13,6 @@ from .._arguments import counted
 from ..enums import DeviceCap, Opcode, QPState, QPType, SendFlags
 from .wr import SGE, SendWR
 
-__all__ = [
-    "CONSUMES_RECEIVE",
-    "FLAGS_BY_OPCODE",
-    "MAX_MSG_SIZE",
-    "MULTICAST_QPN",
-    "OPCODES_BY_QP_TYPE",
-    "QP_TYPES_BY_OPCODE",
-    "Limits",
-    "QueueLimits",
-    "Refusal",
-    "check_send_state",
-    "flags_allowed",
-    "too_long_a_list",
-]
-
 MAX_MSG_SIZE = 1 << 31
 """Bytes in one message, at most."""
 

@@ -14,16 +14,6 @@ from .memory import PD
 from .posted import refuse_posted
 from .resource import Resource, struct_of
 
-__all__ = [
-    "AH",
-    "AHAttr",
-    "GIDChoice",
-    "choose_gid",
-    "fill_ah_attr",
-    "read_ah_attr",
-    "why_no_source",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class GIDChoice:

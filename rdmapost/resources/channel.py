@@ -17,8 +17,6 @@ from .waiting import EventSource, wait_for_event
 if TYPE_CHECKING:
     from .cq import CQ
 
-__all__ = ["CompChannel", "OwnChannel", "announce_on", "next_event"]
-
 _FD = operator.attrgetter("fd")
 
 

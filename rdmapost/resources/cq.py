@@ -20,8 +20,6 @@ from .waiting import CompletionSource
 if TYPE_CHECKING:
     from .aio import Completions
 
-__all__ = ["CQ", "WC", "carries_tags", "keep_completions"]
-
 
 class WC(NamedTuple):
     """A completion (``struct ibv_wc``, ibv_poll_cq(3)).

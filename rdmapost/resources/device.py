@@ -19,20 +19,6 @@ from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
 from ..standard.wire import is_multicast_gid
 from .waiting import EventSource
 
-__all__ = [
-    "GID",
-    "Context",
-    "DeviceAttr",
-    "GIDTableEntry",
-    "PortAttr",
-    "gid_argument",
-    "in_flight_of",
-    "list_devices",
-    "open_device",
-    "provider_of",
-    "query_device_ex",
-]
-
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
 
 NO_DEVICES = (

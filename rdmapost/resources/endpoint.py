@@ -9,8 +9,6 @@ from .._arguments import expect, member, within
 from ..enums import MTU
 from .device import GID, gid_argument
 
-__all__ = ["Endpoint"]
-
 _LINE = re.compile(
     r"qpn=(0x[0-9a-f]{1,6}) psn=(0x[0-9a-f]{1,6}) gid=([0-9a-f:.]{2,45}) "
     r"lid=(0x[0-9a-f]{1,4}) mtu=([0-9]{3,4})"

@@ -12,8 +12,6 @@ from .device import Context, provider_of
 from .resource import Resource, call_verb, resource_at
 from .waiting import CompletionSource, events_of, note_overrun, overrun_noted, wait_for_event
 
-__all__ = ["OVERRUN", "AsyncEvent", "get_async_event", "has_overrun", "next_taken", "timed_out"]
-
 OVERRUN = (
     "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
     "or poll it more often"

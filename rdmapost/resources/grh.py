@@ -12,8 +12,6 @@ from ..posting.wr import SGE, RecvWR
 from ..standard.wire import GRH_BYTES, IPV4_MAPPED, checksum_residue
 from .device import GID
 
-__all__ = ["GRH", "Datagram", "read_datagram"]
-
 # version, traffic class and flow label; payload length, next header, hop limit, sgid, dgid
 _IPV6 = struct.Struct("!IHBB16s16s")
 # version and length, TOS, total length, identification, fragment, TTL, protocol, checksum, ...

@@ -25,8 +25,6 @@ from .device import Context, provider_of
 from .posted import refuse_posted
 from .resource import Resource, open_handles
 
-__all__ = ["MR", "MW", "PD"]
-
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
 """What devices return for a region with a window."""
 _RKEY = operator.attrgetter("rkey")

@@ -10,8 +10,6 @@ from typing import TypeAlias
 from ..errors import RdmaError
 from .device import GID, Context
 
-__all__ = ["Group", "MulticastGroups", "why_not_attached"]
-
 Group: TypeAlias = tuple[GID, int]
 """A group's GID and its LID."""
 

@@ -12,8 +12,6 @@ from ..posting.prepared import OpenBatches
 from .device import Context, in_flight_of
 from .resource import Resource, close_dropped, open_handles
 
-__all__ = ["PostTarget", "outstanding_of", "refuse_posted"]
-
 
 class PostTarget(Resource):
     """A queue pair or an SRQ: work requests are posted to its queues."""

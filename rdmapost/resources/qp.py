@@ -35,7 +35,6 @@ from .posted import PostTarget
 from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
 from .qp_init import XRC, how_to_create, refuse_misfits, why_not_created
 from .qp_transitions import (
-    DEFAULT_QKEY,
     RTR_OPTIONS,
     RTS_OPTIONS,
     fill_attributes,
@@ -51,16 +50,9 @@ from .xrcd import XRCD
 if TYPE_CHECKING:
     from ..tools.diagnose import Finding
 
-__all__ = [
-    "DEFAULT_QKEY",
-    "QP",
-    "Outstanding",
-    "asked_gid_index",
-    "chosen_gid",
-    "oldest_send",
-    "sends_for_receive",
-    "set_checklist",
-]
+
+DEFAULT_QKEY = 0x1111_1111
+"""Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
 
 
 class Outstanding(NamedTuple):

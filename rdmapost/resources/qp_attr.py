@@ -8,8 +8,6 @@ from typing import Any
 from ..enums import MTU, Access, MigState, QPAttrMask, QPState
 from .address import AHAttr, read_ah_attr
 
-__all__ = ["QUERY_MASK", "QPAttr", "read_qp_attr"]
-
 
 @dataclass(frozen=True, slots=True)
 class QPAttr:

@@ -15,8 +15,6 @@ from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD
 
-__all__ = ["NOT_PERMITTED", "XRC", "how_to_create", "refuse_misfits", "why_not_created"]
-
 NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
 """What a device returns without permission for RAW_PACKET queue pairs."""
 

@@ -13,20 +13,6 @@ from .device import DeviceAttr
 from .endpoint import Endpoint
 from .qp_attr import QPAttr
 
-__all__ = [
-    "DEFAULT_QKEY",
-    "RTR_OPTIONS",
-    "RTS_OPTIONS",
-    "fill_attributes",
-    "grantable",
-    "mask_of",
-    "out_of_range",
-    "refuse_another_peer",
-]
-
-DEFAULT_QKEY = 0x1111_1111
-"""Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
-
 RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}
 RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
 """The options of to_rtr and to_rts, which connect passes on."""

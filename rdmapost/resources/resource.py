@@ -23,18 +23,6 @@ from typing import Any, NoReturn, Self
 from .._binding import ffi, native
 from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
 
-__all__ = [
-    "Resource",
-    "call_verb",
-    "close_dropped",
-    "close_quietly",
-    "creator",
-    "open_children",
-    "open_handles",
-    "resource_at",
-    "struct_of",
-]
-
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 

@@ -22,8 +22,6 @@ from .posted import PostTarget
 from .resource import struct_of
 from .xrcd import XRCD
 
-__all__ = ["SRQ", "SRQAttr"]
-
 
 @dataclass(frozen=True, slots=True)
 class SRQAttr:

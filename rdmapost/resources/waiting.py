@@ -14,21 +14,6 @@ from .._binding import native
 from ..errors import RdmaError
 from .resource import Resource
 
-__all__ = [
-    "CompletionSource",
-    "EventSource",
-    "Waitable",
-    "drop_event",
-    "events_of",
-    "fd_of",
-    "note_overrun",
-    "overrun_noted",
-    "poller_of",
-    "take_all_events",
-    "take_event",
-    "wait_for_event",
-]
-
 _Event = TypeVar("_Event")
 
 

@@ -9,8 +9,6 @@ from .._binding import ffi, lib
 from .device import Context, provider_of
 from .resource import Resource
 
-__all__ = ["XRCD"]
-
 
 class XRCD(Resource, struct="ibv_xrcd"):
     """An XRC domain, whose XRC targets may use its XRC shared receive queues.
