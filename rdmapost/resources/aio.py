@@ -33,16 +33,7 @@ from .channel import CompChannel, next_event
 from .device import Context
 from .events import AsyncEvent, next_taken, timed_out
 from .resource import struct_of
-from .waiting import (
-    CompletionSource,
-    EventSource,
-    drop_event,
-    events_of,
-    fd_of,
-    poller_of,
-    take_all_events,
-    take_event,
-)
+from .waiting import CompletionSource, EventSource
 
 if TYPE_CHECKING:
     from .cq import CQ, WC
@@ -114,7 +105,7 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
             queue.leave(waiter)
     except BaseException:
         if found:
-            poller_of(cq).put_back(found)
+            cq._poller.put_back(found)
         raise
     return found
 
@@ -176,7 +167,7 @@ async def _next_event(
     timeout = seconds(timeout)
     deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     while True:
-        expired = await _sleep_at(_place(source, make), deadline, events_of(source))
+        expired = await _sleep_at(_place(source, make), deadline, source._events)
         # Last: an interrupt before this leaves the event to the next caller.
         if (event := take(source)) is not None or expired:
             return event
@@ -210,14 +201,14 @@ def _runs(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _rearm(cq: CQ, count: int) -> int:
     """Request the next event, then poll for `count` completions; return how many are available."""
-    poller = poller_of(cq)
+    poller = cq._poller
     poller.notify(cq, False)
     return poller.fill(cq, count)
 
 
 def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
     """Return exactly `count` if `promised` more are available too, else None."""
-    poller = poller_of(cq)
+    poller = cq._poller
     found: list[WC] = []
     try:
         missing = poller.wait(cq, count, promised, 0.0, found)
@@ -363,7 +354,7 @@ class _Place:
         """Take the events from now on, unless it does already."""
         self.claim()
         try:
-            self._watch.open(fd_of(self.owner), self.ready)
+            self._watch.open(self.owner._event_fd(), self.ready)
         except OSError:
             # Another thread may have closed it meanwhile: then say so.
             struct_of(self.owner)
@@ -371,7 +362,7 @@ class _Place:
 
     def claim(self) -> None:
         """Make threads that arrive from now on leave the events to the tasks."""
-        poller = poller_of(self.owner)
+        poller = self.owner._poller
         if poller.claim(self):
             return
         if poller.tasks is None:
@@ -384,7 +375,7 @@ class _Place:
     def stop(self) -> None:
         """Leave the events to others. If this is interrupted, the next to want them finishes it."""
         self._watch.close()
-        poller_of(self.owner).unclaim(self)
+        self.owner._poller.unclaim(self)
 
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
@@ -434,7 +425,8 @@ class _Device(_Place):
     threads = "waits in get_async_event()"
 
     def deliver(self) -> None:
-        if take_event(self.owner):
+        owner: Context = self.owner
+        if owner._poller.until(owner, -1, owner._take_event, 0.0, True) is not None:
             self.wake()
 
 
@@ -455,7 +447,8 @@ class _Queue(_Place):
                 waiter.wake()
 
     def on_event(self) -> None:
-        drop_event(self.owner)
+        cq: CQ = self.owner
+        cq._poller.until(cq, -1, cq._drop_event, 0.0, True)
         self.deliver()
 
     def promised(self) -> int:
@@ -487,7 +480,7 @@ class _SharedQueue(_Queue):
             queues.pop(self.owner, None)
         if not self.channel.in_use():
             self.channel.stop()
-        poller_of(self.owner).unclaim(self)
+        self.owner._poller.unclaim(self)
 
 
 class _Channel(_Place):
@@ -507,7 +500,8 @@ class _Channel(_Place):
         channel: CompChannel = self.owner
         try:
             # soft0 retries here what it had to put off.
-            take_all_events(channel)
+            while channel._poller.until(channel, -1, channel._get_event, 0.0, True) is not None:
+                pass
             reported = {}
             while (cq := next_event(channel, self.queues)) is not None:
                 reported[cq] = self.queues.get(cq)
@@ -518,7 +512,7 @@ class _Channel(_Place):
             # An event may have been taken without any task knowing.
             self.wake()
             raise
-        if events_of(channel):
+        if channel._events:
             super().wake()
 
     def wake(self) -> None:
@@ -538,7 +532,7 @@ _AnyPlace = TypeVar("_AnyPlace", bound=_Place)
 def _place(owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
     """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
-    place: _AnyPlace | None = poller_of(owner).tasks
+    place: _AnyPlace | None = owner._poller.tasks
     # Another loop's is refused when this one claims the events.
     return place if place is not None and place.loop is loop else make(loop, owner)
 
@@ -561,5 +555,5 @@ def _queue_of(cq: CQ) -> _Queue:
 
 def _promised(cq: CQ) -> int:
     """Return how many completions are promised to tasks."""
-    queue: _Queue | None = poller_of(cq).tasks
+    queue: _Queue | None = cq._poller.tasks
     return 0 if queue is None else queue.promised()

@@ -326,11 +326,6 @@ class CQ(CompletionSource, struct="ibv_cq"):
         return Completions(self)
 
 
-def carries_tags(cq: CQ) -> bool:
-    """Whether completions carry the tags of tag-matching messages."""
-    return cq._extended
-
-
 def keep_completions(cq: CQ) -> None:
     """Poll everything in the queue, before or after one of its QPs is destroyed.
 

@@ -9,8 +9,8 @@ from .._arguments import expect
 from ..enums import EventType
 from ..errors import ClosedError, RdmaError, WaitTimeout
 from .device import Context, provider_of
-from .resource import Resource, call_verb, resource_at
-from .waiting import CompletionSource, events_of, note_overrun, overrun_noted, wait_for_event
+from .resource import Resource, resource_at
+from .waiting import CompletionSource, wait_for_event
 
 OVERRUN = (
     "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
@@ -69,14 +69,13 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
 
 def next_taken(context: Context) -> AsyncEvent | None:
     """Return the oldest event taken, and forget it; None if there is none."""
-    events = events_of(context)
-    for key, taken in events.copy().items():
+    for key, taken in context._events.copy().items():
         found = _read(context, taken)
         if found.event_type is EventType.CQ_ERR and isinstance(found.element, CompletionSource):
-            note_overrun(found.element)
+            found.element._overrun = True
         try:
             # From here no call, and so no interrupt, comes before the caller has it.
-            del events[key]
+            del context._events[key]
         except KeyError:
             # Another thread returns this one.
             continue
@@ -92,9 +91,9 @@ def has_overrun(cq: Any) -> bool:
     """
     context = cq.context
     with contextlib.suppress(ClosedError):
-        if overrun_noted(cq) or call_verb(cq, provider_of(context).has_overrun):
+        if cq._overrun or cq._verb(provider_of(context).has_overrun):
             return True
-    taken = [_read(context, event) for event in events_of(context).copy().values()]
+    taken = [_read(context, event) for event in context._events.copy().values()]
     return any(one.event_type is EventType.CQ_ERR and one.element is cq for one in taken)
 
 

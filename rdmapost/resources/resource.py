@@ -229,15 +229,6 @@ def struct_of(resource: Resource) -> Any:
     return resource._live()
 
 
-def call_verb(resource: Resource, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with the struct of a resource, which cannot be destroyed meanwhile.
-
-    Raises:
-        ClosedError: it is closed.
-    """
-    return resource._verb(function, *args)
-
-
 def close_quietly(resource: Resource) -> None:
     """Close what no caller has, while an error propagates."""
     with contextlib.suppress(RdmaError):

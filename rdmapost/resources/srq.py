@@ -15,7 +15,7 @@ from ..posting.fields import Verb
 from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import Limits
 from ..posting.wr import OpsWR, RecvWR
-from .cq import CQ, carries_tags, keep_completions
+from .cq import CQ, keep_completions
 from .device import provider_of, query_device_ex
 from .memory import PD
 from .posted import PostTarget
@@ -145,7 +145,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.pd.context:
                 return f"the {given} was created on another open device than the PD"
-        if srq_type is SRQType.TM and self.cq is not None and not carries_tags(self.cq):
+        if srq_type is SRQType.TM and self.cq is not None and not self.cq._extended:
             return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
         return None
 

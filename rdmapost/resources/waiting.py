@@ -1,7 +1,4 @@
-"""What threads and tasks wait for: the completions of a CQ, the events of a channel or a device.
-
-The functions are for the other resources.
-"""
+"""What threads and tasks wait for: the completions of a CQ, the events of a channel or a device."""
 
 from __future__ import annotations
 
@@ -62,47 +59,6 @@ class EventSource(Waitable):
         if not self._events:
             self._get_event()
         return self._events or None
-
-
-def poller_of(resource: Waitable) -> native.Poller:
-    """Return what makes threads and tasks wait for each other."""
-    return resource._poller
-
-
-def fd_of(resource: Waitable) -> int:
-    """Return the descriptor that reports a resource's events."""
-    return resource._event_fd()
-
-
-def drop_event(cq: CompletionSource) -> None:
-    """Take an event off a CQ's private channel, if one is pending, for tasks."""
-    cq._poller.until(cq, -1, cq._drop_event, 0.0, True)
-
-
-def note_overrun(cq: CompletionSource) -> None:
-    """Remember that an event has reported that a CQ has overrun."""
-    cq._overrun = True
-
-
-def overrun_noted(cq: CompletionSource) -> bool:
-    """Whether an event that was returned has reported that a CQ has overrun."""
-    return cq._overrun
-
-
-def events_of(source: EventSource) -> dict[Any, Any]:
-    """Return the events taken but not yet returned."""
-    return source._events
-
-
-def take_event(source: EventSource) -> bool:
-    """Take an event for tasks, unless one is taken already; return whether one is."""
-    return source._poller.until(source, -1, source._take_event, 0.0, True) is not None
-
-
-def take_all_events(source: EventSource) -> None:
-    """Take the pending events, for tasks."""
-    while source._poller.until(source, -1, source._get_event, 0.0, True) is not None:
-        pass
 
 
 def wait_for_event(
