@@ -11,8 +11,8 @@ from ..enums import GIDType, LinkLayer
 from ..errors import RdmaError, VerbsError
 from .device import GID, Context, GIDTableEntry, gid_argument, provider_of
 from .memory import PD
-from .posted import refuse_posted
-from .resource import Resource, struct_of
+from .posted import Postable
+from .resource import struct_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
     return _no_such_gid(context, attr.port_num, attr.sgid_index, table)
 
 
-class AH(Resource, struct="ibv_ah"):
+class AH(Postable, struct="ibv_ah"):
     """An address handle: the path to a UD peer (ibv_create_ah(3)).
 
     Args:
@@ -197,7 +197,7 @@ class AH(Resource, struct="ibv_ah"):
         VerbsError: the device refused; the text says what to check.
     """
 
-    __slots__ = ("attr", "pd")
+    __slots__ = ("attr",)
 
     _kind = "AH"
     _rank = 2
@@ -224,6 +224,3 @@ class AH(Resource, struct="ibv_ah"):
     def __str__(self) -> str:
         attr = getattr(self, "attr", None)
         return f"AH to {attr.dgid or attr.dlid}" if attr else self._kind
-
-    def _refuse_posted(self) -> None:
-        refuse_posted(self, self.pd.context)

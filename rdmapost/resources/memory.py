@@ -22,7 +22,7 @@ from ..enums import Access, MWType
 from ..errors import InUseError, VerbsError
 from ..posting.wr import SGE
 from .device import Context, provider_of
-from .posted import refuse_posted
+from .posted import Postable
 from .resource import Resource, open_handles
 
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
@@ -81,7 +81,7 @@ def access_flags(name: str, given: Any) -> Access:
     return flags(name, given, _ALL_ACCESS, "Access flags")
 
 
-class MR(Resource, struct="ibv_mr"):
+class MR(Postable, struct="ibv_mr"):
     """A memory region: memory that the device may use (ibv_reg_mr(3)).
 
     ``mr[64:128]`` is an SGE over those bytes; negative bounds count from the
@@ -129,7 +129,6 @@ class MR(Resource, struct="ibv_mr"):
         "_rkey",
         "_writable",
         "buffer",
-        "pd",
     )
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
@@ -243,9 +242,6 @@ class MR(Resource, struct="ibv_mr"):
                 f"unbind or close {'it' if len(bound) == 1 else 'them'} first"
             ) from error
 
-    def _refuse_posted(self) -> None:
-        refuse_posted(self, self.pd.context)
-
     def _forget(self) -> None:
         if not hasattr(self, "_memory"):
             # The collector has cleared it.
@@ -257,7 +253,7 @@ class MR(Resource, struct="ibv_mr"):
                 self.buffer.release()
 
 
-class MW(Resource, struct="ibv_mw"):
+class MW(Postable, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
     A type 1 window is bound with ``qp.bind_mw``, a type 2 window by posting a BindMW.
@@ -275,7 +271,7 @@ class MW(Resource, struct="ibv_mw"):
     See ibv_alloc_mw(3).
     """
 
-    __slots__ = ("pd", "type")
+    __slots__ = ("type",)
 
     _kind = "MW"
     _rank = 0
@@ -314,9 +310,6 @@ class MW(Resource, struct="ibv_mw"):
         """Return the rkey for the next bind: its low byte incremented (ibv_inc_rkey(3))."""
         rkey = self.rkey
         return rkey & ~0xFF | (rkey + 1) & 0xFF
-
-    def _refuse_posted(self) -> None:
-        refuse_posted(self, self.pd.context)
 
 
 def _size_of(memory: Any) -> int | None:

@@ -9,7 +9,7 @@ from .._arguments import counted
 from .._binding import native
 from ..errors import InUseError
 from ..posting.prepared import OpenBatches
-from .device import Context, in_flight_of
+from .device import in_flight_of
 from .resource import Resource, close_dropped, open_handles
 
 
@@ -56,44 +56,49 @@ class PostTarget(Resource):
             queue.clear()
 
 
-def refuse_posted(resource: Resource, context: Context) -> None:
-    """Refuse to close what outstanding or prepared work requests name.
+class Postable(Resource):
+    """What work requests name: it cannot be closed while they are outstanding or prepared."""
 
-    Raises:
-        InUseError: always, unless it has closed queue pairs that nobody refers to.
-    """
-    targets = [
-        handle
-        for handle in open_handles()
-        # The collector may have cleared one that the device refused to destroy.
-        if isinstance(handle, PostTarget) and hasattr(handle, "_in_flight")
-    ]
-    if close_dropped(targets):
-        return
-    batches = [str(batch) for target in targets for batch in target._batches.naming(resource)]
-    if batches:
-        raise InUseError(
-            f"{resource} cannot be closed: {', '.join(batches)} still open; "
-            f"close {'it' if len(batches) == 1 else 'them'} first"
+    __slots__ = ("pd",)
+
+    pd: Any
+
+    def _refuse_posted(self) -> None:
+        """Raise InUseError, unless this has closed queue pairs that nobody refers to."""
+        targets = [
+            handle
+            for handle in open_handles()
+            # The collector may have cleared one that the device refused to destroy.
+            if isinstance(handle, PostTarget) and hasattr(handle, "_in_flight")
+        ]
+        if close_dropped(targets):
+            return
+        batches = [str(batch) for target in targets for batch in target._batches.naming(self)]
+        if batches:
+            raise InUseError(
+                f"{self} cannot be closed: {', '.join(batches)} still open; "
+                f"close {'it' if len(batches) == 1 else 'them'} first"
+            )
+        named = [
+            (wr_id, queue)
+            for queue in list(in_flight_of(self.pd.context).values())
+            for wr_id, held in _outstanding_of(queue)
+            if held is self or (isinstance(held, tuple) and self in held)
+        ]
+        if not named:
+            raise InUseError(
+                f"{self} cannot be closed: in use by an outstanding prepared list, or by a post of "
+                "another thread that is about to end; poll the completions and try again, or close "
+                "the QP first"
+            )
+        holders = " or ".join(sorted({_holder(queue, targets) for _, queue in named}))
+        shown = ", ".join(str(wr_id) for wr_id, _ in named[:4]) + (
+            ", ..." if len(named) > 4 else ""
         )
-    named = [
-        (wr_id, queue)
-        for queue in list(in_flight_of(context).values())
-        for wr_id, held in outstanding_of(queue)
-        if held is resource or (isinstance(held, tuple) and resource in held)
-    ]
-    if not named:
         raise InUseError(
-            f"{resource} cannot be closed: in use by an outstanding prepared list, or by a post of "
-            "another thread that is about to end; poll the completions and try again, or close "
-            "the QP first"
+            f"{self} cannot be closed: in use by {counted(len(named), 'outstanding work request')} "
+            f"(wr_id {shown}); poll their completions, or close {holders} first"
         )
-    holders = " or ".join(sorted({_holder(queue, targets) for _, queue in named}))
-    shown = ", ".join(str(wr_id) for wr_id, _ in named[:4]) + (", ..." if len(named) > 4 else "")
-    raise InUseError(
-        f"{resource} cannot be closed: in use by {counted(len(named), 'outstanding work request')} "
-        f"(wr_id {shown}); poll their completions, or close {holders} first"
-    )
 
 
 def _holder(queue: native.InFlight, targets: list[PostTarget]) -> str:
@@ -101,7 +106,7 @@ def _holder(queue: native.InFlight, targets: list[PostTarget]) -> str:
     return next((f"the {each._kind}" for each in targets if queue in each._in_flight), "the QP")
 
 
-def outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
+def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
     """Go through a queue's outstanding work requests: the wr_id, and what each holds."""
     index = 0
     while (entry := queue.entry(index)) is not None:

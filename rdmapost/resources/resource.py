@@ -126,12 +126,6 @@ class Resource(native.Handle):
         them = "them" if len(names) > 1 else "it"
         raise InUseError(f"{self} cannot be closed: {shown}{more} still open; close {them} first")
 
-    def _refuse_posted(self) -> None:
-        raise InUseError(
-            f"{self} cannot be closed: outstanding work requests name it; poll their "
-            "completions, or close the QP first"
-        )
-
     def _warn_kept(self, error: object) -> None:
         warnings.warn(
             f"{self} could not be {self._undone}: {error}; {self._left}",
