@@ -2,6 +2,8 @@
 
 Every integer from a caller goes through ``index`` or a function built on it: cffi would accept
 anything with ``__int__``, and drop its fraction.
+
+``name`` is the parameter's name, which every error begins with, and ``given`` is the argument.
 """
 
 from __future__ import annotations
@@ -23,13 +25,7 @@ def expect(name: str, given: object, *types: type | None) -> None:
     """Raise TypeError unless an argument is of one of the given types.
 
     Args:
-        name: the parameter's name.
-        given: the argument.
         types: the accepted types; None accepts None.
-
-    Raises:
-        TypeError: it is of another type; the text names the argument, what was
-            expected, and what was given.
     """
     # Not isinstance(): that believes an object's __class__.
     given_type = type(given)
@@ -55,12 +51,10 @@ def index(name: str, given: Any, expected: str = "int") -> int:
     """Return an integer argument of any type as an int.
 
     Args:
-        name: the parameter's name.
-        given: the argument.
         expected: the type that the error names.
 
     Raises:
-        TypeError: it is not an integer; the text names the argument.
+        TypeError: it is not an integer.
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
@@ -73,13 +67,11 @@ def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> i
     """Return an argument that is an integer of any type, in a range, as an int.
 
     Args:
-        name: the parameter's name.
-        given: the argument.
         minimum, maximum: the range, both included; None is no bound.
 
     Raises:
-        TypeError: it is not an integer; the text names the argument.
-        ValueError: it is out of range; the text names the argument.
+        TypeError: it is not an integer.
+        ValueError: it is out of range.
     """
     value = index(name, given)
     if value < minimum or (maximum is not None and value > maximum):
@@ -102,13 +94,11 @@ def member(name: str, given: Any, enum: type[_Member]) -> _Member:
     """Return an argument that is a member of an enumeration, or the number of one.
 
     Args:
-        name: the parameter's name.
-        given: the argument.
         enum: the enumeration.
 
     Raises:
-        TypeError: it is not an integer; the text names the argument.
-        ValueError: it is the number of no member; the text names the argument.
+        TypeError: it is not an integer.
+        ValueError: it is the number of no member.
     """
     if type(given) is enum:
         return given
@@ -123,14 +113,12 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
     """Return an argument that is a combination of flags, or its number.
 
     Args:
-        name: the parameter's name.
-        given: the argument.
         allowed: all the flags that it may have.
         made_of: their names, for the text of the error.
 
     Raises:
-        TypeError: it is not an integer; the text names the argument.
-        ValueError: it has other bits; the text names the argument.
+        TypeError: it is not an integer.
+        ValueError: it has other bits.
     """
     bits = index(name, given)
     if bits < 0 or bits & ~int(allowed):
@@ -143,12 +131,8 @@ def content(name: str, given: Any) -> bytes:
 
     bytes() itself would also take a list of numbers, or a number for that many zeros.
 
-    Args:
-        name: the parameter's name.
-        given: the argument.
-
     Raises:
-        TypeError: it is not a buffer; the text names the argument.
+        TypeError: it is not a buffer.
     """
     try:
         return bytes(memoryview(given))
@@ -159,12 +143,8 @@ def content(name: str, given: Any) -> bytes:
 def seconds(given: Any, name: str = "timeout") -> float | None:
     """Return an argument in seconds as a float; None means no timeout.
 
-    Args:
-        given: the argument.
-        name: the parameter's name.
-
     Raises:
-        TypeError: it is not a number (a timedelta, text); the text names the argument.
+        TypeError: it is not a number (a timedelta, text).
         ValueError: it is NaN, or too large for a float.
     """
     if given is None:
@@ -187,12 +167,8 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
 def time_limit(given: Any, name: str = "timeout") -> float:
     """Return an argument in seconds, positive and finite, as a float.
 
-    Args:
-        given: the argument.
-        name: the parameter's name.
-
     Raises:
-        TypeError: it is not a number; the text names the argument.
+        TypeError: it is not a number.
         ValueError: it is 0 or less, NaN, or more than a million seconds.
     """
     value = seconds(given, name)
@@ -209,8 +185,8 @@ def fill(struct: Any, **counts: int) -> None:
     """Set unsigned 32-bit fields of a struct.
 
     Raises:
-        TypeError: a value is not an integer; the text names it.
-        ValueError: a number does not fit; the text names it.
+        TypeError: a value is not an integer.
+        ValueError: a number does not fit.
     """
     for name, value in counts.items():
         setattr(struct, name, within(name, value, 0, (1 << 32) - 1))

@@ -136,18 +136,9 @@ class OpenBatches:
 
 
 def prepare(queue: PostQueue, owner: Any, wrs: Any, batches: OpenBatches) -> Batch:
-    """Check and pack work requests for a queue.
+    """Check and pack work requests for a queue, as QP.prepare says.
 
-    Args:
-        queue: the queue.
-        owner: its queue pair, which closes the list when it is closed.
-        wrs: a work request or an iterable of them.
-        batches: where the owner finds the list.
-
-    Raises:
-        TypeError: wrs is neither.
-        PostError: a work request cannot be posted, or a checked queue could never hold all of them.
-        ValueError: the list is empty.
+    Its owner closes the list when it is closed, and finds it in `batches`.
     """
     batch = Batch()
     if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):

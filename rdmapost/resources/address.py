@@ -142,12 +142,7 @@ class AHAttr:
 
 
 def fill_ah_attr(attr: AHAttr, raw: Any) -> None:
-    """Write an address vector into a ``struct ibv_ah_attr``.
-
-    Raises:
-        TypeError: a number is not an integer.
-        ValueError: a number is out of range.
-    """
+    """Write an address vector into a ``struct ibv_ah_attr``; check its numbers."""
     for name, maximum in _LOCAL.items():
         setattr(raw, name, within(name, getattr(attr, name), 0, maximum))
     raw.is_global = attr.dgid is not None
@@ -159,18 +154,9 @@ def fill_ah_attr(attr: AHAttr, raw: Any) -> None:
 
 def read_ah_attr(raw: Any) -> AHAttr:
     """Return the address vector in a ``struct ibv_ah_attr``."""
-    return AHAttr(
-        port_num=raw.port_num,
-        dlid=raw.dlid,
-        sl=raw.sl,
-        src_path_bits=raw.src_path_bits,
-        static_rate=raw.static_rate,
-        dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None,
-        sgid_index=raw.grh.sgid_index,
-        flow_label=raw.grh.flow_label,
-        hop_limit=raw.grh.hop_limit,
-        traffic_class=raw.grh.traffic_class,
-    )
+    values = {name: getattr(raw, name) for name in _LOCAL}
+    values |= {name: getattr(raw.grh, name) for name in _GLOBAL}
+    return AHAttr(dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None, **values)
 
 
 def why_no_source(context: Context, attr: AHAttr) -> str | None:

@@ -67,17 +67,11 @@ class GID(bytes):
 
 
 def gid_argument(name: str, given: Any) -> GID:
-    """Return an argument or a field as a GID.
-
-    Raises:
-        TypeError: it is of another type; the text names it.
-        ValueError: it is not a GID; the text names it.
-    """
+    """Return an argument or a field as a GID; errors name it."""
     return bytes.__new__(GID, _gid_bytes(name, given))
 
 
 def _gid_bytes(name: str, value: Any) -> bytes:
-    """Return the bytes of a GID; errors name the argument or field."""
     expect(name, value, bytes, str, bytearray, memoryview)
     if isinstance(value, str):
         try:
@@ -319,21 +313,13 @@ class Context(EventSource, struct="ibv_context"):
         port_num = self._check_port(port_num)
         raw = ffi.new("struct ibv_port_attr *")
         self._verb(self._provider.query_port, port_num, raw)
-        return PortAttr(
-            port_num=port_num,
-            state=_enum(PortState, raw.state, PortState.NOP),
-            link_layer=_enum(LinkLayer, raw.link_layer, LinkLayer.UNSPECIFIED),
-            max_mtu=_enum(MTU, raw.max_mtu, MTU.MTU_4096),
-            active_mtu=_enum(MTU, raw.active_mtu, MTU.MTU_256),
-            gid_tbl_len=raw.gid_tbl_len,
-            pkey_tbl_len=raw.pkey_tbl_len,
-            max_msg_sz=raw.max_msg_sz,
-            lid=raw.lid,
-            sm_lid=raw.sm_lid,
-            phys_state=raw.phys_state,
-            active_speed=raw.active_speed,
-            active_width=raw.active_width,
-        )
+        names = PortAttr.__dataclass_fields__.keys() - {"port_num"}
+        values = {name: getattr(raw, name) for name in names}
+        values["state"] = _enum(PortState, raw.state, PortState.NOP)
+        values["link_layer"] = _enum(LinkLayer, raw.link_layer, LinkLayer.UNSPECIFIED)
+        values["max_mtu"] = _enum(MTU, raw.max_mtu, MTU.MTU_4096)
+        values["active_mtu"] = _enum(MTU, raw.active_mtu, MTU.MTU_256)
+        return PortAttr(port_num, **values)
 
     def query_gid_table(self, port_num: int = 1) -> list[GIDTableEntry]:
         """Return the valid entries of a port's GID table.

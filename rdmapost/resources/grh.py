@@ -99,18 +99,7 @@ class Datagram(NamedTuple):
 
 
 def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
-    """Read a message out of the buffers of a UD receive.
-
-    Args:
-        received: the RecvWR, or a buffer that begins with the message.
-        byte_len: bytes that arrived, the 40 in front of the payload included.
-        has_grh: whether those hold a header.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: it is too short for the message, or is only numbers.
-        ClosedError: a region of it is closed.
-    """
+    """Read a message of `byte_len`, its 40 bytes of GRH included, for WC.datagram."""
     if byte_len < GRH_BYTES:
         raise ValueError(f"a UD receive has {GRH_BYTES} bytes and more, and this got {byte_len}")
     if isinstance(received, RecvWR):

@@ -68,16 +68,7 @@ _ALL_ACCESS = functools.reduce(operator.or_, Access)
 
 
 def access_flags(name: str, given: Any) -> Access:
-    """Return an argument that is an Access.
-
-    Args:
-        name: the parameter's name.
-        given: the argument.
-
-    Raises:
-        TypeError: it is not an integer; the text names the argument.
-        ValueError: it has other bits than those of Access.
-    """
+    """Return an argument that is an Access, or its number."""
     return flags(name, given, _ALL_ACCESS, "Access flags")
 
 

@@ -33,7 +33,7 @@ from .memory import MR, MW, PD, access_flags
 from .multicast import Group, MulticastGroups, why_not_attached
 from .posted import PostTarget
 from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
-from .qp_init import XRC, how_to_create, refuse_misfits, why_not_created
+from .qp_init import XRC, how_to_create, why_misfit, why_not_created
 from .qp_transitions import (
     RTR_OPTIONS,
     RTS_OPTIONS,
@@ -165,7 +165,8 @@ class QP(PostTarget, struct="ibv_qp"):
         self.xrcd = xrcd
         self.qp_type = member("qp_type", qp_type, QPType)
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
-        refuse_misfits(self.qp_type, pd, srq, xrcd, max_tso_header)
+        if reason := why_misfit(self.qp_type, pd, srq, xrcd, max_tso_header):
+            raise ValueError(reason)
         self.checked = bool(checked)
         self.sq_sig_all = bool(sq_sig_all)
         self.port_num = port_num = index("port_num", port_num)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,27 +46,11 @@ class QPAttr:
 
 
 QUERY_MASK = int(
-    QPAttrMask.STATE
-    | QPAttrMask.CUR_STATE
-    | QPAttrMask.CAP
-    | QPAttrMask.AV
-    | QPAttrMask.PATH_MTU
-    | QPAttrMask.QKEY
-    | QPAttrMask.RQ_PSN
-    | QPAttrMask.SQ_PSN
-    | QPAttrMask.DEST_QPN
-    | QPAttrMask.ACCESS_FLAGS
-    | QPAttrMask.PKEY_INDEX
-    | QPAttrMask.PORT
-    | QPAttrMask.TIMEOUT
-    | QPAttrMask.RETRY_CNT
-    | QPAttrMask.RNR_RETRY
-    | QPAttrMask.MIN_RNR_TIMER
-    | QPAttrMask.MAX_QP_RD_ATOMIC
-    | QPAttrMask.MAX_DEST_RD_ATOMIC
-    | QPAttrMask.PATH_MIG_STATE
+    functools.reduce(operator.or_, QPAttrMask)
+    & ~(QPAttrMask.EN_SQD_ASYNC_NOTIFY | QPAttrMask.ALT_PATH | QPAttrMask.RATE_LIMIT)
 )
 """What a query asks for."""
+_CAP = ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge", "max_inline_data")
 
 
 def read_qp_attr(raw: Any) -> QPAttr:
@@ -72,7 +58,7 @@ def read_qp_attr(raw: Any) -> QPAttr:
     values: dict[str, Any] = {
         name: getattr(raw, name)
         for name in QPAttr.__dataclass_fields__
-        if not name.startswith(("max_send", "max_recv", "max_inline", "ah_attr"))
+        if name not in _CAP and name != "ah_attr"
     }
     values["qp_state"] = QPState(raw.qp_state)
     values["cur_qp_state"] = QPState(raw.cur_qp_state)
@@ -81,7 +67,6 @@ def read_qp_attr(raw: Any) -> QPAttr:
     values["qp_access_flags"] = Access(raw.qp_access_flags)
     values["sq_draining"] = bool(raw.sq_draining)
     values["ah_attr"] = read_ah_attr(raw.ah_attr)
-    for name in ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge"):
+    for name in _CAP:
         values[name] = getattr(raw.cap, name)
-    values["max_inline_data"] = raw.cap.max_inline_data
     return QPAttr(**values)

@@ -22,21 +22,10 @@ XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 """The types whose receives come from the SRQ that a message names."""
 
 
-def refuse_misfits(
-    qp_type: QPType, pd: PD, srq: SRQ | None, xrcd: XRCD | None, max_tso_header: int
-) -> None:
-    """Refuse what the type does not have, and require what it needs.
-
-    Raises:
-        ValueError: which of the two.
-    """
-    if reason := _misfit(qp_type, pd, srq, xrcd, max_tso_header):
-        raise ValueError(reason)
-
-
-def _misfit(
+def why_misfit(
     qp_type: QPType, pd: PD, srq: SRQ | None, xrcd: XRCD | None, max_tso_header: int
 ) -> str | None:
+    """Name an argument that the type does not have, or one that it needs; or return None."""
     name, elsewhere = qp_type.name, "on another open device than the PD"
     if srq is not None and srq.pd.context is not pd.context:
         return f"the SRQ was created {elsewhere}"

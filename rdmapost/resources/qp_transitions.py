@@ -19,11 +19,7 @@ RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
 
 
 def mask_of(attrs: Iterable[str]) -> QPAttrMask:
-    """Return the mask of attributes.
-
-    Raises:
-        TypeError: there is no such field.
-    """
+    """Return the mask of attributes; raise TypeError for one that there is not."""
     mask = QPAttrMask(0)
     for name in attrs:
         if name not in FIELDS:
@@ -33,12 +29,7 @@ def mask_of(attrs: Iterable[str]) -> QPAttrMask:
 
 
 def fill_attributes(raw: Any, attrs: dict[str, Any]) -> None:
-    """Write attributes into a ``struct ibv_qp_attr``; in `attrs` numbers become ints.
-
-    Raises:
-        TypeError: a value is of another type.
-        ValueError: a number does not fit.
-    """
+    """Write attributes into a ``struct ibv_qp_attr``; in `attrs` numbers become ints."""
     for name, value in attrs.items():
         if name in ("ah_attr", "alt_ah_attr"):
             expect(name, value, AHAttr)
@@ -62,16 +53,7 @@ def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
 
 
 def refuse_another_peer(qp: str, now: QPAttr, remote: Endpoint) -> None:
-    """Refuse to go on with a peer other than the one that RTR has set.
-
-    Args:
-        qp: the queue pair, for the text.
-        now: its attributes.
-        remote: the peer.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Raise ValueError for a peer other than the one that RTR has set."""
     path = now.ah_attr
     by_gid = path.dgid is not None
     if now.dest_qp_num == remote.qpn and (

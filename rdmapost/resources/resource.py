@@ -215,11 +215,7 @@ native.describe_handles(
 
 
 def struct_of(resource: Resource) -> Any:
-    """Return the struct of a resource.
-
-    Raises:
-        ClosedError: it is closed.
-    """
+    """Return the struct of a resource; raise ClosedError if it is closed."""
     return resource._live()
 
 

@@ -68,20 +68,10 @@ def wait_for_event(
 
     Args:
         source: what reports it.
-        timeout: the argument of the caller, in seconds; None waits as long as it takes.
-        next_event: of the source returns an event that is taken, and forgets it; or None.  It is
-            Python's, so no interrupt comes between it and the return.
-        refused: what to say where tasks wait for the events.
-
-    Returns:
-        the event, or None when none came in time.
-
-    Raises:
-        TypeError: timeout is not a number.
-        ValueError: timeout is NaN.
-        RdmaError: asyncio tasks wait for the events.
-        ClosedError: it is closed, or another thread closes it.
-        VerbsError: the device failed.
+        timeout: as the caller gave it.
+        next_event: returns an event of the source that is taken, and forgets it; or None.  It is
+            a Python function, so no interrupt comes between it and the return.
+        refused: the error where asyncio tasks wait for the events.
     """
     timeout = seconds(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
