@@ -197,7 +197,7 @@ class MigState(IntEnum):
     """Path migration state: ``enum ibv_mig_state``, ibv_modify_qp(3)."""
 
     MIGRATED = 0
-    """The alternate path is in use, or there is none."""
+    """The alternate path is in use, or none is set."""
     REARM = 1
     """A new alternate path has been loaded."""
     ARMED = 2

@@ -113,7 +113,7 @@ _STRUCTS = {
 }
 
 _NUMBER = "n"
-_KINDS_OF_FIELD = {
+_FIELD_TYPES = {
     "imm_data": "i",
     "ah": "a",
     "mw": "w",
@@ -146,7 +146,7 @@ def _flat(ctype: Any) -> Any:
 def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
     struct = _STRUCTS[verb]
     fields = tuple(
-        (name, *_member(struct, path), _KINDS_OF_FIELD.get(name, _NUMBER))
+        (name, *_member(struct, path), _FIELD_TYPES.get(name, _NUMBER))
         for name, path in row.members.items()
     )
     opcode = int(getattr(wr_type, "opcode", 0))
@@ -155,21 +155,23 @@ def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
     return number
 
 
-KINDS: dict[type, int] = {}
+TYPE_NUMBERS: dict[type, int] = {}
 """The number by which C knows each class."""
 
 
 def describe_fields() -> None:
     """Describe the classes to C."""
     for verb, rows in _ROWS.items():
-        KINDS.update({wr_type: _describe(verb, wr_type, row) for wr_type, row in rows.items()})
+        TYPE_NUMBERS.update(
+            {wr_type: _describe(verb, wr_type, row) for wr_type, row in rows.items()}
+        )
 
 
-NUMBERS: dict[type, dict[str, int]] = {
+NUMBER_FIELDS: dict[type, dict[str, int]] = {
     wr_type: {
         name: index
         for index, name in enumerate(row.members)
-        if _KINDS_OF_FIELD.get(name, _NUMBER) in ("n", "i")
+        if _FIELD_TYPES.get(name, _NUMBER) in ("n", "i")
     }
     for rows in _ROWS.values()
     for wr_type, row in rows.items()

@@ -17,7 +17,7 @@ from typing import Any, Self
 from .._arguments import index as whole_number
 from .._binding import native
 from ..errors import PostError
-from .fields import NUMBERS
+from .fields import NUMBER_FIELDS
 from .queue import PostQueue
 from .rules import too_long_a_list
 
@@ -51,7 +51,9 @@ class PreparedWR(native.PreparedItem):
 @functools.cache
 def _class_for(wr_type: type) -> type[PreparedWR]:
     """Return the class for prepared work requests of a class, with its fields."""
-    numbers = {name: native.Number(wr_type, index) for name, index in NUMBERS[wr_type].items()}
+    numbers = {
+        name: native.Number(wr_type, index) for name, index in NUMBER_FIELDS[wr_type].items()
+    }
     return type(f"Prepared{wr_type.__name__}", (PreparedWR,), {"__slots__": (), **numbers})
 
 

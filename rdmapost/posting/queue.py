@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
-from .fields import KINDS, Verb
+from .fields import TYPE_NUMBERS, Verb
 from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal, too_long_a_list
 from .wr import OpsWR, RecvWR, SendWR
 
@@ -106,7 +106,7 @@ class PostQueue(native.Queue):
 
     def _allowed(self) -> Iterator[tuple[int, int]]:
         """Go through the classes of work requests that it accepts, and the flags of each."""
-        for wr_type, number in KINDS.items():
+        for wr_type, number in TYPE_NUMBERS.items():
             if not issubclass(wr_type, self.wr_type):
                 continue
             if not self.checked or not issubclass(wr_type, SendWR):

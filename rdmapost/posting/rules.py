@@ -391,10 +391,10 @@ class Refusal(NamedTuple):
         return f"flags={self.a:#x} has bits that are not flags of a tag-matching operation"
 
     def count_without_sync(self) -> str:
-        return f"unexpected_cnt={self.a} is not looked at without OpsFlags.TM_SYNC"
+        return f"unexpected_cnt={self.a} is ignored without OpsFlags.TM_SYNC"
 
     def sync_of_nothing(self) -> str:
-        return "a TAG_SYNC without OpsFlags.TM_SYNC tells the device nothing"
+        return "a TAG_SYNC without OpsFlags.TM_SYNC has no effect"
 
     def tag_outside_mask(self) -> str:
         return (

@@ -22,7 +22,7 @@ class GIDChoice:
     Attributes:
         index: the gid_index to give.
         gid: the GID.
-        gid_type: its type, or None if libibverbs cannot tell.
+        gid_type: its type, or None if libibverbs does not report it.
         reason: why this one, in a few words.
     """
 
@@ -185,7 +185,7 @@ class AH(Postable, struct="ibv_ah"):
 
     __slots__ = ("attr",)
 
-    _kind = "AH"
+    _type_name = "AH"
     _rank = 2
 
     def __init__(self, pd: PD, attr: AHAttr) -> None:
@@ -209,4 +209,4 @@ class AH(Postable, struct="ibv_ah"):
 
     def __str__(self) -> str:
         attr = getattr(self, "attr", None)
-        return f"AH to {attr.dgid or attr.dlid}" if attr else self._kind
+        return f"AH to {attr.dgid or attr.dlid}" if attr else self._type_name

@@ -37,7 +37,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
 
     __slots__ = ("_cqs", "_get", "context")
 
-    _kind = "completion channel"
+    _type_name = "completion channel"
     _rank = 6
 
     def __init__(self, context: Context) -> None:

@@ -135,7 +135,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
     __slots__ = ("_channel", "_extended", "channel", "context", "cqe")
 
-    _kind = "CQ"
+    _type_name = "CQ"
     _rank = 5
 
     def __init__(
@@ -198,7 +198,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
     def __str__(self) -> str:
         return (
-            f"CQ of {counted(self.cqe, 'entry', 'entries')}" if hasattr(self, "cqe") else self._kind
+            f"CQ of {counted(self.cqe, 'entry', 'entries')}"
+            if hasattr(self, "cqe")
+            else self._type_name
         )
 
     def _event_fd(self) -> int:

@@ -99,7 +99,7 @@ class GIDTableEntry:
     Attributes:
         index: its index in the table, for gid_index.
         gid: the GID.
-        gid_type: its type, or None if libibverbs cannot tell.
+        gid_type: its type, or None if libibverbs does not report it.
         ndev: name of the network device behind it, or "".
     """
 
@@ -257,7 +257,7 @@ class Context(EventSource, struct="ibv_context"):
 
     __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
 
-    _kind = "device"
+    _type_name = "device"
     _rank = 9
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
@@ -276,7 +276,7 @@ class Context(EventSource, struct="ibv_context"):
         self.attr = self._query_attr()
 
     def __str__(self) -> str:
-        return f"device {self.name}" if hasattr(self, "name") else self._kind
+        return f"device {self.name}" if hasattr(self, "name") else self._type_name
 
     def _event_fd(self) -> int:
         return self.async_fd

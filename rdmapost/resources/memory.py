@@ -28,7 +28,7 @@ from .resource import Resource, open_handles
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
 """What devices return for a region with a window."""
 _RKEY = operator.attrgetter("rkey")
-_PLAIN_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
+_NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 _FIELD_NAMES = re.compile(":[^:]*:")
 """The names in the format of a record: ``T{i:count:O:value:}``."""
 _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
@@ -49,7 +49,7 @@ class PD(Resource, struct="ibv_pd"):
 
     __slots__ = ("context",)
 
-    _kind = "PD"
+    _type_name = "PD"
     _rank = 8
 
     def __init__(self, context: Context) -> None:
@@ -169,10 +169,10 @@ class MR(Postable, struct="ibv_mr"):
         return (
             f"MR of {counted(self._length, 'byte')} (lkey {self._lkey:#x})"
             if self._made()
-            else self._kind
+            else self._type_name
         )
 
-    _kind = "MR"
+    _type_name = "MR"
     _undone = "deregistered"
     _left = "its memory stays allocated until the process ends"
     _rank = 4
@@ -189,7 +189,7 @@ class MR(Postable, struct="ibv_mr"):
 
     def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
-            raise TypeError("an SGE is a plain slice of the region: mr[start:stop]")
+            raise TypeError("an SGE is a slice of the region without a step: mr[start:stop]")
         length = self.length
         start = 0 if bounds.start is None else index("start of an SGE", bounds.start)
         stop = length if bounds.stop is None else index("end of an SGE", bounds.stop)
@@ -264,7 +264,7 @@ class MW(Postable, struct="ibv_mw"):
 
     __slots__ = ("type",)
 
-    _kind = "MW"
+    _type_name = "MW"
     _rank = 0
 
     def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
@@ -276,7 +276,7 @@ class MW(Postable, struct="ibv_mw"):
 
     def __str__(self) -> str:
         handle = self._handle
-        return self._kind if handle is None else f"MW (rkey {handle.rkey:#x})"
+        return self._type_name if handle is None else f"MW (rkey {handle.rkey:#x})"
 
     @property
     def rkey(self) -> int:
@@ -350,7 +350,7 @@ def _bytes_of(memory: Any) -> memoryview:
         raise ValueError("a region is one piece of memory, and this buffer has gaps")
     if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
         return view
-    is_numbers = view.format in _PLAIN_FORMATS and view.itemsize == struct.calcsize(view.format)
+    is_numbers = view.format in _NUMBER_FORMATS and view.itemsize == struct.calcsize(view.format)
     if view.c_contiguous and is_numbers:
         return view.cast("B")
     # Unlike memoryview.cast, it knows every format and order of dimensions.

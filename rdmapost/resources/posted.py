@@ -103,7 +103,9 @@ class Postable(Resource):
 
 def _holder(queue: native.InFlight, targets: list[PostTarget]) -> str:
     """Say what a queue belongs to."""
-    return next((f"the {each._kind}" for each in targets if queue in each._in_flight), "the QP")
+    return next(
+        (f"the {each._type_name}" for each in targets if queue in each._in_flight), "the QP"
+    )
 
 
 def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:

@@ -129,7 +129,7 @@ class QP(PostTarget, struct="ibv_qp"):
         "xrcd",
     )
 
-    _kind = "QP"
+    _type_name = "QP"
     _rank = 1
 
     def __init__(
@@ -255,7 +255,11 @@ class QP(PostTarget, struct="ibv_qp"):
         self._note_state(QPState.RESET)
 
     def __str__(self) -> str:
-        return f"{self.qp_type.name} QP {self.qp_num:#x}" if hasattr(self, "qp_num") else self._kind
+        return (
+            f"{self.qp_type.name} QP {self.qp_num:#x}"
+            if hasattr(self, "qp_num")
+            else self._type_name
+        )
 
     def _release(self) -> None:
         if hasattr(self, "_in_flight"):

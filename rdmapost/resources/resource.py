@@ -52,7 +52,7 @@ class Resource(native.Handle):
 
     __slots__ = ("__weakref__",)
 
-    _kind = "resource"
+    _type_name = "resource"
     _undone = "closed"
     _left = "the device keeps it until the process ends"
     """What the warning says when a finalizer cannot destroy one."""
@@ -105,7 +105,7 @@ class Resource(native.Handle):
         )
 
     def __str__(self) -> str:
-        return self._kind
+        return self._type_name
 
     def __repr__(self) -> str:
         name = type(self).__name__

@@ -80,7 +80,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         "xrcd",
     )
 
-    _kind = "SRQ"
+    _type_name = "SRQ"
     _rank = 3
 
     def __init__(
@@ -131,7 +131,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
     def __str__(self) -> str:
         if not hasattr(self, "max_wr"):
-            return self._kind
+            return self._type_name
         prefix = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
         return f"{prefix}SRQ of {counted(self.max_wr, 'work request')}"
 
@@ -146,7 +146,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
             if given is not None and given.context is not self.pd.context:
                 return f"the {given} was created on another open device than the PD"
         if srq_type is SRQType.TM and self.cq is not None and not self.cq._extended:
-            return "an SRQ of type TM needs a CQ that tells the tags: CQ(context, tm_info=True)"
+            return "an SRQ of type TM needs a CQ that reports tags: CQ(context, tm_info=True)"
         return None
 
     def _query_tm(self) -> int:
@@ -251,7 +251,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
     def arm_limit(self, srq_limit: int) -> None:
-        """Arm a one-shot event raised when fewer than srq_limit receives remain.
+        """Arm a single event for when fewer than srq_limit receives remain.
 
         The event is SRQ_LIMIT_REACHED.
 

@@ -32,7 +32,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
 
     __slots__ = ("context",)
 
-    _kind = "XRCD"
+    _type_name = "XRCD"
     _rank = 7
 
     def __init__(self, context: Context, fd: int = -1, oflags: int = os.O_CREAT) -> None:

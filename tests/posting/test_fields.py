@@ -148,7 +148,7 @@ def expected(wr: Any, record: Record) -> bytes:
     """Return the bytes that the struct of a work request has to have, made by cffi.
 
     The addresses of what the shim makes itself (SGEs, the next one, a copy of the header) and the
-    ticket that stands for the wr_id are those of the record; they are looked at elsewhere.
+    cookie that stands for the wr_id are those of the record; they are tested elsewhere.
     """
     recv, op = isinstance(wr, rp.RecvWR), isinstance(wr, rp.OpsWR)
     made = ffi.new(f"{STRUCTS[RECV if recv else SRQ_OPS if op else SEND]} *")
@@ -162,8 +162,8 @@ def expected(wr: Any, record: Record) -> bytes:
         holder.recv_wr_id = held.recv_wr_id
     if isinstance(wr, rp.TSO) and wr.hdr:
         made.tso.hdr, made.tso.hdr_sz = record.wr.tso.hdr, len(wr.hdr)
-    kind = next(kind for kind in MEMBERS if isinstance(wr, kind))
-    for name, path in MEMBERS[kind].items():
+    wr_type = next(wr_type for wr_type in MEMBERS if isinstance(wr, wr_type))
+    for name, path in MEMBERS[wr_type].items():
         value = getattr(wr, name)
         if name in ("ah", "mw", "mr"):
             value = ffi.NULL if value is None else value._handle
@@ -184,15 +184,17 @@ def agrees(wr: Any, record: Record) -> None:
 
 
 def test_every_field_of_every_class_is_here():
-    for kind, members in MEMBERS.items():
-        names = {field.name for field in dataclasses.fields(kind)}
+    for wr_type, members in MEMBERS.items():
+        names = {field.name for field in dataclasses.fields(wr_type)}
         assert members.keys() | (OTHERWISE & names) == names
     assert {
-        kind for kind in map(vars(rp).get, rp.posting.wr.__all__) if hasattr(kind, "opcode")
+        wr_type
+        for wr_type in map(vars(rp).get, rp.posting.wr.__all__)
+        if hasattr(wr_type, "opcode")
     } | {rp.RecvWR} == MEMBERS.keys()
 
 
-def distinct(kind: Any, device: Given, sges: int = 2) -> Any:
+def distinct(wr_type: Any, device: Given, sges: int = 2) -> Any:
     """Make a work request with another value in every field, and in every byte of it."""
     # Of a prime number of bytes, so that no two SGEs are the same.
     byte = itertools.cycle(range(1, 252))
@@ -202,7 +204,7 @@ def distinct(kind: Any, device: Given, sges: int = 2) -> Any:
         return value & (U64 >> (64 - bits))
 
     fields: dict[str, Any] = {"wr_id": number(64)}
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(wr_type):
         if field.name in ("ah", "mw", "mr"):
             fields[field.name] = getattr(device, field.name)
         elif field.name == "hdr":
@@ -215,54 +217,54 @@ def distinct(kind: Any, device: Given, sges: int = 2) -> Any:
     if "send_flags" in fields:
         # Inline data would be read from there.
         fields["send_flags"] &= ~SendFlags.INLINE
-    if kind is rp.TagDel:
+    if wr_type is rp.TagDel:
         add = rp.TagAdd()
         device.tap.answer = None
         device.srq.post_srq_ops(add)
         device.tap.refuse()
         device.tap.chains.clear()
         fields["handle"] = add.handle
-    return kind(**fields)
+    return wr_type(**fields)
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+@pytest.mark.parametrize("wr_type", MEMBERS)
 @pytest.mark.parametrize("sges", [0, 1, 2, 5, 40])
-def test_every_byte_of_a_record(device, kind, sges):
+def test_every_byte_of_a_record(device, wr_type, sges):
     """Each field has a distinct value, and whatever is not set is 0."""
-    wr = distinct(kind, device, sges)
+    wr = distinct(wr_type, device, sges)
     for verb in (RECV, SRQ_RECV):
         [record] = device.seen(wr, verb)
-        if kind is rp.TagDel:
+        if wr_type is rp.TagDel:
             assert record.wr.tm.handle == int(str(wr.handle).split()[1].rstrip(">"))
             record.wr.tm.handle = 0
             record.data = bytes(ffi.buffer(record.wr))
         agrees(wr, record)
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
-def test_what_a_work_request_does_not_say_goes_out_as_0(device, kind):
+@pytest.mark.parametrize("wr_type", MEMBERS)
+def test_fields_that_are_not_given_are_0_in_the_struct(device, wr_type):
     """A driver may read any of it, and nothing of an earlier post may remain."""
     device.seen([distinct(each, device) for each in (rp.AtomicCmpAndSwp, rp.TSO, rp.BindMW)] * 3)
-    wr = kind()
-    if kind is rp.BindMW:
+    wr = wr_type()
+    if wr_type is rp.BindMW:
         wr.mw, wr.mr = device.mw, device.mr
-    elif kind is rp.TagDel:
-        wr.handle = distinct(kind, device).handle
+    elif wr_type is rp.TagDel:
+        wr.handle = distinct(wr_type, device).handle
     [record] = device.seen(wr)
-    if kind is rp.TagDel:
+    if wr_type is rp.TagDel:
         record.wr.tm.handle = 0
         record.data = bytes(ffi.buffer(record.wr))
     agrees(wr, record)
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
-def test_every_number_has_its_range(device, kind):
+@pytest.mark.parametrize("wr_type", MEMBERS)
+def test_every_number_has_its_range(device, wr_type):
     """As wide as its struct member; a number just outside names the field."""
-    for name in MEMBERS[kind].keys() & BITS.keys() | {"wr_id", "recv_wr_id"} & {
-        field.name for field in dataclasses.fields(kind)
+    for name in MEMBERS[wr_type].keys() & BITS.keys() | {"wr_id", "recv_wr_id"} & {
+        field.name for field in dataclasses.fields(wr_type)
     }:
         bits = BITS.get(name, 64)
-        wr = distinct(kind, device)
+        wr = distinct(wr_type, device)
         post = device.srq.post_srq_ops if isinstance(wr, rp.OpsWR) else device.qp.post_send
         post = device.qp.post_recv if isinstance(wr, rp.RecvWR) else post
         for value in (-1, 1 << bits, 1 << 200):
@@ -276,7 +278,7 @@ def test_every_number_has_its_range(device, kind):
                 value &= ~int(SendFlags.INLINE)
             setattr(wr, name, value)
             [record] = device.seen(wr)
-            if kind is not rp.TagDel:
+            if wr_type is not rp.TagDel:
                 agrees(wr, record)
     assert device.tap.chains == []
 
@@ -323,24 +325,24 @@ def test_send_fields_arrive(device, sg_list, wr_id, send_flags, qpn, qkey, srqn,
 
 
 @given(u32, st.sampled_from([rp.SendWithImm, rp.RdmaWriteWithImm]))
-def test_immediate_data_goes_out_in_network_order(device, imm, kind):
-    [record] = device.seen(kind(imm_data=imm))
+def test_immediate_data_goes_out_in_network_order(device, imm, wr_type):
+    [record] = device.seen(wr_type(imm_data=imm))
     assert record.wr.imm_data == socket.htonl(imm)
     at = ffi.offsetof("struct ibv_send_wr", "imm_data")
     assert record.data[at : at + 4] == struct.pack(">I", imm)
 
 
 @given(u32, st.sampled_from([rp.SendWithInv, rp.LocalInv]))
-def test_invalidated_key_stays_in_host_order(device, rkey, kind):
-    [record] = device.seen(kind(invalidate_rkey=rkey))
+def test_invalidated_key_stays_in_host_order(device, rkey, wr_type):
+    [record] = device.seen(wr_type(invalidate_rkey=rkey))
     assert record.wr.invalidate_rkey == rkey
     at = ffi.offsetof("struct ibv_send_wr", "invalidate_rkey")
     assert record.data[at : at + 4] == struct.pack("=I", rkey)
 
 
 @given(u64, u32, u32, st.sampled_from([rp.RdmaWrite, rp.RdmaWriteWithImm, rp.RdmaRead]))
-def test_rdma_fields_arrive(device, addr, rkey, srqn, kind):
-    wr = kind([rp.SGE(1, 2, 3)], remote_addr=addr, rkey=rkey, remote_srqn=srqn)
+def test_rdma_fields_arrive(device, addr, rkey, srqn, wr_type):
+    wr = wr_type([rp.SGE(1, 2, 3)], remote_addr=addr, rkey=rkey, remote_srqn=srqn)
     [record] = device.seen(wr)
     agrees(wr, record)
     assert (record.wr.wr.rdma.remote_addr, record.wr.wr.rdma.rkey) == (addr, rkey)
@@ -392,7 +394,7 @@ def test_tag_operations_arrive(device, wr_id, recv_wr_id, tag, mask, count, sg_l
     first, second = device.seen([add, sync])
     agrees(add, first)
     agrees(sync, second)
-    # Both are tickets, of two queues.
+    # Both are cookies, of two queues.
     assert first.wr.wr_id >> 32 != first.wr.tm.add.recv_wr_id >> 32
     assert (second.wr.wr_id - first.wr.wr_id, second.wr.tm.unexpected_cnt) == (1, count)
 
@@ -425,14 +427,14 @@ def test_receives_are_chained(device, posts, verb):
 @pytest.mark.parametrize("times", [1, 2, 20])
 def test_sends_of_every_opcode_are_chained(device, times):
     """Records have different lengths, and the chain goes through all of them."""
-    kinds = [kind for kind in MEMBERS if issubclass(kind, rp.SendWR)]
-    wrs = [distinct(kind, device, n % 4) for n, kind in enumerate(kinds * times)]
+    wr_types = [wr_type for wr_type in MEMBERS if issubclass(wr_type, rp.SendWR)]
+    wrs = [distinct(wr_type, device, n % 4) for n, wr_type in enumerate(wr_types * times)]
     is_chain(device.seen(wrs), wrs)
     is_chain(device.seen(wrs[::-1]), wrs[::-1])
 
 
 def test_operations_are_chained(device):
-    wrs = [distinct(kind, device, n) for n in range(3) for kind in (rp.TagAdd, rp.TagSync)]
+    wrs = [distinct(wr_type, device, n) for n in range(3) for wr_type in (rp.TagAdd, rp.TagSync)]
     is_chain(device.seen(wrs), wrs)
 
 
@@ -469,11 +471,13 @@ def test_an_sge_of_a_region_names_its_address_and_key(device):
 
 # ---- prepared lists ------------------------------------------------------------------
 
-PREPARED = [kind for kind in MEMBERS if issubclass(kind, rp.SendWR) and kind is not rp.BindMW]
+PREPARED = [
+    wr_type for wr_type in MEMBERS if issubclass(wr_type, rp.SendWR) and wr_type is not rp.BindMW
+]
 
 
 def test_prepared_lists_are_the_same_records(device):
-    wrs = [distinct(kind, device, n % 4) for n, kind in enumerate(PREPARED)]
+    wrs = [distinct(wr_type, device, n % 4) for n, wr_type in enumerate(PREPARED)]
     with device.qp.prepare(wrs) as batch:
         for _ in range(2):
             is_chain(device.during(SEND, batch.post), wrs)
@@ -482,16 +486,16 @@ def test_prepared_lists_are_the_same_records(device):
         is_chain(device.during(RECV, batch.post), receives)
 
 
-@pytest.mark.parametrize("kind", PREPARED)
-def test_what_is_changed_in_a_prepared_work_request_is_all_that_changes(device, kind):
+@pytest.mark.parametrize("wr_type", PREPARED)
+def test_what_is_changed_in_a_prepared_work_request_is_all_that_changes(device, wr_type):
     """Field by field, each to the ends of its range; the neighbours stay as they are."""
-    wrs = [rp.LocalInv(), kind(), rp.LocalInv()]
-    if kind is rp.TSO:
+    wrs = [rp.LocalInv(), wr_type(), rp.LocalInv()]
+    if wr_type is rp.TSO:
         wrs[1].hdr = b"header"
     with device.qp.prepare(wrs) as batch:
         item = batch[1]
-        changeable = [name for name in MEMBERS[kind] if hasattr(type(item), name)]
-        assert set(changeable) == MEMBERS[kind].keys() - {"send_flags", "ah"}
+        changeable = [name for name in MEMBERS[wr_type] if hasattr(type(item), name)]
+        assert set(changeable) == MEMBERS[wr_type].keys() - {"send_flags", "ah"}
         for name in changeable:
             before = getattr(item, name)
             assert before == getattr(wrs[1], name)

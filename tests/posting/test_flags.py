@@ -22,8 +22,8 @@ WITH_IMM = [
 ]
 
 
-def is_write(kind: type) -> bool:
-    return issubclass(kind, rp.RdmaWrite | rp.RdmaWriteWithImm)
+def is_write(wr_type: type) -> bool:
+    return issubclass(wr_type, rp.RdmaWrite | rp.RdmaWriteWithImm)
 
 
 # ---- INLINE ---------------------------------------------------------------------------
@@ -49,18 +49,18 @@ def test_inline_of_every_length_may_be_overwritten_at_once(connect, qp_type):
         assert bytes(pair.theirs.buffer[grh : grh + most]) == sent + bytes(most - size)
 
 
-@pytest.mark.parametrize("kind", [rp.Send, rp.SendWithImm, rp.RdmaWrite, rp.RdmaWriteWithImm])
-def test_inline_gathers_registered_and_unregistered_buffers(connect, kind):
+@pytest.mark.parametrize("wr_type", [rp.Send, rp.SendWithImm, rp.RdmaWrite, rp.RdmaWriteWithImm])
+def test_inline_gathers_registered_and_unregistered_buffers(connect, wr_type):
     pair = connect(max_inline_data=64)
     pair.mine.buffer[:6] = b"region"
     loose = bytearray(b"loose ")
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64], wr_id=7))
     sges = [rp.SGE.from_buffer(loose), pair.mine[:6], rp.SGE.from_buffer(b" bytes")]
-    pair.a.post_send(pair.wr(kind, sges, send_flags=INLINE, wr_id=9))
+    pair.a.post_send(pair.wr(wr_type, sges, send_flags=INLINE, wr_id=9))
     loose[:] = pair.mine.buffer[:6] = b"xxxxxx"
-    if kind is rp.RdmaWrite:
+    if wr_type is rp.RdmaWrite:
         pair.a.post_send(rp.Send(wr_id=9))
-    assert [wc.wr_id for wc in pair.wait(3 if kind is rp.RdmaWrite else 2)].count(7) == 1
+    assert [wc.wr_id for wc in pair.wait(3 if wr_type is rp.RdmaWrite else 2)].count(7) == 1
     assert bytes(pair.theirs.buffer[:19]) == b"loose region bytes\0"
 
 
@@ -75,25 +75,25 @@ def test_inline_ignores_the_lkey(connect, context):
             pair.theirs.buffer[:8] = bytes(8)
 
 
-@pytest.mark.parametrize("kind", [rp.Send, rp.RdmaWrite])
-def test_inline_longer_than_granted_is_refused(connect, kind):
+@pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
+def test_inline_longer_than_granted_is_refused(connect, wr_type):
     """Counted over all SGEs; unchecked the device counts."""
     for checked, words in ((True, "bytes inline, but"), (False, "refused")):
         pair = connect(max_inline_data=32, checked=checked)
         most = pair.a.max_inline_data
         sges = [rp.SGE.from_buffer(bytes(most)), rp.SGE.from_buffer(b"1")]
         with pytest.raises(rp.PostError, match=words) as caught:
-            pair.a.post_send(pair.wr(kind, sges, send_flags=INLINE))
+            pair.a.post_send(pair.wr(wr_type, sges, send_flags=INLINE))
         assert caught.value.errno in (errno.EINVAL, errno.ENOMEM)
         if checked:
             assert f"max_inline_data={most}" in str(caught.value)
         assert pair.cq.poll() == []
 
 
-@pytest.mark.parametrize("kind", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
-def test_inline_has_no_meaning_on_what_fetches(rc, kind):
-    with pytest.raises(rp.PostError, match=f"INLINE has no meaning on {kind.opcode.name}"):
-        rc.a.post_send(rc.wr(kind, rc.mine[:8], send_flags=INLINE))
+@pytest.mark.parametrize("wr_type", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
+def test_inline_has_no_meaning_on_what_fetches(rc, wr_type):
+    with pytest.raises(rp.PostError, match=f"INLINE has no meaning on {wr_type.opcode.name}"):
+        rc.a.post_send(rc.wr(wr_type, rc.mine[:8], send_flags=INLINE))
 
 
 # ---- FENCE ----------------------------------------------------------------------------
@@ -184,33 +184,33 @@ class Waiter:
         self.qp.post_recv([rp.RecvWR(pair.theirs[:64], wr_id=i) for i in range(3)])
         self.cq.req_notify(solicited_only=True)
 
-    def message(self, kind: type, send_flags: int) -> rp.SendWR:
+    def message(self, wr_type: type, send_flags: int) -> rp.SendWR:
         more = {"ah": self.ah, "remote_qpn": self.qp.qp_num} if self.ah is not None else {}
-        return self.pair.wr(kind, self.pair.mine[:8], send_flags=send_flags, **more)
+        return self.pair.wr(wr_type, self.pair.mine[:8], send_flags=send_flags, **more)
 
 
 @pytest.mark.parametrize(
-    ("qp_type", "kind"),
+    ("qp_type", "wr_type"),
     [*((t, rp.Send) for t in TYPES), *WITH_IMM],
     ids=lambda x: x.__name__ if isinstance(x, type) else x.name,
 )
-def test_solicited_wakes_who_waits_for_that_only(connect, stack, qp_type, kind):
+def test_solicited_completion_wakes_a_waiter_for_solicited_only(connect, stack, qp_type, wr_type):
     """A message without it does not, whatever other flags it carries."""
     pair = connect(qp_type)
     waiter = Waiter(pair, stack, qp_type)
-    pair.a.post_send(waiter.message(kind, SendFlags.SIGNALED))
+    pair.a.post_send(waiter.message(wr_type, SendFlags.SIGNALED))
     pair.wait()
     assert waiter.channel.get_cq_event(0.05) is None
-    pair.a.post_send(waiter.message(kind, SOLICITED))
+    pair.a.post_send(waiter.message(wr_type, SOLICITED))
     assert waiter.channel.get_cq_event(5) is waiter.cq
     assert [wc.wr_id for wc in waiter.cq.poll()] == [0, 1]
     # One event for one request.
-    pair.a.post_send(waiter.message(kind, SOLICITED))
+    pair.a.post_send(waiter.message(wr_type, SOLICITED))
     pair.wait(2)
     assert waiter.channel.get_cq_event(0.05) is None
 
 
-def test_who_waits_for_any_is_woken_without_it(connect, stack):
+def test_unsolicited_completion_wakes_a_waiter_for_any(connect, stack):
     pair = connect()
     waiter = Waiter(pair, stack, QPType.RC)
     waiter.cq.req_notify()
@@ -218,7 +218,7 @@ def test_who_waits_for_any_is_woken_without_it(connect, stack):
     assert waiter.channel.get_cq_event(5) is waiter.cq
 
 
-def test_a_failure_wakes_who_waits_for_solicited_only(connect, stack, context):
+def test_failure_wakes_a_waiter_for_solicited_completions_only(connect, stack, context):
     needs(context.kind == "soft", "an event for a failure where only solicited are wanted", context)
     pair = connect()
     waiter = Waiter(pair, stack, QPType.RC)
@@ -227,16 +227,16 @@ def test_a_failure_wakes_who_waits_for_solicited_only(connect, stack, context):
     assert [wc.status for wc in waiter.cq.poll()] == [WCStatus.WR_FLUSH_ERR] * 3
 
 
-@pytest.mark.parametrize("kind", [rp.RdmaWrite, rp.RdmaRead])
-def test_solicited_has_no_meaning_on_what_takes_no_receive(rc, kind):
-    with pytest.raises(rp.PostError, match=f"SOLICITED has no meaning on {kind.opcode.name}"):
-        rc.a.post_send(rc.wr(kind, rc.mine[:8], send_flags=SOLICITED))
+@pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead])
+def test_solicited_has_no_meaning_on_what_takes_no_receive(rc, wr_type):
+    with pytest.raises(rp.PostError, match=f"SOLICITED has no meaning on {wr_type.opcode.name}"):
+        rc.a.post_send(rc.wr(wr_type, rc.mine[:8], send_flags=SOLICITED))
 
 
 # ---- SIGNALED -------------------------------------------------------------------------
 
 
-def test_only_signaled_ones_complete(rc):
+def test_only_signaled_work_requests_complete(rc):
     """The completion of a signaled send covers the unsignaled ones before it."""
     flags = [0, SendFlags.SIGNALED, 0, 0, SendFlags.SIGNALED, 0]
     rc.a.post_send(
@@ -278,25 +278,25 @@ def test_a_failure_completes_though_it_is_not_signaled(rc):
 
 
 @pytest.mark.parametrize(
-    ("qp_type", "kind"), WITH_IMM, ids=lambda x: x.__name__ if isinstance(x, type) else x.name
+    ("qp_type", "wr_type"), WITH_IMM, ids=lambda x: x.__name__ if isinstance(x, type) else x.name
 )
-def test_immediate_data_is_a_number_of_the_host_at_both_ends(connect, qp_type, kind):
+def test_immediate_data_is_a_number_of_the_host_at_both_ends(connect, qp_type, wr_type):
     """All bytes differ: only the right order gives the same number."""
     pair = connect(qp_type)
     pair.b.post_recv(rp.RecvWR(pair.theirs[:100], wr_id=7))
-    pair.a.post_send(pair.wr(kind, pair.mine[:4], imm_data=0x01020304, wr_id=9))
+    pair.a.post_send(pair.wr(wr_type, pair.mine[:4], imm_data=0x01020304, wr_id=9))
     done = {wc.wr_id: wc for wc in pair.wait(2)}
     assert done[7].imm_data == 0x01020304
-    assert done[7].opcode is (WCOpcode.RECV_RDMA_WITH_IMM if is_write(kind) else WCOpcode.RECV)
+    assert done[7].opcode is (WCOpcode.RECV_RDMA_WITH_IMM if is_write(wr_type) else WCOpcode.RECV)
     assert done[9].imm_data is None
 
 
-@pytest.mark.parametrize("kind", [rp.Send, rp.RdmaWrite])
-def test_without_immediate_data_there_is_none(rc, kind):
+@pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
+def test_completion_without_immediate_data_or_key_has_none(rc, wr_type):
     """None and not 0, which could have been sent."""
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=7))
-    rc.a.post_send(rc.wr(kind, rc.mine[:8], wr_id=9))
-    done = rc.wait(1 if is_write(kind) else 2)
+    rc.a.post_send(rc.wr(wr_type, rc.mine[:8], wr_id=9))
+    done = rc.wait(1 if is_write(wr_type) else 2)
     assert [wc.imm_data for wc in done] == [None] * len(done)
     assert [wc.invalidated_rkey for wc in done] == [None] * len(done)
 
@@ -319,23 +319,23 @@ def test_invalidated_rkey_is_in_the_completion(connect, stack, context, qp_type)
     assert (done[7].imm_data, done[9].invalidated_rkey) == (None, None)
 
 
-@pytest.mark.parametrize("kind", [rp.RdmaWrite, rp.RdmaRead])
-def test_write_and_read_take_no_receive(rc, kind):
+@pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead])
+def test_write_and_read_take_no_receive(rc, wr_type):
     """The far side does not see them, and needs nothing posted."""
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=7))
-    rc.a.post_send(rc.wr(kind, rc.mine[:8], wr_id=9))
+    rc.a.post_send(rc.wr(wr_type, rc.mine[:8], wr_id=9))
     assert [wc.wr_id for wc in rc.wait()] == [9]
     assert rc.cq.poll() == []
     assert rc.b.outstanding.recv == 1
 
 
 @pytest.mark.parametrize(
-    ("qp_type", "kind"), WITH_IMM, ids=lambda x: x.__name__ if isinstance(x, type) else x.name
+    ("qp_type", "wr_type"), WITH_IMM, ids=lambda x: x.__name__ if isinstance(x, type) else x.name
 )
-def test_immediate_data_takes_a_receive(connect, qp_type, kind):
+def test_immediate_data_takes_a_receive(connect, qp_type, wr_type):
     pair = connect(qp_type)
     pair.b.post_recv(rp.RecvWR(pair.theirs[:100], wr_id=7))
-    pair.a.post_send(pair.wr(kind, pair.mine[:4], wr_id=9))
+    pair.a.post_send(pair.wr(wr_type, pair.mine[:4], wr_id=9))
     pair.wait(2)
     assert pair.b.outstanding.recv == 0
 

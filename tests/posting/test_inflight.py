@@ -26,7 +26,7 @@ from support.tap import Tap, open_tap
 import rdmapost as rp
 from rdmapost import OpsFlags, QPType, SendFlags, WCStatus
 from rdmapost._binding import native
-from rdmapost.posting.fields import KINDS
+from rdmapost.posting.fields import TYPE_NUMBERS
 
 wr_ids = st.integers(0, (1 << 64) - 1)
 ENOMEM, U64 = 12, (1 << 64) - 1
@@ -129,7 +129,7 @@ class InOrder(Machine):
         assert self.qp.max_send_wr == self.DEPTH
         self.qp.connect(self.qp.endpoint())
         self.model: list[Entry] = []
-        self.told: list[int] = []  # by the device, before a reset
+        self.completed: list[int] = []  # by the device, before a reset
         self.batch: rp.Batch | None = None
         self.prepared: list[Entry] = []
         self.given: list[Entry] = []  # with the prepared list, which has the work requests
@@ -242,18 +242,18 @@ class InOrder(Machine):
 
     @rule(most=st.integers(1, 6))
     def poll(self, most: int) -> None:
-        told, self.told = self.told[:most], self.told[most:]
+        completed, self.completed = self.completed[:most], self.completed[most:]
         signaled = [index for index, entry in enumerate(self.model) if entry.signaled]
-        signaled = signaled[: most - len(told)]
+        signaled = signaled[: most - len(completed)]
         done = [wc.check().wr_id for wc in self.cq.poll(most)]
-        assert done == told + [self.model[index].wr_id for index in signaled]
+        assert done == completed + [self.model[index].wr_id for index in signaled]
         if signaled:
             self.forget(signaled[-1] + 1)
 
     @rule()
     def reset(self) -> None:
         """What has completed by then is reported; nothing else is outstanding."""
-        self.told += [entry.wr_id for entry in self.model if entry.signaled]
+        self.completed += [entry.wr_id for entry in self.model if entry.signaled]
         self.qp.to_reset()
         self.qp.connect(self.qp.endpoint())
         self.forget(len(self.model))
@@ -362,7 +362,7 @@ class Tagged(Machine):
         self.ops: list[Entry] = []
         self.listed: list[Entry] = []  # by the device
         self.held: list[Entry] = []  # by the library
-        self.told: list[tuple[Entry, str]] = []  # in the CQ
+        self.completed: list[tuple[Entry, str]] = []  # in the CQ
         self.tags = itertools.count(1)
 
     def carried_out(self, op: Entry, entry: Entry | None) -> None:
@@ -374,7 +374,7 @@ class Tagged(Machine):
         elif op.removes in self.listed:
             self.listed.remove(op.removes)
         if op.signaled:
-            self.told.append((op, "op"))
+            self.completed.append((op, "op"))
 
     @rule(
         adds=st.lists(st.tuples(wr_ids, wr_ids, st.booleans()), min_size=1, max_size=4),
@@ -425,13 +425,13 @@ class Tagged(Machine):
         payload = bytes(6000 if long else 10)
         assert self.client.send(tmh(EAGER, entry.tag) + payload) is WCStatus.SUCCESS
         self.listed.remove(entry)
-        self.told += [(entry, "match"), (entry, "data")] if long else [(entry, "data")]
+        self.completed += [(entry, "match"), (entry, "data")] if long else [(entry, "data")]
 
     @rule(most=st.integers(1, 4))
     def poll(self, most: int) -> None:
-        told, self.told = self.told[:most], self.told[most:]
+        completed, self.completed = self.completed[:most], self.completed[most:]
         # One at a time, to see what each of them releases.
-        for entry, what in told:
+        for entry, what in completed:
             [wc] = self.srq.cq.poll(1)  # type: ignore[union-attr]
             assert wc.wr_id == entry.wr_id
             if what == "match":
@@ -495,7 +495,7 @@ def gone(*regions: weakref.ref[rp.MR]) -> bool:
     return all(region() is None for region in regions)
 
 
-def test_memory_of_a_closed_prepared_list_goes_though_the_list_is_kept(pair, pd):
+def test_closed_prepared_list_releases_its_memory_while_it_is_referenced(pair, pd):
     first, second = rp.MR(pd, 64), rp.MR(pd, 64)
     regions = weakref.ref(first), weakref.ref(second)
     batch = pair.a.prepare(write(pair, first))
@@ -534,7 +534,7 @@ def test_setting_a_number_that_closes_its_prepared_list_raises_closed_error(pair
 
 
 @pytest.mark.parametrize("bad", ["null", "left alone", "nowhere"])
-def test_device_that_does_not_say_which_one_it_refused(pair, pd, context, bad, stack):
+def test_work_requests_of_a_device_without_bad_wr_count_as_posted(pair, pd, context, bad, stack):
     """All count as posted, so that the memory stays until the queue pair is reset."""
     if context.kind != "soft":
         pytest.skip("only soft0 can be made to refuse")
@@ -603,7 +603,7 @@ def test_memory_of_inline_data_is_free_when_the_post_returns(connect, pd):
     plain.close()
 
 
-def test_flags_that_mean_inline_to_others_let_go_of_nothing(stack):
+def test_flags_that_only_resemble_inline_release_no_memory(stack):
     """The flag of a tagged receive that has the value of INLINE, and INLINE on a bind."""
     context = stack.enter_context(rp.open_device("soft0"))
     tap = open_tap(context)
@@ -680,7 +680,7 @@ def test_count_wraps_around(pair, context):
     assert qp.outstanding.send == 0
 
 
-def test_slots_of_a_shared_queue_are_used_more_often_than_their_tickets_can_count(pair, pd):
+def test_slots_of_a_shared_queue_are_reused_more_often_than_their_cookies_can_count(pair, pd):
     """A ticket says how often its slot was used, in 8 bits.  No more slots are made for it."""
     with (
         rp.SRQ(pd, 16, 1) as srq,
@@ -841,7 +841,7 @@ def test_closed_region_is_named_at_any_place_in_an_sg_list(pair, pd, at):
         sge.owner.close()
 
 
-def test_handle_of_a_tagged_receive_is_none_of_the_next_in_its_place(stack):
+def test_handle_of_a_tagged_receive_does_not_match_the_next_in_its_slot(stack):
     """Many times over: no receive is removed by the handle of another."""
     context = stack.enter_context(rp.open_device("soft0"))
     pd = stack.enter_context(rp.PD(context))
@@ -964,7 +964,7 @@ def queue(**changed: Any) -> Any:
         ({"verb": 4}, "there is no such verb"),
         ({"kinds": ((-1, 0),)}, "no such class"),
         ({"kinds": ((0, 0), (99, 0))}, "no such class"),
-        ({"kinds": ((len(KINDS), 0),)}, "no such class"),
+        ({"kinds": ((len(TYPE_NUMBERS), 0),)}, "no such class"),
         ({"kinds": ((1,),)}, "argument"),
         ({"kinds": 5}, "tuple"),
         ({"in_flight": None}, "InFlight"),
@@ -974,7 +974,7 @@ def test_queue_of_wrong_arguments_is_refused(wrong, error):
     with pytest.raises((TypeError, ValueError), match=error):
         queue(**wrong)
     for verb in range(4):
-        queue(verb=verb, kinds=((0, 0), (len(KINDS) - 1, 0)))
+        queue(verb=verb, kinds=((0, 0), (len(TYPE_NUMBERS) - 1, 0)))
 
 
 def test_queue_is_initialised_once():
@@ -1024,7 +1024,7 @@ def test_what_is_neither_true_nor_false_makes_no_queue_ready():
         queue().set_ready(Odd())
 
 
-def test_ticket_that_nothing_outstanding_has_is_found_nowhere(pair, pd):
+def test_cookie_of_nothing_outstanding_is_not_found(pair, pd):
     """In a send queue, and among the slots of an SRQ."""
     sends = pair.a._send.in_flight
     pair.a.post_send([write(pair, pair.mine, wr_id) for wr_id in (1, 2)])

@@ -17,7 +17,7 @@ MOST_ATTEMPTS = 2 * 17 + 1
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_what_is_found_is_the_largest(pd, cq, qp_type):
+def test_max_inline_is_the_largest_that_the_device_grants(pd, cq, qp_type):
     """A queue pair gets it, and no queue pair gets a byte more."""
     found = rp.max_inline(pd, qp_type, cq)
     with rp.QP(pd, qp_type, cq, max_inline_data=found) as qp:
@@ -45,7 +45,7 @@ def test_so_many_bytes_can_be_posted_inline(connect, pd, cq, context):
 
 
 @pytest.mark.parametrize("enough", [0, 1, 63, 64, 65, 100])
-def test_no_more_than_is_enough(pd, cq, context, enough):
+def test_max_inline_returns_at_most_at_most(pd, cq, context, enough):
     most = rp.max_inline(pd, QPType.RC, cq)
     assert rp.max_inline(pd, QPType.RC, cq, at_most=enough) == min(enough, most)
 
@@ -74,7 +74,7 @@ def test_size_that_does_not_fit(pd, cq, at_most):
         rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
 
 
-def test_queue_pair_that_cannot_be_had_at_all(pd, cq, context):
+def test_max_inline_of_a_refused_queue_pair_raises_its_error(pd, cq, context):
     """Then it is not the inline data that is refused."""
     most = context.attr.max_qp_wr
     with pytest.raises(rp.VerbsError, match=f"max_send_wr={most + 1}, but the device's"):

@@ -82,7 +82,7 @@ def test_list_with_two_bad_ones_stops_at_the_first(connect, checked):
     pair.works()
 
 
-def test_long_list_goes_in_with_one_call(connect, stack, context):
+def test_long_list_is_posted_with_one_call(connect, stack, context):
     """More than the buffers were made for at first."""
     pair = connect(max_send_wr=200)
     pair.a.post_send(writes(pair, 200))
@@ -155,7 +155,7 @@ def test_generator_that_raises_posts_nothing(context, pd, rc, name):
         assert (*rc.a.outstanding, *rc.b.outstanding, srq.outstanding) == (0, 0, 0, 0, 0)
 
 
-def test_any_iterable_and_a_single_one_and_none(rc):
+def test_post_accepts_an_iterable_a_single_work_request_and_an_empty_list(rc):
     rc.a.post_send(iter(writes(rc, 3)))
     rc.a.post_send(writes(rc, 1, start=3)[0])
     rc.a.post_send([])
@@ -258,7 +258,7 @@ def test_error_of_a_field_is_the_callers_and_nothing_is_posted(rc):
 
 
 @pytest.mark.parametrize("post", ["post_send", "prepare"])
-def test_list_with_two_wrong_work_requests_lets_go_of_both_values(rc, post):
+def test_list_with_two_wrong_work_requests_releases_both_values(rc, post):
     class Unreadable:
         pass
 
@@ -374,7 +374,7 @@ def test_full_queue_of_the_device_unchecked(connect):
     assert error.wr.wr_id == error.index
 
 
-def test_unsignaled_ones_are_outstanding_until_a_later_one_completes(connect):
+def test_unsignaled_work_requests_are_outstanding_until_a_later_completion(connect):
     pair = connect()
     quiet = [pair.wr(rp.RdmaWrite, pair.mine[:1], send_flags=0, wr_id=i) for i in range(5)]
     pair.a.post_send(quiet)

@@ -19,7 +19,7 @@ from support import ALL, Connect, Pair, needs
 
 import rdmapost as rp
 from rdmapost import QPState, QPType, SendFlags, WCStatus
-from rdmapost.posting.fields import NUMBERS
+from rdmapost.posting.fields import NUMBER_FIELDS
 
 
 def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
@@ -54,7 +54,7 @@ def test_prepared_and_ordinary_posts_complete_in_the_order_of_their_posts(rc):
     assert [wc.wr_id for wc in rc.wait(7)] == [3, 1, 2, 4, 5, 1, 2]
 
 
-def test_unsignaled_ones_are_done_with_the_next_completion(rc):
+def test_unsignaled_work_requests_are_done_with_the_next_completion(rc):
     silent, last = write(rc, wr_id=1), write(rc, wr_id=2)
     silent.send_flags = SendFlags(0)
     batch = rc.a.prepare([silent, silent, last])
@@ -183,7 +183,7 @@ def test_region_of_another_domain_is_refused(rc, context, stack):
     rc.wait()
 
 
-def test_what_cannot_be_posted_cannot_be_prepared(rc):
+def test_work_requests_that_cannot_be_posted_cannot_be_prepared(rc):
     """The error names the work request, as a post's does."""
     with pytest.raises(rp.PostError, match="9 SGEs") as caught:
         rc.a.prepare([write(rc), rp.Send([rc.mine[:8]] * 9)])
@@ -289,7 +289,7 @@ def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
     fresh = rp.PreparedWR.__new__(type(swap))
     others = [
         type(field)(rp.AtomicCmpAndSwp, index)
-        for index in (-1, len(NUMBERS[rp.AtomicCmpAndSwp]), 99, 1 << 30)
+        for index in (-1, len(NUMBER_FIELDS[rp.AtomicCmpAndSwp]), 99, 1 << 30)
     ]
     for descriptor, wrong in (
         *((field, wrong) for wrong in (send, fresh, 5, rc.a, rp.AtomicCmpAndSwp())),
@@ -483,7 +483,7 @@ def test_method_alone_keeps_the_list(rc):
     rc.mine.close()
 
 
-def test_a_list_that_nobody_holds_lets_go_at_once(rc):
+def test_prepared_list_without_references_releases_its_memory_at_once(rc):
     """This needs no collector, even if its work requests have been accessed."""
     batch = rc.a.prepare(write(rc))
     batch[0].wr_id = 5
@@ -491,16 +491,16 @@ def test_a_list_that_nobody_holds_lets_go_at_once(rc):
     rc.mine.close()
 
 
-def test_the_collector_may_take_a_list_together_with_its_region(rc, pd, monkeypatch):
-    told: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+def test_the_collector_may_take_a_list_and_its_region_in_one_cycle(rc, pd, monkeypatch):
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
     data = bytearray(64)
     region = rp.MR(pd, data)
     garbage: list[object] = [rc.a.prepare(rp.Send(region[:8]))]
     garbage.append(garbage)
     del region, garbage
     gc.collect()
-    assert told == []
+    assert raised == []
     data.extend(b"nobody holds it")
 
 
@@ -820,7 +820,7 @@ PARTS: dict[str, Callable[[rp.Batch], object]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_list_that_is_being_made_says_so(rc, part):
+def test_list_that_is_being_prepared_refuses_use(rc, part):
     """The collector exposes it to anyone; it is completed all the same."""
     finder = Finder(PARTS[part])
     wrs = [write(rc, 0, 1), write(rc, 8, 2), write(rc, 16, 3)]

@@ -46,7 +46,7 @@ def test_a_number_of_32_bits_is_kept_whole(write, name, value):
 
 @pytest.mark.parametrize(("name", "bits"), [("remote_addr", 64), ("rkey", 32), ("imm_data", 32)])
 @pytest.mark.parametrize("wrong", [-1, "over", 1.0, "1", None])
-def test_what_does_not_fit_is_refused_and_changes_nothing(write, name, bits, wrong):
+def test_number_that_does_not_fit_is_refused_and_changes_nothing(write, name, bits, wrong):
     before = getattr(write, name)
     value = 1 << bits if wrong == "over" else wrong
     said = rf"{name}=.* is not in 0\.\.2\^{bits}-1"
@@ -79,7 +79,7 @@ def test_another_object_has_no_such_field(write, other):
             field.__get__(other)
 
 
-def test_one_that_no_batch_made_has_no_fields(write):
+def test_prepared_work_request_that_no_batch_made_has_no_fields(write):
     made = type(write).__new__(type(write))
     with pytest.raises(TypeError, match="of another class"):
         made.rkey  # noqa: B018 - reading it is what is tested

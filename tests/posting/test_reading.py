@@ -354,7 +354,7 @@ def test_resources_of_subclasses_are_what_their_base_is(watched):
 
 
 @pytest.mark.parametrize("order", ["ABA", "AABB", "ABAB", "ABCABC", "ABCDEFABCDEF"])
-def test_sges_of_one_region_need_not_stand_together(watched, order):
+def test_sges_of_one_region_need_not_be_adjacent(watched, order):
     with contextlib.ExitStack() as stack:
         regions = {name: stack.enter_context(rp.MR(watched.pd, 64, ALL)) for name in set(order)}
         qp = stack.enter_context(
@@ -417,7 +417,7 @@ class FailingAtOnce(Failing):
 
 
 @pytest.mark.parametrize("kind", [Failing, FailingAtOnce])
-def test_list_that_cannot_be_read_says_why_in_its_own_words(watched, kind):
+def test_error_of_an_iterator_propagates_unchanged(watched, kind):
     """Only for what is not a sequence does the error say what it should be."""
     for error in (Mine("mine"), ValueError("no item")):
         with pytest.raises(type(error)) as caught:
@@ -949,7 +949,7 @@ def test_class_is_of_a_verb_and_has_the_slots_of_one():
         native.describe_resource("MR", rp.MR)
 
 
-def test_no_more_classes_are_taken_than_there_is_room_for():
+def test_registering_too_many_classes_is_refused():
     assert prints(
         "import rdmapost as rp\n"
         "from rdmapost._binding import native\n"

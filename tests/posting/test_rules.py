@@ -1046,7 +1046,7 @@ CASES = [
             "count_without_sync",
             "ops",
             lambda s, kind=kind: kind(s, unexpected_cnt=1),
-            "unexpected_cnt=1 is not looked at without OpsFlags.TM_SYNC",
+            "unexpected_cnt=1 is ignored without OpsFlags.TM_SYNC",
             lambda s, kind=kind: [kind(s, unexpected_cnt=1, flags=SYNC), kind(s)],
         )
         for kind in (
@@ -1058,7 +1058,7 @@ CASES = [
         "sync_of_nothing",
         "ops",
         lambda s: rp.TagSync(flags=OpsFlags.SIGNALED),
-        "a TAG_SYNC without OpsFlags.TM_SYNC tells the device nothing",
+        "a TAG_SYNC without OpsFlags.TM_SYNC has no effect",
         lambda s: [rp.TagSync(), rp.TagSync(flags=SYNC, unexpected_cnt=3)],
     ),
     *(
@@ -1139,7 +1139,7 @@ def test_error_for_a_base_class_differs_from_that_for_no_work_request(soft):
 
 
 @each(lambda case: case.where == "checked")
-def test_any_other_rule_is_the_devices_affair_unchecked(unchecked, case):
+def test_unchecked_queue_pair_leaves_the_other_rules_to_the_device(unchecked, case):
     """The device accepts the work request, or refuses it itself, or the completion says why not."""
     post, _, _ = poster(unchecked, case.to)
     wr = case.make(unchecked)
@@ -1308,7 +1308,7 @@ def test_prepared_list_goes_in_whole_or_not_at_all(soft):
         qp.prepare([rp.LocalInv()] * (room + 1))
 
 
-def test_full_queue_is_the_devices_affair_unchecked(unchecked):
+def test_unchecked_full_queue_is_left_to_the_device(unchecked):
     """In its own words, when it decides, and also ENOMEM."""
     qp = unchecked.qp()
     qp.post_recv([rp.RecvWR()] * qp.max_recv_wr)
@@ -1348,7 +1348,7 @@ def test_receive_that_is_done_is_not_on_the_list(soft):
     )
 
 
-def test_handle_of_a_receive_that_is_done_is_the_devices_affair_unchecked(unchecked):
+def test_unchecked_handle_of_a_completed_receive_is_left_to_the_device(unchecked):
     """Its completion reports it."""
     srq = unchecked.srq(SRQType.TM)
     handle = unchecked.added().handle
@@ -1359,7 +1359,7 @@ def test_handle_of_a_receive_that_is_done_is_the_devices_affair_unchecked(unchec
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_srq_without_a_matching_list_says_so_of_every_operation(checked):
+def test_srq_without_a_matching_list_refuses_every_operation_by_name(checked):
     with contextlib.ExitStack() as stack:
         soft = Soft(stack, checked=checked)
         srq, handle = soft.srq(), soft.added().handle
@@ -1544,7 +1544,7 @@ def test_inline_needs_no_registration(soft):
     assert "can only be sent with SendFlags.INLINE" in reason(soft.qp().post_send, rp.Send(data))
 
 
-def test_inline_data_of_as_many_bytes_as_32_bits_count_is_the_devices_affair_unchecked(unchecked):
+def test_unchecked_inline_data_of_up_to_32_bits_is_left_to_the_device(unchecked):
     memory = unchecked.region(BIG)
     said = reason(unchecked.qp().post_send, inline(memory[:], memory[1:]))
     assert "soft0" in said

@@ -181,7 +181,7 @@ def test_sges_may_overlap(rc):
     assert bytes(rc.theirs.buffer[:11]) == b"abcdbcabcd\0"
 
 
-def test_as_many_sges_as_were_asked_for(connect):
+def test_work_requests_may_have_max_sge_sges(connect):
     pair = connect(max_send_sge=8, max_recv_sge=8)
     pair.mine.buffer[:8] = b"12345678"
     pair.b.post_recv(rp.RecvWR([pair.theirs[2 * i : 2 * i + 1] for i in range(8)], wr_id=7))

@@ -46,7 +46,7 @@ def test_sleeps_until_enough_have_come(rc):
     run(main)
 
 
-def test_async_for_gives_one_after_another(rc):
+def test_async_for_yields_completions_one_at_a_time(rc):
     async def main():
         got = []
 
@@ -109,7 +109,7 @@ def test_the_event_loop_runs_on_while_a_task_waits(rc):
 # ---- several tasks ------------------------------------------------------------
 
 
-def test_one_who_wants_few_does_not_wait_for_one_who_wants_many(rc):
+def test_small_waits_are_not_blocked_by_larger_ones(rc):
     async def main():
         many, few = await waiting(rc.cq, 20), await waiting(rc.cq, 1)
         rc.a.post_send(write(rc, 0))

@@ -40,9 +40,7 @@ def test_tasks_wait_for_cqs_that_share_a_channel(context, pd, stack, channel):
     run(main)
 
 
-def test_events_of_the_other_cqs_of_a_channel_are_kept_for_those_who_ask(
-    context, pd, stack, channel
-):
+def test_events_of_other_cqs_on_a_channel_are_kept_for_get_cq_event(context, pd, stack, channel):
     (mine, post_mine), (other, post_other) = sharing(context, stack, pd, channel, 2)
 
     async def main():
@@ -334,7 +332,7 @@ def test_threads_and_tasks_do_not_share_the_events_of_a_device(context):
 # ---- arguments ----------------------------------------------------------------
 
 
-def test_a_wrong_argument_leaves_nobody_waiting(rc, context, channel):
+def test_wait_with_a_wrong_argument_leaves_no_waiter(rc, context, channel):
     """It is refused by name, and the next task gets what arrives."""
     calls = {
         "timeout: expected seconds or None, got timedelta": (
@@ -377,7 +375,7 @@ def test_a_wrong_argument_leaves_nobody_waiting(rc, context, channel):
 # ---- what is left -------------------------------------------------------------
 
 
-def test_what_a_closed_loop_leaves_behind_is_collected(context):
+def test_waiters_of_a_closed_event_loop_are_collected(context):
     """CQs, channels and devices that tasks waited for when their event loop was closed."""
 
     def leave(make, wait):

@@ -125,7 +125,7 @@ def test_sender_has_no_data_of_the_receiver(completed, flag):
 
 
 @pytest.mark.parametrize("flag", [WCFlags.GRH, WCFlags.WITH_IMM, WCFlags.WITH_INV])
-def test_of_a_failed_one_nothing_else_means_anything(completed, flag):
+def test_error_completion_has_only_its_valid_fields(completed, flag):
     """ibv_poll_cq(3): wr_id, status, qp_num and vendor_err."""
     wc = completed[f"failed, {flag.name}"]
     assert wc["status"] == WCStatus.REM_OP_ERR

@@ -100,7 +100,7 @@ def test_waiters_of_one_cq_all_get_theirs(rc):
         waiter.join(30)
 
 
-def test_waiter_for_few_is_not_starved_by_one_for_many(rc):
+def test_waiter_for_few_completions_is_not_starved_by_one_for_many(rc):
     few, many = [], []
     greedy = threading.Thread(target=lambda: many.extend(rc.cq.wait(50, 30)))
     modest = threading.Thread(target=lambda: few.extend(rc.cq.wait(1, 30)))
@@ -184,7 +184,7 @@ def test_send_and_receive_with_one_wr_id_on_one_cq(connect):
     assert pair.a.outstanding == pair.b.outstanding == (0, 0)
 
 
-def test_two_cqs_of_one_queue_pair(context, connect):
+def test_sends_and_receives_complete_on_their_own_cqs(context, connect):
     with rp.CQ(context) as recv_cq:
         pair = connect(b_options={"recv_cq": recv_cq})
         pair.b.post_recv(rp.RecvWR(pair.theirs[:8], wr_id=1))
@@ -241,7 +241,7 @@ def test_completions_of_a_shared_receive_queue_are_kept_too(connect, context, pd
         assert srq.outstanding == 0
 
 
-def test_closed_cq_says_so(context):
+def test_poll_and_wait_on_a_closed_cq_raise_closed_error(context):
     cq = rp.CQ(context)
     cq.close()
     for call in (cq.poll, cq.wait):

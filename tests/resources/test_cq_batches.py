@@ -91,7 +91,7 @@ def test_call_on_a_closed_cq_names_it(context, call):
         call(cq)
 
 
-def test_what_tasks_are_promised_is_left_to_them(rc):
+def test_completions_promised_to_tasks_are_left_to_them(rc):
     rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(3)])
     until(lambda: rc.cq._poller.fill(rc.cq, 3) == 3)
     assert _take(rc.cq, 2, promised=2) is None

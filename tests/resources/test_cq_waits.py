@@ -295,7 +295,7 @@ def eventfds() -> set[int]:
     return found
 
 
-def test_wait_that_gets_no_descriptor_says_so():
+def test_wait_that_gets_no_descriptor_raises_its_errno():
     code = """
 import os, resource
 import rdmapost as rp
@@ -473,7 +473,7 @@ def test_wait_takes_at_once_what_comes_besides_what_an_earlier_wait_wants(rc):
     assert len(rc.cq.wait(1, LIMIT)) == 1
 
 
-def test_wait_that_leaves_the_completion_it_has_polled_wakes_who_waits_for_it(rc):
+def test_wait_that_leaves_a_polled_completion_wakes_its_waiter(rc):
     """The thread that sleeps on the channel does not: it is in a signal handler."""
 
     def others() -> None:
@@ -541,7 +541,7 @@ def test_wait_that_leaves_completions_to_an_earlier_wait_says_if_it_gets_no_desc
 
 
 @pytest.mark.parametrize("vain", [0, 1, 3])
-def test_completions_that_are_put_back_wake_who_waits_for_them(rc, vain):
+def test_completions_that_are_put_back_wake_their_waiters(rc, vain):
     """As after an interrupt; also who was woken in vain before, because they were taken again."""
 
     def attempt() -> float:
@@ -579,7 +579,7 @@ def test_thread_that_is_woken_in_vain_sleeps_again(rc):
     assert idle(attempt)
 
 
-def test_poll_of_another_thread_wakes_who_waits_for_what_it_leaves(rc):
+def test_poll_of_another_thread_wakes_the_waiter_for_what_it_leaves(rc):
     """One that polls fewer than there are."""
 
     def attempt() -> float:
@@ -596,7 +596,7 @@ def test_poll_of_another_thread_wakes_who_waits_for_what_it_leaves(rc):
     assert at_once(attempt)
 
 
-def test_what_an_event_loop_waited_with_is_garbage_when_it_is_over(rc):
+def test_waiting_state_of_a_finished_event_loop_is_collected(rc):
     async def main() -> Any:
         task = asyncio.create_task(rc.cq.completions(1, LIMIT))
         while rc.cq._poller.tasks is None:
@@ -664,16 +664,16 @@ def test_threads_that_wait_wake_at_most_once_a_second_while_nothing_comes(rc):
 
 
 def test_exception_from_waking_the_event_loop_ends_the_wait(cq):
-    def told() -> None:
+    def wake() -> None:
         raise LookupError
 
-    assert cq._poller.claim(told)
+    assert cq._poller.claim(wake)
     try:
         for call in (lambda: cq.wait(1, 5), lambda: cq._poller.claim(print)):
             with pytest.raises(LookupError):
                 call()
     finally:
-        cq._poller.unclaim(told)
+        cq._poller.unclaim(wake)
     with pytest.raises(rp.WaitTimeout):
         cq.wait(1, 0.01)
 

@@ -49,7 +49,7 @@ def test_ipv4_header_is_recognised_by_its_checksum(checksum, version):
     assert rp.GRH.parse(data).version == version
 
 
-def test_checksum_that_nobody_filled_in_is_none():
+def test_empty_ipv4_checksum_is_not_verified():
     """A packet that stays on the machine has none."""
     assert rp.GRH.parse(bytes(20) + IPV4[:10] + bytes(2) + IPV4[12:]).version == 4
 

@@ -181,7 +181,7 @@ class TestFaults:
         assert {wc.wr_id: wc.status for wc in sent}[2] is status
 
 
-def test_only_the_software_device_has_faults_on_purpose(context):
+def test_only_the_software_device_can_inject_faults(context):
     if context.kind == "soft":
         context.faults.clear()
         return

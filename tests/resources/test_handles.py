@@ -254,12 +254,12 @@ def test_close_inside_a_verb_of_the_same_thread_is_put_off():
 
 
 def test_refusal_that_was_put_off_is_reported(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
     pd = Thing("pd")
     mr = Thing("mr", pd)
     mr._verb(lambda _: pd.close())
-    assert [str(one.exc_value) for one in told] == [
+    assert [str(one.exc_value) for one in reported] == [
         "pd cannot be closed: mr still open; close it first"
     ]
     assert not pd.closed
@@ -416,18 +416,18 @@ def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, t
     holder.append(holder)
     del mw, mr, bind, holder
     with warnings.catch_warnings(action="error", category=ResourceWarning):
-        gc.collect()  # soft0 keeps a region that a window is bound to, and that would be told
+        gc.collect()  # soft0 keeps a region that a window is bound to, and that would be reported
     assert len(open_children(pair.pd)) == before
 
 
 def test_resource_that_the_device_keeps_is_reported_and_keeps_its_parents_open(pd):
     """A finalizer reports it in a warning, and the parent stays open."""
     parent = Thing("pd")
-    with pytest.warns(ResourceWarning) as told:
+    with pytest.warns(ResourceWarning) as caught:
         Thing("mr", parent, destroy=lambda _: 22)
-    assert len(told) == 1
-    assert str(told[0].message).startswith("mr could not be closed: <lambda>: EINVAL")
-    assert str(told[0].message).endswith("; the device keeps it until the process ends")
+    assert len(caught) == 1
+    assert str(caught[0].message).startswith("mr could not be closed: <lambda>: EINVAL")
+    assert str(caught[0].message).endswith("; the device keeps it until the process ends")
     with pytest.raises(rp.InUseError, match="mr still open"):
         parent.close()
 

@@ -263,7 +263,7 @@ def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monke
         assert qp in open_handles()
 
 
-def test_closed_window_says_so(pd):
+def test_closed_window_is_named_without_its_rkey(pd):
     """Its name includes its rkey, which only an open one has."""
     mw = rp.MW(pd)
     assert f"{mw.rkey:#x}" in str(mw)

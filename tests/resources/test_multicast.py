@@ -34,7 +34,7 @@ def hears_itself(context):
 
 @pytest.fixture
 def group(context):
-    """A group of the same kind as the port's GID."""
+    """A group of the same type as the port's GID."""
     with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, QPType.UD, cq) as qp:
         return rp.GID(GROUPS[qp.gid.gid.is_ipv4])
 
@@ -115,7 +115,7 @@ def test_message_reaches_the_members_of_its_group_only(party):
 
 
 @pytest.mark.usefixtures("hears_itself")
-def test_detached_queue_pair_hears_no_more(party, group):
+def test_detached_queue_pair_receives_no_more_messages_to_the_group(party, group):
     sender, one, two = party(), party(), party()
     for listener in (one, two):
         listener.listen(2)
@@ -162,7 +162,7 @@ def test_attached_queue_pair_can_be_closed(pd, cq, group):
     assert qp.closed
 
 
-def test_attached_queue_pair_still_hears_what_is_for_it(connect, group):
+def test_attached_queue_pair_still_receives_unicast_messages(connect, group):
     pair = connect(QPType.UD)
     pair.b.attach_mcast(group)
     pair.works()

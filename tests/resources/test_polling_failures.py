@@ -91,7 +91,7 @@ print(_rearm(cq, 3), [wc.wr_id for wc in cq.poll(1)], [wc.wr_id for wc in cq.pol
 
 
 @pytest.mark.parametrize("way", ["close", "to_reset"])
-def test_completions_of_what_is_no_longer_outstanding_are_nobodys(null, way):
+def test_completion_of_a_work_request_no_longer_outstanding_retires_nothing(null, way):
     """Those of other queue pairs in the same batch are delivered, and what is there stays."""
     said = prints(
         null_device.SETUP + GONE, way, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
@@ -206,7 +206,7 @@ def test_a_device_that_returns_more_than_there_is_room_for_has_failed(answers, c
 
 @BOTH
 @pytest.mark.parametrize(("most", "least"), [(0, 0), (-1, -1), (1, 2)])
-def test_no_room_for_what_is_asked_for_is_einval(extended, most, least):
+def test_poll_for_more_than_the_array_holds_is_einval(extended, most, least):
     cq = PolledCQ(extended, [1])
     done = Polled(cq, extended, most, least)
     assert (done.count, done.errno, cq.polls) == (-1, errno.EINVAL, 0)

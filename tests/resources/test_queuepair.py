@@ -53,7 +53,7 @@ def test_number_that_does_not_fit_is_named(pd, cq, name, value):
         rp.QP(pd, QPType.RC, cq, **{name: value})
 
 
-def test_inline_beyond_the_device_says_so(pd, cq):
+def test_max_inline_data_beyond_the_device_is_named(pd, cq):
     with pytest.raises(rp.VerbsError, match="max_inline_data=1000000 may be more than"):
         rp.QP(pd, QPType.RC, cq, max_inline_data=1_000_000)
 
@@ -362,7 +362,7 @@ def test_queue_pairs_meet_over_every_gid(pd, cq, stack, context):
         pair.works()
 
 
-def test_closed_queue_pair_says_so(rc):
+def test_methods_of_a_closed_queue_pair_raise_closed_error(rc):
     rc.a.close()
     rc.a.close()
     for call in (

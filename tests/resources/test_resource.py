@@ -239,7 +239,7 @@ def test_garbage_in_a_cycle_is_closed_children_first():
         assert closed.index("mr") < closed.index("pd")
 
 
-def test_garbage_that_the_device_keeps_is_nobodys_error():
+def test_garbage_that_the_device_keeps_raises_no_error():
     thing = Thing("pd")
     thing.device.broken = True
     with pytest.warns(ResourceWarning, match="pd could not be closed: ibv_destroy_thing: EBUSY"):
@@ -289,7 +289,7 @@ def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
     gc.collect()
     assert refuses.calls == 2
     assert alive() is not None
-    # Its next user closes it in vain again, which is not told again.
+    # Its next user closes it in vain again, which is not reported again.
     refuses.times = 4
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -325,15 +325,15 @@ def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, ti
 
 
 def test_warning_that_is_an_error_does_not_get_lost(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
     thing = Thing("pd")
     thing.device.broken = True
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del thing
         gc.collect()
-    assert [type(error) for error in told] == [ResourceWarning]
+    assert [type(error) for error in reported] == [ResourceWarning]
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
@@ -346,11 +346,11 @@ def test_closes_in_the_middle_of_a_verb_may_come_in_any_order(order):
 
 
 def test_close_put_off_in_a_verb_and_then_refused_is_reported(monkeypatch):
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
     things, other = tree(), Thing("other")
     other._verb(lambda _: [things[name].close() for name in ("pd", "cq", "mr")])
-    assert sorted(str(error).split(":")[0] for error in told) == [
+    assert sorted(str(error).split(":")[0] for error in reported) == [
         "cq cannot be closed",
         "pd cannot be closed",
     ]
@@ -410,7 +410,7 @@ def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_garbage_that_was_in_use_a_moment_ago_is_closed_without_a_word(times):
+def test_garbage_that_was_just_in_use_is_closed_without_a_warning(times):
     class Busy(Thing):
         def _release(self) -> None:
             was_busy()
@@ -425,16 +425,16 @@ def test_garbage_that_was_in_use_a_moment_ago_is_closed_without_a_word(times):
 
 
 def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeypatch):
-    """It is told, and the resource is kept."""
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(error.exc_value))
+    """It is reported, and the resource is kept."""
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
     thing, fails = Thing("pd"), Fails(LookupError, 1000)
     thing.device.inside = fails
     with pytest.warns(ResourceWarning, match="pd could not be closed"):
         del thing
     for _ in range(99):
         gc.isenabled()
-    assert [type(error) for error in told] == [LookupError]
+    assert [type(error) for error in reported] == [LookupError]
     assert 10 < fails.calls < 30
     fails.times = 0
     for one in [*_open.values()]:
@@ -443,7 +443,7 @@ def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeyp
     assert closed == ["pd"]
 
 
-def test_half_made_resource_is_garbage_without_a_word():
+def test_incomplete_resource_is_collected_without_a_warning():
     """A constructor that fails leaves an object that was never made."""
 
     class Half(Thing):
@@ -508,11 +508,11 @@ def test_what_is_closed_is_not_used_by_what_closing_it_calls_afterwards():
                 self._live()
             with pytest.raises(rp.ClosedError, match="pd is closed"):
                 Thing("mr", self)
-            told.append(self.closed)
+            seen.append(self.closed)
 
-    told: list[bool] = []
+    seen: list[bool] = []
     Curious("pd").close()
-    assert told == [True]
+    assert seen == [True]
     assert closed == ["pd"]
 
 
@@ -531,7 +531,7 @@ def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once():
     assert closed == ["one", "two", "three", "four"]
 
 
-def test_closing_lets_go_of_all_that_the_resource_held():
+def test_closing_releases_all_that_the_resource_held():
     class Kept:
         def __call__(self, *_: object) -> None:
             pass
@@ -552,7 +552,7 @@ def test_closing_lets_go_of_all_that_the_resource_held():
     assert closed == ["pd"]
 
 
-def test_what_could_not_be_made_is_not_listed_as_open():
+def test_resource_that_could_not_be_created_is_not_listed_as_open():
     class Failing(Resource):
         def __init__(self) -> None:
             self._make(lambda: 1 // 0, (), lambda _: None, ())

@@ -153,7 +153,7 @@ def test_err_takes_a_send_and_completes_it_with_a_flush_error(connect, qp_type):
 
 
 def test_a_failure_flushes_what_was_posted_behind_it(rc):
-    """The first failure says why, and the library need not be told about ERR."""
+    """The first failure says why, and the library need not know about ERR."""
     rc.a.post_recv(rp.RecvWR(rc.mine[:8], wr_id=7))
     rc.a.post_send(
         [

@@ -66,7 +66,7 @@ def test_request_for_a_sync_is_met_by_it(server):
 
 def test_count_without_the_flag_is_refused_and_with_it_taken(server):
     surprise(server, 1)
-    with pytest.raises(rp.PostError, match="unexpected_cnt=1 is not looked at without OpsFlags"):
+    with pytest.raises(rp.PostError, match="unexpected_cnt=1 is ignored without OpsFlags"):
         server.srq.post_srq_ops(rp.TagAdd(tag=1, unexpected_cnt=1))
     server.srq.post_srq_ops(rp.TagAdd(tag=1, unexpected_cnt=1, flags=SYNC))
     assert server.one().wc_flags == NO_FLAGS
@@ -83,7 +83,7 @@ def test_sync_changes_nothing_on_the_list(server):
 
 
 @pytest.mark.parametrize("first", ["message", "removal"])
-def test_removal_against_a_message_ends_in_one_of_two_ways(server, first):
+def test_tag_is_either_removed_or_matched_in_a_race_with_a_message(server, first):
     """Either the message or the removal gets the entry; never both, never neither."""
     add = server.add(5, size=64, recv_wr_id=6)
     remove = rp.TagDel(handle=add.handle, wr_id=7)

@@ -141,7 +141,9 @@ def test_binds_and_work_requests_share_one_queue_in_order(region, mw, rc):
         ({"send_flags": None}, "send_flags: expected int, got NoneType"),
     ],
 )
-def test_what_no_queue_pair_takes(context, pd, connect, region, mw, stack, checked, given, words):
+def test_bind_that_every_queue_pair_refuses(
+    context, pd, connect, region, mw, stack, checked, given, words
+):
     closed_window, closed_region = rp.MW(pd, MWType.TYPE_1), rp.MR(pd, 64, BINDABLE)
     closed_window.close()
     closed_region.close()
@@ -171,7 +173,7 @@ def test_what_no_queue_pair_takes(context, pd, connect, region, mw, stack, check
         ({"send_flags": 1 << 20}, "not send flags"),
     ],
 )
-def test_what_a_checked_queue_pair_does_not_take(context, rc, region, mw, stack, given, words):
+def test_bind_that_a_checked_queue_pair_refuses(context, rc, region, mw, stack, given, words):
     if given.get("mw") == "type 2":
         two = DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B
         needs(context.attr.device_cap_flags & two, "windows of type 2", context)
@@ -316,7 +318,7 @@ class TestOnSoft0:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_windows_have_the_keys_of_their_work_requests_whoever_puts_them_there(tap, stack, count):
+def test_post_sets_the_keys_of_windows_where_the_driver_does_not(tap, stack, count):
     """Many drivers set none; one that accepts nothing shows who sets them."""
     pd = stack.enter_context(rp.PD(tap.context))
     cq = stack.enter_context(rp.CQ(tap.context))

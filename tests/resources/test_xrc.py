@@ -153,7 +153,7 @@ def test_queue_of_no_such_number_or_of_another_domain(xrc, stack, pd):
         xrc.connect()
 
 
-def test_what_the_target_does_not_allow(xrc):
+def test_write_that_the_xrc_target_does_not_allow_fails(xrc):
     xrc.b.to_reset()
     xrc.b.connect(xrc.a.endpoint(), access=Access.REMOTE_READ)
     xrc.a.to_reset()
@@ -175,7 +175,7 @@ def test_both_ends_say_what_they_cannot_do(xrc):
             qp.post_recv(rp.RecvWR(xrc.theirs[:8]))
 
 
-def test_what_is_needed_is_asked_for_by_name(context, xrc, pd, cq):
+def test_missing_xrc_argument_is_named(context, xrc, pd, cq):
     for make, words in (
         (lambda: rp.QP(pd, QPType.XRC_RECV, cq), "XRC_RECV queue pairs need an XRC domain"),
         (lambda: rp.QP(pd, QPType.RC, cq, xrcd=xrc.xrcd), "RC queue pairs have no use for"),

@@ -24,7 +24,7 @@ def test_address_of_an_sge_counts_from_the_start_of_the_region(region):
     assert region[64:72][:3] == (64, 8, region.lkey)
 
 
-def test_data_is_gathered_from_it_and_scattered_into_it(rc, region):
+def test_data_is_gathered_from_and_scattered_into_a_zero_based_region(rc, region):
     region.buffer[:5] = b"hello"
     rc.b.post_recv(rp.RecvWR([region[200:203], region[100:110]], wr_id=7))
     rc.a.post_send(rp.Send(region[:5], wr_id=9))

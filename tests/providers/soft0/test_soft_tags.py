@@ -48,7 +48,7 @@ def test_what_it_needs_is_asked_for_by_name(pd, cq, context, stack):
     tagged = stack.enter_context(rp.CQ(context, tm_info=True))
     for options, words in (
         ({}, "an SRQ of type TM needs a CQ"),
-        ({"cq": cq}, r"needs a CQ that tells the tags: CQ\(context, tm_info=True\)"),
+        ({"cq": cq}, r"needs a CQ that reports tags: CQ\(context, tm_info=True\)"),
         ({"cq": tagged, "max_num_tags": 128}, r"max_num_tags=128 is not in 1\.\.127"),
         ({"cq": tagged, "max_num_tags": 0}, "max_num_tags=0 is not in"),
         ({"cq": tagged, "max_ops": -1}, "max_ops=-1 is not in"),
