@@ -248,6 +248,7 @@ class MW(Postable, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
     A type 1 window is bound with ``qp.bind_mw``, a type 2 window by posting a BindMW.
+    Close it, or unbind it, before the region that it is bound to.
 
     Args:
         pd: the protection domain.
