@@ -20,8 +20,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["DeviceInfo", "GIDEntry", "Provider"]
-
 
 class DeviceInfo(NamedTuple):
     """A device that can be opened.

@@ -15,8 +15,6 @@ from ..enums import EventType
 from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
 from .base import DeviceInfo, GIDEntry
 
-__all__ = ["VerbsProvider"]
-
 _LIBRARY = "libibverbs.so.1"
 _LIBRARY_VARIABLE = "RDMAPOST_LIBIBVERBS"
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})

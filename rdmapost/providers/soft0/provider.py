@@ -33,8 +33,6 @@ from .engine.offload import MAX_TSO
 from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
 from .state import OpenHandles, bound, context_of, contexts, device, drop, keep, table, verb
 
-__all__ = ["SoftProvider"]
-
 VENDOR_ID = 0x50F700
 """Nobody's: the IEEE has given this OUI to no vendor."""
 MAX_CQE = 1 << 20

@@ -20,30 +20,6 @@ from .engine.qp import ACCESS_FLAGS, QueuePair
 from .engine.queue import SharedReceiveQueue, WorkQueue, XRCDomain
 from .state import bound, context_of, device, drop, keep, table, verb
 
-__all__ = [
-    "MAX_QP_WR",
-    "MAX_SGE",
-    "MAX_SRQ_WR",
-    "attach_mcast",
-    "close_xrcd",
-    "create_ah",
-    "create_qp",
-    "create_qp_ex",
-    "create_srq",
-    "create_srq_ex",
-    "destroy_ah",
-    "destroy_qp",
-    "destroy_srq",
-    "detach_mcast",
-    "get_srq_num",
-    "modify_qp",
-    "modify_srq",
-    "open_xrcd",
-    "query_qp",
-    "query_srq",
-    "sends_for_receive",
-]
-
 MAX_QP_WR = 16384
 MAX_SGE = lib.RP_SOFT_MAX_SGE
 MAX_SRQ_WR = 16384

@@ -22,19 +22,6 @@ from ...errors import VerbsError
 from .engine.device import Device, OpenDevice, ready
 from .engine.table import Table
 
-__all__ = [
-    "OpenHandles",
-    "bound",
-    "context_of",
-    "contexts",
-    "device",
-    "drop",
-    "keep",
-    "objects",
-    "table",
-    "verb",
-]
-
 _log = logging.getLogger("rdmapost.soft")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from .device import Device
     from .queue import WorkQueue
 
-__all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue", "tm_info"]
-
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 _wc = Struct("@QIIIIIIIIHHBB0Q").pack
 

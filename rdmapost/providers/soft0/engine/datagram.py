@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import WQE
 
-__all__ = ["AddressHandle", "deliver", "flags_of", "send", "send_segmented"]
-
 _UDP = 17
 _BESIDE_PAYLOAD = 8 + 12 + 8 + 4
 """Bytes of UDP header, BTH, DETH and ICRC."""

@@ -18,8 +18,6 @@ from .qp import QueuePair
 from .queue import SharedReceiveQueue
 from .table import Table
 
-__all__ = ["Device", "OpenDevice", "ready"]
-
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 

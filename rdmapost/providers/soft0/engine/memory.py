@@ -15,18 +15,6 @@ from ....enums import Access, MWType, WCStatus
 from .packets import Segments
 from .table import Table
 
-__all__ = [
-    "Fault",
-    "Memory",
-    "ProtectionDomain",
-    "Region",
-    "RemoteFault",
-    "Window",
-    "copy",
-    "gather",
-]
-
-
 _LOCAL_WRITE = int(Access.LOCAL_WRITE)
 _ZERO_BASED = int(Access.ZERO_BASED)
 _MW_BIND = int(Access.MW_BIND)

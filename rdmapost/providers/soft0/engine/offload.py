@@ -14,16 +14,6 @@ from ....enums import WCStatus
 from ....standard.wire import checksum_residue
 from .memory import Fault
 
-__all__ = [
-    "MAX_TSO",
-    "Link",
-    "checksums_are_right",
-    "ethernet",
-    "fill_checksums",
-    "ipoib",
-    "segments",
-]
-
 MAX_TSO = 1 << 18
 """Payload bytes of one TSO work request."""
 

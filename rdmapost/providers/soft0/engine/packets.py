@@ -10,8 +10,6 @@ from typing import Any
 
 from ....enums import QPType
 
-__all__ = ["Ack", "AckKind", "Request", "Segments", "size_of"]
-
 Segments = list[Any]
 """Bytes in memory: memoryviews of registered memory, or the device's own bytes."""
 

@@ -8,8 +8,6 @@ from ...._binding import native
 from ....enums import WCStatus
 from .table import Table
 
-__all__ = ["PlannedFaults"]
-
 
 class PlannedFaults(native.Record):
     """An open device's faults that have not fired yet.

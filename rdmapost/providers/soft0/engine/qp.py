@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .device import Device
     from .memory import ProtectionDomain
 
-__all__ = ["ACCESS_FLAGS", "ATTRIBUTE_RANGES", "QueuePair"]
-
 _COMPLETES_AS: dict[int, WCOpcode] = {
     int(Opcode.RDMA_WRITE): WCOpcode.RDMA_WRITE,
     int(Opcode.RDMA_WRITE_WITH_IMM): WCOpcode.RDMA_WRITE,

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from .completion import CompletionQueue
     from .memory import ProtectionDomain
 
-__all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
-
 WQE = native.WQE
 """A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
 ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not have

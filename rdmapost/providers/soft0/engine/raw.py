@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import WQE
 
-__all__ = ["flags_of", "send", "send_segmented"]
-
 ETHERNET_HEADER = 14
 MAX_FRAME = 9000 + ETHERNET_HEADER
 

@@ -22,8 +22,6 @@ from .packets import Ack, AckKind, Request, Segments, size_of
 from .qp import QueuePair
 from .queue import WQE
 
-__all__ = ["give_up", "step"]
-
 _NAK_STATUS = {
     AckKind.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
     AckKind.NAK_REMOTE_ACCESS: WCStatus.REM_ACCESS_ERR,

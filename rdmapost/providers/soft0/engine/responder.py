@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .memory import ProtectionDomain
     from .qp import QueuePair
 
-__all__ = ["Receive", "consume_receive", "fill", "not_ready", "receive", "refuse"]
-
 _RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 
 _INVALID_REQUEST = Ack(AckKind.NAK_INVALID_REQUEST)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import SharedReceiveQueue
 
-__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList"]
-
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
 MAX_RNDV_HEADER = 64
