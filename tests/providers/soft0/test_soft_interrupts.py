@@ -226,7 +226,7 @@ class Bench:
             slots_add_up(qp.rq, qp.recv_cq)
         ready = select.poll()
         descriptors = [
-            *(handles.opened.events.fd for handles in soft_state.contexts.values()),
+            *(opened.events.fd for opened in soft_state.contexts.values()),
             *(channel.fd for channel in device.channels),
         ]
         for fd in descriptors:
@@ -277,7 +277,7 @@ class Bench:
             {gid: len(members) for gid, members in device.groups.items()},
             len(device.parked),
             len(descriptors),
-            [len(handles.opened.events.events) for handles in soft_state.contexts.values()],
+            [len(opened.events.events) for opened in soft_state.contexts.values()],
             sorted((len(channel.events), channel.users) for channel in device.channels),
             [fd in dict(ready.poll(0)) for fd in descriptors],
             len(os.listdir("/proc/self/fd")),
@@ -626,7 +626,7 @@ def poll_when_a_request_is_due(b: Bench) -> Verb:
     b.receive(far)
     if time.monotonic() - start > 0.01:
         raise TooLate
-    for source in (b.channel, *(handles.opened.events for handles in soft_state.contexts.values())):
+    for source in (b.channel, *(opened.events for opened in soft_state.contexts.values())):
         assert select.select([source.fd], [], [], 5)[0]
     return b.poll
 

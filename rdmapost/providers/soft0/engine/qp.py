@@ -91,7 +91,7 @@ class QueuePair(native.Record):
 
     def _forget(self) -> None:
         self.attr: dict[str, Any] = {}
-        """What has been set; each step requires all that the next state needs."""
+        """Set by modify, which requires all attributes that the new state needs."""
         self.begin_attempts()
         self.established = False
 
@@ -174,36 +174,20 @@ class QueuePair(native.Record):
         if queue.silent:
             queue.silent = 0
         opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
-        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
+        fields = (wqe.wr_id, status, opcode, byte_len, 0, self.number, 0, 0, 0)
         self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
 
-    def complete_recv(
-        self,
-        wqe: Any,
-        status: WCStatus,
-        *,
-        opcode: WCOpcode = WCOpcode.RECV,
-        byte_len: int = 0,
-        flags: int = 0,
-        queue: WorkQueue | None = None,
-        cq: CompletionQueue | None = None,
-    ) -> None:
-        """Retire a receive work request of this queue pair, or of the given queue."""
-        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, flags, 0, 0, 0, 0)
-        entry = (fields, self.rq if queue is None else queue, 1, False, NO_TAG)
-        self.push(self.recv_cq if cq is None else cq, entry)
-
     def push(self, cq: CompletionQueue, entry: Entry) -> None:
-        """Put an entry on a completion queue; one that is full breaks the queue pair."""
+        """Put an entry on a completion queue; an overrun breaks the queue pair."""
         if cq.add(entry):
             return
-        self.context.events.tell_overrun(cq)
+        self.context.events.report_overrun(cq)
         self.fail(EventType.QP_FATAL)
 
     # ---- failing ------------------------------------------------------------
 
     def fail(self, event: EventType | None = None) -> None:
-        """Enter the error state, and report an event about it."""
+        """Enter the error state, and report the event."""
         if self.state is _ERR:
             return
         self._set_state(_ERR)
@@ -242,7 +226,9 @@ class QueuePair(native.Record):
     def flush_receives(self) -> None:
         """Complete the receive queue with flush errors."""
         while self.rq.pending:
-            self.complete_recv(self.rq.take(), WCStatus.WR_FLUSH_ERR)
+            wr_id = self.rq.take().wr_id
+            fields = (wr_id, WCStatus.WR_FLUSH_ERR, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
+            self.push(self.recv_cq, (fields, self.rq, 1, False, NO_TAG))
 
     def grants(self, access: int) -> bool:
         """Whether the queue pair grants a peer this at all."""
