@@ -131,7 +131,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tso.py",
         "providers/soft0/test_soft_attempts.py",
         "posting/test_sizes.py",
-        "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+        "providers/soft0/test_soft_robust.py::test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
     "rdmapost/_c/polling/completions.c": (
         "resources/test_completion_fields.py",
@@ -156,8 +156,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_windows.py",
         "providers/soft0/test_soft_tag_ops.py",
         "posting/test_prepared.py",
-        "soundness/test_windows_hold.py",
-        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "soundness/test_window_lifetimes.py",
+        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),
     "rdmapost/_c/posting/prepared.c": (
         "posting/test_prepared.py",
@@ -165,7 +165,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_rules.py",
         "posting/test_inflight.py",
         "posting/test_reading.py",
-        "soundness/test_fork.py::test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do",
+        "soundness/test_fork.py::test_use_in_a_forked_child_names_the_owner_and_the_remedy",
     ),
     "rdmapost/_c/libibverbs/poll.c": (
         "resources/test_polling_failures.py",
@@ -176,7 +176,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_inflight.py",
         "posting/test_prepared.py",
         "providers/soft0/test_soft_tag_ops.py",
-        "soundness/test_windows_hold.py",
+        "soundness/test_window_lifetimes.py",
     ),
     "rdmapost/_c/posting/buffer.c": (
         "posting/test_reading.py",
@@ -219,12 +219,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
         "providers/soft0/test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
         "providers/soft0/test_soft_interrupts.py::"
-        "test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it",
+        "test_cq_armed_before_a_completion_is_visible_announces_it",
         "providers/soft0/test_soft_interrupts.py::"
-        "test_handler_of_another_signal_runs_whole_while_an_exception_waits",
-        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
+        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "providers/soft0/test_soft_interrupts.py::"
-        "test_verb_happens_whole_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
+        "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
         "resources/test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
         "resources/test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
@@ -240,11 +240,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_handlers.py",
         "providers/soft0/test_soft_interrupts.py",
         "resources/test_polling.py",
-        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
-        "providers/soft0/test_soft_robust.py::test_send_that_lacked_memory_even_to_fail_is_carried_out_later",
-        "providers/soft0/test_soft_robust.py::test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another",
-        "providers/soft0/test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
-        "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
+        "providers/soft0/test_soft_robust.py::test_send_without_memory_even_to_fail_is_carried_out_later",
+        "providers/soft0/test_soft_robust.py::test_queue_pair_out_of_memory_does_not_block_another",
+        "providers/soft0/test_soft_robust.py::test_retry_without_memory_is_made_later",
+        "providers/soft0/test_soft_robust.py::test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
     "rdmapost/_c/soft0/journal.c": (
         "providers/soft0/test_soft_queuepair.py",
@@ -271,14 +271,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tags.py",
         "resources/test_events.py",
         "resources/test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
-        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
-        "soundness/test_fork.py::test_child_forked_while_threads_wait_starts_threads_and_ends",
+        "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
         "soundness/test_fork.py::"
-        "test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is",
-        "soundness/test_close_races.py::test_wait_that_is_released_gives_its_completions_to_none",
+        "test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child",
+        "soundness/test_close_races.py::test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error",
         "soundness/test_finalizers.py::"
-        "test_handler_that_closes_what_its_thread_waits_for_ends_the_wait",
+        "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
     ),
     "rdmapost/_c/handles/handle.c": (
         "resources/test_resource.py",
@@ -290,20 +290,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "project/test_binding.py::test_only_the_main_interpreter_can_import_it",
         "soundness/test_exit.py",
         "soundness/test_fork.py",
-        "soundness/test_windows_hold.py",
+        "soundness/test_window_lifetimes.py",
         "soundness/test_finalizers.py::"
-        "test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same",
-        "soundness/test_finalizers.py::test_dropping_everything_near_the_recursion_limit_ends",
+        "test_resource_dropped_near_the_recursion_limit_is_closed_later",
+        "soundness/test_finalizers.py::test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
+        "soundness/test_finalizers.py::test_handler_may_close_dependent_resources_in_any_order",
         "soundness/test_finalizers.py::"
-        "test_handler_may_close_in_any_order_what_depends_on_each_other",
-        "soundness/test_finalizers.py::"
-        "test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out",
+        "test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost",
         "soundness/test_close_races.py::"
-        "test_closes_that_close_each_other_in_a_ring_of_threads_all_return",
+        "test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return",
         "soundness/test_close_races.py::"
-        "test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same",
+        "test_close_within_another_waits_for_a_thread_that_closes_the_same_resource",
         "soundness/test_close_races.py::"
-        "test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it",
+        "test_child_created_by_a_handler_never_outlives_its_closing_parent",
     ),
 }
 """The modules, and the test files, or single tests, that are to notice; the quickest first."""

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.rdma
 PROGRAMS = int(os.environ.get("RDMAPOST_PROGRAMS", "500"))
 FIRST_SEED = int(os.environ.get("RDMAPOST_FIRST_SEED", "0"))
 CHUNK = 50
-"""Programs in one test: few enough to tell how far it came."""
+"""Programs in one test: few enough to show how far it came."""
 
 _KERNEL = kernel_of(platform.release())
 _TABLE = for_kernel(platform.release())
@@ -71,7 +71,9 @@ def compare(
 @pytest.mark.parametrize(
     "first", range(FIRST_SEED, FIRST_SEED + PROGRAMS, CHUNK), ids=lambda first: f"from-{first}"
 )
-def test_devices_agree(first: int, soft: Bench, real: Bench) -> None:
+def test_soft0_and_the_real_device_produce_the_same_transcript(
+    first: int, soft: Bench, real: Bench
+) -> None:
     for seed in range(first, min(first + CHUNK, FIRST_SEED + PROGRAMS)):
         program = program_of(seed)
         _, lines = compare(program, soft, real, _TABLE)
@@ -83,7 +85,7 @@ def test_devices_agree(first: int, soft: Bench, real: Bench) -> None:
 
 
 @pytest.mark.parametrize("entry", DEVIATIONS, ids=lambda entry: entry.name.replace(" ", "-"))
-def test_deviation_is_still_there(entry: Deviation, real: Bench) -> None:
+def test_listed_deviation_of_the_real_device_still_exists(entry: Deviation, real: Bench) -> None:
     # A soft device of its own: the program may leave the memory unusable.
     with rp.open_device("soft0") as context, Bench(context, real.mtu) as soft:
         if _KERNEL in entry.seen:
