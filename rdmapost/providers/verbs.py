@@ -19,7 +19,6 @@ _LIBRARY = "libibverbs.so.1"
 _LIBRARY_VARIABLE = "RDMAPOST_LIBIBVERBS"
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
-
 _ELEMENTS = {
     EventType.CQ_ERR: "cq",
     EventType.QP_FATAL: "qp",
@@ -176,7 +175,7 @@ class VerbsProvider:
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         raise UnsupportedError(
-            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 has it"
+            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 supports it"
         )
 
     # ---- memory -------------------------------------------------------------

@@ -239,7 +239,7 @@ class SoftProvider:
     def destroy_comp_channel(channel: Any) -> None:
         made = _channel_of(channel, "ibv_destroy_comp_channel")
         if made.users:
-            reason = f"{made.users} CQs announce on it"
+            reason = f"{made.users} CQs use it"
             raise VerbsError("ibv_destroy_comp_channel", errno.EBUSY, reason)
         del _channels[channel.fd]
         device.channels -= {made}

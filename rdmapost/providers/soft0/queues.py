@@ -124,7 +124,7 @@ def query_srq(srq: Any, attr: Any) -> None:
 def destroy_srq(srq: Any) -> None:
     made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
     if made.users:
-        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs draw from it")
+        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs use it")
     queues = [made.queue]
     if made.tags is not None:
         queues += [made.tags.slots, made.tags.ops]
@@ -191,7 +191,7 @@ def create_qp_ex(context: Any, init: Any) -> Any:
 
 def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
     if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
-        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "there is no such QP type")
+        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "unknown QP type")
     target = init.qp_type == QPType.XRC_RECV
     if (domain is not None, bool(pd)) != (target, not target):
         raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
@@ -209,7 +209,7 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
     qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
     srq = bound(init.srq, name) if init.srq else None
     if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching is for RC")
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching needs RC")
     # An XRC queue pair lacks one or both.
     send_cq, recv_cq = (
         bound(cq, name) if cq else CompletionQueue(1, None) for cq in (init.send_cq, init.recv_cq)
@@ -353,9 +353,9 @@ def _find_domain(init: Any) -> XRCDomain:
     inode = status.st_dev, status.st_ino
     if inode in _domains:
         if init.oflags & os.O_EXCL:
-            raise VerbsError("ibv_open_xrcd", errno.EINVAL, "the file has an XRC domain already")
+            raise VerbsError("ibv_open_xrcd", errno.EINVAL, "the file already has an XRC domain")
     elif not init.oflags & os.O_CREAT:
-        raise VerbsError("ibv_open_xrcd", errno.EAGAIN, "the file has no XRC domain; give O_CREAT")
+        raise VerbsError("ibv_open_xrcd", errno.EAGAIN, "the file has no XRC domain; pass O_CREAT")
     else:
         _domains[inode] = XRCDomain(inode)
     return _domains[inode]

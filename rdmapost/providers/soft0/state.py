@@ -78,7 +78,7 @@ def bound(struct: Any, name: str) -> Any:
     """
     found = objects.get(struct.handle)
     if found is None:
-        raise VerbsError(name, errno.EINVAL, f"soft0 has no object of the handle {struct.handle}")
+        raise VerbsError(name, errno.EINVAL, f"soft0 has no object with the handle {struct.handle}")
     return found
 
 
@@ -155,7 +155,7 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
         f"ibv_{function.__name__}",
         errno.EBUSY,
         "this thread is in the middle of a verb of soft0 (this is a finalizer or a signal "
-        "handler); do it when that is over",
+        "handler); call it when that verb has ended",
     )
 
 

@@ -113,7 +113,7 @@ def test_fault_plan_survives_a_later_failing_verb() -> None:
 
 
 def test_fault_plan_has_no_settable_attributes() -> None:
-    """A post reads it in the middle, and must not meet any of the caller's objects."""
+    """A post reads the plan, and must not run the caller's code there."""
     with rp.open_device("soft0") as context:
         plan = context.faults
         names = [name for name in dir(plan) if not name.startswith("_")]
@@ -140,7 +140,7 @@ def writing() -> Iterator[tuple[rp.Context, rp.CQ, rp.QP, rp.RdmaWrite]]:
 
 
 def refused_of(posts: int, plans: list[tuple[int, int]], *, clear: bool = False) -> list[int]:
-    """Post that many writes under a plan of errnos and numbers; return the errno of each, or 0."""
+    """Post so many writes under a plan of errnos and numbers; return the errno of each, or 0."""
     with writing() as (context, cq, qp, write):
         for code, after in plans:
             context.faults.fail_post(code, after=after)

@@ -1,4 +1,4 @@
-"""How often the software device tries a request, and when it gives up."""
+"""How often the software device sends a request, and when it gives up."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what earlier tests have left."""
+    """Discard the events of earlier tests."""
     while rp.get_async_event(context) is not None:
         pass
 
 
 @pytest.fixture
 def deaf(connect) -> Pair:
-    """A pair whose b has a receive but does not answer, because it is not in RTR yet."""
+    """A pair whose b has a receive but sends no acknowledgements, because it is not in RTR yet."""
     pair = connect(to=QPState.RESET)
     pair.b.to_init()
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64], wr_id=2))
@@ -154,14 +154,14 @@ def test_event_at_the_end_of_the_retries_wakes_a_waiter(
     begun = time.monotonic()
     post(pair, timeout=14, retry_cnt=7)
     assert take(context) == (EventType.QP_LAST_WQE_REACHED, pair.a)
-    # A thread that looks without being woken would make one attempt a second.
+    # A thread that polls once a second would take longer.
     assert time.monotonic() - begun < 5
     assert [wc.status for wc in pair.cq.poll()] == [WCStatus.RETRY_EXC_ERR]
     assert not readable(context)
 
 
 def test_wake_up_for_a_retry_does_not_end_a_wait_for_an_event(context, deaf):
-    """Attempts without an end, ten a second."""
+    """The attempts never end; there are ten a second."""
     post(deaf, timeout=0, retry_cnt=0)
     for wait in (
         lambda: rp.get_async_event(context, 0.3),

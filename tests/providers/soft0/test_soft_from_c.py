@@ -1,4 +1,4 @@
-"""What soft0 answers to a program in C: its posts and polls reach it unchecked, and are refused."""
+"""soft0 under a C program, whose unchecked posts and polls it must refuse itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE = 0xFFFF_FFF0
 
 
 class Raw:
-    """A queue pair to be posted to from C, with its own CQ and memory."""
+    """A queue pair for posts from C, with its own CQ and memory."""
 
     def __init__(self, pd: rp.PD, qp_type: QPType, stack: Any) -> None:
         self.cq = stack.enter_context(rp.CQ(pd.context, 64))
@@ -139,7 +139,7 @@ def test_type_1_bind_of_an_unknown_window_or_region_is_einval(rc_raw, pd):
             request.bind_info.addr, request.bind_info.length = rc_raw.mr.addr, 64
             request.send_flags = int(SendFlags.SIGNALED)
             window = mw._handle
-            # The real one except for its handle.
+            # A copy of the real one with another handle.
             other = ffi.new(
                 f"struct ibv_{member} *", (window if member == "mw" else rc_raw.mr._handle)[0]
             )
@@ -176,7 +176,7 @@ def test_datagram_without_an_address_handle_is_einval(ud_raw):
 
 
 def test_only_datagrams_need_an_address_handle(ud_raw):
-    """What a UD queue pair does not carry out ends so, instead of being refused."""
+    """A UD queue pair completes other opcodes with an error instead of refusing them."""
     assert ud_raw.post(ud_raw.wr(Opcode.RDMA_WRITE, (0, 8))) == 0
     assert ud_raw.qp.state in (rp.QPState.RTS, rp.QPState.SQE, rp.QPState.ERR)
 
@@ -250,7 +250,7 @@ def test_verbs_on_unknown_queues_are_einval(rc_raw, context):
     assert lib.ibv_poll_cq(cq, 1, wc) == -1
     assert ffi.errno == errno.EINVAL
     assert lib.ibv_req_notify_cq(cq, 0) == errno.EINVAL
-    # A region has a handle, too, and is no queue.
+    # A region has a handle too, but is not a queue.
     cq.handle = rc_raw.mr._handle.handle
     assert lib.ibv_poll_cq(cq, 1, wc) == -1
     assert ffi.errno == errno.EINVAL
@@ -267,7 +267,7 @@ def test_planned_failures_hit_their_posts_and_precede_a_full_queue(rc_raw, conte
 
 @pytest.mark.parametrize("done", [0, 1, 3])
 def test_polled_completions_free_exactly_their_slots(rc_raw, done):
-    """Each is free when its completion has been polled."""
+    """Polling a completion frees its slot."""
     rc_raw.qp.post_recv([rp.RecvWR(rc_raw.mr[:8])] * 8)
     for _ in range(done):
         rc_raw.qp.post_send(rp.Send(rc_raw.mr[8:16], send_flags=0))

@@ -20,7 +20,7 @@ def fail(*_):
     raise planned.pop(0)
 
 def complete_send(self, *args):
-    # A step is made again on another thread.
+    # Another thread repeats the step.
     if planned and threading.current_thread() is threading.main_thread():
         signal.raise_signal(signal.SIGUSR1)
     return complete(self, *args)
@@ -45,7 +45,7 @@ qp.QueuePair.complete_send = complete_send
 b.post_recv([rp.RecvWR(mr[:8])] * 8)
 """
 )
-"""A post in which the handler of a signal raises what is planned, once for each work request."""
+"""A post during which a signal handler raises the planned exceptions, one per work request."""
 
 
 def test_handlers_exceptions_of_different_types_are_all_raised_by_one_post_in_order():
@@ -96,7 +96,7 @@ print([wc.wr_id for wc in cq.wait(2)])
 
 
 def test_handler_that_polls_while_an_exception_is_pending_gets_completions():
-    """The first work request's is there, and the second is being carried out."""
+    """The first work request is complete, and the second is being carried out."""
     code = """
 polled = []
 
@@ -141,7 +141,7 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
 
 @pytest.mark.parametrize("ends", ["raise LookupError", "return"])
 def test_child_forked_by_a_handler_within_a_step_carries_out_nothing_more(ends):
-    """Neither that step again, nor the next, nor what is posted to other queue pairs."""
+    """Neither that step, nor the next, nor posts to other queue pairs."""
     code = """
 def fork(*_):
     global pid
@@ -245,7 +245,7 @@ print(len(cq.wait(2)), len(pids))
 
 
 def test_exception_from_logging_a_device_fault_is_raised_by_the_post():
-    """A handler of the log's raises, or a signal's while it runs; the work request has ended."""
+    """A logging handler raises, or a signal handler during it; the work request has ended."""
     code = """
 import logging
 

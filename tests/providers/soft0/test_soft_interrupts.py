@@ -59,7 +59,7 @@ DATA = bytes(range(256)) * 8
 OURS = ("/rdmapost/providers/soft0/",)
 provider: Any = soft_provider()
 monitoring: Any = getattr(sys, "monitoring", None)
-"""Since Python 3.12; before that there is sys.settrace alone."""
+"""Since Python 3.12; earlier versions have only sys.settrace."""
 TOOL = 4
 
 
@@ -90,7 +90,7 @@ class Bench:
         self.to_init(self.side)
 
     def keep(self, thing: Any, close: Callable[[Any], None]) -> Any:
-        """Have a thing closed at the end, unless it is closed by then."""
+        """Close a thing at the end, unless it has been closed before."""
 
         def end() -> None:
             try:
@@ -285,7 +285,7 @@ class Bench:
         ]
 
     def close(self) -> None:
-        """Close all; nothing of it is left."""
+        """Close everything, and check that nothing is left."""
         self.stack.close()
         device = soft_state.device
         made = [
@@ -305,7 +305,7 @@ class Bench:
 
 
 def slots_add_up(queue: Any, cq: Any) -> None:
-    """Whoever takes a slot waits in the queue, for a later completion, or to be polled."""
+    """Every used slot is pending, unsignaled, or in a completion that has not been polled."""
     waiting = sum(wqe.owner is None for wqe in queue.pending)
     unpolled = sum(frees for _, of, frees in cq.pending if of is queue)
     assert queue.used == waiting + queue.silent + unpolled
@@ -323,7 +323,7 @@ def verb(setup: Callable[[Bench], Verb]) -> Callable[[Bench], Verb]:
 def control(
     name: str, make: Callable[[Bench], tuple[Any, ...]], undo: Callable[[Any], None] | None = None
 ) -> None:
-    """Register a control verb, its arguments, and what closes its result."""
+    """Register a control verb, its arguments, and the verb that closes its result."""
 
     def setup(b: Bench) -> Verb:
         args = make(b)
@@ -467,7 +467,7 @@ control("detach_mcast", lambda b: (member(b), GROUP, 0))
 
 
 def with_async_event(b: Bench) -> Any:
-    """Have an asynchronous event: an SRQ's queue pair breaks."""
+    """Cause an asynchronous event: a queue pair of an SRQ breaks."""
     _, far = b.pair(srq=b.srq())
     b.modify(far, M.STATE, qp_state=QPState.ERR)
     return b.context
@@ -632,7 +632,7 @@ def poll_when_a_request_is_due(b: Bench) -> Verb:
 
 
 class TooLate(Exception):
-    """What the verb is to do has been done already, because this machine is busy."""
+    """The verb's work has been done already, because this machine is busy."""
 
 
 # ---- the runs ---------------------------------------------------------------------
@@ -704,7 +704,7 @@ def handler(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 class Result(NamedTuple):
-    """What became of a verb.
+    """The outcome of a verb.
 
     Attributes:
         signals: how many came.
@@ -744,7 +744,7 @@ def run(
             try:
                 call()
                 for _ in range(2):
-                    """What a verb has deferred is raised here."""
+                    """Deferred exceptions are raised here."""
             except (KeyboardInterrupt, Alarm) as error:
                 out = error
         after = b.digest()
@@ -756,7 +756,7 @@ def run(
 
 NEVER = 1 << 40
 MOMENTS = float(os.environ.get("RDMAPOST_MOMENTS", "30"))
-"""Of each verb's bytecodes, about so many; "inf" is all, and takes minutes."""
+"""How many of each verb's bytecodes, about; "inf" is all, and takes minutes."""
 
 
 def each_moment(
@@ -782,7 +782,7 @@ def alarm(_: Bench) -> None:
 @pytest.mark.parametrize("act", [ctrl_c, alarm], ids=["KeyboardInterrupt", "another exception"])
 @pytest.mark.parametrize("name", VERBS)
 def test_interrupted_verb_happens_completely_or_not_at_all(name, act):
-    """The exception is raised once, whatever happened; what is posted is always carried out."""
+    """The exception is raised exactly once; posted work is always carried out."""
     setup = VERBS[name]
     whole = run(setup, NEVER, act)
     assert (whole.out, whole.signals) == (None, 0)
@@ -839,7 +839,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
     whole = run(then, NEVER, act)
     for at, result in each_moment(setup, act, whole.moments):
         assert result.out is None, at
-        # What the verb itself has polled, and when, differs.
+        # What the verb itself has polled may differ.
         completions = Counter(result.completions)
         if forgets:
             # The handler polls what the verb would have dropped.
@@ -852,7 +852,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
 @pytest.mark.parametrize("raises", [True, False], ids=["raises", "returns"])
 @pytest.mark.parametrize("name", VERBS)
 def test_handler_may_post_to_the_queues_of_the_verb_it_interrupts(name, raises):
-    """Slots add up whatever becomes of the verb (digest checks), and everything closes."""
+    """Slots add up whether the verb succeeds or not (digest checks), and everything closes."""
     setup = VERBS[name]
 
     def act(b: Bench) -> None:
@@ -877,7 +877,7 @@ def test_handler_may_post_to_the_queues_of_the_verb_it_interrupts(name, raises):
 
 
 def settled(digest: list[Any]) -> Any:
-    """Leave out what depends on whether completions have been polled."""
+    """Omit what depends on whether completions have been polled."""
     return [*digest[:2], *digest[5:]]
 
 
@@ -917,7 +917,7 @@ def fork():
 
 
 def test_forked_child_has_its_own_empty_soft0():
-    """What the child inherits is unknown there, and the parent's continues."""
+    """The child's soft0 does not know inherited objects, and the parent's still works."""
     after = (
         "fork(); provider.destroy_cq(cq); provider.dealloc_pd(pd); print(len(soft_state.objects))"
     )
@@ -925,7 +925,7 @@ def test_forked_child_has_its_own_empty_soft0():
 
 
 def test_child_forked_during_another_threads_verb_does_not_hang():
-    """The lock's owner does not exist there."""
+    """The lock's owner does not exist in the child."""
     code = """
 import threading, time
 inside, go = threading.Event(), threading.Event()
@@ -946,7 +946,7 @@ print(provider.alloc_pd(context) != ffi.NULL)
 
 
 def test_signal_handler_may_fork_in_the_middle_of_a_verb():
-    """The child's verb fails, and the parent's continues."""
+    """The verb fails in the child, and continues in the parent."""
     code = """
 def alloc(self, context):
     soft_state.device.port_mtu = 1
@@ -1003,7 +1003,7 @@ def test_refused_destroy_says_why_and_changes_nothing():
     for call, thing, why in (
         (provider.dereg_mr, b.mr, "a memory window is bound"),
         (provider.destroy_cq, b.cq, "queues complete on it"),
-        (provider.destroy_comp_channel, b.channel, "1 CQs announce on it"),
+        (provider.destroy_comp_channel, b.channel, "1 CQs use it"),
     ):
         with pytest.raises(VerbsError, match=why) as caught:
             call(thing)
@@ -1049,12 +1049,12 @@ print(native.verb(verb))
 thread.join(20)
 print(thread.is_alive())
 """
-"""What a handler does in the middle of a verb, and another thread concurrently."""
+"""A handler runs code within a verb while another thread runs other code."""
 
 
 @pytest.mark.parametrize(("count", "said"), [("-1", "ValueError"), ("None", "TypeError")])
 def test_invalid_poll_within_a_verb_does_not_wait_for_another_threads_poll(count, said):
-    """That one has the completion queue, and waits for the device."""
+    """The other thread holds the completion queue, and waits for the device."""
     code = HANDLER.format(other="cq.poll()", handler=f"cq.poll({count})")
     assert prints(code).split("\n") == [f"{said} None", "False"]
 
@@ -1092,7 +1092,7 @@ b.connect(a.endpoint(), min_rnr_timer=1)
 
 
 def test_cq_armed_before_a_completion_is_visible_announces_it():
-    """Another thread is in the middle of completing: a poll does not see it yet."""
+    """Another thread is completing it: a poll does not see it yet."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1119,7 +1119,7 @@ print(seen, [wc.wr_id for wc in announced.poll()])
 
 
 def test_poll_during_another_threads_step_returns_only_committed_completions():
-    """Of the queue that the step adds to, and of another."""
+    """On the queue that the step adds to, and on another."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1219,7 +1219,7 @@ print(raised, attempts, stopped, done)
 
 
 def test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device():
-    """The wait is for another queue, and what the device does is to give up a send."""
+    """The wait is on another queue; the device is giving up a send."""
     code = """
 complete = qp.QueuePair.complete_send
 
@@ -1242,7 +1242,7 @@ except KeyboardInterrupt:
 
 
 def test_fork_during_a_repeated_step_leaves_the_childs_garbage_collector_enabled():
-    """It is off meanwhile, by a thread that the child does not have."""
+    """The thread that has disabled it does not exist in the child."""
     code = """
 import gc, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
@@ -1280,7 +1280,7 @@ try:
 except TimeoutError:
     print(attempts, found, gc.isenabled())
 thread.join(20)
-# Who has turned it off keeps it so.
+# If the program has disabled it, it stays disabled.
 gc.disable()
 pid = os.fork()
 if not pid:

@@ -1,4 +1,4 @@
-"""The soft device's memory: what is checked before a byte is touched, to the last byte."""
+"""The soft device's memory: the checks before each access, to the last byte."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QPN = 7
 
 
 class Place:
-    """A device's memory with one region of it."""
+    """A device's memory with one region."""
 
     def __init__(self, access: int = ALL) -> None:
         self.memory = Memory()
@@ -88,7 +88,7 @@ def test_successive_keys_differ_in_their_index_and_low_byte(place):
     assert all(0 < key < 1 << 31 and key >> 8 for key in keys)
     assert all(a & 0xFF != b & 0xFF for a, b in itertools.pairwise(keys))
     assert all(region.rkey == region.lkey | 1 << 31 for region in regions)
-    # All of them, before one comes again.
+    # All of them, before the first one is repeated.
     assert len({key & 0xFF for key in keys[:256]}) == 256
 
 
@@ -99,7 +99,7 @@ def test_key_numbers_wrap_around_and_skip_keys_in_use(place):
     memory._next = 0x7FFFFE
     keys = [place.register().lkey for _ in range(3)]
     assert [key >> 8 for key in keys] == [0x7FFFFF, 1, 2]
-    # As before the first of them.
+    # As before the first key.
     memory._next, memory._tag = fresh._next, fresh._tag
     window = memory.allocate_window(place.pd, MWType.TYPE_2)
     assert window.rkey not in (place.region.lkey, other.rkey)
@@ -160,7 +160,7 @@ def test_device_writes_need_the_local_write_flag():
 def test_sge_of_length_0_means_2_to_the_31_bytes(place):
     """As on some hardware: here it lies outside every region."""
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 0, place.region.lkey))
-    # As much as is wanted of it.
+    # As much of it as is needed.
     assert place.local((BASE, 0, place.region.lkey), size=8) == bytes(range(8))
     # Address space not backed by memory.
     with mmap.mmap(-1, (1 << 31) + 1, prot=mmap.PROT_READ) as large, memoryview(large) as whole:
@@ -251,7 +251,7 @@ def test_type_2_window_works_only_on_the_queue_pair_that_bound_it(place, window)
 
 
 def test_bind_that_breaks_a_rule_ends_with_mw_bind_err(place, window):
-    """Nothing changes: neither the key nor what is behind it."""
+    """Neither the key nor the binding changes."""
     before = window.rkey
     other = ProtectionDomain()
     wrong: list[dict[str, Any]] = [
@@ -272,7 +272,7 @@ def test_bind_that_breaks_a_rule_ends_with_mw_bind_err(place, window):
     gone = place.register()
     place.memory.deregister(gone)
     fails(WCStatus.MW_BIND_ERR, place.bind, window, region=gone)
-    # Its edges, and reading where the process itself may not write.
+    # The region's edges, and read access to memory that the process may not write.
     place.bind(window, BASE, SIZE)
     window.unbind()
     place.bind(window, region=place.register(ALL & ~int(Access.LOCAL_WRITE)), access=READ)
@@ -303,7 +303,7 @@ def test_bind_of_length_0_unbinds_a_type_1_window(place, window):
 
 @pytest.mark.parametrize("length", [0, 16])
 def test_bind_changes_only_the_low_byte_of_the_requested_key(place, length):
-    """Or it could take over another's."""
+    """Otherwise a window could take over another's key."""
     window = place.memory.allocate_window(place.pd, MWType.TYPE_1)
     before, region = window.rkey, place.region
     place.bind(window, length=length, rkey=region.rkey)

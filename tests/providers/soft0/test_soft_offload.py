@@ -102,7 +102,7 @@ def test_ip_csum_fills_in_the_checksums(raw, name, vlan):
     assert frame[: len(head)] == head
     Parsed(frame[len(head) :])
     assert flags is WCFlags.IP_CSUM_OK
-    # Nothing but the checksums has changed.
+    # Only the checksums have changed.
     wrong = [i for i, (x, y) in enumerate(zip(frame, head + packet, strict=True)) if x != y]
     assert len(wrong) <= 4
 
@@ -146,7 +146,7 @@ def test_udp_without_a_checksum_is_valid_on_ipv4_only(raw):
 
 
 def test_checksum_that_comes_out_as_zero_is_sent_as_ffff(raw):
-    """0 means that there is none (RFC 768)."""
+    """0 would mean "no checksum" (RFC 768)."""
     datagram = udp(b"\0\0", checksum=0)
     pseudo = SRC4 + DST4 + struct.pack("!HH", 17, len(datagram))
     payload = (0xFFFF - word_sum(pseudo + datagram)).to_bytes(2)

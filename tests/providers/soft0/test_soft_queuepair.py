@@ -1,4 +1,4 @@
-"""Queue pairs of the software device: their completions, and what a reset leaves."""
+"""Queue pairs of the software device: completions, slots, attributes and resets."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what earlier tests have left."""
+    """Discard the events of earlier tests."""
     events(context)
 
 
 def events(context: rp.Context) -> list[tuple[EventType, Any]]:
-    """Take the pending events: what happened, and to what."""
+    """Take the pending events; return the type and element of each."""
     found = []
     while event := rp.get_async_event(context):
         found.append((event.event_type, event.element))
@@ -91,7 +91,7 @@ def success(wr_id: int, opcode: WCOpcode, qp: rp.QP, **fields: Any) -> rp.WC:
 
 
 def test_completion_of_a_send_has_no_fields_of_a_receive(rc, stack):
-    """The bytes are those that came back."""
+    """byte_len counts the bytes that came back."""
     region = stack.enter_context(rp.MR(rc.pd, 64, ALL | rp.Access.MW_BIND))
     window = stack.enter_context(rp.MW(rc.pd, rp.MWType.TYPE_2))
     key = window.next_rkey()
@@ -185,7 +185,7 @@ def test_completion_of_a_send_is_not_solicited(context, pd, cq, stack):
 
 
 def full(post: Callable[[list[Any]], None], wr: Any, depth: int) -> None:
-    """Check that a queue accepts as many as it has slots, and not one more."""
+    """Check that a queue accepts exactly as many as it has slots."""
     with pytest.raises(rp.PostError) as caught:
         post([wr] * (depth + 1))
     error = caught.value
@@ -231,7 +231,7 @@ def test_queue_pair_created_without_tso_refuses_a_header(pd, cq):
 
 
 def test_query_reports_attributes_only_after_they_are_set(pd, cq):
-    """Nothing of them is there before, nor after a reset."""
+    """They are unset before, and after a reset."""
     with rp.QP(pd, QPType.RC, cq) as qp:
         new = qp.query()
         assert (new.qp_access_flags, new.timeout, new.retry_cnt) == (rp.Access(0), 0, 0)
@@ -255,7 +255,7 @@ def test_path_migration_state_can_only_be_migrated(rc, value, fits):
 
 
 def test_reset_drops_receives_and_completions(rc):
-    """The device itself does; the library has taken the completions before."""
+    """The device drops them; the library has taken its completions before."""
     depth = rc.b.max_recv_wr
     rc.b.post_recv([rp.RecvWR(rc.theirs[1024:1032], wr_id=i) for i in range(depth)])
     rc.a.post_send(rp.Send(rc.mine[:8]))
@@ -304,7 +304,7 @@ def test_invalid_state_transition_is_refused_by_the_device_too(pd, cq, state, ma
 
 
 def test_first_message_in_rtr_raises_comm_est(connect, context):
-    """From then on the peer is known to be there, until the next reset."""
+    """The event is raised once, until the next reset."""
     pair = connect(to=QPState.RESET)
     for _ in range(2):
         pair.b.to_init()

@@ -1,4 +1,4 @@
-"""What the software device refuses when its resources are made and changed, and its errors."""
+"""What the software device refuses when resources are created and changed, and its events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refused(caught: pytest.ExceptionInfo[rp.VerbsError], call: str, words: str =
     assert words in str(caught.value)
 
 
-# ---- making -----------------------------------------------------------------------
+# ---- creating ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(16385, 1), (1, 33), (0, 1), (1, 0)])
@@ -58,7 +58,7 @@ def test_pkey_table_has_exactly_one_entry(context):
 
 
 def test_comp_channel_without_a_free_descriptor_raises_emfile():
-    """Its descriptor is a real one, and a process has only so many."""
+    """Its descriptor counts against the process's limit."""
     said = prints(
         "import resource, rdmapost as rp\n"
         "with rp.open_device('soft0') as context:\n"
@@ -185,7 +185,7 @@ def test_sq_drained_is_raised_only_on_request():
         qp.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
         found = event(context)
         assert (found.event_type, found.element) == (EventType.SQ_DRAINED, qp)
-        # The wish was for that step alone.
+        # The request was for that transition only.
         qp.modify(qp_state=QPState.SQD, timeout=9)
         qp.to_rts()
         qp.to_sqd()
@@ -206,7 +206,7 @@ def small_cq(qp_type):
 
 
 def test_cq_overrun_breaks_its_queue_pair():
-    """A completion that finds no room is lost, and so is the queue pair."""
+    """A completion without room is lost, and its queue pair breaks."""
     with small_cq(QPType.UD) as (context, cq, mr, qp):
         qp.connect()
         while rp.get_async_event(context, 0) is not None:
@@ -217,7 +217,7 @@ def test_cq_overrun_breaks_its_queue_pair():
         types = [event(context).event_type for _ in range(2)]
         assert types == [EventType.CQ_ERR, EventType.QP_FATAL]
         assert qp.state is QPState.ERR
-        # It breaks once, whatever else is lost.
+        # It breaks only once.
         qp.post_send(send)
         assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
         assert rp.get_async_event(context, 0) is None

@@ -42,7 +42,7 @@ def test_rendezvous_fetches_the_data_and_sends_a_fin(server):
 
 
 def test_rendezvous_progresses_while_its_consumer_waits(server):
-    """Only the thread that waits for the data does anything."""
+    """Only the thread that waits for the data is running."""
     client = server.client
     client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
     server.add(1, size=8192, recv_wr_id=6)
@@ -57,7 +57,7 @@ def test_rendezvous_progresses_while_its_consumer_waits(server):
 
 
 def test_completion_of_rendezvous_data_is_not_solicited(context, stack, pd):
-    """The device's own work does not wake a waiter for solicited messages only."""
+    """The device's own work requests do not wake a waiter for solicited messages."""
     channel = stack.enter_context(rp.CompChannel(context))
     server = Server(stack, pd, channel=channel)
     client = server.client
@@ -126,7 +126,7 @@ def test_unexpected_rendezvous_is_left_to_software(server):
 def test_rendezvous_whose_data_cannot_be_read_is_incomplete_and_breaks_the_connection(
     server, wrong
 ):
-    """The match stands; what follows is incomplete, and the connection is broken."""
+    """The match is reported, then TM_RNDV_INCOMPLETE."""
     client = server.client
     server.add(1, size=60000, recv_wr_id=3)
     assert client.send(client.rndv(1, b"data", **wrong)) is WCStatus.SUCCESS
@@ -138,7 +138,7 @@ def test_rendezvous_whose_data_cannot_be_read_is_incomplete_and_breaks_the_conne
 
 
 def test_fin_without_a_receive_is_retried(stack, pd):
-    """As any send of the server's queue pair: so long as its rnr_retry says."""
+    """Like any send of the server's queue pair, as often as its rnr_retry allows."""
     server = Server(stack, pd)
     client = server.client
     server.add(1, recv_wr_id=3)
@@ -164,7 +164,7 @@ def test_rendezvous_waits_for_rts(stack, pd, server):
 
 @pytest.mark.parametrize("how", ["to_err", "to_reset", "close"])
 def test_rendezvous_on_a_queue_pair_that_breaks_or_is_reset_completes_its_buffer(server, how):
-    """Its buffer comes back: the completion says that the data did not arrive."""
+    """The completion returns the buffer and reports that no data arrived."""
     client = server.client
     client.peer.to_sqd()
     server.add(1, recv_wr_id=3)

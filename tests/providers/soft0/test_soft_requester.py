@@ -1,4 +1,4 @@
-"""What the software device requires of a send work request's own memory, and of its queue pair."""
+"""What the software device requires of a send's local memory and queue pair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def context() -> Iterator[rp.Context]:
 
 
 def test_sends_and_writes_may_read_memory_without_local_write(connect, stack):
-    """And what is fetched may not; the peer has done its part by then."""
+    """A read or atomic may not write to it, although the peer has carried out the request."""
     pair = connect(checked=False)
     mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
     mr.buffer[:8] = b"12345678"

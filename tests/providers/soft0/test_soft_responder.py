@@ -1,4 +1,4 @@
-"""Requests that the software device does not carry out: what both sides see, and what is left."""
+"""Requests that the software device refuses: statuses, events and memory on both sides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what earlier tests have left."""
+    """Discard the events of earlier tests."""
     while rp.get_async_event(context) is not None:
         pass
 
@@ -37,7 +37,7 @@ def statuses(pair: Pair, count: int) -> dict[int, WCStatus]:
     return {wc.wr_id: wc.status for wc in pair.cq.wait(count)}
 
 
-# ---- what the queue pair does not take --------------------------------------------
+# ---- requests that the queue pair forbids -----------------------------------------
 
 
 READ, ATOMIC, WRITE = Access.REMOTE_READ, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE
@@ -59,7 +59,7 @@ READ, ATOMIC, WRITE = Access.REMOTE_READ, Access.REMOTE_ATOMIC, Access.REMOTE_WR
 def test_request_that_the_responders_queue_pair_forbids_breaks_the_connection(
     rc, context, wr_class, options
 ):
-    """The region would allow it; it is an invalid request, and breaks the connection."""
+    """It is an invalid request, although the region would allow it."""
     again(rc, **options)
     rc.mine.buffer[:8] = rc.theirs.buffer[:8] = b"12345678"
     rc.mine.buffer[8:16] = b"abcdefgh"

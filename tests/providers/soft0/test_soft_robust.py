@@ -1,4 +1,4 @@
-"""soft0 under load: threads, endless creating and closing, and internal faults."""
+"""soft0 under load: threads, many resources, internal faults, and lack of memory."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_ctrl_c_inside_a_verb_is_raised_by_the_verb(target, call):
 
 
 def test_unregistered_memory_is_never_accessed(context):
-    """A wrong numeric address ends in a status, on both sides."""
+    """A wrong numeric address leads to an error status on both sides."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,
@@ -222,7 +222,7 @@ def test_unregistered_memory_is_never_accessed(context):
             assert cq.wait(1)[0].status is WCStatus.LOC_PROT_ERR
             near.to_reset()
             near.connect(far.endpoint())
-            # UC silently drops what it may not write.
+            # UC silently drops a write that is not allowed.
             near.post_send(
                 rp.RdmaWrite(mr[0:8], remote_addr=addr - (length == 0) * 4, rkey=mr.rkey)
             )
@@ -253,7 +253,7 @@ def test_unsignaled_posts_fill_the_send_queue(context):
 @pytest.mark.parametrize("length", [3, 200])
 @pytest.mark.parametrize("direction", ["send", "recv"])
 def test_invalid_work_request_of_a_c_program_is_refused(context, direction, length, claim):
-    """Through the exported symbol, past all that Python checks: the work request is named."""
+    """By the exported symbol, without Python's checks; bad_wr names the work request."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,
@@ -295,7 +295,7 @@ def shortage(monkeypatch):
 
 
 def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
-    """As it was posted, and before what was posted after it."""
+    """Unchanged, and before later posts."""
     from rdmapost.providers.soft0.engine import qp as queuepair
 
     with (
@@ -310,7 +310,7 @@ def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, 
         writes = [
             rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey) for n in range(3)
         ]
-        # It is attempted, attempted again, and given up.
+        # Each time it is attempted, attempted again, and given up.
         left = shortage(queuepair.QueuePair, "complete_send", 3 * 5)
         near.post_send(writes[:2])
         assert left == [12]

@@ -49,7 +49,7 @@ def test_entry_cannot_be_removed_twice(server):
 
 
 def test_handle_of_a_polled_entry_is_refused(server):
-    """By then a driver may have given its number to another entry."""
+    """By then a driver may have reused its number for another entry."""
     add = server.add(1)
     server.client.eager(1)
     server.one()
@@ -154,7 +154,7 @@ def test_tag_add_to_a_full_list_is_refused_by_name(server):
 
 
 class Unwilling(rp.TagAdd):
-    """Takes no handle."""
+    """Refuses its handle."""
 
     __slots__ = ("error",)
 
@@ -260,7 +260,7 @@ def test_invalid_tag_operations_are_refused_before_they_are_posted(server, pd, c
         with pytest.raises(rp.PostError, match=words) as caught:
             server.srq.post_srq_ops([rp.TagAdd(tag=0), op])
         assert (caught.value.index, caught.value.posted) == (1, 1)
-        # What came before it stands.
+        # Earlier operations remain posted.
         assert server.one().opcode is WCOpcode.TM_ADD
         assert server.srq.outstanding_tags == 1
         server.client.eager(0)

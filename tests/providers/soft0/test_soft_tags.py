@@ -99,7 +99,7 @@ def test_message_goes_to_the_buffer_with_its_tag(server):
 
 
 def test_first_matching_entry_is_used(server):
-    """In list order, whatever else would match; the mask says which bits count."""
+    """The first in list order; the mask selects the bits that are compared."""
     server.add(0x10, 0, mask=0xF0, recv_wr_id=1)
     server.add(0x12, SLOT, recv_wr_id=2)
     server.add(0, 2 * SLOT, mask=0, recv_wr_id=3)
@@ -155,7 +155,7 @@ def test_tagged_message_delivers_its_immediate_data(server):
 
 
 def test_tagged_message_of_several_packets_completes_twice(server):
-    """It matches on the first packet, and is complete on the last (tag_matching.md)."""
+    """The first packet reports the match, the last the data (tag_matching.md)."""
     server.add(1, size=16384, recv_wr_id=6)
     data = bytes(i % 251 for i in range(10000))
     server.client.eager(1, data, 8)
@@ -248,7 +248,7 @@ def test_message_matches_an_entry_that_was_added_while_it_waited(stack, pd):
 
 @pytest.mark.parametrize("message", [b"", b"\0", tmh(NO_TAG, 5) + b"text", tmh(FIN, 5)])
 def test_no_tag_and_fin_messages_are_neither_matched_nor_counted(server, message):
-    """Neither looked up nor counted; a FIN is for software too."""
+    """They go to software, as does a FIN."""
     server.post_receives()
     server.add(5)
     assert server.client.send(message) is WCStatus.SUCCESS
@@ -381,7 +381,7 @@ def test_matching_list_serves_all_queue_pairs_of_its_srq(stack, pd):
 
 
 def test_small_polls_of_a_tag_matching_cq_lose_no_completion(server):
-    """The device hands them out in batches; none gets lost between them."""
+    """The device returns completions in batches; none is lost between them."""
     server.srq.post_srq_ops([rp.TagSync(wr_id=i) for i in range(8)])
     found = []
     while len(found) < 8:

@@ -91,7 +91,7 @@ class FaultPlan:
 
         Raises:
             TypeError: one is not an integer.
-            ValueError: wr_id is out of range, or there is no such status.
+            ValueError: wr_id is out of range, or the status is unknown.
         """
         wr_id = within("wr_id", wr_id, 0, (1 << 64) - 1)
         self._planned.statuses[wr_id] = member("status", status, WCStatus)

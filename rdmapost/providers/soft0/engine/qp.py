@@ -38,16 +38,15 @@ ACCESS_FLAGS = 0x3FF003FF
 """The access flags of the kernel's ABI (enum ib_uverbs_access_flags). A queue pair accepts any of
 them; those that grant a peer nothing have no effect."""
 
-ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
+_ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
     **RANGES,
     "port_num": (1, 1),
     "pkey_index": (0, 0),
     "max_rd_atomic": (0, 16),
     "max_dest_rd_atomic": (0, 16),
-    "qp_access_flags": (0, ACCESS_FLAGS),
     "path_mig_state": (0, 0),
 }
-"""What ibv_modify_qp accepts, both ends included."""
+"""The lowest and highest values that ibv_modify_qp accepts."""
 
 
 class QueuePair(native.Record):
@@ -111,11 +110,9 @@ class QueuePair(native.Record):
         if mask & ~(allowed | QPAttrMask.STATE | QPAttrMask.CUR_STATE):
             return False
         for name, value in attrs.items():
-            low, high = ATTRIBUTE_RANGES.get(name, (value, value))
+            low, high = _ATTRIBUTE_RANGES.get(name, (value, value))
             if not low <= value <= high:
                 return False
-        if attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
-            return False
         self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
