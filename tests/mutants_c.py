@@ -137,12 +137,12 @@ _OPERATORS = {
 }
 _NEUTRAL = {"&&": "1", "||": "0"}
 _MARKS = {"==", "!=", "<", "<=", ">", ">=", "&&", "||", "!"}
-"""What is in a condition has mutants of its own, so that the whole need not be the other way."""
+"""Operators with mutants of their own: a condition with one need not be inverted as a whole."""
 _ENDS = {";", ",", "?", ":", "{", "}", "&&", "||", "return", "=", "+=", "-=", "|=", "&=", "case"}
 _OPEN, _CLOSE = {"(": ")", "[": "]", "{": "}"}, {")": "(", "]": "[", "}": "{"}
 _UNTOUCHED = {"static_assert", "_Static_assert", "__attribute__"}
 _REFUSING = {"rp_refuse", "refuse"}
-"""What tells a number with the rule; 0 if its text has none."""
+"""Functions that take a number for a rule's text; 0 if the text has none."""
 _LIMIT = re.compile(r"U?INT\d+_MAX|SIZE_MAX|PY_SSIZE_T_MAX")
 
 

@@ -531,7 +531,7 @@ class Python:
     """Makes children of this process import mutants of a Python module."""
 
     def put(self, mutant: Mutant | None, place: int) -> None:
-        """Have this process, which is a child, import a mutant, or what is there."""
+        """Make this child process import a mutant, or with None the original."""
         if mutant is not None:
             sys.meta_path.insert(0, Instead(mutant))
 
@@ -551,13 +551,13 @@ class InC:
         self.modules = [self.build.package(place) for place in self.places]
 
     def put_all(self, path: str, file: mutants_c.Selectable) -> tuple[pathlib.Path, set[int]]:
-        """Build all mutants of a file, and have this process, a child, import that."""
+        """Build a module with all mutants of a file, and make this child process import it."""
         wrong = self.build.link_selectable(mutants_c.name_of(path), file, self.modules[0])
         self._enter(0)
         return self.modules[0], wrong
 
     def put(self, mutant: Mutant | None, place: int) -> None:
-        """Build a mutant, or what is there, and have this process, a child, import it."""
+        """Build a mutant, or with None the original, and make this child process import it."""
         module = self.modules[place]
         if mutant is None:
             self.build.link("", None, module)

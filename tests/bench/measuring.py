@@ -26,8 +26,8 @@ class Case(NamedTuple):
         each: how many work requests, or completions, a statement handles; 0 where
             nothing is posted or polled.
         names: the names that it uses.
-        before, after: what is not timed, around each run; ``before`` takes
-            how often the statement will run.
+        before, after: called around each run, untimed; ``before`` takes the
+            number of times that the statement will run.
     """
 
     name: str
@@ -47,7 +47,7 @@ class NullDevice:
     """The null device's own calls.
 
     Args:
-        path: the library, which the binding has loaded, or will.
+        path: the library that the binding loads.
     """
 
     def __init__(self, path: str) -> None:

@@ -43,7 +43,7 @@ static int alike;
 static uint64_t posted;
 static uint32_t last_number = 0x10;
 
-/* Remember what is posted from now on (1), or only count it (0). */
+/* Whether later posts are recorded (1) or only counted (0). */
 void null_remember(int on);
 /* Sets the template of later completions, apart from wr_id; NULL restores the default. */
 void null_complete_as(const struct ibv_wc *wc);

@@ -71,7 +71,7 @@ class Remote:
     def ended(self) -> Ended:
         """Wait for it to exit."""
         answer = self._ask("wait", timeout=LIMIT)
-        assert answer["status"] is not None, f"it does not end; it said {answer}"
+        assert answer["status"] is not None, f"the command did not exit: {answer}"
         return Ended(answer["status"], answer["out"], answer["err"])
 
     def close(self) -> None:

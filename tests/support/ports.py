@@ -35,7 +35,7 @@ def wait_for_port(port: int) -> None:
                     if state in line.split()[1] + " " and line.split()[3] == "0A":
                         return
         time.sleep(0.02)
-    pytest.fail(f"nobody listens on {port}")
+    pytest.fail(f"nothing listens on {port}")
 
 
 @contextlib.contextmanager
