@@ -18,9 +18,6 @@ from rdmapost import __version__
 from .failure import drop_unwritten, report
 from .output import Output, need_command
 
-__all__ = ["app"]
-
-
 _COMMANDS = {
     "Look": (
         ("devices", "devices", "List devices, their ports and GIDs."),

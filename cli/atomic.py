@@ -24,8 +24,6 @@ from .output import Output, need_command
 if TYPE_CHECKING:
     from rdmapost import Opcode, SendWR
 
-__all__ = ["atomic"]
-
 
 @click.group(invoke_without_command=True)
 @click.pass_context

@@ -13,8 +13,6 @@ from .output import Output, columns
 if TYPE_CHECKING:
     from rdmapost.check import Result
 
-__all__ = ["check"]
-
 
 @click.command()
 @timeout_option

@@ -12,8 +12,6 @@ from .output import Output, columns, echo_error
 if TYPE_CHECKING:
     from rdmapost import Context, PortAttr
 
-__all__ = ["devices"]
-
 
 @click.command()
 @device_options

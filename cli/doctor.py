@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rdmapost.diagnose import Finding
     from rdmapost.loopback import Loopback
 
-__all__ = ["doctor"]
 
 _WIDTH = 80
 _LABELS = {"problem": "PROBLEM", "warning": "warning", "info": "note", "ok": "ok"}

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from rdmapost.explain import Explanation
 
-__all__ = ["explain"]
 
 _WIDTH = 80
 _BETWEEN = f"\n\n{'-' * _WIDTH}\n\n"

@@ -11,8 +11,6 @@ import click
 
 from .output import Output, echo_error
 
-__all__ = ["drop_unwritten", "report"]
-
 FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
 

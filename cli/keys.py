@@ -16,8 +16,6 @@ from .options import (
 )
 from .output import Output
 
-__all__ = ["bind_mw", "invalidate"]
-
 _LEAST = 16
 """Bytes of the write that tests a key."""
 

@@ -15,30 +15,6 @@ import click
 
 from .output import Output
 
-__all__ = [
-    "U32",
-    "U64",
-    "Peer",
-    "PostSettings",
-    "Target",
-    "check_token",
-    "device_options",
-    "flag_options",
-    "given",
-    "integer",
-    "not_empty",
-    "payload_of",
-    "payload_options",
-    "payload_options_for",
-    "peer_options",
-    "post_options",
-    "post_options_for",
-    "seconds",
-    "size_in_bytes",
-    "timeout_option",
-    "token_option",
-]
-
 if TYPE_CHECKING:
     _Choice = click.Choice[str]
 else:

@@ -12,8 +12,6 @@ from typing import Any
 
 import click
 
-__all__ = ["Output", "columns", "echo_error", "fields", "need_command"]
-
 _QUOTED = re.compile(r"(?<!\w)'[^']+'(?!\w)")
 _NO_BREAK = "\u00a0"
 _WIDTH = 80

@@ -15,8 +15,6 @@ from .output import Output
 from .results import check_depth, post_and_wait, start_document
 from .target import open_target
 
-__all__ = ["arrive", "frame_header", "loopback", "post", "source"]
-
 
 @contextmanager
 def loopback(

@@ -36,8 +36,6 @@ from .output import Output
 from .results import check_depth, mismatch, post_and_wait, send_flags, show, start_document
 from .target import open_target, usage_error
 
-__all__ = ["atomic_at", "read_from", "send_to", "write_to"]
-
 _LOOK_AGAIN_S = 0.01
 _REPORTED = 1024
 """How many arrivals a server remembers."""

@@ -21,8 +21,6 @@ from .options import (
 )
 from .output import Output
 
-__all__ = ["read", "write"]
-
 
 @click.command()
 @payload_options

@@ -24,18 +24,6 @@ from .options import PostSettings
 from .output import Output, fields
 from .target import usage_error
 
-__all__ = [
-    "as_text",
-    "check_depth",
-    "mismatch",
-    "post_and_wait",
-    "record",
-    "send_flags",
-    "show",
-    "start_document",
-    "verify",
-]
-
 _SHOWN = 4096
 """Bytes of data in the output, at most."""
 

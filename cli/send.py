@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rdmapost import WC, SendWR
     from rdmapost.loopback import Loopback
 
-__all__ = ["send"]
-
 
 @click.command()
 @payload_options

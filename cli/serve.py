@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
     from rdmapost.tools.connect.protocol_messages import Arrival
 
-__all__ = ["serve"]
 
 _MAX_WAITING = 10_000
 """Unprinted events to keep; beyond that they are only counted."""

@@ -24,8 +24,6 @@ from rdmapost import (
 from .options import Target
 from .output import Output, echo_error
 
-__all__ = ["device_is_required", "open_target", "usage_error"]
-
 SOFT = "soft0"
 
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)

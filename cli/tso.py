@@ -16,8 +16,6 @@ from .options import (
 )
 from .output import Output
 
-__all__ = ["tso"]
-
 
 def _header(text: str) -> bytes:
     """Parse bytes in hexadecimal."""

@@ -10,15 +10,6 @@ from ..enums import QPAttrMask as M
 from ..enums import QPState as S
 from ..enums import QPType as T
 
-__all__ = [
-    "FIELDS",
-    "OPTIONAL",
-    "RANGES",
-    "REQUIRED",
-    "missing_attributes",
-    "unchangeable_attributes",
-]
-
 _CONNECTION = M.AV | M.PATH_MTU | M.DEST_QPN | M.RQ_PSN
 _RESPONDER = M.MAX_DEST_RD_ATOMIC | M.MIN_RNR_TIMER
 _REQUESTER = M.TIMEOUT | M.RETRY_CNT | M.RNR_RETRY | M.SQ_PSN | M.MAX_QP_RD_ATOMIC

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["RNR_FOR_EVER", "ack_timeout", "rnr_timer", "until_retry_exc", "until_rnr_retry_exc"]
-
 RNR_FOR_EVER = 7
 """rnr_retry: never give up."""
 

@@ -13,8 +13,6 @@ from .finding import Finding
 from .path import check_gid, check_port, check_route, uses_gids
 from .snapshot import Snapshot
 
-__all__ = ["check_gids", "check_path_mtu", "check_ports"]
-
 
 def check_ports(snap: Snapshot) -> Iterable[Finding]:
     """Check the port."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Severity", "duration", "worst_first"]
-
 Severity = Literal["problem", "warning", "info", "ok"]
 
 _ORDER: dict[Severity, int] = {"problem": 0, "warning": 1, "info": 2, "ok": 3}

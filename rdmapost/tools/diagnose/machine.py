@@ -21,8 +21,6 @@ from .path import check_gid, check_port, uses_gids
 from .snapshot import FAILURES
 from .system import System
 
-__all__ = ["diagnose_machine"]
-
 _MACHINE = "machine"
 _ROCE_PORT = 4791
 _CAP_IPC_LOCK, _SMALL_LOCK, _USUAL_LOCK = 14, 64 << 10, 8 << 20

@@ -10,8 +10,6 @@ from ...resources.device import GID, Context, GIDTableEntry, PortAttr
 from .finding import Finding, Severity
 from .system import System, phys_state_name
 
-__all__ = ["check_gid", "check_port", "check_route", "uses_gids"]
-
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 _ROCE_HEADERS = 64
 """Bytes that RoCE v2 adds to the payload of a packet: IPv4, UDP, BTH, RETH, immediate, ICRC."""

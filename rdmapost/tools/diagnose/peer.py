@@ -12,8 +12,6 @@ from .finding import Finding, Severity
 from .qp_checks import has_receive, waiting_sends
 from .snapshot import RECEIVES, Snapshot
 
-__all__ = ["check_peer"]
-
 _PSN_MASK = 0xFFFFFF
 
 

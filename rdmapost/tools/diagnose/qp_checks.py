@@ -21,20 +21,6 @@ from ...standard.timers import (
 from .finding import Finding, Severity, duration
 from .snapshot import CONNECTED, Snapshot, is_queue_pair
 
-__all__ = [
-    "check_access",
-    "check_completions",
-    "check_process",
-    "check_rd_atomic",
-    "check_receives",
-    "check_retries",
-    "check_rnr",
-    "check_sends",
-    "check_state",
-    "has_receive",
-    "waiting_sends",
-]
-
 _LONG_S = 60.0
 _RXE_VENDOR = 0xFFFFFF
 _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})

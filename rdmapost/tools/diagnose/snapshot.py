@@ -15,16 +15,6 @@ from ...resources.qp_attr import QPAttr
 from ...resources.resource import open_children
 from .system import System
 
-__all__ = [
-    "CONNECTED",
-    "FAILURES",
-    "RECEIVES",
-    "Snapshot",
-    "is_queue_pair",
-    "name_of",
-    "take_snapshot",
-]
-
 FAILURES = (RdmaError, OSError, ValueError)
 """What reading an object may raise: it is gone, or the device does not respond."""
 

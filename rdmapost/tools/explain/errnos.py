@@ -6,8 +6,6 @@ import errno
 
 from .model import Explanation
 
-__all__ = ["ALIASES", "ERRNOS"]
-
 _RETURN = "ibv_post_send(3), RETURN VALUE"
 _ENOTSUPP = 524
 

@@ -19,8 +19,6 @@ from ...enums import (
     WCStatus,
 )
 
-__all__ = ["ENUMERATIONS", "KINDS", "Explanation", "explanation_of"]
-
 KINDS = {
     "status": "completion status",
     "errno": "errno",
