@@ -126,7 +126,7 @@ class App(click.Group):
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 the post or its completion failed, 2 usage, "
-    "3 no such device or no permission.",
+    "3 no such device or no permission, 130 interrupted (serve: 0).",
 )
 @click.version_option(__version__, "-V", "--version", message="rdmapost %(version)s")
 @click.pass_context

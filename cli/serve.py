@@ -222,7 +222,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def _signals(printer: _Printer) -> Iterator[None]:
-    """End the printer on SIGINT and SIGTERM; a second one ends the process as usual."""
+    """End the printer on SIGINT and SIGTERM; a second one has its usual effect."""
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, frame: object) -> None:
