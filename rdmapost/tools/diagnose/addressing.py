@@ -31,10 +31,9 @@ def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
             "problem",
             f"{evidence}: larger than the port can send",
             f"connect again, with path_mtu at most {active.bytes} on both sides",
-            snap.about,
         )
     else:
-        yield Finding("path-mtu", "ok", evidence, about=snap.about)
+        yield Finding("path-mtu", "ok", evidence)
 
 
 def check_gids(snap: Snapshot) -> Iterable[Finding]:
@@ -52,7 +51,6 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
             "problem",
             "its path has no dgid, which is the address on Ethernet",
             "qp.connect(remote), with the peer's qp.endpoint()",
-            snap.about,
         )
         return
     source = snap.source
@@ -61,11 +59,9 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         gid = GID(bytes(16)) if source is None else source.gid
         kind = None if source is None else source.gid_type
         chosen = GIDChoice(path.sgid_index, gid, kind, "its path's sgid_index")
-    yield from check_gid(chosen, snap.table, snap.system, snap.about)
+    yield check_gid(chosen, snap.table, snap.system)
     if source is not None:
-        yield from check_route(
-            source, path.dgid, snap.table, qp.pd.context.kind, snap.system, snap.about
-        )
+        yield check_route(source, path.dgid, snap.table, qp.pd.context.kind, snap.system)
 
 
 def _chosen(snap: Snapshot) -> Iterable[Finding]:
@@ -83,7 +79,6 @@ def _chosen(snap: Snapshot) -> Iterable[Finding]:
             "give a gid_index that 'rdmapost devices' shows"
             if wanted
             else "ip addr add 10.0.0.1/24 dev NETDEV; ip link set NETDEV up",
-            snap.about,
         )
         return
-    yield from check_gid(chosen, snap.table, snap.system, snap.about)
+    yield check_gid(chosen, snap.table, snap.system)

@@ -103,6 +103,29 @@ def test_peer_left_in_init_is_found(unconnected):
     assert "is in INIT: it does not receive" in finding.evidence
 
 
+@pytest.mark.parametrize("to", [QPState.RESET, QPState.ERR], ids=lambda state: state.name)
+def test_ud_peer_without_a_qkey_is_a_peer_to_connect_and_no_qkey_mismatch(connect, to):
+    """A queue pair has none before INIT."""
+    pair = connect(QPType.UD, to=QPState.RESET)
+    pair.a.connect()
+    if to is QPState.ERR:
+        pair.b.to_err()
+    findings = pair.a.diagnose(pair.b)
+    assert "qkey-mismatch" not in [finding.name for finding in findings]
+    remedy = {"RESET": "peer.connect()", "ERR": "peer.to_reset() and peer.connect()"}
+    assert named(findings, "peer-state").remedy == remedy[to.name]
+    # Nor is its own, as long as it has none.
+    assert "qkey-mismatch" not in [finding.name for finding in pair.b.diagnose(pair.a)]
+
+
+def test_qkey_that_a_message_must_carry_is_found(connect):
+    pair = connect(QPType.UD, to=QPState.RESET)
+    pair.a.connect()
+    pair.b.connect(qkey=5)
+    finding = named(pair.a.diagnose(pair.b), "qkey-mismatch")
+    assert (finding.severity, finding.remedy) == ("warning", "Send(..., remote_qkey=0x5)")
+
+
 def test_receiver_in_rtr_is_a_warning(unconnected):
     a, b = unconnected.a, unconnected.b
     a.to_init(GRANTED)

@@ -54,8 +54,7 @@ def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Findi
     """Diagnose the first GID of a table, or its value when it was chosen."""
     first = table[0]
     chosen = rp.GIDChoice(first.index, first.gid, first.gid_type, "the only one")
-    [finding] = check_gid(dataclasses.replace(chosen, **changed), list(table), system, "a port")
-    return finding
+    return check_gid(dataclasses.replace(chosen, **changed), list(table), system)
 
 
 # ---- ports ------------------------------------------------------------------------
@@ -138,8 +137,7 @@ def test_link_local_gid_reaches_its_own_segment_only(system):
 
 def route_finding(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
     mine = entry(source, ndev="eth7")
-    [finding] = check_route(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
-    return finding
+    return check_route(mine, rp.GID(dgid), [mine], kind, system)
 
 
 def test_link_local_gid_on_one_side_only_is_a_problem(system):
@@ -161,7 +159,7 @@ def test_software_device_reaches_itself_alone(system):
 
 def test_route_over_ipv6_is_not_looked_up(system):
     finding = route_finding("fd00::5", "fd00::9", system)
-    assert (finding.name, finding.severity) == ("way", "info")
+    assert (finding.name, finding.severity) == ("route", "info")
     assert finding.evidence.endswith("not looked up")
 
 
@@ -169,8 +167,8 @@ def test_another_address_of_this_device_may_be_in_another_network(system):
     routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
     system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
     mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
-    [finding] = check_route(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
+    finding = check_route(mine, other.gid, [mine, other], "verbs", system)
     assert (finding.name, finding.severity) == ("gid-wrong", "warning")
     assert "on the same device is not" in finding.evidence
-    [finding] = check_route(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
+    finding = check_route(mine, mine.gid, [mine, other], "verbs", system)
     assert finding.evidence == f"from GID 0 ({V4}) to {V4}, on this device"
