@@ -19,7 +19,7 @@ from .options import (
     peer_options,
     post_options,
 )
-from .output import Output, need_command
+from .output import Output, need_command, usage_error
 
 if TYPE_CHECKING:
     from rdmapost import Opcode, SendWR
@@ -161,9 +161,7 @@ def _run(
         from .post_remote import atomic_at
 
         if given("initial"):
-            raise click.UsageError(
-                "--initial gives the old value without HOST", click.get_current_context()
-            )
+            usage_error("--initial gives the old value without HOST")
         there = {name: value for name, value in asked.items() if name != "initial"}
         atomic_at(out, target, settings, peer, opcode, make, there)
         return

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import Target, device_options, timeout_option
-from .output import Output
+from .output import Output, wrapped
 
 if TYPE_CHECKING:
     from rdmapost import Context
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from rdmapost.loopback import Loopback
 
 
-_WIDTH = 80
 _LABELS = {"problem": "PROBLEM", "warning": "warning", "info": "note", "ok": "ok"}
 _MESSAGE = b"hello, doctor"
 
@@ -129,23 +127,13 @@ def _text(found: Sequence[Finding], verbose: bool) -> str:
             good.setdefault(finding.about, []).append(finding.name)
             continue
         about = f" ({finding.about})" if finding.about else ""
-        lines += _fill(f"{_LABELS[finding.severity]:9}", f"{finding.name}{about}")
-        lines += _fill(" " * 9, finding.evidence)
+        lines.append(wrapped(f"{finding.name}{about}", f"{_LABELS[finding.severity]:9}"))
+        lines.append(wrapped(finding.evidence, " " * 9))
         if finding.remedy:
-            lines += _fill(" " * 9 + "-> ", finding.remedy)
+            lines.append(wrapped(finding.remedy, " " * 9 + "-> "))
     for about, names in good.items():
-        lines += _fill(f"{_LABELS['ok']:9}", f"{about}: {', '.join(names)}")
+        lines.append(wrapped(f"{about}: {', '.join(names)}", f"{_LABELS['ok']:9}"))
     return "\n".join(lines)
-
-
-def _fill(start: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_on_hyphens=False,
-    )
 
 
 def _summary(out: Output, counts: dict[str, int]) -> str:

@@ -14,7 +14,7 @@ from .options import (
     payload_options,
     post_options_for,
 )
-from .output import Output
+from .output import Output, usage_error
 
 _LEAST = 16
 """Bytes of the write that tests a key."""
@@ -36,12 +36,12 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .post_local import loopback, post, source
-    from .results import send_flags, show, verify
+    from .post_local import loopback, post
+    from .results import send_flags, show, source, verify
 
     length = len(payload)
     if not length:
-        raise click.UsageError("a memory window needs at least 1 byte", click.get_current_context())
+        usage_error("a memory window needs at least 1 byte")
     with loopback(
         out,
         target,
@@ -58,7 +58,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
         out.doc["byte_len"] = length
         yields: dict[str, Any] = {"rkey": wr.rkey}
         if binder(pair) is pair.remote:
-            sges = source(pair, settings, payload)
+            sges = source(pair.local.mr, settings, payload)
             pair.local.qp.post_send(
                 RdmaWrite(sg_list=sges, wr_id=2, **pair.target(MARGIN, wr.rkey))
             )

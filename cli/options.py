@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from .output import Output
+from .output import Output, usage_error
 
 if TYPE_CHECKING:
     _Choice = click.Choice[str]
@@ -232,7 +232,7 @@ def check_token(token: str | None) -> None:
     try:
         check_token(token)
     except ValueError as error:
-        _usage(f"{error} (--token, or the variable RDMAPOST_TOKEN)")
+        usage_error(f"{error} (--token, or the variable RDMAPOST_TOKEN)")
 
 
 def token_option(text: str) -> Callable[[Command], Command]:
@@ -274,7 +274,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
             if server is None:
                 for name, value in (("token", token), ("offset", offset)):
                     if value is not None and given(name):
-                        _usage(f"--{name} needs a HOST to post to")
+                        usage_error(f"--{name} needs a HOST to post to")
                 return function(peer=None, **options)
             from rdmapost.tools.connect.host_port import parse_address
 
@@ -282,7 +282,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
             try:
                 host, port = parse_address(server)
             except ValueError as error:
-                _usage(str(error))
+                usage_error(str(error))
             return function(peer=Peer(host, port, token, offset or 0), **options)
 
         if offset:
@@ -422,7 +422,7 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
         ) -> Any:
             given = sum(source is not None for source in (data, data_file, size))
             if given > 1:
-                _usage("--data, --data-file and --size exclude each other; give one of them")
+                usage_error("--data, --data-file and --size exclude each other; give one of them")
             if not given:
                 size = size_unless_given
             return function(payload=payload_of(data, data_file, size), **options)
@@ -443,9 +443,5 @@ def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) 
     while piece := data_file.read(1 << 20):
         content += piece
         if len(content) > _MAX_MESSAGE:
-            _usage(f"{data_file.name} is longer than a message can be (2G)")
+            usage_error(f"{data_file.name} is longer than a message can be (2G)")
     return bytes(content)
-
-
-def _usage(text: str) -> NoReturn:
-    raise click.UsageError(text, click.get_current_context())

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rdmapost import SGE, WC, Opcode, OpsOpcode, QPType, SendWR
+from rdmapost import WC, Opcode, OpsOpcode, QPType, SendWR
 from rdmapost.loopback import Loopback, Side
 from rdmapost.resources.qp import QP
 
@@ -61,21 +61,6 @@ def loopback(
             out.doc["gid_index"] = pair.local.qp.gid.index
             _note_queue_pairs(out, pair)
             yield pair
-
-
-def source(pair: Loopback, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
-    """Return the sg_list for a payload: registered memory, or an unregistered buffer if inline."""
-    if "INLINE" in settings.flags:
-        return [SGE.from_buffer(payload)] if payload else []
-    pair.local.mr.buffer[: len(payload)] = payload
-    return pair.cut(pair.local, 0, len(payload))
-
-
-def frame_header(settings: PostSettings) -> bytes:
-    """Return the header of a message: made-up Ethernet on raw packets, else none."""
-    from rdmapost.frames import ethernet
-
-    return ethernet() if settings.qp_type == "RAW_PACKET" else b""
 
 
 def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None = None) -> list[WC]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from rdmapost import (
     CQ,
+    MR,
     QP,
+    SGE,
     WC,
     Context,
     Opcode,
@@ -21,8 +23,7 @@ from rdmapost import (
 )
 
 from .options import PostSettings
-from .output import Output, fields
-from .target import usage_error
+from .output import Output, fields, usage_error
 
 _SHOWN = 4096
 """Bytes of data in the output, at most."""
@@ -66,6 +67,16 @@ def send_flags(settings: PostSettings) -> int:
     for name in settings.flags:
         flags |= SendFlags[name]
     return flags
+
+
+def source(mr: MR, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
+    """Return the sg_list for a payload: registered memory, or an unregistered buffer if inline."""
+    if not payload:
+        return []
+    if "INLINE" in settings.flags:
+        return [SGE.from_buffer(payload)]
+    mr.buffer[: len(payload)] = payload
+    return [mr[: len(payload)]]
 
 
 def post_and_wait(

@@ -26,7 +26,7 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output, echo_error
+from .output import Output, echo_error, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
@@ -154,7 +154,7 @@ def serve(
     from rdmapost import Access
     from rdmapost.tools import connect as library
 
-    from .target import open_target, usage_error
+    from .target import open_target
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
