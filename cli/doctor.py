@@ -100,13 +100,9 @@ def _outcome(device: str, pair: Loopback) -> Finding:
         return _failed(device, f"a message of {size} bytes to the same device: {error}")
     failed = next((wc.status.name for wc in wcs if wc.status), None)
     if failed is not None:
-        return Finding(
-            "message",
-            "problem",
-            f"a message of {size} bytes to the same device: {failed}",
-            f"rdmapost explain {failed}",
-            device,
-        )
+        evidence = f"a message of {size} bytes to the same device: {failed}"
+        remedy = f"rdmapost explain {failed}"
+        return Finding("message", "problem", evidence, remedy, device)
     if pair.received(size) != _MESSAGE:
         return _failed(device, f"other data arrived than the {size} bytes that were sent")
     return Finding("message", "ok", f"a message of {size} bytes arrived", about=device)

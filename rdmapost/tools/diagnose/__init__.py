@@ -63,12 +63,9 @@ def _check(qp: QP, peer: QP | Endpoint | None) -> Iterable[Finding]:
     try:
         snap = take_snapshot(qp, peer)
     except FAILURES as error:
-        yield Finding(
-            "not-readable",
-            "problem",
-            f"its attributes cannot be read: {error}",
-            "check that the device still exists ('rdmapost devices')",
-        )
+        evidence = f"its attributes cannot be read: {error}"
+        remedy = "check that the device still exists ('rdmapost devices')"
+        yield Finding("not-readable", "problem", evidence, remedy)
         return
     for check in _CHECKS:
         try:

@@ -26,11 +26,9 @@ def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
         return
     evidence = f"path_mtu {path.bytes}, and the port's active_mtu {active.bytes}"
     if path > active:
+        remedy = f"connect again, with path_mtu at most {active.bytes} on both sides"
         yield Finding(
-            "mtu-mismatch",
-            "problem",
-            f"{evidence}: larger than the port can send",
-            f"connect again, with path_mtu at most {active.bytes} on both sides",
+            "mtu-mismatch", "problem", f"{evidence}: larger than the port can send", remedy
         )
     else:
         yield Finding("path-mtu", "ok", evidence)
@@ -46,12 +44,9 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         yield from _chosen(snap)
         return
     if path.dgid is None:
-        yield Finding(
-            "gid-wrong",
-            "problem",
-            "its path has no dgid, which is the address on Ethernet",
-            "qp.connect(remote), with the peer's qp.endpoint()",
-        )
+        evidence = "its path has no dgid, which is the address on Ethernet"
+        remedy = "qp.connect(remote), with the peer's qp.endpoint()"
+        yield Finding("gid-wrong", "problem", evidence, remedy)
         return
     source = snap.source
     chosen = chosen_gid(qp)

@@ -145,22 +145,16 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
             "modprobe ib_uverbs",
         )
     elif not drivers and not system.devices():
-        yield Finding(
-            "module-missing",
-            "warning",
-            "ib_uverbs is loaded, but no RDMA device driver",
-            "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe",
-        )
+        evidence = "ib_uverbs is loaded, but no RDMA device driver"
+        remedy = "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe"
+        yield Finding("module-missing", "warning", evidence, remedy)
     else:
         yield Finding("modules", "ok", f"ib_uverbs is loaded; {loaded}")
     hidden = [name for name in system.devices() if name not in [info.name for info in infos]]
     if hidden and system.module("ib_uverbs"):
-        yield Finding(
-            "provider-missing",
-            "problem",
-            f"the kernel has {', '.join(hidden)}, but libibverbs does not list it",
-            "apt install ibverbs-providers (dnf install libibverbs), for its user-space driver",
-        )
+        evidence = f"the kernel has {', '.join(hidden)}, but libibverbs does not list it"
+        remedy = "apt install ibverbs-providers (dnf install libibverbs), for its user-space driver"
+        yield Finding("provider-missing", "problem", evidence, remedy)
 
 
 def _check_nodes(system: System) -> Iterable[Finding]:
@@ -203,12 +197,9 @@ def _check_node(node: Path) -> Finding:
             "no-permission", "problem", f"{evidence}: {error.strerror}", remedy, str(node)
         )
     except OSError as error:
+        remedy = "see 'dmesg'; load the device's driver again"
         return Finding(
-            "node-broken",
-            "problem",
-            f"it cannot be opened: {error.strerror}",
-            "see 'dmesg'; load the device's driver again",
-            str(node),
+            "node-broken", "problem", f"it cannot be opened: {error.strerror}", remedy, str(node)
         )
     return Finding("permission", "ok", evidence, about=str(node))
 
@@ -300,12 +291,9 @@ def _check_files(system: System) -> Iterable[Finding]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(system.names("proc/self/fd"))
     if limit != resource.RLIM_INFINITY and used + 16 > limit:
-        yield Finding(
-            "files-low",
-            "problem",
-            f"{used} of {limit} files are open; a device needs two, and a CQ one",
-            "ulimit -n 65536",
-        )
+        evidence = f"{used} of {limit} files are open; a device needs two, and a CQ one"
+        remedy = "ulimit -n 65536"
+        yield Finding("files-low", "problem", evidence, remedy)
 
 
 # ---- the device that will be used -------------------------------------------
@@ -321,13 +309,9 @@ def _check_device(
     except NoDeviceError as error:
         yield Finding("no-such-device", "problem", str(error), "rdmapost devices")
     except FAILURES as error:
-        yield Finding(
-            "not-opened",
-            "problem",
-            str(error),
-            "see the findings about /dev/infiniband, and 'dmesg'",
-            name,
-        )
+        evidence = str(error)
+        remedy = "see the findings about /dev/infiniband, and 'dmesg'"
+        yield Finding("not-opened", "problem", evidence, remedy, name)
 
 
 def _check_open(
@@ -335,13 +319,9 @@ def _check_open(
 ) -> Iterable[Finding]:
     count = context.attr.phys_port_cnt
     if port_num is not None and port_num > count:
-        yield Finding(
-            "no-such-port",
-            "problem",
-            f"{context.name} has {count} ports, but no port {port_num}",
-            "rdmapost devices",
-            context.name,
-        )
+        evidence = f"{context.name} has {count} ports, but no port {port_num}"
+        remedy = "rdmapost devices"
+        yield Finding("no-such-port", "problem", evidence, remedy, context.name)
         return
     ports = [context.query_port(number) for number in range(1, count + 1)]
     active = [port for port in ports if port.state.name.startswith("ACTIVE")]

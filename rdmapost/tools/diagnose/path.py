@@ -84,11 +84,9 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
             again,
         )
     if entry.ndev and _address_is_gone(entry, system):
+        remedy = f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}"
         return Finding(
-            "gid-stale",
-            "problem",
-            f"{entry.ndev} does not have the address of {name}",
-            f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}",
+            "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}", remedy
         )
     kind = "" if entry.gid_type is None else entry.gid_type.name
     # The reason may begin with the type.

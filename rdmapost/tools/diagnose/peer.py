@@ -31,12 +31,9 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
     elif isinstance(peer, Endpoint):
         yield from _check_endpoint(snap, peer)
     elif snap.local_peer is None:
-        yield Finding(
-            "peer-closed",
-            "problem",
-            f"its peer {peer} is closed",
-            "create a new queue pair there, and connect both",
-        )
+        evidence = f"its peer {peer} is closed"
+        remedy = "create a new queue pair there, and connect both"
+        yield Finding("peer-closed", "problem", evidence, remedy)
     else:
         yield from _check_qp(snap, *snap.local_peer)
 
@@ -54,12 +51,9 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
     if attr.path_mtu is not None and attr.path_mtu > peer.mtu:
         wrong.append(("mtu-mismatch", f"path_mtu {attr.path_mtu.bytes}", f"{peer.mtu.bytes}"))
     for name, here, there in wrong:
-        yield Finding(
-            name,
-            "problem",
-            f"{here}, but the peer's endpoint has {there}",
-            "qp.to_reset(), and qp.connect() with the peer's current endpoint",
-        )
+        evidence = f"{here}, but the peer's endpoint has {there}"
+        remedy = "qp.to_reset(), and qp.connect() with the peer's current endpoint"
+        yield Finding(name, "problem", evidence, remedy)
     if not wrong:
         yield Finding("peer", "ok", f"connected to {peer}")
 
@@ -67,27 +61,18 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
 def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     qp = snap.qp
     if peer.qp_type is not snap.peer_type:
-        yield Finding(
-            "qp-type-mismatch",
-            "problem",
-            f"it is {qp.qp_type.name}, but its peer is {peer.qp_type.name}",
-            f"create the peer with type {snap.peer_type.name}",
-        )
+        evidence = f"it is {qp.qp_type.name}, but its peer is {peer.qp_type.name}"
+        remedy = f"create the peer with type {snap.peer_type.name}"
+        yield Finding("qp-type-mismatch", "problem", evidence, remedy)
         return
     if there.qp_state not in RECEIVES:
-        yield Finding(
-            "peer-state",
-            "problem",
-            f"its peer {peer} is in {there.qp_state.name}: it does not receive",
-            _how_to_receive(peer, there.qp_state),
-        )
+        evidence = f"its peer {peer} is in {there.qp_state.name}: it does not receive"
+        remedy = _how_to_receive(peer, there.qp_state)
+        yield Finding("peer-state", "problem", evidence, remedy)
     if qp.pd is not peer.pd:
-        yield Finding(
-            "other-pd",
-            "info",
-            f"its peer {peer} is on another PD",
-            "a region's rkey works only through queue pairs on the same PD",
-        )
+        evidence = f"its peer {peer} is on another PD"
+        remedy = "a region's rkey works only through queue pairs on the same PD"
+        yield Finding("other-pd", "info", evidence, remedy)
     if snap.connected:
         yield from _check_crossing(snap, peer, there)
         yield from _check_terms(snap, peer, there)
@@ -136,12 +121,8 @@ def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
         evidence += f"{snap.qp.outstanding.send}; a SEND or RDMA_WRITE_WITH_IMM among them waits"
     else:
         evidence += str(sends)
-    yield Finding(
-        "recv-none-posted",
-        severity,
-        evidence,
-        "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)",
-    )
+    remedy = "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)"
+    yield Finding("recv-none-posted", severity, evidence, remedy)
 
 
 def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
@@ -178,12 +159,8 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         return
     again = "to_reset() both, and connect each with the other's endpoint()"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
-        yield Finding(
-            "mtu-mismatch",
-            "problem",
-            f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}",
-            again,
-        )
+        evidence = f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}"
+        yield Finding("mtu-mismatch", "problem", evidence, again)
     for sender, sending, expecting, side in (
         (qp, here, there, f"{qp} sends"),
         (peer, there, here, f"its peer {peer} sends"),

@@ -111,11 +111,9 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
     elif total > _LONG_S:
         yield Finding("timeout-long", "warning", evidence, "connect with timeout=14 (67.1 ms)")
     elif retry_cnt == 0:
+        remedy = "connect with retry_cnt=6"
         yield Finding(
-            "retry-cnt-0",
-            "warning",
-            f"{evidence}; one lost packet breaks the connection",
-            "connect with retry_cnt=6",
+            "retry-cnt-0", "warning", f"{evidence}; one lost packet breaks the connection", remedy
         )
     else:
         yield Finding("timeout", "ok", evidence)
@@ -129,12 +127,9 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
     if snap.connected and qp.qp_type in (QPType.RC, QPType.XRC_RECV):
         timer = f"min_rnr_timer={attr.min_rnr_timer} ({duration(rnr_timer(attr.min_rnr_timer))})"
         if attr.min_rnr_timer == 0:
-            yield Finding(
-                "min-rnr-timer-0",
-                "warning",
-                f"{timer}: 0 means the longest wait, for a peer that finds no receive",
-                "connect with min_rnr_timer=12 (0.64 ms)",
-            )
+            evidence = f"{timer}: 0 means the longest wait, for a peer that finds no receive"
+            remedy = "connect with min_rnr_timer=12 (0.64 ms)"
+            yield Finding("min-rnr-timer-0", "warning", evidence, remedy)
         else:
             yield Finding(
                 "min-rnr-timer", "ok", f"{timer} is how long a peer waits that finds no receive"
@@ -155,23 +150,17 @@ def _rnr_retry(snap: Snapshot) -> Finding:
         remedy = "post receives at the peer; with rnr_retry=6 it fails with RNR_RETRY_EXC_ERR"
         return Finding("rnr-retry-for-ever", severity, evidence, remedy)
     if retry == 0:
-        return Finding(
-            "rnr-retry-0",
-            "warning",
-            "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR",
-            "connect with rnr_retry=6, or post receives before the peer can send",
-        )
+        evidence = "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR"
+        remedy = "connect with rnr_retry=6, or post receives before the peer can send"
+        return Finding("rnr-retry-0", "warning", evidence, remedy)
     whose, timer = "the peer's", snap.attr.min_rnr_timer
     if local is not None:
         timer = local[1].min_rnr_timer
     elif snap.qp.qp_type is QPType.RC:
         whose = "if the peer has the same"
     else:
-        return Finding(
-            "rnr-retry",
-            "ok",
-            f"rnr_retry={retry} x the peer's min_rnr_timer until RNR_RETRY_EXC_ERR",
-        )
+        evidence = f"rnr_retry={retry} x the peer's min_rnr_timer until RNR_RETRY_EXC_ERR"
+        return Finding("rnr-retry", "ok", evidence)
     total = until_rnr_retry_exc(retry, timer)
     return Finding(
         "rnr-retry",
@@ -187,12 +176,9 @@ def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
         return
     here = snap.attr.max_rd_atomic
     if not here:
-        yield Finding(
-            "max-rd-atomic-0",
-            "warning",
-            "max_rd_atomic=0: an RDMA read or atomic fails, or never starts",
-            "connect with max_rd_atomic=1 or more",
-        )
+        evidence = "max_rd_atomic=0: an RDMA read or atomic fails, or never starts"
+        remedy = "connect with max_rd_atomic=1 or more"
+        yield Finding("max-rd-atomic-0", "warning", evidence, remedy)
         return
     if (local := snap.responder) is not None and here > local[1].max_dest_rd_atomic:
         there = local[1].max_dest_rd_atomic
@@ -282,12 +268,8 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
     else:
         what = "makes its sender wait (RNR)" if qp.qp_type is QPType.RC else "is dropped"
         post = "qp.post_recv" if qp.srq is None else "srq.post_srq_recv"
-        yield Finding(
-            "recv-none-posted",
-            "info",
-            f"{evidence}; an incoming message {what}",
-            f"{post}(...) before the peer sends",
-        )
+        evidence = f"{evidence}; an incoming message {what}"
+        yield Finding("recv-none-posted", "info", evidence, f"{post}(...) before the peer sends")
 
 
 def check_completions(snap: Snapshot) -> Iterable[Finding]:
