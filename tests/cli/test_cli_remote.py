@@ -111,7 +111,9 @@ def test_write_to_memory_without_read_access_shows_no_data(
     assert "received" not in doc
 
 
-def test_write_of_no_bytes_and_of_the_whole_memory(context: rp.Context, serve: Serve) -> None:
+def test_write_of_no_bytes_and_of_the_whole_memory_succeeds(
+    context: rp.Context, serve: Serve
+) -> None:
     where = serve()
     assert done(context, "write", where, "--data", "")["byte_len"] == 0
     assert done(context, "write", where, "--size", "4096")["byte_len"] == 4096

@@ -300,7 +300,9 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signals) -> None:
+def test_sigint_or_sigterm_ends_serve_with_0_and_notifies_clients(
+    start: Callable[..., Process], number: signal.Signals
+) -> None:
     served = start("-d", "soft0")
     first = served.first
     assert (first["device"], first["kind"], first["host"]) == ("soft0", "soft", "127.0.0.1")

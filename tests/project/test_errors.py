@@ -254,7 +254,7 @@ class _Slotted:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_attribute_is_kept_where_the_protocol_can_pickle_it(protocol: int) -> None:
+def test_attribute_of_an_exception_is_kept_where_the_protocol_can_pickle_it(protocol: int) -> None:
     error = rp.RdmaError("text")
     error.slotted = _Slotted()  # type: ignore[attr-defined]
     error.slotted.value = 5  # type: ignore[attr-defined]

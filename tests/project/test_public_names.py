@@ -61,7 +61,7 @@ def test_public_names_say_which_public_module_they_are_from(module: str) -> None
     assert modules == dict.fromkeys(modules, module)
 
 
-def test_private_modules_have_an_underscore_or_are_in_a_room() -> None:
+def test_private_modules_have_an_underscore_or_are_in_a_subpackage() -> None:
     """Beside the rooms, only what users import has no underscore."""
     (place,) = map(pathlib.Path, rp.__path__)
     modules = {file.stem for file in place.glob("[!_]*.py")}

@@ -42,7 +42,7 @@ def test_every_opcode_is_checked_on_every_qp_type_of_the_table() -> None:
     assert len(rows) == len(EXPECTED)
 
 
-def test_all_pass_on_the_software_device(results: dict[tuple[str, str], Result]) -> None:
+def test_every_check_passes_on_the_software_device(results: dict[tuple[str, str], Result]) -> None:
     assert set(results) == EXPECTED
     assert [result for result in results.values() if result.status != "pass"] == []
 

@@ -84,7 +84,7 @@ def test_finding_is_a_dataclass_with_named_fields(rc):
 # ---- states -----------------------------------------------------------------------
 
 
-def test_reset_and_init_are_found(unconnected):
+def test_queue_pair_in_reset_or_init_is_a_problem(unconnected):
     a, b = unconnected.a, unconnected.b
     assert wrong(a) == ["qp-state"]
     assert "in RESET" in named(a.diagnose(), "qp-state").evidence
@@ -271,7 +271,7 @@ def test_unusual_attributes_are_warnings(unconnected):
     assert "min_rnr_timer=0 (0.655 s): 0 means the longest" in finding.evidence
 
 
-def test_more_reads_than_the_peer_takes_are_found(unconnected):
+def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
     join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 2})
     finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
     assert "max_rd_atomic=8, and the peer's max_dest_rd_atomic=2" in finding.evidence
@@ -322,7 +322,7 @@ def test_link_local_gid_is_a_warning(context, stack, pd, cq):
     assert warned & {"gid-link-local", "gid-roce-v1"}
 
 
-def test_gid_index_that_is_not_there_is_found(context, stack, pd, cq):
+def test_gid_index_that_the_port_lacks_is_found(context, stack, pd, cq):
     qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=200))
     finding = named(qp.diagnose(), "gid-wrong")
     assert finding.severity == "problem"
@@ -427,7 +427,7 @@ def test_cq_that_is_too_small_is_found(context, pd, stack):
     qp.to_reset()
 
 
-def test_receives_of_a_shared_queue_count(pd, cq, stack):
+def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
     srq = stack.enter_context(rp.SRQ(pd, 8))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     a = stack.enter_context(rp.QP(pd, QPType.RC, cq))

@@ -113,7 +113,7 @@ def test_missing_device_is_a_finding():
     assert diagnose_machine("nosuch0")
 
 
-def test_device_that_the_environment_names_is_looked_at(monkeypatch):
+def test_device_that_the_environment_names_is_diagnosed(monkeypatch):
     monkeypatch.setenv("RDMAPOST_DEVICE", "soft0")
     assert "soft0 port 1" in [f.about for f in diagnose_machine()]
 
@@ -205,7 +205,7 @@ def test_routes_and_network_devices_are_read(roce):
     assert not system.netdev_is_up("eth7")
 
 
-def test_network_device_behind_the_port_is_looked_at(roce):
+def test_network_device_of_the_port_is_checked(roce):
     """The software device's port, as if it were on eth7."""
     write(roce, {"sys/class/infiniband/soft0/parent": "eth7"})
     finding = named(diagnose_machine("soft0", root=roce), "mtu-mismatch")

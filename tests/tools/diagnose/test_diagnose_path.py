@@ -60,7 +60,7 @@ def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Findi
 # ---- ports ------------------------------------------------------------------------
 
 
-def test_port_that_is_down_wants_its_network_device_up(system, port):
+def test_remedy_for_an_ethernet_port_that_is_down_is_its_network_device(system, port):
     down = dataclasses.replace(port, state=PortState.DOWN, phys_state=3)
     finding = named(check_port(ROCE, down, system), "port-down")
     assert finding.severity == "problem"
@@ -70,7 +70,7 @@ def test_port_that_is_down_wants_its_network_device_up(system, port):
     assert finding.remedy.startswith("ip link set NETDEV up")
 
 
-def test_infiniband_port_wants_a_subnet_manager(system, port):
+def test_remedy_for_an_infiniband_port_that_is_down_is_a_subnet_manager(system, port):
     attr = dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND, state=PortState.INIT)
     [finding] = check_port(ROCE, attr, system)
     assert finding.name == "port-down"
@@ -151,7 +151,7 @@ def test_link_local_gid_on_one_side_only_is_a_problem(system):
     )
 
 
-def test_software_device_reaches_itself_alone(system):
+def test_software_device_reaches_only_itself(system):
     finding = route_finding("fd00::5", "fd00::9", system, "soft")
     assert (finding.name, finding.severity) == ("gid-wrong", "problem")
     assert "which only reaches its own" in finding.evidence
@@ -163,7 +163,7 @@ def test_route_over_ipv6_is_not_looked_up(system):
     assert finding.evidence.endswith("not looked up")
 
 
-def test_another_address_of_this_device_may_be_in_another_network(system):
+def test_gid_of_this_device_in_another_network_is_a_warning(system):
     routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
     system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
     mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
