@@ -124,11 +124,10 @@ def _run(
     after: Callable[[int], int],
     asked: dict[str, int],
 ) -> None:
-    """Post atomics on one value and check the result of each.
+    """Post atomics on one value, and check the result of each.
 
     Args:
-        out, target, settings, opcode: as in post_local.loopback.
-        peer: the server that holds the value, or None.
+        out, target, settings, peer, opcode: as in the other commands.
         make: makes the work request.
         after: computes the new value from the old.
         asked: the request, for the document.

@@ -27,12 +27,8 @@ _MAX_MESSAGE = 1 << 31
 _DEFAULT_DATA = "hello, rdma"
 
 
-def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
-    """Make the type of an integer in a range: decimal, or prefixed with 0x, 0o or 0b.
-
-    Args:
-        least, most: the inclusive range; None for no upper bound.
-    """
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str | int], int]:
+    """Make the type of an integer in an inclusive range: decimal, or prefixed with 0x, 0o or 0b."""
 
     def convert(value: str | int) -> int:
         text = str(value)
@@ -40,9 +36,9 @@ def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
             number = int(text, 10 if text.isdecimal() else 0)
         except ValueError:
             raise click.BadParameter(f"{text!r} is not an integer (10 or 0xa)") from None
-        if number < least or (most is not None and number > most):
-            upper = "" if most is None else f" and at most {most}"
-            raise click.BadParameter(f"{text} is not at least {least}{upper}")
+        if number < minimum or (maximum is not None and number > maximum):
+            upper = "" if maximum is None else f" and at most {maximum}"
+            raise click.BadParameter(f"{text} is not at least {minimum}{upper}")
         return number
 
     return convert
@@ -222,11 +218,7 @@ class _TokenOption(click.Option):
 
 
 def check_token(token: str | None) -> None:
-    """Refuse an invalid token as a usage error.
-
-    Args:
-        token: from --token or its variable, or None.
-    """
+    """Refuse an invalid token, from --token or its variable, as a usage error."""
     from rdmapost.tools.connect.server_state import check_token
 
     try:
@@ -236,11 +228,7 @@ def check_token(token: str | None) -> None:
 
 
 def token_option(text: str) -> Callable[[Command], Command]:
-    """Add --token.
-
-    Args:
-        text: what it is for, without a full stop.
-    """
+    """Add --token; ``text`` says what it is for."""
     return click.option(
         "--token",
         cls=_TokenOption,
@@ -258,11 +246,7 @@ def given(name: str) -> bool:
 
 
 def peer_options(*, offset: bool) -> Callable[[Command], Command]:
-    """Add HOST[:PORT] and its options; the command gets ``peer``, or None without HOST.
-
-    Args:
-        offset: whether to add --offset.
-    """
+    """Add HOST[:PORT] and its options; the command gets ``peer``, or None without HOST."""
 
     def decorate(function: Command) -> Command:
         @click.argument("server", metavar="[HOST[:PORT]]", required=False)
@@ -328,12 +312,7 @@ class _QPTypeChoice(_Choice):
 
 
 def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
-    """Add --qp-type and --timeout, and --count; the command gets ``settings``.
-
-    Args:
-        qp_types: the choices, the default first; a single one adds no option.
-        count: whether to add --count.
-    """
+    """Add --timeout, --qp-type if there is a choice, and --count; the command gets ``settings``."""
 
     def decorate(function: Command) -> Command:
         @timeout_option
@@ -372,9 +351,7 @@ def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
     return decorate
 
 
-def post_options(function: Command) -> Command:
-    """Add --qp-type of every type, --count and --timeout; the command gets ``settings``."""
-    return post_options_for(*_QP_TYPES, count=True)(function)
+post_options = post_options_for(*_QP_TYPES, count=True)
 
 
 class _DataFile(click.File):
@@ -386,11 +363,6 @@ class _DataFile(click.File):
         if value == "-" and sys.stdin is None:
             self.fail("standard input is closed", param, ctx)
         return super().convert(value, param, ctx)
-
-
-def payload_options(function: Command) -> Command:
-    """Add --data, --data-file and --size; the command gets ``payload``."""
-    return payload_options_for(None)(function)
 
 
 def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Command]:
@@ -430,6 +402,9 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
         return command
 
     return decorate
+
+
+payload_options = payload_options_for(None)
 
 
 def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:

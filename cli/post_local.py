@@ -32,14 +32,10 @@ def loopback(
     """Open the device and make two queue pairs on it.
 
     Args:
-        out: gets the document's skeleton.
-        target: the device.
-        settings: the QP type, the queue depth and the timeout.
-        opcode: what will be posted.
-        local_size, remote_size: as in Loopback.
+        out, target, settings, opcode: what the document shows.
         inlined: bytes of one inline work request.
         depth: what each queue must hold; one post's work requests unless given.
-        options: as in Loopback.
+        local_size, remote_size, options: as in Loopback.
     """
     start_document(out, opcode, settings)
     with open_target(out, target) as (context, port_num):
@@ -66,11 +62,7 @@ def loopback(
 def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None = None) -> list[WC]:
     """Post a list of work requests in one call, and wait until they are done.
 
-    Args:
-        out: gets what record() adds.
-        pair: the queue pairs.
-        wrs: the work requests.
-        side: the side that posts; the local one unless given.
+    The local side posts, unless another is given.
 
     Raises:
         PostError: one of them was refused.

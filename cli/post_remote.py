@@ -257,13 +257,7 @@ def atomic_at(
     make: Callable[..., SendWR],
     given: dict[str, Any],
 ) -> None:
-    """Change a value in the memory of a server.
-
-    Args:
-        out, target, settings, peer, opcode: as in _connected.
-        make: makes the work request.
-        given: the request, for the document.
-    """
+    """Change a value in the memory of a server; ``given`` is the request, for the document."""
     count = settings.count
     with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
         flags = send_flags(settings)

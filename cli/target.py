@@ -34,10 +34,6 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
     If there is no RDMA device to choose, that is the software device in this
     process, and standard error says so.
 
-    Args:
-        out: gets ``device`` and ``kind``.
-        target: the device, port and GID asked for.
-
     Yields:
         the device and the number of the port.
 

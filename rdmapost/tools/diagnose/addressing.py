@@ -52,8 +52,8 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
     chosen = chosen_gid(qp)
     if chosen is None or chosen.index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid
-        kind = None if source is None else source.gid_type
-        chosen = GIDChoice(path.sgid_index, gid, kind, "its path's sgid_index")
+        gid_type = None if source is None else source.gid_type
+        chosen = GIDChoice(path.sgid_index, gid, gid_type, "its path's sgid_index")
     yield check_gid(chosen, snap.table, snap.system)
     if source is not None:
         yield check_route(source, path.dgid, snap.table, qp.pd.context.kind, snap.system)

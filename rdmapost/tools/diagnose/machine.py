@@ -184,7 +184,7 @@ def _check_node(node: Path) -> Finding:
     owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
     evidence = f"{stat.filemode(found.st_mode)} {owner}:{group}; {me}"
     try:
-        # Only opening it tells: a container may forbid what the mode allows.
+        # Only opening it shows: a container may forbid what the mode allows.
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except PermissionError as error:
         if os.access(node, os.R_OK | os.W_OK, effective_ids=True):

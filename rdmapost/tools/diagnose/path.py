@@ -58,13 +58,7 @@ def check_port(context: Context, port: PortAttr, system: System) -> Iterable[Fin
 
 
 def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> Finding:
-    """Check a local GID: is it still in the table, of the right type, and an address in use?
-
-    Args:
-        chosen: the GID at the time it was chosen.
-        table: the port's current GID table.
-        system: has its network device and address.
-    """
+    """Check a chosen GID: is it still in the table, of the right type, and an address in use?"""
     entry = next((entry for entry in table if entry.index == chosen.index), None)
     name = f"GID {chosen.index} ({chosen.gid})"
     again = "choose again: create another queue pair, or give gid_index= ('rdmapost devices')"
@@ -88,11 +82,11 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
         return Finding(
             "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}", remedy
         )
-    kind = "" if entry.gid_type is None else entry.gid_type.name
+    gid_type = "" if entry.gid_type is None else entry.gid_type.name
     # The reason may begin with the type.
-    kind = "" if not kind or chosen.reason.startswith(kind) else f", {kind}"
+    gid_type = "" if not gid_type or chosen.reason.startswith(gid_type) else f", {gid_type}"
     where = f" of {entry.ndev}" if entry.ndev else ""
-    evidence = f"{name}{where}{kind}: {chosen.reason}"
+    evidence = f"{name}{where}{gid_type}: {chosen.reason}"
     better = [
         f"{other.index} ({other.gid})"
         for other in table
@@ -152,8 +146,8 @@ def check_route(
         return Finding("gid-wrong", severity, why, remedy)
 
     if source.gid.is_ipv4 != dgid.is_ipv4:
-        kinds = ["IPv4" if gid.is_ipv4 else "IPv6" for gid in (source.gid, dgid)]
-        return wrong(f"{here} is {kinds[0]}, and the peer's {dgid} is {kinds[1]}")
+        families = ["IPv4" if gid.is_ipv4 else "IPv6" for gid in (source.gid, dgid)]
+        return wrong(f"{here} is {families[0]}, and the peer's {dgid} is {families[1]}")
     if source.gid.is_link_local != dgid.is_link_local:
         which, other = here, f"the peer's {dgid}"
         if dgid.is_link_local:

@@ -179,13 +179,17 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 "expected: packets are dropped, and nothing is acknowledged",
                 again,
             )
-    kinds = [_gid_type(snap, here), _gid_type(snap, there)]
-    if qp.pd.context.name == peer.pd.context.name and None not in kinds and kinds[0] != kinds[1]:
+    gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
+    if (
+        qp.pd.context.name == peer.pd.context.name
+        and None not in gid_types
+        and gid_types[0] != gid_types[1]
+    ):
         yield Finding(
             "gid-type-mismatch",
             "problem",
-            f"its GID is {getattr(kinds[0], 'name', '')}, and the peer's "
-            f"{getattr(kinds[1], 'name', '')}: they cannot reach each other",
+            f"its GID is {getattr(gid_types[0], 'name', '')}, and the peer's "
+            f"{getattr(gid_types[1], 'name', '')}: they cannot reach each other",
             "give both a gid_index of one type ('rdmapost devices')",
         )
     if qp.qp_type is not QPType.XRC_RECV:

@@ -88,11 +88,7 @@ class Snapshot:
 
 
 def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
-    """Read a queue pair and its surroundings.
-
-    Args:
-        qp: the queue pair.
-        peer: the peer, if the caller knows it.
+    """Read a queue pair and its surroundings, the peer included if the caller knows it.
 
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.

@@ -281,12 +281,12 @@ def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
 
 
 def test_gid_that_is_not_the_peers_is_found(context, unconnected):
-    """Both are the port's GIDs, of two kinds."""
+    """Both are the port's GIDs, of two types."""
     port = context.query_port(1)
     needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs that addresses are made of", context)
     a, b = unconnected.a, unconnected.b
     others = [entry.gid for entry in context.query_gid_table() if entry.gid.is_link_local]
-    needs(others and not b.gid.gid.is_link_local, "second GID of another kind", context)
+    needs(others and not b.gid.gid.is_link_local, "second GID of another type", context)
     wanted = dataclasses.replace(b.endpoint(), gid=others[0])
     try:
         a.connect(wanted)
@@ -459,7 +459,7 @@ def test_queue_pair_of_the_parent_process_is_a_problem(context):
     assert said == "0 False"
 
 
-# ---- the whole way ----------------------------------------------------------------
+# ---- a send that fails ------------------------------------------------------------
 
 
 def test_send_that_nothing_answers_is_explained(context, unconnected):

@@ -45,9 +45,9 @@ def system(tmp_path: pathlib.Path) -> System:
 
 
 def entry(
-    gid: str, index: int = 0, kind: GIDType | None = GIDType.ROCE_V2, ndev: str = ""
+    gid: str, index: int = 0, gid_type: GIDType | None = GIDType.ROCE_V2, ndev: str = ""
 ) -> rp.GIDTableEntry:
-    return rp.GIDTableEntry(index, rp.GID(gid), kind, ndev)
+    return rp.GIDTableEntry(index, rp.GID(gid), gid_type, ndev)
 
 
 def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Finding:
@@ -132,7 +132,7 @@ def test_link_local_gid_reaches_its_own_segment_only(system):
     assert about_gid(system, local, entry(V4, 2)).remedy == f"gid_index=2, GID 2 ({V4})"
 
 
-# ---- the way ----------------------------------------------------------------------
+# ---- the route --------------------------------------------------------------------
 
 
 def route_finding(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
