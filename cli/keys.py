@@ -16,8 +16,8 @@ from .options import (
 )
 from .output import Output, usage_error
 
-_LEAST = 16
-"""Bytes of the write that tests a key."""
+_WRITE_BYTES = 16
+"""Size of the write that tests a key."""
 
 
 @click.command("bind-mw")
@@ -49,8 +49,8 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
         Opcode.BIND_MW,
         access=WINDOW_REGION,
         depth=4,
-        local_size=max(_LEAST, length),
-        remote_size=max(_LEAST, length) + 2 * MARGIN,
+        local_size=max(_WRITE_BYTES, length),
+        remote_size=max(_WRITE_BYTES, length) + 2 * MARGIN,
     ) as pair:
         wr = bind_wr(pair, pair.window(), MARGIN, length, wr_id=1)
         wr.send_flags = send_flags(settings)
@@ -68,7 +68,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
             verify(received, payload, 0, 1)
             yields |= {"data": payload, "received": received}
             # Soft-RoCE does not enforce the window's bounds.
-            yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _LEAST)
+            yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _WRITE_BYTES)
         else:
             if admitted(pair, wr.rkey, MARGIN):
                 raise RdmaError("a queue pair that did not bind the window was written through it")
@@ -100,11 +100,11 @@ def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
         Opcode.LOCAL_INV,
         access=WINDOW_REGION,
         depth=4,
-        local_size=_LEAST,
-        remote_size=_LEAST + 2 * MARGIN,
+        local_size=_WRITE_BYTES,
+        remote_size=_WRITE_BYTES + 2 * MARGIN,
     ) as pair:
         side = binder(pair)
-        bind = bind_wr(pair, pair.window(), MARGIN, _LEAST)
+        bind = bind_wr(pair, pair.window(), MARGIN, _WRITE_BYTES)
         side.qp.post_send(bind)
         (pair.arrived() if side is pair.remote else pair.sent())[0].check()
         if side is pair.remote and not admitted(pair, bind.rkey, MARGIN):

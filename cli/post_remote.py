@@ -35,7 +35,7 @@ from .output import Output, usage_error
 from .results import check_depth, mismatch, post_and_wait, send_flags, show, source, start_document
 from .target import open_target
 
-_LOOK_AGAIN_S = 0.01
+_POLL_INTERVAL_S = 0.01
 _REPORTED = 1024
 """How many arrivals a server remembers."""
 
@@ -213,7 +213,7 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
             return None
         if seen.sha256 == digest or time.monotonic() > deadline:
             return seen
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def read_from(

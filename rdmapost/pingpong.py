@@ -1,7 +1,7 @@
 """Ping-pong with ibv_rc_pingpong and its like, and with itself."""
 
 from .tools import alias
-from .tools import pingpong as _room
+from .tools import pingpong as _implementation
 from .tools.pingpong import *  # noqa: F403
 
-alias(__name__, _room)
+alias(__name__, _implementation)

@@ -186,7 +186,7 @@ def test_refused_post_in_a_pool_names_which_and_why() -> None:
 
 
 def test_pool_of_a_program_ends_when_a_worker_raises() -> None:
-    """The whole of it, as a user has it: Pool.map raises what the worker raised, and ends."""
+    """A whole program: Pool.map raises what the worker raised, and ends."""
     program = """
 import multiprocessing, rdmapost as rp
 

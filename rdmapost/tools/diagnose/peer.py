@@ -131,7 +131,7 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
     again = "to_reset() both, then a.connect(b.endpoint()) and b.connect(a.endpoint())"
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
-        # Before RTR a peer names nobody.
+        # Before RTR a queue pair has no peer.
         if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
             crossed = False
             yield Finding(

@@ -302,7 +302,7 @@ def test_gid_that_is_not_the_peers_is_found(context, unconnected):
     assert any(f"{b} has {b.gid.gid}" in finding.evidence for finding in found)
 
 
-def test_gid_that_nobody_has_is_found(context, unconnected):
+def test_gid_of_no_device_is_found(context, unconnected):
     needs(context.kind == "soft", "network that ends here", context)
     a, b = unconnected.a, unconnected.b
     a.connect(dataclasses.replace(b.endpoint(), gid=rp.GID("::ffff:10.9.9.9")))

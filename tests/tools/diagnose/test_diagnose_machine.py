@@ -1,4 +1,4 @@
-"""Diagnosing the machine: its limits, and trees of files that stand for other machines."""
+"""Diagnosing the machine: its limits, and file trees that represent other machines."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_modules_and_device_nodes_are_found(roce):
     assert named(findings, "permission").about.endswith("dev/infiniband/uverbs0")
     evidence = named(findings, "port-active").evidence
     assert evidence == "roce7 port 1 is ACTIVE (LinkUp), Ethernet, eth7"
-    # libibverbs has not heard of it.
+    # libibverbs does not list it.
     assert named(findings, "provider-missing").severity == "problem"
 
 
