@@ -26,13 +26,12 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output, echo_error
+from .output import Output, echo_error, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
     from rdmapost.tools.connect.protocol_messages import Arrival
 
-__all__ = ["serve"]
 
 _MAX_WAITING = 10_000
 """Unprinted events to keep; beyond that they are only counted."""
@@ -155,7 +154,7 @@ def serve(
     from rdmapost import Access
     from rdmapost.tools import connect as library
 
-    from .target import open_target, usage_error
+    from .target import open_target
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
@@ -223,7 +222,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def _signals(printer: _Printer) -> Iterator[None]:
-    """End the printer on SIGINT and SIGTERM; a second one ends the process as usual."""
+    """End the printer on SIGINT and SIGTERM; a second one has its usual effect."""
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, frame: object) -> None:

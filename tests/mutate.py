@@ -287,7 +287,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_lifetimes.py",
         "resources/test_windows.py",
         "providers/soft0/test_soft_handlers.py",
-        "project/test_binding.py::test_only_the_main_interpreter_can_import_it",
+        "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
         "soundness/test_exit.py",
         "soundness/test_fork.py",
         "soundness/test_window_lifetimes.py",

@@ -315,7 +315,7 @@ def test_flag_takes_the_truth_value_of_any_object(context, pd, cq, truth: Any) -
 
 
 def test_empty_device_name_is_refused() -> None:
-    """Nor is it the choice of one, as None is."""
+    """Unlike None, it does not mean any device."""
     with pytest.raises(rp.NoDeviceError, match="there is no RDMA device ''"):
         rp.open_device("")
 
