@@ -10,14 +10,6 @@ from typing import Any, Protocol, Self, TypeVar
 from ..errors import RdmaError
 from ..resources.qp import QP
 
-__all__ = [
-    "AsyncClosesOnExit",
-    "ClosesOnExit",
-    "ResourceHolder",
-    "ResourceStack",
-    "drop_outstanding",
-]
-
 
 class _Closable(Protocol):
     def close(self) -> Any: ...

@@ -13,23 +13,6 @@ from typing import Any
 
 from ..errors import RdmaError
 
-__all__ = [
-    "LINGER_BYTES",
-    "LINGER_S",
-    "TCPError",
-    "TCPTimeout",
-    "cannot_listen",
-    "dial",
-    "drain",
-    "errno_of",
-    "listen",
-    "prepare",
-    "reason",
-    "send_all",
-    "show_address",
-    "stop_listening",
-]
-
 LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
 """How long, and for how many bytes, to read on after the last message, so that it is not lost."""
@@ -70,7 +53,7 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def show_address(address: tuple[Any, ...]) -> str:
+def name_of(address: tuple[Any, ...]) -> str:
     """Return a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
 
     Args:
@@ -189,7 +172,7 @@ def listen(host: str | None, port: int, backlog: int) -> socket.socket:
         family, address, where = socket.AF_INET, ("", port), f"TCP port {port}"
     else:
         family, _, _, _, address = _resolve(host, port, _LOOK_UP_S)[0]
-        where = show_address(address)
+        where = name_of(address)
     try:
         return _listen_on(family, address, backlog)
     except OSError as error:

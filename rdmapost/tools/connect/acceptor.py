@@ -25,12 +25,10 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from ..tcp import LINGER_BYTES, LINGER_S, reason, show_address, stop_listening
+from ..tcp import LINGER_BYTES, LINGER_S, name_of, reason, stop_listening
 from .protocol_messages import MAX_LINE, Error, encode
 from .server_session import HELLO_S, ServerSession
 from .server_state import ServerState
-
-__all__ = ["BACKLOG", "GUESSES", "GUESSES_TOTAL", "Acceptor"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -77,7 +75,7 @@ class _Pending:
 
     def __init__(self, sock: socket.socket, address: tuple[Any, ...], server: ServerState) -> None:
         self.sock = sock
-        self.session = ServerSession(server, show_address(address))
+        self.session = ServerSession(server, name_of(address))
         self.source = _source(address[0])
         self.deadline = time.monotonic() + min(server.timeout, HELLO_S)
         self.queued = False

@@ -22,8 +22,6 @@ from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .server_state import check_token
 
-__all__ = ["AsyncConnection", "adial"]
-
 
 async def adial(
     context: Context,

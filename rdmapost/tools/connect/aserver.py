@@ -20,8 +20,6 @@ from .server import BaseServer, open_listener
 from .server_events import Event, OnEvent
 from .server_state import ServerState
 
-__all__ = ["AsyncServer", "aserve"]
-
 
 async def aserve(
     context: Context,

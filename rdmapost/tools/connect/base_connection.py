@@ -21,14 +21,12 @@ from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
 from ...standard.wire import GRH_BYTES
 from ..resource_stack import ResourceStack, drop_outstanding
-from ..tcp import show_address
+from ..tcp import name_of
 from .client_session import ClientSession, IORequests
 from .fabric import fabric_of
 from .failures import ProtocolError
 from .process_bound import NotCopied, refuse_inherited
 from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
-
-__all__ = ["BaseConnection"]
 
 
 class BaseConnection(native.Finalizer, NotCopied):
@@ -74,7 +72,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         local_access = access_flags("local_access", local_access)
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
-        self._session = ClientSession(show_address((host, port)), self.timeout)
+        self._session = ClientSession(name_of((host, port)), self.timeout)
         self._pid = os.getpid()
         # Where it leads, while it is open.
         self._where = ""

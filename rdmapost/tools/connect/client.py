@@ -28,8 +28,6 @@ from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .server_state import check_token
 
-__all__ = ["MARGIN_S", "Connection", "dial"]
-
 MARGIN_S = 1.0
 """How long an answer may take, besides the time that the server was asked to wait."""
 

@@ -16,8 +16,6 @@ from .failures import ConnectError, ConnectTimeout, ProtocolError
 from .protocol import ClientProtocol
 from .protocol_messages import Bye, Error, Message, encode
 
-__all__ = ["ClientSession", "IORequests", "NoData", "Outcome"]
-
 
 class NoData(Enum):
     """Why nothing has been sent or received."""

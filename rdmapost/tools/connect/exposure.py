@@ -27,8 +27,6 @@ from ..resource_stack import ResourceStack
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
 from .server_events import Changed
 
-__all__ = ["Exposure", "ServedClient", "make_exposure"]
-
 _EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: _EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}

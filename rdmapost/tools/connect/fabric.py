@@ -7,8 +7,6 @@ import secrets
 
 from ...resources.device import Context
 
-__all__ = ["fabric_of", "why_unreachable"]
-
 _VERBS = "verbs"
 _RANDOM = secrets.token_hex(8)
 

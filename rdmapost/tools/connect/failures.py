@@ -8,8 +8,6 @@ import os
 from ...errors import RdmaError
 from ..tcp import TCPError, errno_of, reason
 
-__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "from_tcp", "not_reached"]
-
 
 class ConnectError(RdmaError, ConnectionError):
     """The other side could not be reached, refused, or went away.

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..._arguments import expect, within
 
-__all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address"]
-
 DEFAULT_PORT = 18600
 """TCP port of a server; ibv_rc_pingpong has 18515."""
 

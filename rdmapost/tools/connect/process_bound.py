@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from ...errors import ClosedError
 
-__all__ = ["NotCopied", "refuse_inherited"]
-
 
 def refuse_inherited(what: str, pid: int) -> None:
     """Refuse what a child process inherits from its parent, which still uses the same sockets.

@@ -32,8 +32,6 @@ from .protocol_messages import (
     read_version,
 )
 
-__all__ = ["ClientProtocol", "LineReader", "ServerProtocol", "State", "token_matches"]
-
 
 class LineReader:
     """Cuts a stream of bytes into lines."""

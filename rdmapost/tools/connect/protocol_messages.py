@@ -35,31 +35,6 @@ from ...enums import Access, QPType, WCOpcode, WCStatus
 from ...resources.endpoint import Endpoint
 from .failures import ProtocolError
 
-__all__ = [
-    "CODES",
-    "HEAD_BYTES",
-    "MAX_LINE",
-    "MAX_TOKEN",
-    "QP_TYPES",
-    "VERSION",
-    "Arrival",
-    "Bye",
-    "Error",
-    "Hello",
-    "Look",
-    "Message",
-    "Nothing",
-    "Offer",
-    "Ready",
-    "Report",
-    "Seen",
-    "access_names",
-    "decode",
-    "encode",
-    "parse_line",
-    "read_version",
-]
-
 VERSION = 1
 MAX_LINE = 4096
 """Bytes in a line, including its newline."""

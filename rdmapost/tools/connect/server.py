@@ -12,7 +12,7 @@ from typing import Any
 from ..._binding import native
 from ...resources.device import Context
 from ..resource_stack import ClosesOnExit
-from ..tcp import TCPError, listen, show_address, stop_listening
+from ..tcp import TCPError, listen, name_of, stop_listening
 from .acceptor import BACKLOG
 from .exposure import Exposure, ServedClient
 from .failures import from_tcp
@@ -21,8 +21,6 @@ from .process_bound import NotCopied, refuse_inherited
 from .server_events import OnEvent
 from .server_state import ServerState
 from .server_threads import ServerThreads
-
-__all__ = ["BaseServer", "Server", "open_listener", "serve"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -144,7 +142,7 @@ class BaseServer(native.Finalizer, NotCopied):
         self._lifeline: list[socket.socket] = []
         try:
             self.address: tuple[Any, ...] = listener.getsockname()
-            self._name = show_address(self.address)
+            self._name = name_of(self.address)
             self.warning = self._warning()
             if self.warning is not None:
                 _log.warning("%s", self.warning)

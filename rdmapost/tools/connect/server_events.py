@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ...enums import QPType
 from .protocol_messages import Arrival, Offer
 
-__all__ = ["Arrived", "Changed", "Event", "Joined", "Left", "OnEvent", "Refused"]
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:

@@ -32,8 +32,6 @@ from .protocol_messages import (
 from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
 
-__all__ = ["HELLO_S", "ServerSession"]
-
 _log = logging.getLogger("rdmapost.connect")
 
 HELLO_S = 5.0

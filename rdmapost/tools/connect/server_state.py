@@ -16,8 +16,6 @@ from .failures import ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .server_events import Event, OnEvent
 
-__all__ = ["ServerState", "check_token"]
-
 _log = logging.getLogger("rdmapost.connect")
 
 

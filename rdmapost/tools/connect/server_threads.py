@@ -17,14 +17,12 @@ from ..._binding import native
 from ...errors import RdmaError
 from ...resources.device import Context
 from ...resources.memory import PD
-from ..tcp import cannot_listen, drain, prepare, send_all, show_address, stop_listening
+from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
 from .acceptor import Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
 from .server_session import ServerSession
 from .server_state import ServerState
-
-__all__ = ["ServerThreads"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -92,7 +90,7 @@ class ServerThreads:
         self.server = server
         self.pid = os.getpid()
         self.ended = False
-        self._name = show_address(listener.getsockname())
+        self._name = name_of(listener.getsockname())
         self._listener = listener
         self._stop: socket.socket
         self._lifeline: weakref.ref[socket.socket] | None = None

@@ -21,21 +21,7 @@ from ...errors import RdmaError
 from ...resources.device import GID
 from .. import tcp
 from ..resource_stack import ClosesOnExit
-from ..tcp import reason
-from ..tcp import show_address as name_of
-
-__all__ = [
-    "DONE",
-    "PORT",
-    "Address",
-    "Handshake",
-    "HandshakeConnection",
-    "PingpongError",
-    "accept",
-    "dial",
-    "listen",
-    "name_of",
-]
+from ..tcp import name_of, reason
 
 PORT = 18515
 """The TCP port of the stock programs."""

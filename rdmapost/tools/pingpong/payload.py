@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import mmap
 
-__all__ = ["FILL", "payload", "what_is_wrong"]
-
 FILL = 0x7B
 _PAGE_START = 0
 _SMALLEST_PAGE = 4096

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from .handshake import Address
 
-__all__ = ["Latency", "Result"]
-
 
 @dataclass(frozen=True, slots=True)
 class Latency:

@@ -24,8 +24,6 @@ from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .payload import FILL, payload, what_is_wrong
 from .result import Latency, Result
 
-__all__ = ["Pingpong"]
-
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 
 _RECV_ID, _SEND_ID = 1, 2

@@ -11,13 +11,19 @@ import threading
 import warnings
 
 import pytest
-from support import LIMIT
+from support import LIMIT, prints
 from support.ports import HOST, free_port, impostor, read_to_end
 from support.serving import STAGES, hello
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect.protocol_messages import encode
+
+
+def test_dir_of_connect_lists_every_public_name_before_asyncio_is_imported() -> None:
+    listed = prints("from rdmapost import connect; print(*dir(connect))").split()
+    assert listed == sorted(connect.__all__)
+    assert {"AsyncConnection", "AsyncServer", "adial", "aserve"} <= {*listed}
 
 
 def test_asyncio_client_and_server_exchange_messages_and_memory(context: rp.Context) -> None:

@@ -44,7 +44,7 @@ from rdmapost.tools.connect.protocol_messages import (
     parse_line,
 )
 from rdmapost.tools.connect.server_state import check_token
-from rdmapost.tools.tcp import show_address
+from rdmapost.tools.tcp import name_of
 
 MALFORMED = 100_000
 """Inputs of the fuzz test."""
@@ -514,7 +514,7 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
 )
 def test_parse_address_reads_host_and_port(text: str, host: str, port: int) -> None:
     assert parse_address(text) == (host, port)
-    shown = show_address((host, port))
+    shown = name_of((host, port))
     assert parse_address(shown) == (host, port)
 
 

@@ -287,7 +287,7 @@ def test_the_finalizer_of_a_server_needs_no_globals(
     with monkeypatch.context() as at_exit, warns:
         at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
         # The interpreter's exit removes them, and so does this.
-        for name in ("os", "warnings", "show_address"):
+        for name in ("os", "warnings", "name_of"):
             at_exit.setattr(server_module, name, None)
             at_exit.setattr(threads_module, name, None, raising=False)
         del server

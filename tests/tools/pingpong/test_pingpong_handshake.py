@@ -1,7 +1,8 @@
-"""Ping-pong's handshake: what the stock programs send, and garbage of every kind."""
+"""Ping-pong's handshake: what the stock programs send, and any sort of garbage."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import socket
 
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from support.pingpong_runs import MESSAGE
 
 import rdmapost as rp
-from rdmapost.pingpong import Address, PingpongError
-from rdmapost.tools.pingpong.handshake import DONE, Handshake, HandshakeConnection, name_of
+from rdmapost import pingpong
+from rdmapost.pingpong import Address, PingpongError, name_of
+from rdmapost.tools.pingpong.handshake import DONE, Handshake, HandshakeConnection
 
 
 def test_an_address_is_encoded_as_the_stock_programs_do():
@@ -139,6 +141,14 @@ def test_the_error_for_a_malformed_handshake_names_what_was_expected(sent, stage
 def test_decode_refuses_a_message_that_is_not_an_address(data):
     with pytest.raises(ValueError, match="not an address of the pingpong exchange"):
         Address.decode(data)
+
+
+@pytest.mark.parametrize("name", pingpong.__all__)
+def test_public_names_are_pickled_under_rdmapost_pingpong(name):
+    public = getattr(pingpong, name)
+    if not isinstance(public, int):
+        assert pickle.loads(pickle.dumps(public)) is public
+        assert public.__module__ == "rdmapost.pingpong"
 
 
 def test_name_of_writes_ipv4_ipv6_and_mapped_addresses():
