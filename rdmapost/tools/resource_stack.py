@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import RdmaError
 from ..resources.qp import QP
+from ..resources.resource import ClosesOnExit
 
 
 class _Closable(Protocol):
@@ -97,36 +98,6 @@ def drop_outstanding(qp: QP) -> None:
     with suppress(RdmaError):
         if any(qp.outstanding):
             qp.to_reset()
-
-
-class ClosesOnExit:
-    """A context manager that closes itself."""
-
-    def _refuse_inherited(self) -> None:
-        """Raise ClosedError in the child of a fork that must not use it."""
-
-    def close(self) -> None:
-        """Close it."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        self._refuse_inherited()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except RdmaError as failure:
-            if error is None:
-                raise
-            # The original error matters more than what follows from it.
-            with suppress(Exception):
-                error.add_note(str(failure))
 
 
 class AsyncClosesOnExit:

@@ -18,7 +18,7 @@ from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
-from ..resource_stack import ClosesOnExit
+from ...resources.resource import ClosesOnExit
 from ..tcp import dial as dial_tcp
 from ..tcp import send_all
 from .base_connection import BaseConnection

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import NoReturn
 
 from ...errors import ClosedError
+from ...resources.resource import Resource
 
 
 def refuse_inherited(what: str, pid: int) -> None:
@@ -25,8 +25,4 @@ def refuse_inherited(what: str, pid: int) -> None:
 class NotCopied:
     """What can be neither copied nor pickled: dropping the copy would close the original."""
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            f"cannot copy or pickle {type(self).__name__!r} object: "
-            "a second one would close the first"
-        )
+    __reduce_ex__ = Resource.__reduce_ex__

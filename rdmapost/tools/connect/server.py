@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._binding import native
 from ...resources.device import Context
-from ..resource_stack import ClosesOnExit
+from ...resources.resource import ClosesOnExit
 from ..tcp import TCPError, listen, name_of, stop_listening
 from .acceptor import BACKLOG
 from .exposure import Exposure, ServedClient

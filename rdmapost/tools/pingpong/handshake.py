@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from ..._arguments import within
 from ...errors import RdmaError
 from ...resources.device import GID
+from ...resources.resource import ClosesOnExit
 from .. import tcp
-from ..resource_stack import ClosesOnExit
 from ..tcp import name_of, reason
 
 PORT = 18515
