@@ -195,11 +195,15 @@ class Connection(BaseConnection, ClosesOnExit):
             self._disconnect()
 
     def _enqueue(self, question: _Question) -> _Turn:
-        # A set, because discard needs the hash, which needs a live referent: one call makes both.
-        (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
-        turn.number, turn.thread = next(self._numbers), get_ident()
-        self._turns.add(turn)
-        return turn
+        try:
+            # A set, because discard needs the hash, which needs a referent: one call makes both.
+            (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
+            turn.number, turn.thread = next(self._numbers), get_ident()
+            self._turns.add(turn)
+            return turn
+        finally:
+            # As in _ask: this is the other frame that refers to it.
+            del question
 
     def _is_asking(self, mine: _Turn | None = None) -> bool:
         """Return whether this thread is in the middle of a question, other than `mine`."""

@@ -471,6 +471,33 @@ def test_a_question_interrupted_at_any_moment_does_not_block_the_next(
     each_moment(once, 3)
 
 
+def test_a_question_interrupted_as_it_gets_its_turn_does_not_block_the_next(
+    serve: Callable[..., Served],
+) -> None:
+    """Even while the exception is kept, and its traceback with it."""
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_return" and getattr(function, "__self__", None) is peer._turns:
+            sys.setprofile(None)
+            raise Interrupted
+
+    with serve().dial(timeout=1.0) as peer:
+        kept: list[BaseException] = []
+        sys.setprofile(profile)
+        try:
+            peer.look(0, 4)
+        except Interrupted as error:
+            kept.append(error)
+        finally:
+            sys.setprofile(None)
+        assert kept
+        answers: list[bytes] = []
+        asker = threading.Thread(target=lambda: answers.append(peer.look(0, 4).data))
+        asker.start()
+        asker.join(LIMIT)
+        assert answers == [bytes(4)]
+
+
 def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     serve: Callable[..., Served],
 ) -> None:
