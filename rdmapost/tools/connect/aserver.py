@@ -45,7 +45,9 @@ async def aserve(
     Args:
         context, host, port, size, access, count, receive_size, data, shared: as in serve.
         token, max_clients, timeout, idle_timeout, port_num, gid_index: likewise.
-        on_event: called with each event, in the event loop's thread.
+        on_event: called with each event, in the event loop's thread. What it raises goes to the
+            loop's exception handler; SystemExit and KeyboardInterrupt end the loop, as in any
+            callback. After SystemExit it is not called again, so that tasks can clean up.
 
     Returns:
         The running server; an asynchronous context manager.  If it becomes unreachable
@@ -57,11 +59,23 @@ async def aserve(
     """
     port = check_where(host, port, 0)
     loop = asyncio.get_running_loop()
+    exiting = False
+
+    def call_now(on_event: OnEvent, event: Event) -> None:
+        nonlocal exiting
+        if exiting:
+            return
+        try:
+            on_event(event)
+        except SystemExit:
+            # A second one would end the cleanup of the loop's tasks.
+            exiting = True
+            raise
 
     def call_in_loop(on_event: OnEvent, event: Event) -> None:
         # After the loop has ended, nothing receives events.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(on_event, event)
+            loop.call_soon_threadsafe(call_now, on_event, event)
 
     server = ServerState(
         context,

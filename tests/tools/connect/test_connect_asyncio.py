@@ -11,7 +11,7 @@ import threading
 import warnings
 
 import pytest
-from support import LIMIT, prints
+from support import LIMIT, prints, run_python
 from support.ports import HOST, free_port, impostor, read_to_end
 from support.serving import STAGES, hello
 
@@ -223,6 +223,40 @@ def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
         asyncio.run(peer.close())
         del peer
         gc.collect()
+
+
+def test_sys_exit_in_on_event_of_aserve_ends_the_program_after_its_tasks_clean_up() -> None:
+    """Though each event would raise it, those of the cleanup too."""
+    ended = run_python(
+        """
+import asyncio, sys, rdmapost as rp
+from rdmapost import connect
+
+def on_event(event):
+    print(type(event).__name__)
+    sys.exit(3)
+
+async def main(context):
+    try:
+        async with await connect.aserve(context, port=0, on_event=on_event) as server:
+            await asyncio.to_thread(visit, server.address[:2])
+            await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(0.05)
+        print("cleaned up")
+
+def visit(address):
+    try:
+        connect.dial(context, *address).close()
+    except connect.ConnectError:
+        pass
+
+with rp.open_device("soft0") as context:
+    asyncio.run(main(context))
+"""
+    )
+    assert (ended.stdout.split("\n", 1), ended.stderr) == (["Joined", "cleaned up\n"], "")
+    assert ended.returncode == 3
 
 
 def test_asyncio_server_can_be_closed_in_another_event_loop(context: rp.Context) -> None:
