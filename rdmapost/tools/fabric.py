@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from ...resources.device import Context
+from ..resources.device import Context
 
 _VERBS = "verbs"
 _RANDOM = secrets.token_hex(8)
@@ -14,11 +14,8 @@ _RANDOM = secrets.token_hex(8)
 def fabric_of(context: Context) -> str:
     """Name what a device can reach.
 
-    Real devices may reach each other, as far as is known here. Any other device lives in its
+    Real devices may reach each other, as far as is known here. Any other device exists in its
     process, and reaches nothing outside it.
-
-    Args:
-        context: an open device.
     """
     if context.kind == _VERBS:
         return _VERBS
@@ -26,25 +23,23 @@ def fabric_of(context: Context) -> str:
     return f"{context.kind}:{context.name}:{os.getpid()}-{_RANDOM}"
 
 
-def why_unreachable(server: str, client: str) -> str | None:
-    """Say why two devices cannot reach each other, or None if they may.
+def why_confined(context: Context) -> str | None:
+    """Say why a device cannot reach other processes, or None if it may."""
+    return None if context.kind == _VERBS else _confined(context.name)
 
-    Args:
-        server, client: as fabric_of names them.
-    """
+
+def why_unreachable(server: str, client: str) -> str | None:
+    """Say why devices, as fabric_of names them, cannot reach each other, or None if they may."""
     if server == client:
         return None
-    inside = [
-        (who, name.split(":")[1])
-        for who, name in (("server", server), ("client", client))
-        if name.count(":") == 2
-    ]
-    if not inside:
-        return f"the devices cannot reach each other: {server} and {client}"
-    who = " and ".join(f"the {who} uses {name}" for who, name in inside)
-    lives = (
-        "such a device lives in one process and reaches nothing outside it"
-        if len(inside) > 1
-        else "that device lives in one process and reaches nothing outside it"
+    for who, fabric in (("server", server), ("client", client)):
+        if fabric.count(":") == 2:
+            return f"the {who}'s {_confined(fabric.split(':')[1])}"
+    return f"the devices cannot reach each other: {server} and {client}"
+
+
+def _confined(device: str) -> str:
+    return (
+        f"{device} exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides"
     )
-    return f"{who}: {lives}; use a real device, such as rxe0, on both sides"

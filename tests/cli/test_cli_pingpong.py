@@ -74,7 +74,10 @@ def device_note(context: rp.Context) -> str:
     """What is said of a software device, on standard error."""
     if context.kind != "soft":
         return ""
-    return f"{context.name} is inside this process, and no other process can reach it\n"
+    return (
+        f"{context.name} exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides\n"
+    )
 
 
 # ---- both roles, in this process ----------------------------------------------
@@ -382,5 +385,8 @@ def test_progress_bar_on_a_terminal():
 def test_no_progress_bar_without_a_terminal():
     done = run_python(TERMINAL)
     assert done.returncode == 0
-    assert done.stderr == "soft0 is inside this process, and no other process can reach it\n"
+    assert done.stderr == (
+        "soft0 exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides\n"
+    )
     assert json.loads(done.stdout)["round_trips"] == 3000

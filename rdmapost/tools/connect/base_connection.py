@@ -20,10 +20,10 @@ from ...resources.device import Context
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
 from ...standard.wire import GRH_BYTES
+from ..fabric import fabric_of
 from ..resource_stack import ResourceStack, drop_outstanding
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
-from .fabric import fabric_of
 from .failures import ProtocolError
 from .process_bound import NotCopied, refuse_inherited
 from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..._arguments import counted, expect, time_limit, within
 from ...resources.device import Context
+from ..fabric import fabric_of, why_unreachable
 from .exposure import ServedClient, make_exposure
-from .fabric import fabric_of, why_unreachable
 from .failures import ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .server_events import Event, OnEvent

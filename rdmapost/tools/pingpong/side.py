@@ -19,6 +19,7 @@ from ...resources.device import GID, Context
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ...standard.wire import GRH_BYTES
+from ..fabric import why_confined
 from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .payload import FILL, payload, what_is_wrong
@@ -236,11 +237,9 @@ class Pingpong(ResourceHolder):
 
     def _connect(self, remote: Address) -> None:
         qp, self.remote = self._qp, remote
-        if remote.qpn == qp.qp_num and qp.pd.context.kind != "verbs":
-            raise PingpongError(
-                f"{self._peer} is in another process, and {qp.pd.context.name} reaches nothing "
-                "outside this one; use a real device, such as rxe0, on both sides"
-            )
+        # In one process the two numbers differ.
+        if remote.qpn == qp.qp_num and (why := why_confined(qp.pd.context)):
+            raise PingpongError(f"{self._peer} is in another process, but {why}")
         by_gid = any(remote.gid[8:])
         if self._needs_gid and not by_gid:
             raise PingpongError(
