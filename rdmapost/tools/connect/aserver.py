@@ -73,7 +73,7 @@ async def aserve(
             raise
 
     def call_in_loop(on_event: OnEvent, event: Event) -> None:
-        # After the loop has ended, nothing receives events.
+        # A closed loop takes no more events.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(call_now, on_event, event)
 
@@ -104,7 +104,7 @@ async def aserve(
 
 
 class _Opening:
-    """Opens a listener in a thread; one that nobody waits for any more is closed."""
+    """Opens a listener in a thread, and closes it if the caller has given up waiting."""
 
     listener: socket.socket
 
@@ -145,13 +145,13 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
 
     def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():
-            # Any thread may run a finalizer; a closed loop needs nothing.
+            # Any thread may run a finalizer, and a closed loop has cancelled it.
             with self._suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)
         super()._finalize()
 
     async def close(self) -> None:
-        """Tell every client that the server is closing, and release what they have.
+        """Notify every client that the server is closing, and release what they have.
 
         Do nothing if already closed, or in the child of a fork, whose parent has the server.
         """
@@ -161,6 +161,6 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         if self._loop is asyncio.get_running_loop():
             self._life.cancel()
         else:
-            # A loop that is closed needs nothing.
+            # A closed loop has cancelled it.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)

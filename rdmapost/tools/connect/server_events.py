@@ -76,7 +76,7 @@ class Refused:
 
     Attributes:
         address: where it came from.
-        code: the kind of error, one of protocol_messages.CODES or "lost".
+        code: the type of error, one of protocol_messages.CODES or "lost".
         text: the error sent to the client, in one line.
     """
 

@@ -1,4 +1,4 @@
-"""Serving and dialling with asyncio: the same protocol, and the same ways to break it."""
+"""Serving and dialling with asyncio: the same protocol and the same malformed clients."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_asyncio_server_serves_good_silent_and_malformed_clients_at_once(
             found = await asyncio.gather(*(asyncio.to_thread(work, address) for _ in range(4)))
             assert found == [b"hi"] * 4
             assert json.loads(await garbage.readline())["code"] == "format"
-            # The one that says nothing has its time.
+            # The silent one times out.
             assert json.loads(await reader.readline())["code"] == "timeout"
             for w in (writer, other):
                 w.close()
@@ -183,7 +183,7 @@ async def _call(peer: connect.AsyncConnection, method: str) -> object:
 
 @pytest.mark.parametrize("method", ["report", "look", "close"])
 def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, method: str) -> None:
-    """It says so, and works on in its own."""
+    """And it still works in its own."""
 
     async def main() -> None:
         async with (
@@ -216,7 +216,7 @@ def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
         if method != "close":
             with pytest.raises(RuntimeError, match="is closed"):
                 asyncio.run(peer.close())
-        # The server is not left in the belief that the client is there.
+        # The server notices that the client has gone.
         assert left.wait(LIMIT)
         assert peer.qp.closed
         assert peer.closed
@@ -272,15 +272,15 @@ def test_asyncio_server_can_be_closed_in_another_event_loop(context: rp.Context)
     asyncio.run(main(), debug=True)
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, steps: int) -> None:
-    """After any number of the event loop's steps; a listener left to the collector warns."""
+@pytest.mark.parametrize("iterations", range(6))
+def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, iterations: int) -> None:
+    """After any number of iterations of the event loop; a listener left to the collector warns."""
     port = free_port()
     threads = threading.active_count()
 
     async def main() -> None:
         task = asyncio.create_task(connect.aserve(context, port=port))
-        for _ in range(steps):
+        for _ in range(iterations):
             await asyncio.sleep(0)
         task.cancel()
         (server,) = await asyncio.gather(task, return_exceptions=True)

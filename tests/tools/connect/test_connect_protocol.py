@@ -1,4 +1,4 @@
-"""The exchange without a network: its messages, both state machines, and invalid messages.
+"""The protocol without a network: its messages, both state machines, and invalid messages.
 
 Each of 100,000 malformed inputs is refused by name, or is a valid message after all.
 """
@@ -245,7 +245,7 @@ def test_a_line_longer_than_the_limit_is_refused(ended: bytes) -> None:
 def test_another_protocol_is_recognised_at_its_first_byte(first: bytes) -> None:
     protocol = ServerProtocol()
     protocol.receive(first)
-    with pytest.raises(ProtocolError, match="not the exchange of rdmapost"):
+    with pytest.raises(ProtocolError, match="not rdmapost's protocol"):
         protocol.next_message()
 
 
@@ -368,7 +368,7 @@ def test_the_client_accepts_the_answer_to_its_question() -> None:
 def test_the_client_refuses_the_answer_to_another_question() -> None:
     protocol = ClientProtocol()
     protocol.ask(HELLO)
-    with pytest.raises(ConnectError, match="still to come"):
+    with pytest.raises(ConnectError, match="not yet answered"):
         protocol.ask(Ready())
     protocol.receive(encode(Nothing(0)))
     with pytest.raises(ProtocolError, match="'nothing' came, and not offer or error"):
@@ -483,13 +483,13 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
         protocol.receive(data)
         try:
             while (message := protocol.next_message()) is not None:
-                # What is let through is a message of the exchange, whole and in its ranges.
+                # A message that is accepted is complete and within its ranges.
                 assert read(encode(message), type(message)) == message
                 read_all += 1
         except ProtocolError as error:
             refused += 1
             codes.add(error.code)
-            # The refusal itself can be sent, and is no longer than what a message can hold.
+            # The refusal itself can be sent, and fits into a message.
             longest = max(longest, len(str(error)), len(encode(Error("format", str(error)))) // 4)
     assert refused > MALFORMED // 2
     assert read_all > 100

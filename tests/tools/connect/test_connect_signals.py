@@ -26,7 +26,7 @@ from rdmapost.tools.connect import server_threads as threads_module
 
 serve = servers
 SOON = 5.0
-"""Seconds; what waits in vain for the server waits more than 10."""
+"""Seconds; a wait for a server that cannot end takes more than 10."""
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ class At:
     """
 
     def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
-        self._files, self._closed_in_question, self._action = files, nth, action
+        self._files, self._left, self._action = files, nth, action
 
     @property
     def reached(self) -> bool:
-        return self._closed_in_question <= 0
+        return self._left <= 0
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
@@ -83,7 +83,7 @@ class At:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            self._closed_in_question -= 1
+            self._left -= 1
             if self.reached:
                 self._action()
         return self._trace
@@ -112,7 +112,7 @@ def server_threads() -> list[str]:
 
 
 def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
-    """Call it with 1, 2, 3, ... until it reports that there is no such moment."""
+    """Call it with 1, 2, 3, ... until it reports that it ended before that moment."""
     nth = 1
     while once(nth):
         nth += step
@@ -529,16 +529,16 @@ def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
 
 
 @pytest.mark.parametrize("raised", [TimeoutError, OSError, StopIteration])
-def test_what_a_handler_raises_while_a_connection_is_made_comes_out_as_it_is(
+def test_what_a_handler_raises_while_a_connection_is_made_propagates_unchanged(
     context: rp.Context, raised: type[Exception]
 ) -> None:
-    """It is neither the socket's error nor the server's answer."""
+    """It is not mistaken for the socket's error or the server's answer."""
 
     def handle(*_: object) -> None:
         raise raised("a handler's")
 
     before = signal.signal(signal.SIGALRM, handle)
-    # It is connected by the kernel, and nobody answers.
+    # The kernel connects it, and nothing answers.
     with socket.create_server(("127.0.0.1", 0)) as mute:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.2)

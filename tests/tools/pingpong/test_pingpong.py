@@ -109,7 +109,7 @@ def test_a_pingpong_refuses_a_second_run(context):
         ({"rx_depth": 0}, r"rx_depth=0 is not in 1\.\."),
         ({"sl": 16}, r"sl=16 is not in 0\.\.15"),
         ({"qp_type": QPType.UD, "size": 5000}, r"size=5000 is not in 1\.\."),
-        ({"qp_type": QPType.RAW_PACKET}, "no pingpong on RAW_PACKET"),
+        ({"qp_type": QPType.RAW_PACKET}, "RC, UC or UD, not RAW_PACKET"),
         ({"port_num": 9}, "has no port 9"),
     ],
 )

@@ -49,21 +49,21 @@ def test_every_address_is_read_from_pieces_of_any_size(lid, qpn, psn, gid, piece
 def malformed(rng: random.Random) -> bytes:
     """Return something that a peer may send: garbage, or a valid message with faults."""
     whole = bytearray(MESSAGE + DONE)
-    kind = rng.randrange(7)
-    if kind == 0:
+    fault = rng.randrange(7)
+    if fault == 0:
         return rng.randbytes(rng.randint(1, 80))
-    if kind == 1:
+    if fault == 1:
         return rng.choice(
             [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\0", b"done\0"]
         )
-    if kind == 2:
+    if fault == 2:
         return bytes(whole[: rng.randrange(len(whole))])
-    if kind == 3:
+    if fault == 3:
         whole[rng.randrange(len(whole))] = rng.randrange(256)
-    elif kind == 4:
+    elif fault == 4:
         at = rng.randrange(len(whole))
         whole[at:at] = rng.randbytes(rng.randint(1, 4))
-    elif kind == 5:
+    elif fault == 5:
         at = rng.randrange(len(whole))
         del whole[at : at + rng.randint(1, 4)]
     else:
@@ -72,7 +72,7 @@ def malformed(rng: random.Random) -> bytes:
 
 
 def test_a_malformed_handshake_is_refused_or_incomplete():
-    """Each is refused, incomplete, or valid; there is no other outcome."""
+    """Each is refused, incomplete, or valid."""
     rng = random.Random(52)
     refused = incomplete = accepted = 0
     for _ in range(100_000):
@@ -118,7 +118,7 @@ def test_a_malformed_handshake_over_a_connection_ends_at_once():
                 line.done()
             except PingpongError:
                 continue
-            # Bytes after the exchange are not read.
+            # Bytes after the handshake are not read.
             assert data[51:57] == b"\0" + DONE
 
 
@@ -139,7 +139,7 @@ def test_the_error_for_a_malformed_handshake_names_what_was_expected(sent, stage
 
 @pytest.mark.parametrize("data", [b"", MESSAGE[:-1], MESSAGE + b"\0", MESSAGE.replace(b":", b";")])
 def test_decode_refuses_a_message_that_is_not_an_address(data):
-    with pytest.raises(ValueError, match="not an address of the pingpong exchange"):
+    with pytest.raises(ValueError, match="not an address of the pingpong handshake"):
         Address.decode(data)
 
 
