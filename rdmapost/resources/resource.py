@@ -66,16 +66,13 @@ class ClosesOnExit:
         except RdmaError as failure:
             if error is None:
                 raise
-            # The original error matters more than what follows from it.
-            self._note_kept(error, failure)
+            # The original error matters more than what follows from it. Nothing may hide it:
+            # neither a subclass's text nor its add_note().
+            with contextlib.suppress(Exception):
+                error.add_note(" ".join(self._failure_text(failure).split()))
 
-    def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
-        """Add to an error a note of what could not be closed because of it, and why."""
-        # Nothing may hide the error: neither a subclass's text nor its add_note().
-        with contextlib.suppress(Exception):
-            error.add_note(" ".join(self._kept(failure).split()))
-
-    def _kept(self, failure: RdmaError) -> str:
+    def _failure_text(self, failure: RdmaError) -> str:
+        """Say what could not be closed, and why."""
         return str(failure)
 
 
@@ -179,7 +176,7 @@ class Resource(native.Handle, ClosesOnExit):
             stacklevel=1,
         )
 
-    def _kept(self, failure: RdmaError) -> str:
+    def _failure_text(self, failure: RdmaError) -> str:
         # An InUseError names the resource itself.
         text = str(failure)
         refused = isinstance(failure, InUseError)
