@@ -28,7 +28,7 @@ from rdmapost import (
 )
 from rdmapost.connect import Arrival, Connection, Seen, dial
 from rdmapost.tools.connect.protocol_messages import access_names
-from rdmapost.tools.tcp import show_address
+from rdmapost.tools.tcp import name_of
 
 from .options import Peer, PostSettings, Target
 from .output import Output, usage_error
@@ -53,7 +53,7 @@ def _connected(
 ) -> Iterator[Connection]:
     """Open the device and connect a queue pair to the server's."""
     qp_type = QPType[settings.qp_type]
-    where = show_address((peer.host, peer.port))
+    where = name_of((peer.host, peer.port))
     start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
         usage_error("with HOST, --qp-type is rc, uc or ud")

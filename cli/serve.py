@@ -153,6 +153,7 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost.tools import connect as library
+    from rdmapost.tools.fabric import why_confined
 
     from .target import open_target
 
@@ -177,11 +178,8 @@ def serve(
         _signals(printer),
         open_target(out, target) as (context, port_num),
     ):
-        if context.kind != "verbs":
-            echo_error(
-                f"{context.name} exists only in this process: "
-                "clients of other processes are refused"
-            )
+        if why := why_confined(context):
+            echo_error(why)
         with library.serve(
             context,
             bind.strip("[]"),

@@ -113,7 +113,7 @@ def test_serve_shows_what_each_client_gets_and_does(
             for wc in peer.wait(4):
                 wc.check()
             peer.report(3)
-        with pytest.raises(connect.ConnectError, match=r"the (server|client) uses"):
+        with pytest.raises(connect.ConnectError, match=r"the (server|client)'s"):
             refused(address)
 
     def refused(address: tuple[str, int]) -> None:
@@ -315,7 +315,8 @@ def test_sigint_or_sigterm_ends_serve_with_0_and_notifies_clients(
     assert served.next("ended")["clients"] == 0
     (line,) = err.splitlines()
     assert line.startswith(
-        "soft0 exists only in this process: clients of other processes are refused"
+        "soft0 exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides"
     )
 
 
@@ -340,7 +341,7 @@ def test_client_of_another_process_is_refused_on_the_software_device(
     served = start("-d", "soft0")
     ran = process("send", "-d", "soft0", served.where)
     assert ran.returncode == 1
-    assert "the server uses soft0 and the client uses soft0" in ran.stderr
+    assert "the server's soft0 exists only in its own process" in ran.stderr
     assert "use a real device, such as rxe0, on both sides" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
     assert served.next("refused")["code"] == "device"

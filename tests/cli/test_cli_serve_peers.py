@@ -97,13 +97,13 @@ def test_client_on_the_software_device_is_refused_by_name(start: Start) -> None:
     served = start()
     ran = run("send", "-d", "soft0", served.where)
     assert ran.code == 1
-    assert "the client uses soft0: that device lives in one process" in ran.err
+    assert "the client's soft0 exists only in its own process" in ran.err
 
 
 CLIENT = """
 import os, socket, sys, rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.fabric import fabric_of
+from rdmapost.tools.fabric import fabric_of
 from rdmapost.tools.connect.protocol_messages import Bye, Hello, Look, Ready, Report, encode
 device, port, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 context = rp.open_device(device)

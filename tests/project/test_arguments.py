@@ -240,7 +240,7 @@ def refuses(
         with pytest.raises(TypeError, match=f"^{name}: {words}.*, got {type(wrong).__name__}$"):
             started(call, context, {"port": port, name: wrong})
     for wrong in beyond:
-        said = "queue pairs cannot be connected" if wrong is QPType.XRC_SEND else name
+        said = "queue pairs are not supported" if wrong is QPType.XRC_SEND else name
         with pytest.raises(ValueError, match=said.replace("port_num", "port")):
             started(call, context, {"port": port, name: wrong})
 

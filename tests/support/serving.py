@@ -15,7 +15,6 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import QPType, connect
-from rdmapost.tools.connect.fabric import fabric_of
 from rdmapost.tools.connect.protocol_messages import (
     Bye,
     Hello,
@@ -25,6 +24,7 @@ from rdmapost.tools.connect.protocol_messages import (
     Report,
     encode,
 )
+from rdmapost.tools.fabric import fabric_of
 from support import LIMIT
 
 ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
