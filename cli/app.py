@@ -18,9 +18,6 @@ from rdmapost import __version__
 from .failure import drop_unwritten, report
 from .output import Output, need_command
 
-__all__ = ["app"]
-
-
 _COMMANDS = {
     "Look": (
         ("devices", "devices", "List devices, their ports and GIDs."),
@@ -48,13 +45,7 @@ _COMMANDS = {
 
 
 class LazyCommand(click.Command):
-    """A command whose module is not imported yet, for the list of commands.
-
-    Args:
-        module: the module that has it under its name.
-        name: its name.
-        help: its summary.
-    """
+    """A command whose module is not imported yet, for the list of commands."""
 
     def __init__(self, module: str, name: str, help: str) -> None:
         super().__init__(name, help=help)
@@ -72,31 +63,22 @@ class App(click.Group):
     """A group that maps the outcome of a command to its exit code and text."""
 
     def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any
     ) -> NoReturn:
         """Run a command and exit: 0 done, 1 failed, 2 usage, 3 no device, 130 interrupted.
 
         Args:
             args: the arguments; the process's unless given.
             prog_name: the name for help and errors.
-            complete_var: as in click.
-            standalone_mode, windows_expand_args: accepted for click, and ignored.
-            extra: passed to the context.
+            extra: as in click.
         """
         arguments = list(sys.argv[1:] if args is None else args)
         # Used if the arguments cannot be parsed.
-        extra["obj"] = out = Output(json="--json" in arguments)
+        out = Output(json="--json" in arguments)
+        extra |= {"obj": out, "standalone_mode": False}
         try:
             # --help and ctx.exit() come back as a number, commands as None.
-            code = super().main(
-                arguments, prog_name or "rdmapost", complete_var, standalone_mode=False, **extra
-            )
+            code = super().main(arguments, prog_name or "rdmapost", **extra)
         except Exception as error:
             code = report(error, out)
             drop_unwritten()
@@ -129,7 +111,7 @@ class App(click.Group):
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 the post or its completion failed, 2 usage, "
-    "3 no such device or no permission.",
+    "3 no such device or no permission, 130 interrupted (serve: 0).",
 )
 @click.version_option(__version__, "-V", "--version", message="rdmapost %(version)s")
 @click.pass_context

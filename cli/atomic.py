@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,12 +20,10 @@ from .options import (
     peer_options,
     post_options,
 )
-from .output import Output, need_command
+from .output import Output, need_command, usage_error
 
 if TYPE_CHECKING:
     from rdmapost import Opcode, SendWR
-
-__all__ = ["atomic"]
 
 
 @click.group(invoke_without_command=True)
@@ -76,23 +75,14 @@ def compare_and_swap(
     """
     from rdmapost import AtomicCmpAndSwp, Opcode
 
-    def make(**fields: Any) -> SendWR:
-        return AtomicCmpAndSwp(compare_add=compare, swap=swap, **fields)
+    make = partial(AtomicCmpAndSwp, compare_add=compare, swap=swap)
+    asked = {"initial": initial, "compare": compare, "swap": swap}
+    opcode = Opcode.ATOMIC_CMP_AND_SWP
 
-    def after(value: int) -> int:
-        return swap if value == compare else value
+    def after(old: int) -> int:
+        return swap if old == compare else old
 
-    _run(
-        out,
-        target,
-        settings,
-        peer,
-        Opcode.ATOMIC_CMP_AND_SWP,
-        initial,
-        make,
-        after,
-        {"initial": initial, "compare": compare, "swap": swap},
-    )
+    _run(out, target, settings, peer, opcode, make, after, asked)
 
 
 @atomic.command("fetch-add")
@@ -114,23 +104,14 @@ def fetch_and_add(
     """
     from rdmapost import AtomicFetchAndAdd, Opcode
 
-    def make(**fields: Any) -> SendWR:
-        return AtomicFetchAndAdd(compare_add=add, **fields)
+    make = partial(AtomicFetchAndAdd, compare_add=add)
+    asked = {"initial": initial, "add": add}
+    opcode = Opcode.ATOMIC_FETCH_AND_ADD
 
-    def after(value: int) -> int:
-        return (value + add) % (1 << 64)
+    def after(old: int) -> int:
+        return (old + add) % (1 << 64)
 
-    _run(
-        out,
-        target,
-        settings,
-        peer,
-        Opcode.ATOMIC_FETCH_AND_ADD,
-        initial,
-        make,
-        after,
-        {"initial": initial, "add": add},
-    )
+    _run(out, target, settings, peer, opcode, make, after, asked)
 
 
 def _run(
@@ -139,17 +120,14 @@ def _run(
     settings: PostSettings,
     peer: Peer | None,
     opcode: Opcode,
-    initial: int,
     make: Callable[..., SendWR],
     after: Callable[[int], int],
-    asked: dict[str, Any],
+    asked: dict[str, int],
 ) -> None:
-    """Post atomics on one value and check the result of each.
+    """Post atomics on one value, and check the result of each.
 
     Args:
-        out, target, settings, opcode: as in post_local.loopback.
-        peer: the server that holds the value, or None.
-        initial: the initial value.
+        out, target, settings, peer, opcode: as in the other commands.
         make: makes the work request.
         after: computes the new value from the old.
         asked: the request, for the document.
@@ -159,13 +137,12 @@ def _run(
     from .post_local import loopback, post
     from .results import send_flags, show
 
+    initial = asked["initial"]
     if peer is not None:
         from .post_remote import atomic_at
 
         if given("initial"):
-            raise click.UsageError(
-                "--initial gives the old value without HOST", click.get_current_context()
-            )
+            usage_error("--initial gives the old value without HOST")
         there = {name: value for name, value in asked.items() if name != "initial"}
         atomic_at(out, target, settings, peer, opcode, make, there)
         return

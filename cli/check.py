@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -12,8 +13,6 @@ from .output import Output, columns
 
 if TYPE_CHECKING:
     from rdmapost.check import Result
-
-__all__ = ["check"]
 
 
 @click.command()
@@ -42,15 +41,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
         name: sum(result.status == status for result in results)
         for name, status in (("passed", "pass"), ("failed", "fail"), ("unsupported", "unsupported"))
     }
-    out.doc["results"] = [
-        {
-            "opcode": result.opcode,
-            "qp_type": result.qp_type,
-            "status": result.status,
-            "detail": result.detail,
-        }
-        for result in results
-    ]
+    out.doc["results"] = [asdict(result) for result in results]
     out.doc.update(counts)
     if counts["failed"]:
         out.doc["error"] = f"{counts['failed']} of {len(results)} checks failed"
@@ -67,7 +58,10 @@ def _table(results: list[Result]) -> str:
         cell = "pass"
         if result.status != cell:
             # The same reason is given once.
-            cell = f"{'FAIL ' if result.status == 'fail' else ''}[{_number(whys, result)}]"
+            fails = result.status == "fail"
+            why = f"{'failed' if fails else 'unsupported'}: {result.detail}"
+            number = whys.setdefault(why, len(whys) + 1)
+            cell = f"{'FAIL ' if fails else ''}[{number}]"
         cells[result.opcode, result.qp_type] = cell
     qp_types = list(dict.fromkeys(result.qp_type for result in results))
     rows = [["OPCODE", *qp_types]]
@@ -78,8 +72,3 @@ def _table(results: list[Result]) -> str:
         for why, number in whys.items()
     ]
     return "\n".join([columns(rows), *([""] if notes else []), *notes])
-
-
-def _number(whys: dict[str, int], result: Result) -> int:
-    kind = "unsupported" if result.status == "unsupported" else "failed"
-    return whys.setdefault(f"{kind}: {result.detail}", len(whys) + 1)

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import Target, device_options
-from .output import Output, columns, echo_error
+from .output import Output, columns, echo_error, usage_error
 
 if TYPE_CHECKING:
     from rdmapost import Context, PortAttr
-
-__all__ = ["devices"]
 
 
 @click.command()
@@ -25,7 +23,7 @@ def devices(out: Output, target: Target) -> None:
     """
     from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
 
-    from .target import device_is_required, usage_error
+    from .target import device_is_required
 
     out.doc["devices"] = found = []
     infos = list_devices()

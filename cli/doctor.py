@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import Target, device_options, timeout_option
-from .output import Output
+from .output import Output, wrapped
 
 if TYPE_CHECKING:
     from rdmapost import Context
     from rdmapost.diagnose import Finding
     from rdmapost.loopback import Loopback
 
-__all__ = ["doctor"]
 
-_WIDTH = 80
 _LABELS = {"problem": "PROBLEM", "warning": "warning", "info": "note", "ok": "ok"}
 _MESSAGE = b"hello, doctor"
 
@@ -103,13 +100,9 @@ def _outcome(device: str, pair: Loopback) -> Finding:
         return _failed(device, f"a message of {size} bytes to the same device: {error}")
     failed = next((wc.status.name for wc in wcs if wc.status), None)
     if failed is not None:
-        return Finding(
-            "message",
-            "problem",
-            f"a message of {size} bytes to the same device: {failed}",
-            f"rdmapost explain {failed}",
-            device,
-        )
+        evidence = f"a message of {size} bytes to the same device: {failed}"
+        remedy = f"rdmapost explain {failed}"
+        return Finding("message", "problem", evidence, remedy, device)
     if pair.received(size) != _MESSAGE:
         return _failed(device, f"other data arrived than the {size} bytes that were sent")
     return Finding("message", "ok", f"a message of {size} bytes arrived", about=device)
@@ -130,23 +123,13 @@ def _text(found: Sequence[Finding], verbose: bool) -> str:
             good.setdefault(finding.about, []).append(finding.name)
             continue
         about = f" ({finding.about})" if finding.about else ""
-        lines += _fill(f"{_LABELS[finding.severity]:9}", f"{finding.name}{about}")
-        lines += _fill(" " * 9, finding.evidence)
+        lines.append(wrapped(f"{finding.name}{about}", f"{_LABELS[finding.severity]:9}"))
+        lines.append(wrapped(finding.evidence, " " * 9))
         if finding.remedy:
-            lines += _fill(" " * 9 + "-> ", finding.remedy)
+            lines.append(wrapped(finding.remedy, " " * 9 + "-> "))
     for about, names in good.items():
-        lines += _fill(f"{_LABELS['ok']:9}", f"{about}: {', '.join(names)}")
+        lines.append(wrapped(f"{about}: {', '.join(names)}", f"{_LABELS['ok']:9}"))
     return "\n".join(lines)
-
-
-def _fill(start: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_on_hyphens=False,
-    )
 
 
 def _summary(out: Output, counts: dict[str, int]) -> str:

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .output import Output, columns
+from .output import WIDTH, Output, columns, wrapped
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from rdmapost.explain import Explanation
 
-__all__ = ["explain"]
 
-_WIDTH = 80
-_BETWEEN = f"\n\n{'-' * _WIDTH}\n\n"
+_BETWEEN = f"\n\n{'-' * WIDTH}\n\n"
 _CAUSES = {
     "opcode": "How it fails, the usual ways first",
     "ops_opcode": "How it fails, the usual ways first",
@@ -68,7 +66,11 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     out.json = as_json
     if not name:
         out.doc["names"] = known = names()
-        out.finish("\n\n".join(f"{KINDS[kind]}:\n{_fill(of)}" for kind, of in known.items()))
+        out.finish(
+            "\n\n".join(
+                f"{KINDS[kind]}:\n{wrapped(', '.join(of), '  ')}" for kind, of in known.items()
+            )
+        )
         return
     out.doc["name"] = " ".join(name)
     try:
@@ -105,7 +107,7 @@ def _page(one: Explanation, kind: str) -> str:
     parts = [f"{one.name}: {kind} {one.number}"]
     if one.constant != one.name:
         parts[0] += f" ({one.constant})"
-    parts.append(textwrap.fill(one.meaning, _WIDTH))
+    parts.append(textwrap.fill(one.meaning, WIDTH))
     if one.kind == "opcode":
         parts.append(_row(one))
     if one.flags or one.fields:
@@ -144,23 +146,5 @@ def _block(title: str, texts: Iterable[str], *, numbered: bool = False, bullet: 
     lines = [title]
     for number, text in enumerate(texts, 1):
         mark = f"{number}. " if numbered else bullet
-        lines.append(
-            textwrap.fill(
-                text or "none",
-                _WIDTH,
-                initial_indent=f"  {mark}",
-                subsequent_indent=" " * (2 + len(mark)),
-                break_on_hyphens=False,
-            )
-        )
+        lines.append(wrapped(text or "none", f"  {mark}"))
     return "\n".join(lines)
-
-
-def _fill(words: Iterable[str]) -> str:
-    return textwrap.fill(
-        ", ".join(words),
-        _WIDTH,
-        initial_indent="  ",
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-    )

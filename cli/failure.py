@@ -11,21 +11,11 @@ import click
 
 from .output import Output, echo_error
 
-__all__ = ["drop_unwritten", "report"]
-
 FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
 
 def report(error: Exception, out: Output) -> int:
-    """Report an error on stderr and in the JSON document.
-
-    Args:
-        error: what ended the command.
-        out: has the document.
-
-    Returns:
-        the exit code.
-    """
+    """Report what ended a command on stderr and in the JSON document; return the exit code."""
     if isinstance(error, click.exceptions.Abort):
         out.doc["error"] = "interrupted"
         _finish(out)

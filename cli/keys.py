@@ -14,12 +14,10 @@ from .options import (
     payload_options,
     post_options_for,
 )
-from .output import Output
+from .output import Output, usage_error
 
-__all__ = ["bind_mw", "invalidate"]
-
-_LEAST = 16
-"""Bytes of the write that tests a key."""
+_WRITE_BYTES = 16
+"""Size of the write that tests a key."""
 
 
 @click.command("bind-mw")
@@ -38,12 +36,12 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
     from rdmapost.tools.check.registry import MARGIN
 
-    from .post_local import loopback, post, source
-    from .results import send_flags, show, verify
+    from .post_local import loopback, post
+    from .results import send_flags, show, source, verify
 
     length = len(payload)
     if not length:
-        raise click.UsageError("a memory window needs at least 1 byte", click.get_current_context())
+        usage_error("a memory window needs at least 1 byte")
     with loopback(
         out,
         target,
@@ -51,8 +49,8 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
         Opcode.BIND_MW,
         access=WINDOW_REGION,
         depth=4,
-        local_size=max(_LEAST, length),
-        remote_size=max(_LEAST, length) + 2 * MARGIN,
+        local_size=max(_WRITE_BYTES, length),
+        remote_size=max(_WRITE_BYTES, length) + 2 * MARGIN,
     ) as pair:
         wr = bind_wr(pair, pair.window(), MARGIN, length, wr_id=1)
         wr.send_flags = send_flags(settings)
@@ -60,7 +58,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
         out.doc["byte_len"] = length
         yields: dict[str, Any] = {"rkey": wr.rkey}
         if binder(pair) is pair.remote:
-            sges = source(pair, settings, payload)
+            sges = source(pair.local.mr, settings, payload)
             pair.local.qp.post_send(
                 RdmaWrite(sg_list=sges, wr_id=2, **pair.target(MARGIN, wr.rkey))
             )
@@ -70,7 +68,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
             verify(received, payload, 0, 1)
             yields |= {"data": payload, "received": received}
             # Soft-RoCE does not enforce the window's bounds.
-            yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _LEAST)
+            yields["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _WRITE_BYTES)
         else:
             if admitted(pair, wr.rkey, MARGIN):
                 raise RdmaError("a queue pair that did not bind the window was written through it")
@@ -102,11 +100,11 @@ def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
         Opcode.LOCAL_INV,
         access=WINDOW_REGION,
         depth=4,
-        local_size=_LEAST,
-        remote_size=_LEAST + 2 * MARGIN,
+        local_size=_WRITE_BYTES,
+        remote_size=_WRITE_BYTES + 2 * MARGIN,
     ) as pair:
         side = binder(pair)
-        bind = bind_wr(pair, pair.window(), MARGIN, _LEAST)
+        bind = bind_wr(pair, pair.window(), MARGIN, _WRITE_BYTES)
         side.qp.post_send(bind)
         (pair.arrived() if side is pair.remote else pair.sent())[0].check()
         if side is pair.remote and not admitted(pair, bind.rkey, MARGIN):

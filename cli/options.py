@@ -9,35 +9,11 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from .output import Output
-
-__all__ = [
-    "U32",
-    "U64",
-    "Peer",
-    "PostSettings",
-    "Target",
-    "check_token",
-    "device_options",
-    "flag_options",
-    "given",
-    "integer",
-    "not_empty",
-    "payload_of",
-    "payload_options",
-    "payload_options_for",
-    "peer_options",
-    "post_options",
-    "post_options_for",
-    "seconds",
-    "size_in_bytes",
-    "timeout_option",
-    "token_option",
-]
+from .output import Output, usage_error
 
 if TYPE_CHECKING:
     _Choice = click.Choice[str]
@@ -51,12 +27,8 @@ _MAX_MESSAGE = 1 << 31
 _DEFAULT_DATA = "hello, rdma"
 
 
-def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
-    """Make the type of an integer in a range: decimal, or prefixed with 0x, 0o or 0b.
-
-    Args:
-        least, most: the inclusive range; None for no upper bound.
-    """
+def integer(minimum: int, maximum: int | None = None) -> Callable[[str | int], int]:
+    """Make the type of an integer in an inclusive range: decimal, or prefixed with 0x, 0o or 0b."""
 
     def convert(value: str | int) -> int:
         text = str(value)
@@ -64,9 +36,9 @@ def integer(least: int, most: int | None = None) -> Callable[[str | int], int]:
             number = int(text, 10 if text.isdecimal() else 0)
         except ValueError:
             raise click.BadParameter(f"{text!r} is not an integer (10 or 0xa)") from None
-        if number < least or (most is not None and number > most):
-            upper = "" if most is None else f" and at most {most}"
-            raise click.BadParameter(f"{text} is not at least {least}{upper}")
+        if number < minimum or (maximum is not None and number > maximum):
+            upper = "" if maximum is None else f" and at most {maximum}"
+            raise click.BadParameter(f"{text} is not at least {minimum}{upper}")
         return number
 
     return convert
@@ -246,25 +218,17 @@ class _TokenOption(click.Option):
 
 
 def check_token(token: str | None) -> None:
-    """Refuse an invalid token as a usage error.
-
-    Args:
-        token: from --token or its variable, or None.
-    """
+    """Refuse an invalid token, from --token or its variable, as a usage error."""
     from rdmapost.tools.connect.server_state import check_token
 
     try:
         check_token(token)
     except ValueError as error:
-        _usage(f"{error} (--token, or the variable RDMAPOST_TOKEN)")
+        usage_error(f"{error} (--token, or the variable RDMAPOST_TOKEN)")
 
 
 def token_option(text: str) -> Callable[[Command], Command]:
-    """Add --token.
-
-    Args:
-        text: what it is for, without a full stop.
-    """
+    """Add --token; ``text`` says what it is for."""
     return click.option(
         "--token",
         cls=_TokenOption,
@@ -282,11 +246,7 @@ def given(name: str) -> bool:
 
 
 def peer_options(*, offset: bool) -> Callable[[Command], Command]:
-    """Add HOST[:PORT] and its options; the command gets ``peer``, or None without HOST.
-
-    Args:
-        offset: whether to add --offset.
-    """
+    """Add HOST[:PORT] and its options; the command gets ``peer``, or None without HOST."""
 
     def decorate(function: Command) -> Command:
         @click.argument("server", metavar="[HOST[:PORT]]", required=False)
@@ -298,7 +258,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
             if server is None:
                 for name, value in (("token", token), ("offset", offset)):
                     if value is not None and given(name):
-                        _usage(f"--{name} needs a HOST to post to")
+                        usage_error(f"--{name} needs a HOST to post to")
                 return function(peer=None, **options)
             from rdmapost.tools.connect.host_port import parse_address
 
@@ -306,7 +266,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
             try:
                 host, port = parse_address(server)
             except ValueError as error:
-                _usage(str(error))
+                usage_error(str(error))
             return function(peer=Peer(host, port, token, offset or 0), **options)
 
         if offset:
@@ -352,12 +312,7 @@ class _QPTypeChoice(_Choice):
 
 
 def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
-    """Add --qp-type and --timeout, and --count; the command gets ``settings``.
-
-    Args:
-        qp_types: the choices, the default first; a single one adds no option.
-        count: whether to add --count.
-    """
+    """Add --timeout, --qp-type if there is a choice, and --count; the command gets ``settings``."""
 
     def decorate(function: Command) -> Command:
         @timeout_option
@@ -396,9 +351,7 @@ def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
     return decorate
 
 
-def post_options(function: Command) -> Command:
-    """Add --qp-type of every type, --count and --timeout; the command gets ``settings``."""
-    return post_options_for(*_QP_TYPES, count=True)(function)
+post_options = post_options_for(*_QP_TYPES, count=True)
 
 
 class _DataFile(click.File):
@@ -410,11 +363,6 @@ class _DataFile(click.File):
         if value == "-" and sys.stdin is None:
             self.fail("standard input is closed", param, ctx)
         return super().convert(value, param, ctx)
-
-
-def payload_options(function: Command) -> Command:
-    """Add --data, --data-file and --size; the command gets ``payload``."""
-    return payload_options_for(None)(function)
 
 
 def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Command]:
@@ -446,7 +394,7 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
         ) -> Any:
             given = sum(source is not None for source in (data, data_file, size))
             if given > 1:
-                _usage("--data, --data-file and --size exclude each other; give one of them")
+                usage_error("--data, --data-file and --size exclude each other; give one of them")
             if not given:
                 size = size_unless_given
             return function(payload=payload_of(data, data_file, size), **options)
@@ -454,6 +402,9 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
         return command
 
     return decorate
+
+
+payload_options = payload_options_for(None)
 
 
 def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:
@@ -467,9 +418,5 @@ def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) 
     while piece := data_file.read(1 << 20):
         content += piece
         if len(content) > _MAX_MESSAGE:
-            _usage(f"{data_file.name} is longer than a message can be (2G)")
+            usage_error(f"{data_file.name} is longer than a message can be (2G)")
     return bytes(content)
-
-
-def _usage(text: str) -> NoReturn:
-    raise click.UsageError(text, click.get_current_context())

@@ -8,15 +8,13 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-__all__ = ["Output", "columns", "echo_error", "fields", "need_command"]
-
 _QUOTED = re.compile(r"(?<!\w)'[^']+'(?!\w)")
 _NO_BREAK = "\u00a0"
-_WIDTH = 80
+WIDTH = 80
 """The width of a terminal that does not report one."""
 
 
@@ -58,11 +56,19 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def fields(pairs: Sequence[tuple[str, object]], width: int = _WIDTH) -> str:
-    """Lay out names and values, one pair per line, cut to the width."""
+def fields(pairs: Sequence[tuple[str, object]]) -> str:
+    """Lay out names and values, one pair per line, cut to 80 columns."""
     lines = columns([("", name, str(value)) for name, value in pairs])
     return "\n".join(
-        line if len(line) <= width else line[: width - 4] + " ..." for line in lines.splitlines()
+        line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines.splitlines()
+    )
+
+
+def wrapped(text: str, first: str) -> str:
+    """Wrap a paragraph, but not at hyphens; all lines but the first are indented by its start."""
+    rest = " " * len(first)
+    return textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
 
 
@@ -72,21 +78,26 @@ def echo_error(text: str) -> None:
     Words and commands in single quotes stay whole, so that they can be copied.
     """
     if sys.stderr is not None and sys.stderr.isatty():
-        text = "\n".join(map(_wrapped, text.splitlines()))
+        text = "\n".join(map(_for_terminal, text.splitlines()))
     click.echo(text, err=True)
 
 
-def _wrapped(line: str) -> str:
+def _for_terminal(line: str) -> str:
     # textwrap breaks at spaces only, and a no-break space is not one to it.
     kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), line)
-    wrapped = textwrap.fill(
+    filled = textwrap.fill(
         kept,
-        os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH,
+        os.get_terminal_size(sys.stderr.fileno()).columns or WIDTH,
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return wrapped.replace(_NO_BREAK, " ")
+    return filled.replace(_NO_BREAK, " ")
+
+
+def usage_error(text: str) -> NoReturn:
+    """End the command with a usage error."""
+    raise click.UsageError(text, click.get_current_context())
 
 
 def need_command(ctx: click.Context) -> None:

@@ -132,6 +132,7 @@ def pingpong(
     _check_usage(ctx, host, size, bind, wait)
     from rdmapost import MTU, QPType
     from rdmapost.pingpong import Pingpong, listen
+    from rdmapost.tools.fabric import why_confined
 
     from .target import open_target, usage_error
 
@@ -146,8 +147,8 @@ def pingpong(
         gid_index=None,
     )
     with open_target(out, target) as (context, port_num):
-        if context.kind == "soft":
-            echo_error(f"{context.name} is inside this process, and no other process can reach it")
+        if why := why_confined(context):
+            echo_error(why)
         try:
             side = Pingpong(
                 context,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rdmapost import SGE, WC, Opcode, OpsOpcode, QPType, SendWR
+from rdmapost import WC, Opcode, OpsOpcode, QPType, SendWR
 from rdmapost.loopback import Loopback, Side
 from rdmapost.resources.qp import QP
 
@@ -14,8 +14,6 @@ from .options import PostSettings, Target
 from .output import Output
 from .results import check_depth, post_and_wait, start_document
 from .target import open_target
-
-__all__ = ["arrive", "frame_header", "loopback", "post", "source"]
 
 
 @contextmanager
@@ -34,14 +32,10 @@ def loopback(
     """Open the device and make two queue pairs on it.
 
     Args:
-        out: gets the document's skeleton.
-        target: the device.
-        settings: the QP type, the queue depth and the timeout.
-        opcode: what will be posted.
-        local_size, remote_size: as in Loopback.
+        out, target, settings, opcode: what the document shows.
         inlined: bytes of one inline work request.
         depth: what each queue must hold; one post's work requests unless given.
-        options: as in Loopback.
+        local_size, remote_size, options: as in Loopback.
     """
     start_document(out, opcode, settings)
     with open_target(out, target) as (context, port_num):
@@ -65,29 +59,10 @@ def loopback(
             yield pair
 
 
-def source(pair: Loopback, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
-    """Return the sg_list for a payload: registered memory, or an unregistered buffer if inline."""
-    if "INLINE" in settings.flags:
-        return [SGE.from_buffer(payload)] if payload else []
-    pair.local.mr.buffer[: len(payload)] = payload
-    return pair.cut(pair.local, 0, len(payload))
-
-
-def frame_header(settings: PostSettings) -> bytes:
-    """Return the header of a message: made-up Ethernet on raw packets, else none."""
-    from rdmapost.frames import ethernet
-
-    return ethernet() if settings.qp_type == "RAW_PACKET" else b""
-
-
 def post(out: Output, pair: Loopback, wrs: Sequence[SendWR], side: Side | None = None) -> list[WC]:
     """Post a list of work requests in one call, and wait until they are done.
 
-    Args:
-        out: gets what record() adds.
-        pair: the queue pairs.
-        wrs: the work requests.
-        side: the side that posts; the local one unless given.
+    The local side posts, unless another is given.
 
     Raises:
         PostError: one of them was refused.

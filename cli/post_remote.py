@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from rdmapost import (
-    SGE,
     WC,
     Access,
     CompletionError,
@@ -29,16 +28,14 @@ from rdmapost import (
 )
 from rdmapost.connect import Arrival, Connection, Seen, dial
 from rdmapost.tools.connect.protocol_messages import access_names
-from rdmapost.tools.tcp import show_address
+from rdmapost.tools.tcp import name_of
 
 from .options import Peer, PostSettings, Target
-from .output import Output
-from .results import check_depth, mismatch, post_and_wait, send_flags, show, start_document
-from .target import open_target, usage_error
+from .output import Output, usage_error
+from .results import check_depth, mismatch, post_and_wait, send_flags, show, source, start_document
+from .target import open_target
 
-__all__ = ["atomic_at", "read_from", "send_to", "write_to"]
-
-_LOOK_AGAIN_S = 0.01
+_POLL_INTERVAL_S = 0.01
 _REPORTED = 1024
 """How many arrivals a server remembers."""
 
@@ -56,7 +53,7 @@ def _connected(
 ) -> Iterator[Connection]:
     """Open the device and connect a queue pair to the server's."""
     qp_type = QPType[settings.qp_type]
-    where = show_address((peer.host, peer.port))
+    where = name_of((peer.host, peer.port))
     start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
         usage_error("with HOST, --qp-type is rc, uc or ud")
@@ -89,15 +86,6 @@ def _exposed(connection: Connection) -> str:
         f"{offer.size} bytes at {offer.addr:#x} (rkey {offer.rkey:#x}) "
         f"for {', '.join(access_names(offer.access)) or 'nothing'}"
     )
-
-
-def _source(connection: Connection, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
-    if not payload:
-        return []
-    if "INLINE" in settings.flags:
-        return [SGE.from_buffer(payload)]
-    connection.mr.buffer[: len(payload)] = payload
-    return [connection.mr[: len(payload)]]
 
 
 def _post(out: Output, connection: Connection, wrs: Sequence[SendWR]) -> list[WC]:
@@ -160,7 +148,7 @@ def send_to(
         out, target, settings, opcode, peer, local_size=length, inlined=length
     ) as connection:
         fields: dict[str, Any] = {
-            "sg_list": _source(connection, settings, payload),
+            "sg_list": source(connection.mr, settings, payload),
             "send_flags": send_flags(settings),
             **connection.address,
         }
@@ -184,7 +172,7 @@ def write_to(
         out, target, settings, opcode, peer, local_size=length, inlined=length
     ) as connection:
         fields: dict[str, Any] = {
-            "sg_list": _source(connection, settings, payload),
+            "sg_list": source(connection.mr, settings, payload),
             "send_flags": send_flags(settings),
         }
         places = [peer.offset + index * length for index in range(count)]
@@ -225,7 +213,7 @@ def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None
             return None
         if seen.sha256 == digest or time.monotonic() > deadline:
             return seen
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def read_from(
@@ -269,13 +257,7 @@ def atomic_at(
     make: Callable[..., SendWR],
     given: dict[str, Any],
 ) -> None:
-    """Change a value in the memory of a server.
-
-    Args:
-        out, target, settings, peer, opcode: as in _connected.
-        make: makes the work request.
-        given: the request, for the document.
-    """
+    """Change a value in the memory of a server; ``given`` is the request, for the document."""
     count = settings.count
     with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
         flags = send_flags(settings)

@@ -19,9 +19,7 @@ from .options import (
     peer_options,
     post_options,
 )
-from .output import Output
-
-__all__ = ["read", "write"]
+from .output import Output, usage_error
 
 
 @click.command()
@@ -51,8 +49,8 @@ def write(
         return
     from rdmapost import Opcode, RdmaWrite, RdmaWriteWithImm
 
-    from .post_local import arrive, loopback, post, source
-    from .results import send_flags, show, verify
+    from .post_local import arrive, loopback, post
+    from .results import send_flags, show, source, verify
 
     length, count = len(payload), settings.count
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
@@ -60,7 +58,7 @@ def write(
         out, target, settings, opcode, local_size=length, remote_size=count * length, inlined=length
     ) as pair:
         fields: dict[str, Any] = {
-            "sg_list": source(pair, settings, payload),
+            "sg_list": source(pair.local.mr, settings, payload),
             "send_flags": send_flags(settings),
         }
         if imm is not None:
@@ -100,10 +98,7 @@ def read(
         from .post_remote import read_from
 
         if given("data") or given("data_file"):
-            raise click.UsageError(
-                "--data and --data-file set the memory that is read without HOST",
-                click.get_current_context(),
-            )
+            usage_error("--data and --data-file set the memory that is read without HOST")
         read_from(out, target, settings, peer, len(payload) if given("size") else None)
         return
     from rdmapost import Opcode, RdmaRead

@@ -9,7 +9,9 @@ from typing import Any
 
 from rdmapost import (
     CQ,
+    MR,
     QP,
+    SGE,
     WC,
     Context,
     Opcode,
@@ -21,20 +23,7 @@ from rdmapost import (
 )
 
 from .options import PostSettings
-from .output import Output, fields
-from .target import usage_error
-
-__all__ = [
-    "as_text",
-    "check_depth",
-    "mismatch",
-    "post_and_wait",
-    "record",
-    "send_flags",
-    "show",
-    "start_document",
-    "verify",
-]
+from .output import Output, fields, usage_error
 
 _SHOWN = 4096
 """Bytes of data in the output, at most."""
@@ -58,14 +47,7 @@ def start_document(
 
 
 def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
-    """End the command with a usage error if a queue cannot be that deep.
-
-    Args:
-        context: the device.
-        what: the cause of the depth, for the error.
-        depth: work requests or completions.
-        limits: the device attributes that bound it.
-    """
+    """End the command with a usage error if a queue cannot be that deep, because of ``what``."""
     for name in limits:
         limit = getattr(context.attr, name)
         if depth > limit:
@@ -80,17 +62,20 @@ def send_flags(settings: PostSettings) -> int:
     return flags
 
 
+def source(mr: MR, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
+    """Return the sg_list for a payload: registered memory, or an unregistered buffer if inline."""
+    if not payload:
+        return []
+    if "INLINE" in settings.flags:
+        return [SGE.from_buffer(payload)]
+    mr.buffer[: len(payload)] = payload
+    return [mr[: len(payload)]]
+
+
 def post_and_wait(
     out: Output, qp: QP, cq: CQ, wrs: Sequence[SendWR], wait: Callable[[int], list[WC]]
 ) -> tuple[list[WC], WC]:
-    """Post a list of work requests in one call, and wait until they are done.
-
-    Args:
-        out: gets what record() puts there.
-        qp: the queue pair.
-        cq: where they complete.
-        wrs: the work requests.
-        wait: waits for that many completions.
+    """Post a list of work requests in one call, and wait and record() until they are done.
 
     Returns:
         the completions, and the first that failed or else the last.
@@ -110,13 +95,10 @@ def post_and_wait(
 
 
 def record(out: Output, wcs: list[WC], count: int) -> None:
-    """Put completions into the document.
+    """Put the completions of ``count`` work requests into the document.
 
-    Args:
-        out: gets ``status`` and ``wr_id`` of the first that failed, or else of the
-            last if none is missing; for a list also ``count`` and ``completions``.
-        wcs: the completions.
-        count: how many work requests were posted.
+    ``status`` and ``wr_id`` are those of the first that failed, or else of the last
+    if none is missing.
     """
     if count > 1:
         out.doc["count"] = count
@@ -127,11 +109,7 @@ def record(out: Output, wcs: list[WC], count: int) -> None:
 
 
 def verify(found: bytes | memoryview, expected: bytes, index: int, count: int) -> None:
-    """Check that the data is as expected.
-
-    Raises:
-        RdmaError: it differs.
-    """
+    """Raise RdmaError if the data is not as expected."""
     if found != expected:
         raise mismatch(index, count)
 
@@ -146,13 +124,7 @@ def mismatch(index: int, count: int) -> RdmaError:
 
 
 def show(out: Output, yields: dict[str, Any]) -> None:
-    """Print the result of a posting command.
-
-    Args:
-        out: the output.
-        yields: the results of the operation, by name; bytes are data, and a list
-            is shown as far as it fits.
-    """
+    """Print the results of a posting command, by name; a list is shown as far as it fits."""
     doc = out.doc
     pairs = []
     for name, value in yields.items():

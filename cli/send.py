@@ -17,13 +17,11 @@ from .options import (
     peer_options,
     post_options,
 )
-from .output import Output
+from .output import Output, usage_error
 
 if TYPE_CHECKING:
     from rdmapost import WC, SendWR
     from rdmapost.loopback import Loopback
-
-__all__ = ["send"]
 
 
 @click.command()
@@ -36,9 +34,7 @@ __all__ = ["send"]
 @post_options
 @peer_options(offset=False)
 @device_options
-@click.pass_context
 def send(
-    ctx: click.Context,
     out: Output,
     target: Target,
     settings: PostSettings,
@@ -57,20 +53,21 @@ def send(
     Ethernet header.
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
+    from rdmapost.frames import ethernet
 
-    from .post_local import arrive, frame_header, loopback, post, source
-    from .results import send_flags, show, verify
+    from .post_local import arrive, loopback, post
+    from .results import send_flags, show, source, verify
 
     if invalidate and imm is not None:
-        raise click.UsageError("--imm and --invalidate exclude each other; give one of them", ctx)
+        usage_error("--imm and --invalidate exclude each other; give one of them")
     if peer is not None:
         from .post_remote import send_to
 
         if invalidate:
-            raise click.UsageError("--invalidate works only without HOST", ctx)
+            usage_error("--invalidate works only without HOST")
         send_to(out, target, settings, peer, payload, imm)
         return
-    header = frame_header(settings)
+    header = ethernet() if settings.qp_type == "RAW_PACKET" else b""
     message, count = header + payload, settings.count
     length = len(message)
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
@@ -89,7 +86,7 @@ def send(
         rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {
-            "sg_list": source(pair, settings, message),
+            "sg_list": source(pair.local.mr, settings, message),
             "send_flags": send_flags(settings),
         }
 

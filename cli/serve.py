@@ -26,13 +26,12 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output, echo_error
+from .output import Output, echo_error, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
     from rdmapost.tools.connect.protocol_messages import Arrival
 
-__all__ = ["serve"]
 
 _MAX_WAITING = 10_000
 """Unprinted events to keep; beyond that they are only counted."""
@@ -154,8 +153,9 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost.tools import connect as library
+    from rdmapost.tools.fabric import why_confined
 
-    from .target import open_target, usage_error
+    from .target import open_target
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file exclude each other; give one of them")
@@ -178,11 +178,8 @@ def serve(
         _signals(printer),
         open_target(out, target) as (context, port_num),
     ):
-        if context.kind != "verbs":
-            echo_error(
-                f"{context.name} exists only in this process: "
-                "clients of other processes are refused"
-            )
+        if why := why_confined(context):
+            echo_error(why)
         with library.serve(
             context,
             bind.strip("[]"),
@@ -223,7 +220,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def _signals(printer: _Printer) -> Iterator[None]:
-    """End the printer on SIGINT and SIGTERM; a second one ends the process as usual."""
+    """End the printer on SIGINT and SIGTERM; a second one has its usual effect."""
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, frame: object) -> None:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rdmapost import WC, OpsOpcode, OpsWR, TagAdd
     from rdmapost.loopback import Loopback
 
-__all__ = ["tag"]
 
 _ALL_BITS = (1 << 64) - 1
 _DEPTH = 4

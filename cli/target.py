@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
-
-import click
 
 from rdmapost import (
     Context,
@@ -23,8 +20,7 @@ from rdmapost import (
 
 from .options import Target
 from .output import Output, echo_error
-
-__all__ = ["device_is_required", "open_target", "usage_error"]
+from .output import usage_error as usage_error
 
 SOFT = "soft0"
 
@@ -37,10 +33,6 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
 
     If there is no RDMA device to choose, that is the software device in this
     process, and standard error says so.
-
-    Args:
-        out: gets ``device`` and ``kind``.
-        target: the device, port and GID asked for.
 
     Yields:
         the device and the number of the port.
@@ -73,11 +65,6 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
             usage_error(str(error))
         out.note(f"GID      {gid}")
         yield context, port.port_num
-
-
-def usage_error(text: str) -> NoReturn:
-    """End the command with a usage error."""
-    raise click.UsageError(text, click.get_current_context())
 
 
 def _ports(context: Context, target: Target) -> list[PortAttr]:

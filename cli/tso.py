@@ -16,8 +16,6 @@ from .options import (
 )
 from .output import Output
 
-__all__ = ["tso"]
-
 
 def _header(text: str) -> bytes:
     """Parse bytes in hexadecimal."""
@@ -61,8 +59,8 @@ def tso(
     from rdmapost import TSO, Opcode, QPType, RdmaError, frames
     from rdmapost.tools.check.segmentation import segments
 
-    from .post_local import loopback, post, source
-    from .results import show, verify
+    from .post_local import loopback, post
+    from .results import show, source, verify
 
     qp_type = QPType[settings.qp_type]
     hdr = frames.tcp(qp_type) if header is None else header
@@ -79,7 +77,7 @@ def tso(
         max_tso_header=len(hdr),
     ) as pair:
         pair.receive(room, count)
-        sges = source(pair, settings, payload)
+        sges = source(pair.local.mr, settings, payload)
         post(out, pair, [TSO(sg_list=sges, hdr=hdr, mss=mss, wr_id=1, **pair.address)])
         packets = segments(pair, count, room)
         out.doc["byte_len"] = length

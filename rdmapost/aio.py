@@ -1,14 +1,7 @@
 """Waiting in asyncio tasks for completions and events."""
 
-import sys
+from .resources import aio as _implementation
+from .resources.aio import *  # noqa: F403
+from .tools import alias
 
-from .resources import aio as _itself
-from .tools import export
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .resources.aio import *  # noqa: F403
-else:
-    # The same module, under the name that its users know.
-    export(__name__, vars(_itself))
-    sys.modules[__name__] = _itself
+alias(__name__, _implementation)

@@ -1,14 +1,11 @@
 """Connecting the queue pairs of two processes over TCP."""
 
-import sys
-
-from .tools import connect as _itself
-from .tools import export
+from .tools import alias
+from .tools import connect as _implementation
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    # Importing all of it would import asyncio.
     from .tools.connect import *  # noqa: F403
-else:
-    # The same module, under the name that its users know.
-    export(__name__, vars(_itself))
-    sys.modules[__name__] = _itself
+
+alias(__name__, _implementation)

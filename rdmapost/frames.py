@@ -1,14 +1,7 @@
 """Ethernet frames, for raw packets and segmentation offload."""
 
-import sys
+from .tools import alias
+from .tools import frames as _implementation
+from .tools.frames import *  # noqa: F403
 
-from .tools import export
-from .tools import frames as _itself
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .tools.frames import *  # noqa: F403
-else:
-    # The same module, under the name that its users know.
-    export(__name__, vars(_itself))
-    sys.modules[__name__] = _itself
+alias(__name__, _implementation)

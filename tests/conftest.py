@@ -1,8 +1,8 @@
 """Fixtures for the library's tests: a device, and resources on it that are closed afterwards.
 
-A test that needs a device takes ``context``, whichever device that is, and states uncommon
-requirements with ``support.needs``. A test that only makes sense on a real device takes
-``verbs_context`` and does not run on soft0 at all.
+A test that needs any device takes ``context``, and states unusual requirements with
+``support.needs``. A test that only makes sense on a real device takes ``verbs_context``, and does
+not run on soft0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_DEVICE = "no RDMA device on this machine; tests/guest.py runs these on Soft-R
 with contextlib.suppress(ImportError):
     import hypothesis
 
-    # The tests may run on a read-only or a far slower machine.
+    # The tests may run on a read-only file system, or on a much slower machine.
     hypothesis.settings.register_profile(
         "rdmapost",
         database=None,
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
     config.addinivalue_line("markers", "two_hosts: needs a second machine on the same network")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Background jobs of a shell script ignore Ctrl-C, and so would every program that a test
+        # A shell script's background jobs ignore SIGINT, and so would every program that a test
         # starts and interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,8 +50,9 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why tests were skipped, one line for each reason: the same few reasons apply in hundreds
-    of places, and failures would be lost among them.
+    """Summarize why tests were skipped, one line per reason.
+
+    The same few reasons apply to hundreds of tests, and would bury the failures.
     """
     reasons = collections.Counter(
         report.longrepr[2].removeprefix("Skipped: ")
@@ -92,7 +93,7 @@ def open_verbs() -> rp.Context:
     ],
 )
 def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
-    """An open device; every test that takes it runs on each kind of device."""
+    """An open device; a test that takes it runs on each kind of device."""
     with request.param() as opened:
         yield opened
 
@@ -108,7 +109,7 @@ def verbs_context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
 
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
-    """Closes what was entered, latest first."""
+    """An exit stack, closed after the test."""
     with contextlib.ExitStack() as opened:
         yield opened
 
@@ -125,7 +126,7 @@ def cq(context: rp.Context, stack: contextlib.ExitStack) -> rp.CQ:
 
 @pytest.fixture
 def connect(pd: rp.PD, cq: rp.CQ, stack: contextlib.ExitStack) -> Connect:
-    """Make pairs of queue pairs that are connected to each other."""
+    """Make pairs of connected queue pairs."""
 
     def make(qp_type: rp.QPType = rp.QPType.RC, **options: object) -> Pair:
         return Pair(stack, pd, cq, qp_type, **options)  # type: ignore[arg-type]
@@ -147,7 +148,7 @@ def device(context: rp.Context) -> str:
 
 @pytest.fixture
 def soft() -> str:
-    """The name of the device that is always there."""
+    """The name of the device that is always available."""
     return "soft0"
 
 

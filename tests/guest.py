@@ -5,23 +5,23 @@
     python tests/guest.py --kernel 6.1 -- pytest -m rdma
     python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
 
-The machine boots an installed kernel over this machine's own files (virtme-ng and QEMU, emulated
-unless --kvm is given), makes the device ``rxe0`` on a dummy network device with the address
-10.0.0.1/24, and runs the command there as root, in the current directory, with the environment of
-the Python that runs this script first in PATH. What the command writes is lost with the machine,
-except in directories given with ``--writable``. Its standard output and standard error come back
-separately, unchanged and as they come.
+The machine boots an installed kernel on top of the host's own files (with virtme-ng and QEMU,
+emulated unless --kvm is given), creates the device ``rxe0`` on a dummy network device with the
+address 10.0.0.1/24, and runs the command as root, in the current directory, with this script's
+Python environment first in PATH. File writes are lost with the machine, except in directories
+given with ``--writable``. Standard output and standard error are forwarded separately, unchanged
+and without delay.
 
-With --peer there is a second machine, which runs the command given there, and a network of the
-two: ``rxe0`` is on it, with the address 10.0.1.1/24 in the first machine and 10.0.1.2/24 in the
-second, and RDMAPOST_PEER is the other's. Nothing else is on that network. What the second says is
-on standard error, in lines that begin with "peer:"; it is ended when the first has ended. Neither
-waits for the other to boot.
+With --peer, a second machine runs the command given there, and a network connects the two:
+``rxe0`` has the address 10.0.1.1/24 in the first machine and 10.0.1.2/24 in the second, and
+RDMAPOST_PEER holds the other machine's address. Nothing else is on that network. The second
+machine's output goes to standard error, prefixed with "peer:"; it is stopped when the first one
+ends. Neither waits for the other to boot.
 
-It needs no privileges, only a kernel image that it can read. Exit status: the command's own, or
-124 if the time ran out, 125 if the machine could not be started (one that does not boot is tried
-once more; a command never is), 126 if it went down under the command. The reason for these three
-is on standard error, in lines that begin with "guest:".
+No privileges are needed, only a readable kernel image. Exit status: the command's own, or 124 on
+timeout, 125 if the machine could not be started (booting is retried once; the command never is),
+126 if it crashed while the command was running. The reason for these three goes to standard error,
+prefixed with "guest:".
 """
 
 from __future__ import annotations
@@ -59,25 +59,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="a series (6.1, 6.12: the newest installed) or an image; default: the newest",
     )
     parser.add_argument(
-        "--timeout", type=float, default=900, metavar="SECONDS", help="for all of it (default 900)"
+        "--timeout",
+        type=float,
+        default=900,
+        metavar="SECONDS",
+        help="limit for the run (default 900)",
     )
     parser.add_argument(
         "--boot-timeout",
         type=float,
         default=180,
         metavar="SECONDS",
-        help="for one attempt to boot (default 180)",
+        help="limit for one boot attempt (default 180)",
     )
-    parser.add_argument("--memory", default="2G", help="of the guest (default 2G)")
+    parser.add_argument("--memory", default="2G", help="the guest's memory (default 2G)")
     parser.add_argument(
-        "--cpus", type=int, default=min(2, os.cpu_count() or 1), help="of the guest (default 2)"
+        "--cpus", type=int, default=min(2, os.cpu_count() or 1), help="the guest's CPUs (default 2)"
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="set a variable for the command; without VALUE, as it is here",
+        help="set a variable for the command; without VALUE, copy it from this environment",
     )
     parser.add_argument(
         "--writable",
@@ -92,7 +96,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="COMMAND",
         help="run this in a second machine on the same network; it does not see --writable",
     )
-    # The second machine's options at start.
+    # Passed to the second machine when it is started.
     parser.add_argument("--network", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--host", type=int, choices=(1, 2), default=1, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -116,7 +120,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def terminate(number: int, _frame: FrameType | None) -> NoReturn:
-    """Turn a signal into an exit, so that the guest is ended on the way."""
+    """Turn a signal into an exit, so that the guest is shut down."""
     say(f"ended by {signal.Signals(number).name}")
     sys.exit(128 + number)
 
@@ -146,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def peer_options(args: argparse.Namespace, kernel: Path) -> list[str]:
-    """Return the options of the second machine: those of the first."""
+    """Return the second machine's options, which are the first one's."""
     options = {
         "--kernel": kernel,
         "--timeout": args.timeout,
@@ -160,7 +164,7 @@ def peer_options(args: argparse.Namespace, kernel: Path) -> list[str]:
 
 
 def run(args: argparse.Namespace, kernel: Path, path: str, peer: Peer | None) -> int:
-    """Boot, twice if need be, and return the exit status of the command."""
+    """Boot, retrying once, and return the command's exit status."""
     kvm: bool = args.kvm
     deadline = time.monotonic() + args.timeout
     for attempt in (1, 2):
@@ -186,7 +190,7 @@ def run(args: argparse.Namespace, kernel: Path, path: str, peer: Peer | None) ->
         reason = guest.failure or "the machine ended early"
         if attempt == 1:
             say(f"{kernel.name} did not boot: {reason}; trying once more")
-            # Emulation works even where KVM only appears to.
+            # KVM may look available and not work; emulation always works.
             kvm = False
     guest.show_console()
     say(f"{kernel.name} did not boot: {reason}")

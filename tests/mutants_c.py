@@ -1,9 +1,9 @@
-"""Mutants of the C files, for mutate.py: what can be changed in one, and a module built with it.
+"""Mutants of the C files, for mutate.py: the possible changes to a file, and modules with them.
 
-A C file is changed token by token: another comparison or operator, an operand that decides nothing,
-a check that never applies, a number that is off by one. A change that does not compile is not a
-mutant, and one that compiles to the same object means the same. Only the changed file and what
-includes it are compiled; the other objects are made once.
+A C file is changed token by token: another comparison or operator, an operand without effect, a
+check that never applies, a number off by one. A change that does not compile is not a mutant, and
+one that compiles to an identical object is equivalent. Only the changed file and the files that
+include it are compiled; the other objects are built once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DEFINE = re.compile(r"[ \t]*#[ \t]*define[ \t]+(\w+)(?:\([^)]*\))?")
 
 @dataclass(frozen=True)
 class Token:
-    """A token: its kind, text, position, and the function or object that it belongs to."""
+    """A token: its kind, text, position, and enclosing function or object."""
 
     kind: str
     text: str
@@ -57,7 +57,7 @@ class Token:
 
 
 def tokens_of(source: str) -> list[Token]:
-    """Return the tokens of a C file; of directives, only macro bodies."""
+    """Return a C file's tokens; of its directives, only macro bodies."""
     found: list[Token] = []
     depth, head, where = 0, len(found), ""
     for token in _tokens(source, 0, len(source)):
@@ -90,7 +90,7 @@ def _tokens(source: str, start: int, end: int) -> Iterator[Token]:
     for match in _TOKEN.finditer(source, start, end):
         kind = match.lastgroup or ""
         if kind != "comment":
-            # A suffix stays when a number changes.
+            # Keep the suffix when a number changes.
             yield Token(kind, match[kind], match.start(kind), match.end(kind), "")
 
 
@@ -137,12 +137,12 @@ _OPERATORS = {
 }
 _NEUTRAL = {"&&": "1", "||": "0"}
 _MARKS = {"==", "!=", "<", "<=", ">", ">=", "&&", "||", "!"}
-"""What is in a condition has mutants of its own, so that the whole need not be the other way."""
+"""Operators with mutants of their own: a condition with one need not be inverted as a whole."""
 _ENDS = {";", ",", "?", ":", "{", "}", "&&", "||", "return", "=", "+=", "-=", "|=", "&=", "case"}
 _OPEN, _CLOSE = {"(": ")", "[": "]", "{": "}"}, {")": "(", "]": "[", "}": "{"}
 _UNTOUCHED = {"static_assert", "_Static_assert", "__attribute__"}
 _REFUSING = {"rp_refuse", "refuse"}
-"""What tells a number with the rule; 0 if its text has none."""
+"""Functions that take a number for a rule's text; 0 if the text has none."""
 _LIMIT = re.compile(r"U?INT\d+_MAX|SIZE_MAX|PY_SSIZE_T_MAX")
 
 
@@ -158,7 +158,7 @@ class Edit:
 
 
 class File:
-    """A C file, and what can be changed in it."""
+    """A C file, and the possible changes to it."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -191,12 +191,12 @@ class File:
         )
 
     def _is_binary(self, at: int) -> bool:
-        # A pointer is declared without a space behind it, and a cast's operand stands close.
+        # A pointer declaration has no space after the star, and a cast none before its operand.
         spaced = self.source[self.tokens[at].end : self.tokens[at].end + 1].isspace()
         return self._is_operand(at - 1) and (spaced or self._text(at) not in ("*", "&"))
 
     def _closing(self, at: int) -> int:
-        """Return where the bracket opened here closes."""
+        """Return the index of the closing bracket for the one opened here."""
         depth = 0
         for other in range(at, len(self.tokens)):
             depth += (self._text(other) in _OPEN) - (self._text(other) in _CLOSE)
@@ -205,7 +205,7 @@ class File:
         return len(self.tokens) - 1
 
     def _reach(self, at: int, step: int) -> int:
-        """Return the last token in a direction that belongs to the same operand."""
+        """Return the last token of the same operand in a direction."""
         into, out = (_OPEN, _CLOSE) if step > 0 else (_CLOSE, _OPEN)
         depth = int(self._text(at) in into)
         while 0 <= at + step < len(self.tokens):
@@ -220,7 +220,7 @@ class File:
         return self.tokens[first].start, self.tokens[last].end
 
     def _instead(self, at: int, first: int, last: int, text: str, wide: bool = False) -> Edit:
-        """Return a change of some tokens, told with the operand (or two) around them."""
+        """Return a change to some tokens, described with the operands around them."""
         start, end = self._span(first, last)
         left, right = self._reach(first, -1), self._reach(last, 1)
         if wide:
@@ -236,14 +236,14 @@ class File:
         value = int(text, 0) if text[:2] in ("0x", "0X") else int(text)
         sign = self._text(at - 1) == "-" and not self._is_operand(at - 2)
         if sign:
-            # A failure that is none.
+            # -1 to 0: a failure that reports success.
             yield self._instead(at, at - 1, at, "0")
         elif not self._is_sentinel(at) and not self._is_untold(at):
             other = 0 if value == 1 else value + 1
             yield self._instead(at, at, at, hex(other) if text[:2] in ("0x", "0X") else str(other))
 
     def _is_sentinel(self, at: int) -> bool:
-        """Whether it is of the entry that ends an array: { 0, NULL }."""
+        """Whether it belongs to an array's terminating entry: { 0, NULL }."""
         first, last = at, at
         while self._text(first - 1) in ("0", "NULL", ","):
             first -= 1
@@ -318,13 +318,13 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """Where a function of a C file is: its declaration, its name therein, and its body.
+    """The position of a function in a C file: its declaration, name and body.
 
     Attributes:
-        start: where its declaration begins.
-        name: its name; at ``name_at``.
-        body: where its body's brace opens.
-        end: behind the brace that closes it.
+        start: the start of its declaration.
+        name: its name, which is at ``name_at``.
+        body: the opening brace of its body.
+        end: the position after the closing brace.
         arguments: the names of its parameters.
     """
 
@@ -337,7 +337,7 @@ class Function:
 
 
 def functions_of(source: str) -> list[Function]:
-    """Return the functions of a C file; those that a macro declares are not among them."""
+    """Return a C file's functions, except those declared by a macro."""
     found: list[Function] = []
     depth, body = 0, 0
     head: list[Token] = []
@@ -379,7 +379,7 @@ def _parameters(head: list[Token]) -> tuple[Token, tuple[str, ...]] | None:
     return name, tuple(arguments) if arguments != ["void"] else ()
 
 
-# Without a header, which the file may want to include in a way of its own.
+# No #include here: the file may need to define macros before it includes a header.
 _SELECTOR = """\
 extern char *getenv(const char *);
 extern int atoi(const char *);
@@ -398,10 +398,10 @@ VARIABLE = "RDMAPOST_TEST_MUTANT"
 
 
 class Selectable:
-    """A C file with all mutants of its functions in it, each in a copy of its function.
+    """A C file that contains all mutants of its functions, each in a copy of its function.
 
-    Which copy is called is chosen while it runs: ``mutant_selected`` is the mutant's place in
-    ``edits``, from 1.  ``mutant_reached`` says which functions have been called.
+    The copy to call is selected at run time: ``mutant_selected`` is the mutant's position in
+    ``edits``, from 1.  ``mutant_reached`` records which functions have been called.
 
     Args:
         source: the file.
@@ -418,7 +418,7 @@ class Selectable:
                     self.function_of[number] = place
 
     def text(self, without: set[int] = frozenset()) -> str:  # type: ignore[assignment]
-        """Return the file; what goes wrong in mutant 7 is said to be in ``mutant-7``."""
+        """Return the file; compiler errors in mutant 7 are reported in ``mutant-7``."""
         parts, at = [_SELECTOR.format(count=len(self.functions) + 1, variable=VARIABLE)], 0
         for place, function in enumerate(self.functions):
             head = self.source[function.start : function.body]
@@ -456,15 +456,15 @@ class Selectable:
 
 
 class DoesNotCompile(Exception):
-    """What the compiler does not take."""
+    """The change does not compile."""
 
 
 class SameObject(Exception):
-    """What it makes the same of."""
+    """The change compiles to an identical object."""
 
 
 class Build:
-    """The module's objects, made once, and modules that differ in one file.
+    """The module's objects, built once, and modules that differ in one file.
 
     Args:
         work: an empty directory, to build in.
@@ -480,7 +480,7 @@ class Build:
         sys.path.remove(str(ROOT))
         macros = [] if build_ffi.FREE_THREADED else extension.get("define-macros", [])
         self.compiler = shlex.split(os.environ.get("CC", "cc"))
-        # So that an uninitialised variable is not right by chance.
+        # So that an uninitialized variable is never correct by chance.
         self.options = [
             "-O1",
             "-fPIC",
@@ -493,7 +493,7 @@ class Build:
             *(option for option in extension["extra-compile-args"] if not option.startswith("-W")),
         ]
         self.libraries = [f"-l{name}" for name in extension["libraries"]]
-        # As rdmapost/_verbs.abi3.so is called, where that is of the stable ABI.
+        # Named rdmapost/_verbs.abi3.so where the build uses the stable ABI.
         suffix = ".abi3.so" if macros else sysconfig.get_config_var("EXT_SUFFIX")
         self.module = f"_verbs{suffix}"
 
@@ -511,7 +511,7 @@ class Build:
                 self.needed_by.setdefault(os.path.normpath(part), []).append(source)
 
     def _lay(self, place: pathlib.Path) -> pathlib.Path:
-        """Lay the sources into a directory, where one of them may be another."""
+        """Copy the sources into a directory, optionally replacing one of them."""
         place.mkdir(parents=True)
         for name, path in self.sources.items():
             (place / name).parent.mkdir(exist_ok=True)
@@ -536,7 +536,7 @@ class Build:
         return made
 
     def package(self, place: pathlib.Path) -> pathlib.Path:
-        """Make a directory with a package that has no module yet; return where that belongs."""
+        """Create a package directory without the compiled module; return the module's path."""
         package = place / "rdmapost"
         package.mkdir(parents=True)
         for entry in (ROOT / "rdmapost").iterdir():
@@ -550,12 +550,12 @@ class Build:
         """Link the module with one file changed, or with none.
 
         Args:
-            name: the C file, or a header; what needs that is compiled again.
-            source: what it is to be; None leaves it.
-            into: where the module belongs, as ``package`` returned it.
+            name: the C file, or a header; the files that include it are recompiled.
+            source: its new contents; None leaves it unchanged.
+            into: the module's path, as returned by ``package``.
 
         Raises:
-            DoesNotCompile, SameObject: there is no such module, or no other.
+            DoesNotCompile, SameObject: the change does not compile, or makes no difference.
         """
         objects, place = dict(self.objects), into.parent / "_c"
         if source is not None:
@@ -578,7 +578,7 @@ class Build:
         while True:
             (place / name).write_text(file.text(wrong))
             try:
-                # There is much of it, and it runs once.
+                # It is large and runs only once, so do not optimize it.
                 made = self._compile(place, name, "-O0")
                 break
             except DoesNotCompile as error:

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Mutation testing: change one thing in a module at a time, and see that its tests notice.
+"""Mutation testing: change one thing in a module at a time, and check that its tests fail.
 
-A mutant is one change: another operator, a number that is one more, a condition the other way
-round, an element, a statement or a check that is missing. The mutated module, in Python or in
-C (mutants_c.py), takes the place of the real one in a child of this process that runs the
-module's tests up to the first failure; no file is changed. Mutants that are known to mean the
-same, and why, are in mutants.txt beside this file.
+A mutant is one change: a different operator, a number off by one, an inverted condition, or a
+missing element, statement or check. The mutated module, in Python or in C (mutants_c.py),
+replaces the real one in a child process that runs the module's tests until the first failure;
+no file is changed. Equivalent mutants are listed, with reasons, in mutants.txt beside this
+file.
 
 All mutants of a C file's functions are first built into one module. A process collects the
 tests and forks a child for each mutant, which selects it and runs the tests that call its
-function, those that have noticed others first: 0.1 to 0.3 s each. Only a mutant that none of
-them notices, or that is outside of functions, is built by itself and gets all tests.
+function, starting with those that have caught other mutants: 0.1 to 0.3 s each. Only a mutant
+that survives these, or that is outside functions, is built separately and runs all tests.
 
-mutmut and cosmic-ray would not do: the one copies the package to where its compiled module
-and its command line, which lives elsewhere, are not found; the other edits the files in
-place, and starts a process anew for each of its mutants.
+mutmut and cosmic-ray do not work here: mutmut copies the package to a place where it cannot
+find the compiled module or the command line; cosmic-ray edits the files in place, and starts
+a new process for each mutant.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TESTS = pathlib.Path(__file__).resolve().parent
 ROOT = TESTS.parent
 EQUIVALENT = TESTS / "mutants.txt"
 PROFILE, EXAMPLES = "mutants", 20
-"""Of Hypothesis; what only more examples notice by chance is to get a test of its own."""
+"""Hypothesis examples; a mutant that only more examples catch, by chance, needs its own test."""
 
 MOMENTS = "6"
 """Of each verb, at which providers/soft0/test_soft_interrupts.py interrupts it; the same holds."""
@@ -131,7 +131,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tso.py",
         "providers/soft0/test_soft_attempts.py",
         "posting/test_sizes.py",
-        "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+        "providers/soft0/test_soft_robust.py::test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
     "rdmapost/_c/polling/completions.c": (
         "resources/test_completion_fields.py",
@@ -156,8 +156,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_windows.py",
         "providers/soft0/test_soft_tag_ops.py",
         "posting/test_prepared.py",
-        "soundness/test_windows_hold.py",
-        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
+        "soundness/test_window_lifetimes.py",
+        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),
     "rdmapost/_c/posting/prepared.c": (
         "posting/test_prepared.py",
@@ -165,7 +165,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_rules.py",
         "posting/test_inflight.py",
         "posting/test_reading.py",
-        "soundness/test_fork.py::test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do",
+        "soundness/test_fork.py::test_use_in_a_forked_child_names_the_owner_and_the_remedy",
     ),
     "rdmapost/_c/libibverbs/poll.c": (
         "resources/test_polling_failures.py",
@@ -176,7 +176,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_inflight.py",
         "posting/test_prepared.py",
         "providers/soft0/test_soft_tag_ops.py",
-        "soundness/test_windows_hold.py",
+        "soundness/test_window_lifetimes.py",
     ),
     "rdmapost/_c/posting/buffer.c": (
         "posting/test_reading.py",
@@ -219,12 +219,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
         "providers/soft0/test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
         "providers/soft0/test_soft_interrupts.py::"
-        "test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it",
+        "test_cq_armed_before_a_completion_is_visible_announces_it",
         "providers/soft0/test_soft_interrupts.py::"
-        "test_handler_of_another_signal_runs_whole_while_an_exception_waits",
-        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
+        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "providers/soft0/test_soft_interrupts.py::"
-        "test_verb_happens_whole_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
+        "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
         "resources/test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
         "resources/test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
@@ -240,11 +240,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_handlers.py",
         "providers/soft0/test_soft_interrupts.py",
         "resources/test_polling.py",
-        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_not_lost",
-        "providers/soft0/test_soft_robust.py::test_send_that_lacked_memory_even_to_fail_is_carried_out_later",
-        "providers/soft0/test_soft_robust.py::test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another",
-        "providers/soft0/test_soft_robust.py::test_retry_that_lacked_memory_is_made_later",
-        "providers/soft0/test_soft_robust.py::test_a_fault_of_the_device_is_told_and_nothing_hangs",
+        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
+        "providers/soft0/test_soft_robust.py::test_send_without_memory_even_to_fail_is_carried_out_later",
+        "providers/soft0/test_soft_robust.py::test_queue_pair_out_of_memory_does_not_block_another",
+        "providers/soft0/test_soft_robust.py::test_retry_without_memory_is_made_later",
+        "providers/soft0/test_soft_robust.py::test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
     "rdmapost/_c/soft0/journal.c": (
         "providers/soft0/test_soft_queuepair.py",
@@ -271,14 +271,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tags.py",
         "resources/test_events.py",
         "resources/test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
-        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_it",
+        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
-        "soundness/test_fork.py::test_child_forked_while_threads_wait_starts_threads_and_ends",
+        "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
         "soundness/test_fork.py::"
-        "test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is",
-        "soundness/test_close_races.py::test_wait_that_is_released_gives_its_completions_to_none",
+        "test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child",
+        "soundness/test_close_races.py::test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error",
         "soundness/test_finalizers.py::"
-        "test_handler_that_closes_what_its_thread_waits_for_ends_the_wait",
+        "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
     ),
     "rdmapost/_c/handles/handle.c": (
         "resources/test_resource.py",
@@ -287,26 +287,25 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_lifetimes.py",
         "resources/test_windows.py",
         "providers/soft0/test_soft_handlers.py",
-        "project/test_binding.py::test_only_the_main_interpreter_can_import_it",
+        "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
         "soundness/test_exit.py",
         "soundness/test_fork.py",
-        "soundness/test_windows_hold.py",
+        "soundness/test_window_lifetimes.py",
         "soundness/test_finalizers.py::"
-        "test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same",
-        "soundness/test_finalizers.py::test_dropping_everything_near_the_recursion_limit_ends",
+        "test_resource_dropped_near_the_recursion_limit_is_closed_later",
+        "soundness/test_finalizers.py::test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
+        "soundness/test_finalizers.py::test_handler_may_close_dependent_resources_in_any_order",
         "soundness/test_finalizers.py::"
-        "test_handler_may_close_in_any_order_what_depends_on_each_other",
-        "soundness/test_finalizers.py::"
-        "test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out",
+        "test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost",
         "soundness/test_close_races.py::"
-        "test_closes_that_close_each_other_in_a_ring_of_threads_all_return",
+        "test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return",
         "soundness/test_close_races.py::"
-        "test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same",
+        "test_close_within_another_waits_for_a_thread_that_closes_the_same_resource",
         "soundness/test_close_races.py::"
-        "test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it",
+        "test_child_created_by_a_handler_never_outlives_its_closing_parent",
     ),
 }
-"""The modules, and the test files, or single tests, that are to notice; the quickest first."""
+"""The modules, and the test files or tests that must catch their mutants, fastest first."""
 
 
 # ---- mutants --------------------------------------------------------------------
@@ -352,10 +351,10 @@ class Mutant:
 
     Attributes:
         module: the module's name, or the path of a C file.
-        name: what is changed where, as it stands in mutants.txt.
-        line: where that is.
-        changed: the syntax tree of the module, or the source of the C file, changed.
-        number: its place among the changes of a C file, from 1.
+        name: the change and its place, as written in mutants.txt.
+        line: the line changed.
+        changed: the changed syntax tree of the module, or source of the C file.
+        number: its position among the changes to a C file, from 1.
     """
 
     module: str
@@ -386,7 +385,7 @@ def _in_c(path: str) -> Iterator[Mutant]:
 
 
 def _in_python(module: str) -> Iterator[Mutant]:
-    # Not by import, which would have the children of this process share what is imported.
+    # Not by import: this process's children would share the imported module.
     source = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
     for path, node, where in _walk(source):
         for change, said in _changes(node):
@@ -410,7 +409,7 @@ def _at(node: Any, step: tuple[str, int | None]) -> Any:
 def _walk(
     node: ast.AST, path: tuple[Any, ...] = (), where: str = ""
 ) -> Iterator[tuple[tuple[Any, ...], Any, str]]:
-    """Yield every node that may be changed: the way to it, itself, and its function."""
+    """Yield every node that may be changed: the path to it, the node, and its function."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         where = f"{where}.{node.name}" if where else node.name
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -429,7 +428,7 @@ def _walk(
 
 
 def _changes(node: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what can be changed about a node, and how that reads."""
+    """Yield each possible change to a node, with its description."""
     text = ast.unparse(node)
     short = text if len(text) < 90 else text[:87] + "..."
 
@@ -491,7 +490,7 @@ def _changes(node: Any) -> Iterator[tuple[Any, str]]:
             yield put(made), f"{short} without {ast.unparse(gone) if gone else '**'}"
     elif isinstance(node, _DROPPED):
         string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        # What a module exports is held elsewhere; without __slots__ only memory is lost.
+        # Another test checks what a module exports; __slots__ only save memory.
         said = isinstance(node, ast.Assign) and ast.unparse(node.targets[0])
         exports = said in ("__all__", "__slots__")
         nothing = isinstance(node, ast.Return) and ast.unparse(node) in ("return", "return None")
@@ -503,7 +502,7 @@ def _changes(node: Any) -> Iterator[tuple[Any, str]]:
 
 
 class Instead(importlib.abc.MetaPathFinder):
-    """Finds a mutant where its module is asked for."""
+    """An import finder that returns the mutant instead of its module."""
 
     def __init__(self, mutant: Mutant) -> None:
         self.mutant = mutant
@@ -528,20 +527,20 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Python:
-    """Has children of this process import mutants of a Python module."""
+    """Makes children of this process import mutants of a Python module."""
 
     def put(self, mutant: Mutant | None, place: int) -> None:
-        """Have this process, which is a child, import a mutant, or what is there."""
+        """Make this child process import a mutant, or with None the original."""
         if mutant is not None:
             sys.meta_path.insert(0, Instead(mutant))
 
 
 class InC:
-    """Has children of this process, and theirs, import modules with a C file changed.
+    """Makes children of this process, and their children, import modules with a changed C file.
 
     Args:
         work: an empty directory.
-        places: how many children there are at a time.
+        places: the number of children at a time.
     """
 
     def __init__(self, work: pathlib.Path, places: int) -> None:
@@ -551,13 +550,13 @@ class InC:
         self.modules = [self.build.package(place) for place in self.places]
 
     def put_all(self, path: str, file: mutants_c.Selectable) -> tuple[pathlib.Path, set[int]]:
-        """Build all mutants of a file, and have this process, a child, import that."""
+        """Build a module with all mutants of a file, and make this child process import it."""
         wrong = self.build.link_selectable(mutants_c.name_of(path), file, self.modules[0])
         self._enter(0)
         return self.modules[0], wrong
 
     def put(self, mutant: Mutant | None, place: int) -> None:
-        """Build a mutant, or what is there, and have this process, a child, import it."""
+        """Build a mutant, or with None the original, and make this child process import it."""
         module = self.modules[place]
         if mutant is None:
             self.build.link("", None, module)
@@ -573,7 +572,7 @@ class InC:
 
     def _enter(self, place: int) -> None:
         package = str(self.places[place])
-        # In front of the checkout, where another process would look first.
+        # Put it before the checkout, which another process would search first.
         os.chdir(package)
         sys.path.insert(0, package)
         os.environ["PYTHONPATH"] = package
@@ -586,11 +585,11 @@ NO_MUTANT, THE_SAME = 100, 101
 
 @dataclass(frozen=True)
 class Stage:
-    """Some of the tests of a module, which run in one process.
+    """Some of a module's tests, which run in one process.
 
     Attributes:
         tests: their files.
-        limits: what they may take, in seconds: of the processor, and altogether.
+        limits: their limits in seconds: CPU time, and wall time.
     """
 
     tests: tuple[str, ...]
@@ -598,30 +597,30 @@ class Stage:
 
 
 MEMORY = 8 << 30
-"""What each process of a child may map, in bytes."""
+"""Limit on the memory that each process of a child may map, in bytes."""
 
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
-"""Events of sys.audit(): another process, which may call anything."""
+"""Events of sys.audit() that start another process, which may call any function."""
 
 _OUT_OF_TIME = (signal.SIGPROF, signal.SIGALRM, signal.SIGKILL)
 
 
 def be_mutant() -> None:
-    """Make of this process, which has been forked, one that may do anything."""
-    # What it starts is ended with it.
+    """Contain this process, a forked child, so that a mutant can do no harm."""
+    # A new process group, so that the processes it starts are killed with it.
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # A mutant may ask for memory without end, or crash.
+    # A mutant may allocate memory endlessly, or crash.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The trees of all mutants, which the child's collector would walk again and again.
+    # Keep the child's garbage collector from traversing all mutants' trees each time.
     gc.freeze()
 
 
 def limit(seconds: tuple[float, float]) -> None:
-    """End this process if it takes longer: of the processor, and altogether."""
-    # By a signal, which ends also what hangs in C.  What runs in circles uses the processor and
-    # is found soon, also on a machine that is busy with other things.
+    """Kill this process when it exceeds its CPU time or wall time."""
+    # By a signal, which also ends a hang in C.  An endless loop uses CPU time and
+    # hits that limit soon, even on a busy machine.
     timers = (signal.ITIMER_PROF, signal.ITIMER_REAL)
     for timer, signum, most in zip(timers, _OUT_OF_TIME, seconds, strict=False):
         signal.signal(signum, signal.SIG_DFL)
@@ -636,7 +635,7 @@ def be_quiet() -> None:
 
 def arguments(tests: tuple[str, ...]) -> list[str]:
     """Return those of pytest."""
-    # Whether they fail is enough: nobody reads why, or needs the smallest example.
+    # Only whether they fail matters: do not explain failures or shrink examples.
     return [
         "-x",
         "-q",
@@ -656,7 +655,7 @@ def arguments(tests: tuple[str, ...]) -> list[str]:
 
 
 def start(put: Callable[[], None], stage: Stage) -> int:
-    """Run the tests in a child that first puts a mutant into place; return its process ID."""
+    """Run the tests in a child that first installs a mutant; return its process ID."""
     pid = os.fork()
     if pid:
         return pid
@@ -670,21 +669,21 @@ def start(put: Callable[[], None], stage: Stage) -> int:
 
         code = pytest.main(arguments(stage.tests))
     finally:
-        # Nothing of a mutant that is half closed is to say anything.
+        # Discard all output: a mutant may complain when it is torn down.
         os._exit(int(code))
 
 
 def ended(pid: int) -> None:
-    """End what a child that has ended left behind."""
+    """Kill the processes that a finished child left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def stages_of(module: str, kind: Python | InC) -> tuple[Stage, ...]:
-    """Run the tests of a module as it is, and see what they take."""
+    """Run the unmodified module's tests, and measure how long they take."""
     tests = TARGETS[module]
     found: list[Stage] = []
-    # Most are noticed by the first file, so that the others need not be loaded.
+    # The first file catches most mutants, so the others need not be loaded.
     for names in filter(None, (tests[:1], tests[1:])):
         begun = time.monotonic()
         pid, status, used = os.wait4(start(lambda: kind.put(None, 0), Stage(names)), 0)
@@ -698,13 +697,13 @@ def stages_of(module: str, kind: Python | InC) -> tuple[Stage, ...]:
 
 @dataclass
 class Tried:
-    """What came of the mutants of a module.
+    """The results for a module's mutants.
 
     Attributes:
-        survivors: those that no test noticed.
-        count: how many were tried.
-        late: how many of these ended in a timeout.
-        same: how many more the compiler makes nothing else of.
+        survivors: those that no test caught.
+        count: how many were tested.
+        late: how many of these timed out.
+        same: how many others compile to identical code.
     """
 
     survivors: list[Mutant]
@@ -714,18 +713,18 @@ class Tried:
 
 
 class Selecting:
-    """A plugin of pytest that forks a child for each mutant, when the tests are collected.
+    """A pytest plugin that forks a child for each mutant, after the tests are collected.
 
     Args:
-        library: the module, with all mutants in it.
-        numbers: of the mutants, with the place of the function of each.
-        jobs: how many children there are at a time.
+        library: the module that contains all mutants.
+        numbers: the mutants' numbers, each with the index of its function.
+        jobs: the number of children at a time.
         tell: is called with what came of each: its number, and "noticed", "late", "survived"
             or, where no test calls the function, "not called".
     """
 
     KILLERS = 30
-    """So many tests that noticed others go first."""
+    """How many tests that caught other mutants run first."""
 
     def __init__(
         self,
@@ -749,9 +748,9 @@ class Selecting:
         self.calls: list[set[int] | None] = [None] * len(session.items)
         self.takes = [0.0] * len(session.items)
         self._measure()
-        # Where a child says which test noticed.
+        # A child writes here which test failed.
         self.noticed = mmap.mmap(-1, 4 * (max(self.numbers) + 1))
-        # And when it is to be ended: a test may have set the timers of limit() itself.
+        # And its deadline: a test may have changed the timers that limit() set.
         self.ends = mmap.mmap(-1, 8 * (max(self.numbers) + 1))
         killers: list[int] = []
         waiting, running = [*self.numbers][::-1], dict[int, int]()
@@ -794,12 +793,12 @@ class Selecting:
             time.sleep(0.005)
 
     def _order(self, function: int, killers: list[int]) -> list[int]:
-        """Return the tests that may call a function, those first that are likely to notice."""
+        """Return the tests that may call a function, those likely to fail first."""
         rank = {test: place for place, test in enumerate(killers)}
         here = [test for test, calls in enumerate(self.calls) if calls and function in calls]
         if not here:
             return []
-        # What another process calls is not known.
+        # It is unknown which functions another process calls.
         there = [test for test, calls in enumerate(self.calls) if calls is None]
         return [*sorted(here, key=lambda test: rank.get(test, len(rank) + test)), *there]
 
@@ -821,7 +820,7 @@ class Selecting:
         return not self.session.testsfailed
 
     def _measure(self) -> None:
-        """See what each test takes and calls, in a child, with nothing changed."""
+        """Record each test's duration and the functions it calls, in a child, without a mutant."""
         reading, writing = os.pipe()
 
         def run() -> None:
@@ -831,7 +830,7 @@ class Selecting:
             for test, item in enumerate(self.session.items):
                 ctypes.memset(self.reached, 0, len(self.reached))
                 begun = time.monotonic()
-                # What a fixture of a whole file calls, each of its tests relies on.
+                # Every test in a file depends on what its module-scoped fixtures call.
                 if not self._run(test, None):
                     said = [item.nodeid]
                     break
@@ -872,7 +871,7 @@ class Selecting:
 def noticed_together(
     module: str, kind: InC, mutants: list[Mutant], options: argparse.Namespace
 ) -> dict[Mutant, str]:
-    """Try mutants of a C file that are all in one module.
+    """Test a C file's mutants that are all in one module.
 
     Returns:
         What came of each: "noticed", "late", "survived", or "" if it does not compile.  What no
@@ -907,7 +906,7 @@ def noticed_together(
                     lambda number, came: print(f"{number}:{came}", file=tell),
                 )
                 try:
-                    # Also what it would capture is shared by all children.
+                    # No capturing: its files would be shared by all children.
                     code = pytest.main([*arguments(TARGETS[module]), "-s"], plugins=[loop])
                 finally:
                     os.dup2(said, 2)
@@ -940,7 +939,7 @@ def noticed_together(
 
 
 def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> None:
-    """See which survivors mean the same to the compiler."""
+    """Find the survivors that compile to identical code."""
     for mutant in mutants:
         assert isinstance(mutant.changed, str)
         try:
@@ -954,7 +953,7 @@ def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> None:
 
 
 def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -> Tried:
-    """Run the tests on the mutants of a module."""
+    """Run the tests on a module's mutants."""
     waiting = [mutant for mutant in mutants_of(module) if options.only in mutant.name]
     if options.again:
         told = {line.strip().partition(": ")[2] for line in options.again.read_text().splitlines()}
@@ -1004,7 +1003,7 @@ def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -
             jobs.append((mutant, stage + 1))
         elif code == 0:
             tried.survivors.append(mutant)
-            # At once, for who ends it before its time.
+            # Print at once, in case the run is interrupted.
             print(f"  not noticed: line {mutant.line}: {mutant.name}", file=sys.stderr, flush=True)
         tried.late += -code in _OUT_OF_TIME
     for pid in running:
@@ -1014,7 +1013,7 @@ def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -
 
 
 def known() -> dict[str, str]:
-    """Return the mutants that mean the same, with the reason."""
+    """Return the mutants listed as equivalent, with the reason."""
     found: dict[str, str] = {}
     reason = ""
     if EQUIVALENT.exists():
@@ -1027,7 +1026,7 @@ def known() -> dict[str, str]:
 
 
 def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) -> bool:
-    """Try the mutants of a module and say what came of it; return whether there is work to do."""
+    """Test a module's mutants and print the results; return whether any unlisted one survived."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         kind = InC(pathlib.Path(work), options.jobs) if "/" in module else Python()
@@ -1082,9 +1081,9 @@ def main() -> int:
     for module in options.modules:
         if module not in TARGETS:
             parser.error(f"{module} is not in TARGETS, with the tests that are to notice")
-    # The children end with this process.
+    # Kill the children when this process dies.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # What each child would import anew.
+    # Import here what each child would otherwise import again.
     import hypothesis
     import pytest  # noqa: F401
 
@@ -1101,7 +1100,7 @@ def main() -> int:
     sys.path.insert(0, str(TESTS))
     equivalent = known()
     failed = False
-    # Compiled once for all children, and not beside the sources.
+    # Compile once for all children, and not next to the sources.
     with tempfile.TemporaryDirectory() as compiled:
         sys.pycache_prefix, sys.dont_write_bytecode = compiled, False
         for module in options.modules:

@@ -1,13 +1,13 @@
 """Providers: what executes the control verbs.
 
 Each is loaded on first use, so the soft device costs nothing unless it is opened.  A fork waits
-until no thread is loading one: otherwise the child would wait forever for an import that a thread
-of its parent had begun.
+until no thread is loading one: the child could never finish an import that a thread of its parent
+had begun.
 """
 
 from __future__ import annotations
 
-import logging  # noqa: F401 - it has a lock for forks too, which must not come between
+import logging  # noqa: F401 - registers its own lock for forks, which must come first
 import os
 from collections.abc import Callable
 from threading import RLock

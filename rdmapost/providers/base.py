@@ -1,17 +1,17 @@
 """The control verbs, as the resources call them.
 
-Data verbs (posting, polling) take the compiled symbol on every device.  The
-control verbs cannot: exported libibverbs functions reach into a private part
-of their context.  A provider carries them out; resources never ask which
-provider they run on.
+Data verbs (posting, polling) call the same compiled functions on every device.
+Control verbs cannot: the exported libibverbs functions use a private part of
+their context.  A provider executes them; resources never ask which provider
+they run on.
 
 Every method takes and returns the C structs as cffi pointers, and raises
-VerbsError (UnsupportedError where the device has no such call).
+VerbsError (UnsupportedError where the device does not support the call).
 
-What makes a struct or destroys it may be a function of C's instead, which is
-called by C (Resource._make) and reports a failure as libibverbs does: by NULL
-or what is not 0, and errno.  No interrupt can come between such a call and the
-note of what it did.
+A verb that creates or destroys a struct may be a C function instead. C calls it
+(Resource._make), and it reports failure as libibverbs does: by NULL or a
+non-zero result, and errno.  No interrupt can come between such a call and
+recording its result.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
-
-__all__ = ["DeviceInfo", "GIDEntry", "Provider"]
 
 
 class DeviceInfo(NamedTuple):
@@ -45,7 +43,7 @@ class GIDEntry(NamedTuple):
     """An entry of a port's GID table as the provider reports it.
 
     Attributes:
-        gid_index: its place in the table.
+        gid_index: its index in the table.
         raw: the 16 bytes.
         gid_type: a GIDType value, or None where the provider cannot tell.
         ndev: name of the network device behind it, or "".
@@ -58,7 +56,7 @@ class GIDEntry(NamedTuple):
 
 
 class Provider(Protocol):
-    """What carries out the control verbs of a family of devices."""
+    """What executes the control verbs of a family of devices."""
 
     kind: str
     spin_ns: int
@@ -66,7 +64,7 @@ class Provider(Protocol):
 
     def list_devices(self) -> list[DeviceInfo]: ...
     def found_device(self, name: str) -> AbstractContextManager[Any]:
-        """Find a device for open_device(); as it ends, say why that failed."""
+        """Find a device for open_device(), and explain its error if that fails in the block."""
         ...
 
     def open_device(self, device: Any) -> Any: ...
@@ -78,20 +76,20 @@ class Provider(Protocol):
     def query_pkey(self, context: Any, port_num: int, index: int) -> int: ...
 
     def get_async_event(self, context: Any, events: dict[object, Any]) -> None:
-        """Take the next event, if there is one, and acknowledge it.
+        """Get and acknowledge the next event, if any is pending.
 
         Args:
-            events: where it is put, under a key of its own, in the same step as it
-                is taken: an interrupt cannot lose it.
+            events: receives it, under a new key, in the same step: an interrupt
+                cannot lose it.
         """
         ...
 
     def read_async_event(self, event: Any) -> tuple[int, Any]:
-        """Return the type of an event that was taken, and its struct, its port or None."""
+        """Return an event's type, and the struct or port number that it is about, or None."""
         ...
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
-        """Return the plan of what is to go wrong on purpose."""
+        """Return the plan of the faults to inject."""
         ...
 
     def alloc_pd(self, context: Any) -> Any: ...
@@ -105,27 +103,27 @@ class Provider(Protocol):
     def destroy_comp_channel(self, channel: Any) -> None: ...
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any: ...
     def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        """Create a CQ that also reports the tag of a tag-matching message; return its ibv_cq."""
+        """Create a CQ that also reports the tags of tag-matching messages; return its ibv_cq."""
         ...
 
     def destroy_cq(self, cq: Any) -> None: ...
     def has_overrun(self, cq: Any) -> bool:
-        """Whether a CQ is known to have overrun; an event may still be the first to say it."""
+        """Whether a CQ is known to have overrun; a device may report that by an event alone."""
         ...
 
     def sends_for_receive(self, qp: Any) -> int | None:
-        """How many pending sends are to consume a receive; None where the device does not know."""
+        """Count the pending sends that will consume a receive; None if the device cannot tell."""
         ...
 
     def get_cq_event(self, channel: Any, events: dict[int, None]) -> bool | None:
-        """Take an event off a channel that does not block, and acknowledge it.
+        """Get and acknowledge an event of a non-blocking channel.
 
         Args:
-            events: where the address of its CQ's struct is put, in the same step as it
-                is taken: an interrupt cannot lose it.
+            events: receives the address of its CQ's struct, in the same step: an interrupt
+                cannot lose it.
 
         Returns:
-            True, or None where there was none.
+            True, or None if no event is pending.
         """
         ...
 

@@ -15,12 +15,9 @@ from ..enums import EventType
 from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
 from .base import DeviceInfo, GIDEntry
 
-__all__ = ["VerbsProvider"]
-
 _LIBRARY = "libibverbs.so.1"
 _LIBRARY_VARIABLE = "RDMAPOST_LIBIBVERBS"
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-
 
 _ELEMENTS = {
     EventType.CQ_ERR: "cq",
@@ -43,8 +40,8 @@ _ELEMENTS = {
     EventType.CLIENT_REREGISTER: "port_num",
     EventType.GID_CHANGE: "port_num",
 }
-"""Which member of the event says what it is about; none of an event of the whole device, and of
-one that this version does not know."""
+"""The member of an event that names its subject. Events about the whole device have no subject,
+nor have types that this version does not know."""
 _NO_EVENT = int(ffi.cast("enum ibv_event_type", -1))
 
 
@@ -61,7 +58,7 @@ def _zero(call: str, result: int) -> None:
 
 
 def _group(gid: bytes) -> Any:
-    """Return a GID as the struct that the calls take."""
+    """Return a GID as a union ibv_gid."""
     struct = ffi.new("union ibv_gid *")
     struct.raw = gid
     return struct
@@ -123,8 +120,7 @@ class VerbsProvider:
         _zero("ibv_query_device", lib.ibv_query_device(context, attr))
 
     def query_device_ex(self, context: Any, attr: Any) -> None:
-        result = lib.ibv_query_device_ex(context, ffi.NULL, attr)
-        _zero("ibv_query_device_ex", result)
+        _zero("ibv_query_device_ex", lib.ibv_query_device_ex(context, ffi.NULL, attr))
 
     def query_port(self, context: Any, port_num: int, attr: Any) -> None:
         _zero("ibv_query_port", lib.rp_query_port(context, port_num, attr))
@@ -145,7 +141,7 @@ class VerbsProvider:
         return self._query_gids_one_by_one(context, port_num, length)
 
     def _query_gids_one_by_one(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
-        # What a library before rdma-core 32 offers; the types are not known.
+        # Before rdma-core 32; the types of the GIDs are unknown.
         found = []
         gid = ffi.new("union ibv_gid *")
         for index in range(length):
@@ -166,9 +162,8 @@ class VerbsProvider:
         try:
             failed = lib.rp_get_async_event(context, event)
         finally:
-            # An interrupt during the call is raised after it, and the event has been taken and
-            # acknowledged.  Python handles signals after calls, so none comes in here before the
-            # event is kept.
+            # An interrupt during the call is raised after it, when the event has been acknowledged.
+            # Python handles signals after calls, so none is raised here before the event is kept.
             if event.event_type != _NO_EVENT:
                 events[key] = event
         if failed and ffi.errno != errno.EAGAIN:
@@ -180,7 +175,7 @@ class VerbsProvider:
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         raise UnsupportedError(
-            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 has it"
+            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 supports it"
         )
 
     # ---- memory -------------------------------------------------------------
@@ -201,8 +196,7 @@ class VerbsProvider:
     destroy_cq = lib.ibv_destroy_cq
 
     def has_overrun(self, cq: Any) -> bool:
-        # Only an event says it.
-        return False
+        return False  # only an event reports it
 
     def sends_for_receive(self, qp: Any) -> None:
         return None
@@ -249,7 +243,7 @@ class VerbsProvider:
 
 
 class _DeviceList:
-    """The list of ibv_get_device_list(3), freed at the end."""
+    """The list of ibv_get_device_list(3), freed on exit."""
 
     def __enter__(self) -> list[Any]:
         _load()
@@ -257,7 +251,7 @@ class _DeviceList:
         ffi.errno = 0
         self._list = lib.ibv_get_device_list(count)
         if self._list == ffi.NULL:
-            # ENOSYS, in old libraries with the wrong sign: no RDMA in this kernel.
+            # ENOSYS, which old libraries negate: this kernel has no RDMA support.
             code = abs(ffi.errno)
             if code in (0, errno.ENOSYS, errno.ENOENT):
                 return []
@@ -282,7 +276,7 @@ def _cannot_open(device: Any, name: str, code: int) -> VerbsError:
 
 
 def _from_network(value: int, size: int) -> int:
-    """Turn an integer that was read in host order, and is in network order, around."""
+    """Convert an integer in network order that was read in host order."""
     return int.from_bytes(value.to_bytes(size, sys.byteorder))
 
 

@@ -379,7 +379,7 @@ class Context(EventSource, struct="ibv_context"):
 
     @property
     def faults(self) -> Any:
-        """The faults to inject, a soft.faults.FaultPlan; only the software device has them.
+        """The faults to inject (rdmapost.providers.soft0.engine.faults.FaultPlan), on soft0 only.
 
         Raises:
             UnsupportedError: it is a real device.

@@ -26,7 +26,44 @@ from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, Verbs
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
-class Resource(native.Handle):
+class ClosesOnExit:
+    """A context manager that closes itself."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in the child of a fork that must not use it."""
+
+    def __enter__(self) -> Self:
+        self._refuse_inherited()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The original error matters more than what follows from it. Nothing may hide it:
+            # neither a subclass's text nor its add_note().
+            with contextlib.suppress(Exception):
+                error.add_note(" ".join(self._failure_text(failure).split()))
+
+    def _failure_text(self, failure: RdmaError) -> str:
+        """Say what could not be closed, and why."""
+        return str(failure)
+
+
+class Resource(native.Handle, ClosesOnExit):
     """An object of the device that must be destroyed.
 
     ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
@@ -84,20 +121,6 @@ class Resource(native.Handle):
         self._live()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except RdmaError as failure:
-            if error is None:
-                raise
-            # The original error matters more than what follows from it.
-            self._note_kept(error, failure)
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"cannot copy or pickle {type(self).__name__!r} object: "
@@ -134,14 +157,11 @@ class Resource(native.Handle):
             stacklevel=1,
         )
 
-    def _note_kept(self, error: BaseException, failure: RdmaError) -> None:
-        """Add to an error a note of what could not be closed because of it, and why."""
-        # Nothing may hide the error: neither a subclass's text nor its add_note().
-        with contextlib.suppress(Exception):
-            text = str(failure)
-            if not isinstance(failure, InUseError):  # which names the resource itself
-                text = f"{self} could not be {self._undone}: {text}"
-            error.add_note(" ".join(text.split()))
+    def _failure_text(self, failure: RdmaError) -> str:
+        # An InUseError names the resource itself.
+        text = str(failure)
+        refused = isinstance(failure, InUseError)
+        return text if refused else f"{self} could not be {self._undone}: {text}"
 
 
 _structs: dict[type, Any] = {}

@@ -1,7 +1,7 @@
-"""The state machine of a queue pair as data: which attributes each step needs.
+"""The state machine of a queue pair as data: which attributes each transition needs.
 
-From ibv_modify_qp(3).  A step is (state, next state); a QP type has only the
-steps in the table.  RESET and ERR can be reached from every state.
+From ibv_modify_qp(3).  A transition is (state, next state); a QP type has only
+those in the table.  RESET and ERR can be reached from every state.
 """
 
 from __future__ import annotations
@@ -10,24 +10,15 @@ from ..enums import QPAttrMask as M
 from ..enums import QPState as S
 from ..enums import QPType as T
 
-__all__ = [
-    "FIELDS",
-    "OPTIONAL",
-    "RANGES",
-    "REQUIRED",
-    "missing_attributes",
-    "unchangeable_attributes",
-]
-
 _CONNECTION = M.AV | M.PATH_MTU | M.DEST_QPN | M.RQ_PSN
 _RESPONDER = M.MAX_DEST_RD_ATOMIC | M.MIN_RNR_TIMER
 _REQUESTER = M.TIMEOUT | M.RETRY_CNT | M.RNR_RETRY | M.SQ_PSN | M.MAX_QP_RD_ATOMIC
 _IDENTITY = M.PKEY_INDEX | M.PORT
 _NONE = M(0)
 
-_STEPS = ((S.RESET, S.INIT), (S.INIT, S.RTR), (S.RTR, S.RTS))
+_TRANSITIONS = ((S.RESET, S.INIT), (S.INIT, S.RTR), (S.RTR, S.RTS))
 
-_WAY_UP = {
+_TO_RTS = {
     T.RC: (_IDENTITY | M.ACCESS_FLAGS, _CONNECTION | _RESPONDER, _REQUESTER),
     T.UC: (_IDENTITY | M.ACCESS_FLAGS, _CONNECTION, M.SQ_PSN),
     T.UD: (_IDENTITY | M.QKEY, _NONE, M.SQ_PSN),
@@ -38,7 +29,7 @@ _WAY_UP = {
 
 REQUIRED: dict[T, dict[tuple[S, S], M]] = {
     qp_type: {
-        **dict(zip(_STEPS, masks, strict=True)),
+        **dict(zip(_TRANSITIONS, masks, strict=True)),
         (S.INIT, S.INIT): _NONE,
         (S.RTS, S.RTS): _NONE,
         (S.RTS, S.SQD): _NONE,
@@ -47,9 +38,9 @@ REQUIRED: dict[T, dict[tuple[S, S], M]] = {
         (S.SQE, S.RTS): _NONE,
         **{(state, end): _NONE for state in S for end in (S.RESET, S.ERR)},
     }
-    for qp_type, masks in _WAY_UP.items()
+    for qp_type, masks in _TO_RTS.items()
 }
-"""For each QP type, the attributes that a step needs besides qp_state."""
+"""For each QP type, the attributes that a transition needs besides qp_state."""
 
 _PATH = M.ALT_PATH | M.ACCESS_FLAGS | M.PATH_MIG_STATE
 _RUNNING = {
@@ -83,7 +74,7 @@ OPTIONAL: dict[T, dict[tuple[S, S], M]] = {
     }
     for qp_type, running in _RUNNING.items()
 }
-"""For each QP type, the attributes that a step may also change."""
+"""For each QP type, the attributes that a transition may also change."""
 
 FIELDS: dict[str, M] = {
     "qp_state": M.STATE,
@@ -129,21 +120,14 @@ def _names(mask: int) -> str:
 
 
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
-    """Say why a step cannot be made with these attributes, or None.
-
-    Args:
-        qp_type: the queue pair's type.
-        state: the state it is in.
-        to: the state it is to reach.
-        mask: the attributes that are given.
-    """
+    """Say why a transition cannot be made with these attributes, or return None."""
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
-        ways = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
+        ends = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
         remedy = ": take it back with to_reset() first" if state is S.ERR else ""
         return (
             f"{qp_type.name} queue pairs cannot go from {state.name} to {to.name}; "
-            f"from {state.name} they can go to {', '.join(ways)}{remedy}"
+            f"from {state.name} they can go to {', '.join(ends)}{remedy}"
         )
     lacking = required & ~mask
     if lacking:
@@ -155,14 +139,7 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
 
 
 def unchangeable_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
-    """Name the attributes that a step cannot change, or return None.
-
-    Args:
-        qp_type: the queue pair's type.
-        state: the state it is in.
-        to: the state it is to reach.
-        mask: the attributes that are given.
-    """
+    """Name the attributes that a transition cannot change, or return None."""
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
         return None

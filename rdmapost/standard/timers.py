@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["RNR_FOR_EVER", "ack_timeout", "rnr_timer", "until_retry_exc", "until_rnr_retry_exc"]
-
 RNR_FOR_EVER = 7
 """rnr_retry: never give up."""
 
 _RNR_MILLISECONDS = (
-    655.36,
-    0.01,
-    0.02,
-    0.03,
-    0.04,
-    0.06,
-    0.08,
-    0.12,
-    0.16,
-    0.24,
-    0.32,
-    0.48,
-    0.64,
-    0.96,
-    1.28,
-    1.92,
-    2.56,
-    3.84,
-    5.12,
-    7.68,
-    10.24,
-    15.36,
-    20.48,
-    30.72,
-    40.96,
-    61.44,
-    81.92,
-    122.88,
-    163.84,
-    245.76,
-    327.68,
-    491.52,
+    "655.36 0.01 0.02 0.03 0.04 0.06 0.08 0.12 0.16 0.24 0.32 0.48 0.64 0.96 1.28 1.92 2.56 "
+    "3.84 5.12 7.68 10.24 15.36 20.48 30.72 40.96 61.44 81.92 122.88 163.84 245.76 327.68 "
+    "491.52"
 )
 """The values of min_rnr_timer (InfiniBand Architecture Specification, table 45)."""
 
@@ -61,7 +30,7 @@ def rnr_timer(min_rnr_timer: int) -> float:
     Args:
         min_rnr_timer: the attribute of the receiving side, 0..31.
     """
-    return _RNR_MILLISECONDS[min_rnr_timer & 31] / 1000
+    return float(_RNR_MILLISECONDS.split()[min_rnr_timer & 31]) / 1000
 
 
 def until_retry_exc(timeout: int, retry_cnt: int) -> float:

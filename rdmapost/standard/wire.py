@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from struct import Struct
 
-__all__ = ["GRH_BYTES", "IPV4_MAPPED", "TMH", "TMHOpcode", "checksum_residue", "is_multicast_gid"]
-
 GRH_BYTES = 40
 """Bytes at the start of a UD receive's buffers, whether there is a header or not."""
 

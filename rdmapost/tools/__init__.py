@@ -1,20 +1,35 @@
-"""Programs built on the library, which nothing below uses; and under which name users know them."""
+"""Programs built on the library, which never imports them; and the public names of modules."""
 
+import inspect
+import sys
 from collections.abc import Mapping
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
-
-__all__ = ["export"]
 
 
 def export(module: str, namespace: Mapping[str, Any]) -> None:
-    """Let the classes and functions of a public module name it as their ``__module__``.
+    """Make a public module the ``__module__`` of its classes and functions.
 
     Args:
         module: the name by which users import it.
-        namespace: its namespace; names in ``__all__`` that are not there yet are left out.
+        namespace: its namespace; names in ``__all__`` that it loads later are left out.
     """
     for name in namespace["__all__"]:
         thing = namespace.get(name)
         if isinstance(thing, (type, FunctionType)) and thing.__module__.startswith("rdmapost"):
             thing.__module__ = module
+
+
+def alias(module: str, implementation: ModuleType) -> None:
+    """Replace a public module by the private one that implements it.
+
+    Args:
+        module: the name by which users import it.
+        implementation: the private module.
+    """
+    for thing in map(vars(implementation).get, implementation.__all__):
+        if isinstance(thing, type) and thing.__module__.startswith(__name__):
+            # typing.get_type_hints would look them up in the public module, which lacks them.
+            thing.__annotations__ = inspect.get_annotations(thing, eval_str=True)
+    export(module, vars(implementation))
+    sys.modules[module] = implementation

@@ -25,7 +25,7 @@ from .resource_stack import ResourceHolder, ResourceStack, drop_outstanding
 __all__ = ["Loopback", "Side"]
 
 _EVERY_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
-_LOOK_AGAIN_S = 0.0005
+_POLL_INTERVAL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,14 +339,14 @@ class Loopback(ResourceHolder):
         while memory != expected:
             if time.monotonic() > self._deadline:
                 return False
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_INTERVAL_S)
         return True
 
     def _wait(self, side: Side, count: int, otherwise: str) -> list[WC]:
         try:
             return side.cq.wait(count, max(0.0, self._deadline - time.monotonic()))
         except WaitTimeout:
-            # Report the whole timeout, not what was left of it.
+            # Report the whole timeout, not the rest of it.
             raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
 
 

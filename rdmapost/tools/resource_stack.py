@@ -1,22 +1,16 @@
-"""Resources that are made together and closed together."""
+"""Resources that are created and closed as a unit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from ..errors import RdmaError
+from ..errors import ClosedError, RdmaError
 from ..resources.qp import QP
-
-__all__ = [
-    "AsyncClosesOnExit",
-    "ClosesOnExit",
-    "ResourceHolder",
-    "ResourceStack",
-    "drop_outstanding",
-]
+from ..resources.resource import ClosesOnExit, Resource
 
 
 class _Closable(Protocol):
@@ -24,11 +18,6 @@ class _Closable(Protocol):
 
 
 _Resource = TypeVar("_Resource", bound=_Closable)
-
-
-class _Call:
-    def __init__(self, function: Callable[[], object]) -> None:
-        self.close = function
 
 
 class ResourceStack:
@@ -54,7 +43,7 @@ class ResourceStack:
 
         Every close() calls it, so it must be repeatable.
         """
-        self._held.append(_Call(function))
+        self._held.append(SimpleNamespace(close=function))
 
     def _drop_closed(self) -> None:
         """Drop what other code has closed: it may keep memory.
@@ -107,45 +96,28 @@ def drop_outstanding(qp: QP) -> None:
             qp.to_reset()
 
 
-class ClosesOnExit:
-    """A context manager that closes itself."""
+def refuse_inherited(what: str, pid: int) -> None:
+    """Refuse what the child of a fork has of the process that opened it, whose sockets it shares.
 
-    def _refuse_inherited(self) -> None:
-        """Raise ClosedError in the child of a fork that must not use it."""
+    Raises:
+        ClosedError: this is another process.
+    """
+    if pid != os.getpid():
+        raise ClosedError(f"{what} was opened by process {pid}")
 
-    def close(self) -> None:
-        """Close it."""
-        raise NotImplementedError
 
-    def __enter__(self) -> Self:
-        self._refuse_inherited()
-        return self
+class NotCopied:
+    """What can be neither copied nor pickled: dropping the copy would close the original."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except RdmaError as failure:
-            if error is None:
-                raise
-            # The original error matters more than what follows from it.
-            with suppress(Exception):
-                error.add_note(str(failure))
+    __reduce_ex__ = Resource.__reduce_ex__
 
 
 class AsyncClosesOnExit:
     """An asynchronous context manager that closes itself."""
 
-    def _refuse_inherited(self) -> None:
-        """Raise ClosedError in the child of a fork that must not use it."""
-
-    async def close(self) -> None:
-        """Close it."""
-        raise NotImplementedError
+    # Of a subclass, as in ClosesOnExit.
+    _refuse_inherited: Callable[[], None]
+    close: Callable[[], Awaitable[None]]
 
     async def __aenter__(self) -> Self:
         self._refuse_inherited()
@@ -153,11 +125,11 @@ class AsyncClosesOnExit:
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             await self.close()
         else:
             # The original error matters more than what follows from it.

@@ -13,23 +13,6 @@ from typing import Any
 
 from ..errors import RdmaError
 
-__all__ = [
-    "LINGER_BYTES",
-    "LINGER_S",
-    "TCPError",
-    "TCPTimeout",
-    "cannot_listen",
-    "dial",
-    "drain",
-    "errno_of",
-    "listen",
-    "prepare",
-    "reason",
-    "send_all",
-    "show_address",
-    "stop_listening",
-]
-
 LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
 """How long, and for how many bytes, to read on after the last message, so that it is not lost."""
@@ -44,12 +27,7 @@ _KEEPALIVE = (
 
 
 class TCPError(RdmaError, OSError):
-    """A host that cannot be found, or an address that cannot be listened on.
-
-    Args:
-        text: all that there is to say.
-        errno: the operating system's error number, if it gave one.
-    """
+    """A host that cannot be found, or an address that cannot be listened on."""
 
     def __init__(self, text: str, errno: int | None = None) -> None:
         super().__init__(text)
@@ -61,7 +39,7 @@ class TCPTimeout(TCPError, TimeoutError):
 
 
 def errno_of(error: OSError) -> int | None:
-    """Return an error's errno; None if it has none, as getaddrinfo's EAI_ codes are not."""
+    """Return an error's errno, or None: getaddrinfo's EAI_ codes are no errnos."""
     return None if isinstance(error, socket.gaierror) else error.errno
 
 
@@ -70,7 +48,7 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def show_address(address: tuple[Any, ...]) -> str:
+def name_of(address: tuple[Any, ...]) -> str:
     """Return a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
 
     Args:
@@ -83,13 +61,7 @@ def show_address(address: tuple[Any, ...]) -> str:
 
 
 def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
-    """Look up a host in bounded time; return what getaddrinfo does.
-
-    Raises:
-        TCPError: there is no such host, or it cannot be looked up, for lack of file
-            descriptors for instance.
-        TCPTimeout: the name service did not answer.
-    """
+    """Look up a host in bounded time; return what getaddrinfo does."""
     found: list[Any] = []
 
     def look_up(flags: int = 0) -> None:
@@ -125,19 +97,15 @@ def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
 def dial(host: str, port: int, timeout: float) -> socket.socket:
     """Connect to a host, trying all of its addresses; return a non-blocking socket.
 
-    Args:
-        host, port: where a server listens.
-        timeout: seconds for all of it.
-
     Raises:
         TCPError, TCPTimeout: the host cannot be found.
-        OSError: it cannot be reached; what the last address gave.
+        OSError: it cannot be reached; the error of its last address.
     """
     deadline = time.monotonic() + timeout
     last: OSError = OSError(f"{host} has no address")
-    for family, kind, proto, _, address in _resolve(host, port, timeout):
+    for family, socket_type, proto, _, address in _resolve(host, port, timeout):
         try:
-            sock = socket.socket(family, kind, proto)
+            sock = socket.socket(family, socket_type, proto)
         except OSError as error:
             last = error
             continue
@@ -172,15 +140,10 @@ def _connect(sock: socket.socket, address: tuple[Any, ...], deadline: float) -> 
 
 
 def listen(host: str | None, port: int, backlog: int) -> socket.socket:
-    """Open a non-blocking listening socket.
-
-    Args:
-        host: the local address; None for every one.
-        port: the port; 0 for a free one.
-        backlog: as in listen(2).
+    """Open a non-blocking listening socket, on all local addresses if host is None.
 
     Raises:
-        TCPError, TCPTimeout: there is no such host, or the address cannot be listened on.
+        TCPError, TCPTimeout: the host cannot be found, or the address cannot be listened on.
     """
     if host is None:
         if socket.has_dualstack_ipv6():
@@ -189,7 +152,7 @@ def listen(host: str | None, port: int, backlog: int) -> socket.socket:
         family, address, where = socket.AF_INET, ("", port), f"TCP port {port}"
     else:
         family, _, _, _, address = _resolve(host, port, _LOOK_UP_S)[0]
-        where = show_address(address)
+        where = name_of(address)
     try:
         return _listen_on(family, address, backlog)
     except OSError as error:

@@ -1,10 +1,10 @@
 """Run statements a fixed number of times between marks, for test_instructions.py to count.
 
-A mark is a query of a P_Key, which the null device passes on to null_mark().
+A mark is a P_Key query, for which the null device calls null_mark().
 
 The arguments are the number of times and the names of on_rdmapost.py's cases;
-RDMAPOST_LIBIBVERBS is the null device.  Prints the cases in the order in
-which they ran, each with how many work requests it handled.
+RDMAPOST_LIBIBVERBS is the null device.  Prints the cases in the order in which
+they ran, with the number of work requests in each.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if __name__ == "__main__":
         if case.name not in wanted:
             continue
         wanted.remove(case.name)
-        # In a function, like the code that it stands for.
+        # In a function, as in real code, so that names are local.
         body = "\n".join("        " + line for line in case.statement.splitlines())
         scope = dict(case.names)
         exec(f"def run(times):\n    for _ in range(times):\n{body}", scope)
         if case.before is not None:
             case.before(2 * times)
-        # Once before, for what is made at its first use.
+        # Run it once first, to create what is created on first use.
         scope["run"](times)
         bench.context.query_pkey(1, 0)
         scope["run"](times)

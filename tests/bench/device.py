@@ -1,10 +1,10 @@
-"""Time posts on a device that carries them out: soft0, Soft-RoCE or hardware.
+"""Time posts on a device that executes them: soft0, Soft-RoCE or hardware.
 
 Run it as ``python tests/bench/device.py -d NAME``, and in the virtual machine
 as ``tests/guest.py -- python tests/bench/device.py -d rxe0``.  "post" is the
-call alone; "done" is from the post to the last completion polled, on two
-connected queue pairs of the device in one process.  Every figure is the best
-median of several runs.
+call alone; "done" is the time from the post until the last completion has been
+polled.  Both queue pairs are on the same device, in one process.  Every figure
+is the lowest of several runs' medians.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bench:
 
     Args:
         context: the device.
-        stack: what closes everything at the end.
+        stack: closes everything at the end.
     """
 
     def __init__(self, context: rp.Context, stack: contextlib.ExitStack) -> None:
@@ -52,14 +52,14 @@ class Bench:
         return kind(mr[0:size], remote_addr=mr.addr + 2 * MIB, rkey=mr.rkey, **fields)
 
     def drain(self, count: int) -> None:
-        """Poll until so many have completed."""
+        """Poll for this many completions."""
         while count:
             for wc in self.cq.poll():
                 wc.check()
                 count -= 1
 
     def posted(self, wrs: Callable[[], Any], each: int) -> tuple[float, float]:
-        """Post what ``wrs`` makes, and see it done; return the seconds of both, each."""
+        """Post what ``wrs`` makes, and poll until it completes; return both times, each."""
         start = time.perf_counter()
         self.near.post_send(wrs())
         posted = time.perf_counter()
@@ -85,7 +85,7 @@ class Bench:
         return 0.0, time.perf_counter() - start
 
     def cases(self) -> Sequence[tuple[str, Callable[[], tuple[float, float]]]]:
-        """Return what is timed: its label, and what does it once."""
+        """Return the cases: each a label, and a function that runs it once."""
         remote = self.remote
         found: list[tuple[str, Callable[[], tuple[float, float]]]] = [
             ("write 8 bytes", lambda: self.posted(lambda: remote(rp.RdmaWrite, 8), 1)),
@@ -116,7 +116,7 @@ def main() -> None:
     """Print the table, or the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-d", "--device", help="default: the first with an active port")
-    parser.add_argument("--count", type=int, default=300, help="how often each is done in a run")
+    parser.add_argument("--count", type=int, default=300, help="repetitions of each case in a run")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     options = parser.parse_args()
@@ -128,7 +128,7 @@ def main() -> None:
             runs = []
             for _ in range(options.runs):
                 times = [once() for _ in range(options.count)]
-                # Of a run the median: on a real device the least is luck.
+                # Take a run's median: on a real device the minimum is luck.
                 runs.append(
                     [statistics.median(column) * 1e6 for column in zip(*times, strict=True)]
                 )

@@ -2,7 +2,7 @@
  * Plain C on the null device: what the posting calls cost without a binding.
  *
  * Prints "NAME NS" lines, with the names of the other workers' cases.  The
- * first argument is the number of runs, of which the best counts.
+ * first argument is the number of runs; the best one is reported.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -70,7 +70,7 @@ static void build(enum ibv_wr_opcode opcode, int length, int n)
 			.num_sge = n, .send_flags = IBV_SEND_SIGNALED,
 			.next = i + 1 < length ? &wrs[i + 1] : NULL,
 		};
-		/* As long as what any opcode fills in. */
+		/* As long as any opcode's fields. */
 		wrs[i].wr.atomic.remote_addr = (uintptr_t)memory;
 		wrs[i].wr.atomic.rkey = 1;
 		wrs[i].wr.atomic.compare_add = 1;
@@ -98,7 +98,7 @@ static void build_recv(int length)
 			double start = now();                                 \
 			for (int k = 0; k < WORK / (each); k++) {             \
 				statement;                                    \
-				/* What is built has to be there. */          \
+				/* Do not optimize away what is built. */          \
 				__asm__ volatile("" ::: "memory");            \
 			}                                                     \
 			double taken = now() - start;                         \

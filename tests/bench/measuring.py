@@ -1,4 +1,4 @@
-"""What the benchmarks' workers share: cases as statements, each timed several times."""
+"""Shared by the benchmarks' workers: cases are statements, each timed several times."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 LENGTHS = (1, 2, 8, 32, 256)
 SGES = (1, 4)
 WORK = 4096
-"""Work requests in one timed run: enough to tell, few enough to stay in the caches."""
+"""Work requests in one timed run: enough to measure, few enough to stay in the caches."""
 
 
 class Case(NamedTuple):
     """One line of the table.
 
     Attributes:
-        name: what it is, as the other workers call it.
-        statement: what is timed, inlined into timeit's loop.
+        name: the case's name, the same in every worker.
+        statement: the timed code, inlined into timeit's loop.
         each: how many work requests, or completions, a statement handles; 0 where
             nothing is posted or polled.
         names: the names that it uses.
-        before, after: what is not timed, around each run; ``before`` takes
-            how often the statement will run.
+        before, after: called around each run, untimed; ``before`` takes the
+            number of times that the statement will run.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def pin() -> None:
-    """Stay on one CPU: the last, which interrupts use least."""
+    """Pin this process to the last CPU, which handles the fewest interrupts."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
@@ -47,7 +47,7 @@ class NullDevice:
     """The null device's own calls.
 
     Args:
-        path: the library, which the binding has loaded, or will.
+        path: the library that the binding loads.
     """
 
     def __init__(self, path: str) -> None:
@@ -55,18 +55,18 @@ class NullDevice:
         self._library.null_posted.restype = ctypes.c_uint64
 
     def remember(self, on: bool) -> None:
-        """Let what is posted from now on complete, or only be counted."""
+        """Set whether later posts complete, or are only counted."""
         self._library.null_remember(int(on))
 
     @property
     def posted(self) -> int:
-        """How many work requests have arrived."""
+        """The number of work requests posted."""
         posted: int = self._library.null_posted()
         return posted
 
 
 def best_ns(case: Case, runs: int, null: NullDevice, work: int = WORK) -> float:
-    """Return the least ns of CPU time for each work request among several runs."""
+    """Return the lowest CPU time in ns per work request, of several runs."""
     number = max(1, work // (case.each or 1))
     timer = timeit.Timer(case.statement, timer=time.process_time, globals=case.names)
     found = []
@@ -84,7 +84,7 @@ def best_ns(case: Case, runs: int, null: NullDevice, work: int = WORK) -> float:
 
 
 def work(cases: Iterator[Case], null: NullDevice) -> None:
-    """Time the cases, and print their figures as JSON: the whole of a worker."""
+    """Run a worker: time the cases, and print their figures as JSON."""
     pin()
     runs = int(sys.argv[1])
     json.dump({case.name: best_ns(case, runs, null) for case in cases}, sys.stdout)

@@ -1,19 +1,17 @@
 /*
  * A device that accepts every post and does nothing, for benchmarks of bindings.
  *
- * It stands in for libibverbs: it has the control verbs that creating a queue
- * pair takes, on a context whose data verbs are its own.  rdmapost loads it by
- * RDMAPOST_LIBIBVERBS; a program that is linked with libibverbs takes its calls
- * when it is in LD_PRELOAD.  Its symbols have no version, so that they answer
- * to any.
+ * It replaces libibverbs: it has the control verbs needed to create a queue pair,
+ * on a context with its own data verbs.  rdmapost loads it through
+ * RDMAPOST_LIBIBVERBS; for a program that is linked with libibverbs, put it in
+ * LD_PRELOAD.  Its symbols are unversioned, so that they match any version.
  *
- * A post goes through the chain and counts it.  After null_remember(1) the CQ
- * also remembers what is posted, and polling gives it back, all successful, in
- * order.
+ * A post walks the chain and counts it.  After null_remember(1) the CQ also
+ * records what is posted, and polls return it in order, all successful.
  *
- * For tests of what is said when a device refuses, NULL_REFUSES in the environment
- * names a control verb and the errno that it fails with ("ibv_reg_mr=12"), and
- * NULL_PORT_STATE the state of the port.
+ * For tests of error messages, NULL_REFUSES in the environment names a control
+ * verb and the errno with which it fails ("ibv_reg_mr=12"), and NULL_PORT_STATE
+ * sets the port's state.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -31,7 +29,7 @@
 #define RING (1u << 20)
 #define MANY 0x40000000
 
-/* In front of everything else, as the header expects of what it casts. */
+/* Must come first: the header casts to it. */
 struct null_cq {
 	struct ibv_cq cq;
 	uint32_t head, tail;
@@ -45,15 +43,15 @@ static int alike;
 static uint64_t posted;
 static uint32_t last_number = 0x10;
 
-/* Remember what is posted from now on (1), or only count it (0). */
+/* Whether later posts are recorded (1) or only counted (0). */
 void null_remember(int on);
-/* What completions are like from now on, but for wr_id; NULL is as it was. */
+/* Sets the template of later completions, apart from wr_id; NULL restores the default. */
 void null_complete_as(const struct ibv_wc *wc);
-/* Polling fails with this errno from now on, where it is not negative. */
+/* Polls fail with this errno from now on, unless it is negative. */
 void null_fail_poll(int error);
 /* How many work requests have been posted. */
 uint64_t null_posted(void);
-/* Does nothing; ibv_query_pkey calls it, and a profiler can take notice of it. */
+/* Does nothing; ibv_query_pkey calls it, so that a profiler can detect the call. */
 void null_mark(void);
 
 void null_remember(int on)
@@ -83,7 +81,7 @@ void null_mark(void)
 	__asm__ volatile("");
 }
 
-/* The errno that a control verb is to fail with, or 0; it is errno then. */
+/* Return the errno with which a control verb must fail, and set errno to it, or 0. */
 static int refuses(const char *call)
 {
 	const char *told = getenv("NULL_REFUSES");
@@ -389,7 +387,7 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
 	struct null_cq *queue = calloc(1, sizeof(*queue));
 
 	(void)comp_vector;
-	/* Zeroed pages come as they are touched. */
+	/* Zeroed pages are allocated when first touched. */
 	if (!queue || !(queue->ring = calloc(RING, sizeof(*queue->ring)))) {
 		free(queue);
 		return NULL;
@@ -428,7 +426,7 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *init)
 {
 	struct ibv_qp_init_attr_ex ex = {0};
 
-	/* What the two structs begin with is the same. */
+	/* The two structs have the same first members. */
 	memcpy(&ex, init, sizeof(*init));
 	ex.pd = pd;
 	return create_qp_ex(pd->context, &ex);

@@ -2,15 +2,14 @@
 
 Run it as ``python tests/bench/null.py``.  The device (null.c) and the C loop
 (loop.c) are compiled with cc into a temporary directory.  rdmapost and pyverbs
-run in one interpreter, the one that pyverbs is installed for (Debian:
-python3-pyverbs), where that is of this Python's version; without pyverbs its
-columns stay empty.  Every figure is the least CPU time of several runs in
-several processes, pinned to one CPU: what disturbs a run only makes it slower.
+run in the interpreter that has pyverbs (Debian: python3-pyverbs), if it is the
+same version as this one; without pyverbs its columns stay empty.  Every figure
+is the lowest CPU time of several runs in several processes, pinned to one CPU:
+disturbances only ever make a run slower.
 
-``--against REF`` compares rdmapost as it is in this checkout with what it was
-at a commit: both are built the same way, outside of the checkout, and run in
-turns.  Rows that differ by more than 5 % are measured again before it is said
-of them.
+``--against REF`` compares this checkout with a commit: both are built the same
+way, outside the checkout, and run alternately.  Rows that differ by more than
+5% are measured again before they are reported.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ ROOT = HERE.parent.parent
 LENGTHS = (1, 2, 8, 32, 256)
 GROWTH = tuple(10**power for power in range(2, 7))
 
-# Label, case, how rdmapost runs it, and the ratio to pyverbs to reach, if one is set.
-# The SGE is made with each work request, or "kept" from one to the next, by both.
+# Label, case, how rdmapost runs it, and the target ratio to pyverbs, if any.
+# Both either make an SGE for each work request, or reuse one ("kept").
 GOALS: tuple[tuple[str, str, str, float | None], ...] = (
     ("RDMA write, checked", "build/RDMA_WRITE/1/1", "/checked", 0.40),
     ("RDMA write, unchecked", "build/RDMA_WRITE/1/1", "/unchecked", 0.25),
@@ -71,12 +70,12 @@ FORMS = (
     ("prepared", "prepared/{}"),
 )
 PLAIN_GOAL = 1.3
-"""What each of these may cost of a plain write of the same form."""
+"""The target ratio of each of these to a plain write of the same form."""
 
 SAME = 0.05
-"""By how much two commits may differ in a row and count as equal."""
+"""The relative difference up to which two commits count as equal in a row."""
 AGAIN = 4
-"""How often rows that differ by more are measured again."""
+"""How many times to repeat rows that differ by more."""
 
 Figures = Mapping[str, float]
 
@@ -92,7 +91,7 @@ def compile_c(into: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 
 def find_pyverbs(null: pathlib.Path) -> str | None:
-    """Return the interpreter that pyverbs is installed for: this one, or the system's, or None."""
+    """Return the interpreter that has pyverbs: this one, the system's, or None."""
     for python in (sys.executable, "/usr/bin/python3"):
         found = subprocess.run(
             [python, "-c", "import pyverbs.wr"],
@@ -106,7 +105,7 @@ def find_pyverbs(null: pathlib.Path) -> str | None:
 
 
 def interpreter_for_both(pyverbs: str | None) -> str:
-    """Return the interpreter for rdmapost: that of pyverbs if its compiled modules load there."""
+    """Return the interpreter for rdmapost: the one with pyverbs if rdmapost loads in it."""
     if pyverbs is None:
         return sys.executable
     found = subprocess.run(
@@ -132,7 +131,7 @@ def run_python(
     env: Mapping[str, str],
     tree: pathlib.Path | None = None,
 ) -> dict[str, float]:
-    """Run a worker, on rdmapost as it is in a tree, and return its figures."""
+    """Run a worker with the rdmapost in a tree, and return its figures."""
     done = subprocess.run(
         [python, str(HERE / worker), str(runs), *more],
         env={**environment(tree), **env},
@@ -159,13 +158,13 @@ def run_c(loop: pathlib.Path, runs: int) -> dict[str, float]:
 
 
 def keep_least(into: dict[str, float], figures: Figures) -> None:
-    """Keep the better of two figures of a case."""
+    """Keep the lower figure of each case."""
     for name, ns in figures.items():
         into[name] = min(ns, into.get(name, ns))
 
 
 def number(ns: float | None, width: int = 9) -> str:
-    """Return a figure, right-aligned; "-" for one that there is not."""
+    """Return a figure as text, right-aligned; "-" if there is none."""
     return f"{'-' if ns is None else format(ns, '.1f'):>{width}}"
 
 
@@ -175,7 +174,7 @@ def ratio(ours: float | None, theirs: float | None) -> str:
 
 
 def print_goals(ours: Figures, pyverbs: Figures, c: Figures) -> None:
-    """Print the figures that have a goal, and those beside them."""
+    """Print the figures that have a target, and those compared with them."""
     print(f"{'ns per work request':<32} rdmapost pyverbs       C  ratio  goal")
     for label, case, how, goal in GOALS:
         mine, theirs = ours.get(case + how), pyverbs.get(case)
@@ -191,7 +190,7 @@ def print_goals(ours: Figures, pyverbs: Figures, c: Figures) -> None:
 def print_wide(
     title: str, rows: list[tuple[str, str]], ours: Figures, pyverbs: Figures, c: Figures
 ) -> None:
-    """Print a table of the cases that are built and posted, checked and unchecked."""
+    """Print a table of cases, checked and unchecked."""
     print(f"\n{title:<25}  checked  ratio unchecked  ratio  pyverbs        C")
     for label, case in rows:
         checked, unchecked = ours.get(case + "/checked"), ours.get(case + "/unchecked")
@@ -203,7 +202,7 @@ def print_wide(
 
 
 def print_beside_plain(ours: Figures) -> None:
-    """Print what the work requests cost that are not just a record, beside a plain write."""
+    """Print the cost of work requests that need more than a record, compared with a plain write."""
     print(f"\n{'beside a plain write of its form':<45}      ns  ratio  goal")
     for form, name in FORMS:
         plain = ours.get(name.format(PLAIN))
@@ -230,13 +229,13 @@ PIECES = (
 
 
 def print_pieces(ours: Figures) -> None:
-    """Print where the time of a post goes, and what changing a prepared one takes."""
+    """Print a breakdown of the cost of a post, and the cost of changing a prepared one."""
     for label, name in PIECES:
         print(f"{label:<40}{number(ours.get(name))}" if name else f"\n{label}")
 
 
 def print_growth(ours: Figures) -> None:
-    """Print what one more costs when there are, or were, many."""
+    """Print the cost of one more post when many are outstanding, or were posted before."""
     print("\ncost of one more, after       post, if all   post, if all   poll 16, each")
     print("so many posts                 outstanding    completed")
     for count in GROWTH:
@@ -247,7 +246,7 @@ def print_growth(ours: Figures) -> None:
 
 
 def build(into: pathlib.Path, ref: str | None) -> None:
-    """Lay a commit, or what is in the checkout (None), into a directory, and build it there."""
+    """Copy a commit, or the checkout (None), into a directory, and build it there."""
     into.mkdir()
     if ref is None:
         listed = subprocess.run(
@@ -281,17 +280,17 @@ def build(into: pathlib.Path, ref: str | None) -> None:
 
 
 def low(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the lower quartile of each row: the least may be luck, which only one of two had."""
+    """Return each row's lower quartile: the minimum may be luck that only one commit had."""
     return {name: sorted(taken)[len(taken) // 4] for name, taken in figures.items()}
 
 
 def differ(before: Figures, after: Figures) -> list[str]:
-    """Return the rows that both have and that are not within what counts as equal."""
+    """Return the rows present in both that differ by more than SAME."""
     return [name for name in after if name in before and abs(after[name] / before[name] - 1) > SAME]
 
 
 def compare(ref: str, runs: int, rounds: int, growth: bool) -> list[tuple[str, Figures]]:
-    """Measure a commit and the checkout in turns; return the figures of both."""
+    """Measure a commit and the checkout alternately; return the figures of both."""
     before: dict[str, list[float]] = {}
     after: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -330,7 +329,7 @@ def compare(ref: str, runs: int, rounds: int, growth: bool) -> list[tuple[str, F
 
 
 def print_comparison(ref: str, before: Figures, after: Figures) -> None:
-    """Print every row of both, and those that are not equal again."""
+    """Print every row of both, and then again the rows that differ."""
     print(f"{'ns for each':<44}{ref[:12]:>12}       now  ratio")
     for name in dict.fromkeys([*before, *after]):
         old, new = before.get(name), after.get(name)
@@ -357,9 +356,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="processes of each (default 3)")
     parser.add_argument("--no-growth", action="store_true", help="leave out the last table")
     parser.add_argument(
-        "--against",
-        metavar="REF",
-        help="compare with rdmapost at this commit, and with nothing else",
+        "--against", metavar="REF", help="compare only with rdmapost at this commit"
     )
     options = parser.parse_args()
     if options.against is not None:
@@ -379,7 +376,7 @@ def main() -> None:
         pyverbs = find_pyverbs(null)
         python = interpreter_for_both(pyverbs)
         load, preload = {"RDMAPOST_LIBIBVERBS": str(null)}, {"LD_PRELOAD": str(null)}
-        # In turns, so that a busy spell of the machine does not hit only one of them.
+        # Alternate, so that a busy machine does not slow down only one of them.
         for _ in range(options.rounds):
             keep_least(ours, run_python(python, "on_rdmapost.py", options.runs, env=load))
             if pyverbs is not None:

@@ -17,7 +17,7 @@ from pyverbs.pd import PD
 from pyverbs.qp import QP, QPCap, QPInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
-# What sets the rest of the work request, and what else its constructor is given.
+# The calls that set the other fields, and additional constructor arguments.
 RDMA = "wr.set_wr_rdma(rkey, addr)"
 BUILD = {
     "RDMA_WRITE": (RDMA, ""),
@@ -36,7 +36,7 @@ BUILD = {
 
 
 def build(opcode: str, sges: int | str, more: str = "") -> list[str]:
-    """Return the statements that make ``wr`` and so many SGEs ("kept": with one kept)."""
+    """Return the statements that make ``wr`` and its SGEs ("kept": reusing one SGE)."""
     name = opcode.split()[0]
     rest, options = BUILD[opcode]
     if sges == "kept":
@@ -50,7 +50,7 @@ def build(opcode: str, sges: int | str, more: str = "") -> list[str]:
 def build_list(one: list[str], length: int) -> str:
     """Return the statements that make a chain of work requests.
 
-    pyverbs does not keep what it chains: the caller has to.
+    pyverbs does not keep references to the work requests that it chains; the caller must.
     """
     lines = ["wr, wrs = None, []", f"for _ in range({length}):"]
     return "\n".join(lines + ["    " + line for line in (*one, "wrs.append(wr)")])

@@ -1,7 +1,7 @@
 """rdmapost on the null device; null.py runs this with RDMAPOST_LIBIBVERBS set.
 
-The arguments are the number of runs and the cases to time: all unless given, or
-"growth" for what depends on how much is outstanding.
+The arguments are the number of runs and the cases to time: all by default, or
+"growth" for those that depend on how much is outstanding.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ BUILD = {
     "SEND (UD)": "Send({sges}, wr_id=7, ah=ah, remote_qpn=3, remote_qkey=4)",
     "TSO (UD)": "TSO({sges}, wr_id=7, hdr=hdr, mss=64, ah=ah, remote_qpn=3, remote_qkey=4)",
     "RDMA_WRITE (INLINE)": "RdmaWrite({sges}, wr_id=7, send_flags=inline, " + REMOTE + ")",
-    # The window's next key is asked for beforehand, as a plain write's is.
+    # The window's next key is computed beforehand, as a plain write's key is.
     "BIND_MW (key kept)": "BindMW(wr_id=7, mw=mw, rkey=key, mr=mr, addr=addr, length=64)",
 }
 FORMS = ("RDMA_WRITE", "RDMA_WRITE (INLINE)", "BIND_MW (key kept)", "TSO (UD)")
-"""Those that are also timed posted again and again, as they are."""
+"""Opcodes that are also timed when the same work request is posted repeatedly."""
 
 
 def build(opcode: str, sges: int | str = 1) -> str:
-    """Return the expression that makes a work request, and so many SGEs ("kept": with one kept)."""
+    """Return the expression that makes a work request and its SGEs ("kept": reusing one SGE)."""
     if sges == "kept":
         return BUILD[opcode].format(sges="sge")
     made = [f"mr[{at}:{at + 8}]" for at in range(0, 8 * sges, 8)]
@@ -87,7 +87,7 @@ class Bench:
         return made
 
     def drain(self, qp: rp.QP) -> None:
-        """Complete one more on each queue, which shows that all before are done."""
+        """Complete one more on each queue, which retires all earlier ones."""
         self.null.remember(True)
         if qp.outstanding.send:
             qp.post_send(rp.LocalInv() if qp.qp_type is rp.QPType.RC else self.ud_send())
@@ -120,11 +120,11 @@ class Bench:
             yield self.case(f"build/{opcode}/1/1/{mode}", on, f"post({build(opcode)})", 1)
 
     def kept(self, qp: rp.QP, ud: rp.QP, mode: str) -> Iterator[Case]:
-        """A work request that is made once."""
+        """A work request that is created once."""
         for opcode in FORMS:
             on, wr = ud if "UD" in opcode else qp, eval(build(opcode), self.names)
             yield self.case(f"kept/{opcode}/{mode}", on, "post(wr)", 1, wr=wr)
-            # What binds a window cannot be prepared.
+            # A BIND_MW cannot be prepared.
             if mode == "checked" and "BIND_MW" not in opcode:
                 post = on.prepare([wr]).post
                 yield self.case(f"prepared/{opcode}", on, "post()", 1, post=post)
@@ -137,7 +137,7 @@ class Bench:
                 yield self.case(f"prepared/{length}", qp, "post()", length, post=post)
 
     def pieces(self, qp: rp.QP) -> Iterator[Case]:
-        """What building and posting one is made of."""
+        """The steps of building and posting one."""
         wr = eval(build("RDMA_WRITE"), self.names)
         yield Case("piece/slice", "mr[0:8]", 0, self.names)
         yield Case("piece/wr", build("RDMA_WRITE", "kept"), 0, self.names)
@@ -146,7 +146,7 @@ class Bench:
             yield self.case(f"piece/post/{length}", qp, "post(wrs)", length, wrs=posted)
 
     def patches(self, qp: rp.QP) -> Iterator[Case]:
-        """A field of a prepared work request, and of the struct by way of cffi."""
+        """Setting a prepared work request's fields, and a struct's field through cffi."""
         one = qp.prepare(eval(build("RDMA_WRITE"), self.names))[0]
         struct = ffi.new("struct ibv_send_wr *")
         names = {**self.names, "one": one, "struct": struct}
@@ -167,7 +167,7 @@ class Bench:
             yield self.case(name, qp, f"post({posted})", length, post=qp.post_recv)
 
     def fill(self, qp: rp.QP, count: int) -> None:
-        """Post so many writes, in lists."""
+        """Post this many writes, in lists."""
         wr = eval(build("RDMA_WRITE"), self.names)
         for at in range(0, count, 256):
             qp.post_send([wr] * min(256, count - at))
@@ -181,7 +181,7 @@ class Bench:
         yield Case("poll/16", "poll(16)", 16, {"poll": self.cq.poll}, before)
 
     def lives(self, qp: rp.QP) -> Iterator[Case]:
-        """From the work request's making to its completion: what a post leaves for later, too."""
+        """From creating a work request to polling its completion, which includes deferred work."""
         for name, one, post in (
             ("RDMA_WRITE", build("RDMA_WRITE"), qp.post_send),
             ("RECV", "RecvWR(mr[0:8], wr_id=7)", qp.post_recv),
@@ -215,7 +215,7 @@ class Bench:
                 yield from self.lives(qp)
 
     def growth(self, runs: int) -> dict[str, float]:
-        """Time one more post, and a poll, when so many are outstanding or were posted before."""
+        """Time one more post, and a poll, with many outstanding or posted before."""
         found = {}
         post = f"post({build('RDMA_WRITE')})"
         for power in range(2, 7):
@@ -236,7 +236,7 @@ class Bench:
         if name == "before":
             self.drain(qp)
         names = {**self.names, "post": qp.post_send, "poll": self.cq.poll}
-        # Several short runs, all with about as many before them.
+        # Several short runs, each with about the same number posted before.
         case = Case(name, statement, each, names)
         taken = measuring.best_ns(case, 6, self.null, min(count, 2048) // 6)
         self.drain(qp)

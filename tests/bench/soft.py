@@ -1,8 +1,8 @@
-"""Time soft0 beside memmove: small round trips, and large RDMA writes.
+"""Time soft0 against memmove: small round trips, and large RDMA writes.
 
-Run it as ``python tests/bench/soft.py``.  A round trip is a receive posted, a
-message sent into it, and both completions polled.  Every figure is the best of
-several runs: what disturbs a run only makes it slower.
+Run it as ``python tests/bench/soft.py``.  A round trip posts a receive and a
+send, and polls both completions.  Every figure is the best of several runs:
+disturbances only ever make a run slower.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Time what starting costs: ``import rdmapost`` and ``rdmapost --help``.
+"""Time start-up: ``import rdmapost`` and ``rdmapost --help``.
 
-Run it as ``python tests/bench/startup.py``.  Each is a process of its own, in
-an environment that holds nothing else (the hooks of editable installs slow
-down every start), and its figure is the least CPU time of many.
+Run it as ``python tests/bench/startup.py``.  Each runs in separate processes,
+in an environment without other packages (editable installs' hooks slow down
+every start); the figure is the lowest CPU time of many.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMPORT = "import rdmapost"
 USE = "import rdmapost; rdmapost.QP"
 CLICK = "import click"
 HELP = "import sys; sys.argv = ['rdmapost', '--help']; from rdmapost.cli import main; main()"
-# What, beside what, and the ratio to reach, if one is set.
+# What to time, what to compare it with, and the target ratio, if any.
 GOALS: tuple[tuple[str, str, str, str, float | None], ...] = (
     ("import rdmapost", IMPORT, "bare interpreter", BARE, 2.5),
     ("rdmapost --help", HELP, "import click", CLICK, 1.3),
@@ -36,7 +36,7 @@ GOALS: tuple[tuple[str, str, str, str, float | None], ...] = (
 
 
 def install(directory: pathlib.Path) -> str:
-    """Make an environment in which rdmapost, cffi's module and click are; return its Python."""
+    """Make an environment with rdmapost, cffi's module and click; return its Python."""
     venv.create(directory, symlinks=True)
     (place,) = directory.glob("lib/python*/site-packages")
     package = pathlib.Path(rdmapost.__file__).parent
@@ -44,7 +44,7 @@ def install(directory: pathlib.Path) -> str:
     for entry in package.iterdir():
         if entry.name not in ("__pycache__", "cli"):
             (place / "rdmapost" / entry.name).symlink_to(entry)
-    # In a checkout the command line is beside the package.
+    # In a checkout the command line is next to the package.
     (cli,) = rdmapost.cli.__path__
     (place / "rdmapost" / "cli").symlink_to(cli)
     (place / "click").symlink_to(pathlib.Path(click.__file__).parent)
@@ -54,7 +54,7 @@ def install(directory: pathlib.Path) -> str:
 
 
 def cpu_ms(python: str, statement: str, runs: int, env: dict[str, str]) -> float:
-    """Return the least CPU time of a process that runs a statement, in ms."""
+    """Return the lowest CPU time of a process that runs a statement, in ms."""
     elsewhere = pathlib.Path(python).parent  # not in a checkout, which would come first
     least = float("inf")
     for _ in range(runs):
@@ -78,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = pathlib.Path(directory)
         python = install(root / "venv")
-        # Compiled modules are kept, as they are where it is installed.
+        # Keep the .pyc files, as in an installed package.
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         env["PYTHONPYCACHEPREFIX"] = str(root / "compiled")
         times: dict[str, float] = {}

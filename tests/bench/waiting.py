@@ -1,10 +1,10 @@
-"""Time waiting for completions, alone and beside a thread that keeps the GIL busy.
+"""Time waiting for completions, alone and with another thread that keeps the GIL busy.
 
-Run it as ``python tests/bench/waiting.py``.  Each turn posts a list of RDMA writes
-and waits for all of them: ``cq.wait`` gives up the GIL only when it has to wait
-for the device.  Beside a busy thread each time that the GIL is given up costs a
-turn of that thread (sys.getswitchinterval, 5 ms), which is the whole figure; so
-the number of those turns is printed too.  On a build without a GIL there are none.
+Run it as ``python tests/bench/waiting.py``.  Each round posts a list of RDMA writes
+and waits for all of them: ``cq.wait`` releases the GIL only when it has to wait for
+the device.  With a busy thread, each release costs that thread's switch interval
+(sys.getswitchinterval, 5 ms), which dominates the figure; so the number of switches
+is printed too.  On a build without a GIL there are none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-d", "--device", default="soft0")
-    parser.add_argument("--count", type=int, default=200, help="turns of each")
+    parser.add_argument("--count", type=int, default=200, help="rounds of each")
     options = parser.parse_args()
     stop = threading.Event()
 
@@ -46,7 +46,7 @@ def main() -> None:
         write = rp.RdmaWrite(mr[0:8], remote_addr=mr.addr + 64, rkey=mr.rkey)
 
         def median(length: int) -> float:
-            """Return the median time of a turn, in seconds."""
+            """Return the median time of a round, in seconds."""
             wrs, times = [write] * length, []
             for _ in range(options.count):
                 start = time.perf_counter()

@@ -196,7 +196,7 @@ FALLBACK = "no RDMA device: using soft0, the software device of this process"
 
 
 @pytest.mark.parametrize("command", [["send"], ["tso"], ["tag", "add"], ["check"]], ids=" ".join)
-def test_falls_back_to_the_software_device_and_says_so(command: list[str]) -> None:
+def test_command_without_a_device_falls_back_to_soft0_and_says_so(command: list[str]) -> None:
     ended = process(*command, "--json", **NOTHING)
     assert (ended.returncode, ended.stderr) == (0, f"{FALLBACK}\n")
     doc = json.loads(ended.stdout)

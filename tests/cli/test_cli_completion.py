@@ -43,36 +43,36 @@ def values(*words: str) -> list[str]:
     return [line.removeprefix("plain,") for line in answer("bash", *words)]
 
 
-def test_completes_commands_and_subcommands() -> None:
+def test_completion_offers_commands_and_subcommands() -> None:
     assert {"devices", "send", "tag", "completion"} <= set(values(""))
     assert values("in") == ["invalidate"]
     assert values("atomic", "") == ["cas", "fetch-add"]
 
 
-def test_completes_options() -> None:
+def test_completion_offers_options() -> None:
     assert values("pingpong", "--tc") == ["--tcp-port"]
     assert {"--imm", "--qp-type", "--device", "--help"} <= set(values("send", "--"))
 
 
-def test_completes_choices() -> None:
+def test_completion_offers_the_choices_of_an_option() -> None:
     assert values("send", "--qp-type", "") == ["rc", "uc", "ud", "xrc", "raw"]
     assert values("pingpong", "--mtu", "2") == ["256", "2048"]
     assert values("completion", "") == ["bash", "zsh", "fish"]
 
 
-def test_completes_device_names() -> None:
+def test_completion_offers_device_names() -> None:
     """Those of this machine, and the software device with them."""
     assert values("send", "-d", "") == [info.name for info in rp.list_devices()]
     assert values("check", "--device", "soft") == ["soft0"]
 
 
-def test_completes_soft0_without_libibverbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_offers_soft0_without_libibverbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a library the shell shows no error in the middle of a line."""
     monkeypatch.setenv("RDMAPOST_LIBIBVERBS", "/no/such/library")
     assert values("send", "-d", "") == ["soft0"]
 
 
-def test_completes_names_that_explain_knows() -> None:
+def test_completion_offers_names_that_explain_knows() -> None:
     """Statuses, errnos and opcodes, in any case, and in C after IBV_."""
     assert values("explain", "RNR") == ["RNR_RETRY_EXC_ERR"]
     assert values("explain", "rnr") == ["RNR_RETRY_EXC_ERR"]

@@ -279,8 +279,8 @@ def test_send_with_invalidate_reports_the_invalidated_key(windows: rp.Context, c
     assert (doc["opcode"], doc["qp_type"], doc["received"]) == ("SEND_WITH_INV", "RC", "abc")
     assert doc["rkey"]
     # Soft-RoCE does not name the key in the completion.
-    told = {doc["rkey"]} if windows.kind == "soft" else {doc["rkey"], None}
-    assert doc["invalidated_rkey"] in told
+    reported = {doc["rkey"]} if windows.kind == "soft" else {doc["rkey"], None}
+    assert doc["invalidated_rkey"] in reported
 
 
 @pytest.mark.parametrize("more", [["--inline"], ["--size", "10K", "--count", "2"]], ids=" ".join)

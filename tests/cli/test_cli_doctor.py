@@ -28,7 +28,7 @@ def process(*args: str, prelude: str = "", **environment: str) -> subprocess.Com
     Args:
         args: its arguments.
         prelude: what is done before.
-        environment: variables beside those that are there.
+        environment: variables to add.
     """
     program = f"{prelude}\nfrom rdmapost.cli.app import app\napp(['doctor', *{args!r}])\n"
     return subprocess.run(

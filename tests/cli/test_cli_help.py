@@ -71,3 +71,9 @@ def test_help_groups_the_commands() -> None:
     for name in app.commands:
         assert f"\n  {name} " in text
     assert list(app.commands) == app.list_commands(click.Context(app))
+
+
+def test_help_lists_every_exit_code() -> None:
+    text = " ".join(run("--help").out.split())
+    codes = ("0 done", "1 the post", "2 usage", "3 no such device", "130 interrupted (serve: 0)")
+    assert [code for code in codes if code not in text.partition("Exit codes: ")[2]] == []

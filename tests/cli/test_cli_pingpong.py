@@ -74,7 +74,10 @@ def device_note(context: rp.Context) -> str:
     """What is said of a software device, on standard error."""
     if context.kind != "soft":
         return ""
-    return f"{context.name} is inside this process, and no other process can reach it\n"
+    return (
+        f"{context.name} exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides\n"
+    )
 
 
 # ---- both roles, in this process ----------------------------------------------
@@ -314,7 +317,7 @@ def test_client_that_is_not_a_pingpong_is_reported_in_one_line(context):
     assert ran.code == 1
     last = ran.err.splitlines()[-1]
     assert re.fullmatch(
-        rf"rdmapost: {HOST}:\d+: it does not speak the exchange of ibv_rc_pingpong: "
+        rf"rdmapost: {HOST}:\d+: it does not speak the handshake of ibv_rc_pingpong: "
         r"b'GET / HTTP/1\.1.*' came instead of its address",
         last,
     )
@@ -382,5 +385,8 @@ def test_progress_bar_on_a_terminal():
 def test_no_progress_bar_without_a_terminal():
     done = run_python(TERMINAL)
     assert done.returncode == 0
-    assert done.stderr == "soft0 is inside this process, and no other process can reach it\n"
+    assert done.stderr == (
+        "soft0 exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides\n"
+    )
     assert json.loads(done.stdout)["round_trips"] == 3000

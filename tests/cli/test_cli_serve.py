@@ -9,11 +9,13 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,7 +113,7 @@ def test_serve_shows_what_each_client_gets_and_does(
             for wc in peer.wait(4):
                 wc.check()
             peer.report(3)
-        with pytest.raises(connect.ConnectError, match=r"the (server|client) uses"):
+        with pytest.raises(connect.ConnectError, match=r"the (server|client)'s"):
             refused(address)
 
     def refused(address: tuple[str, int]) -> None:
@@ -298,7 +300,9 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signals) -> None:
+def test_sigint_or_sigterm_ends_serve_with_0_and_notifies_clients(
+    start: Callable[..., Process], number: signal.Signals
+) -> None:
     served = start("-d", "soft0")
     first = served.first
     assert (first["device"], first["kind"], first["host"]) == ("soft0", "soft", "127.0.0.1")
@@ -311,7 +315,8 @@ def test_serve_ends_cleanly(start: Callable[..., Process], number: signal.Signal
     assert served.next("ended")["clients"] == 0
     (line,) = err.splitlines()
     assert line.startswith(
-        "soft0 exists only in this process: clients of other processes are refused"
+        "soft0 exists only in its own process and reaches no other; "
+        "use a real device, such as rxe0, on both sides"
     )
 
 
@@ -336,7 +341,7 @@ def test_client_of_another_process_is_refused_on_the_software_device(
     served = start("-d", "soft0")
     ran = process("send", "-d", "soft0", served.where)
     assert ran.returncode == 1
-    assert "the server uses soft0 and the client uses soft0" in ran.stderr
+    assert "the server's soft0 exists only in its own process" in ran.stderr
     assert "use a real device, such as rxe0, on both sides" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
     assert served.next("refused")["code"] == "device"
@@ -388,3 +393,67 @@ def test_serve_prints_text_without_json() -> None:
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "ended after 0 clients\n"
     assert process.returncode == 0
+
+
+SIGNALS_READY = """
+import os
+from rdmapost.cli import main
+os.write(1, b"ready\\n")
+main()
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pressed", ["once", "twice while it serves", "until it ends"])
+def test_ctrl_c_at_any_moment_ends_serve_with_130_or_0_and_no_traceback(
+    pressed: str, seed: int
+) -> None:
+    moment = random.Random(seed)
+    command = subprocess.Popen(
+        [sys.executable, "-P", "-c", SIGNALS_READY, "serve", "-d", "soft0", "--tcp-port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "ready\n"
+        if pressed == "twice while it serves":
+            assert command.stdout.readline().startswith("serving on ")
+            command.send_signal(signal.SIGINT)
+            time.sleep(moment.uniform(0, 0.06))
+        else:
+            time.sleep(moment.uniform(0, 0.5))
+        command.send_signal(signal.SIGINT)
+        while pressed == "until it ends" and command.poll() is None:
+            time.sleep(moment.uniform(0, 0.05))
+            command.send_signal(signal.SIGINT)
+        _, err = command.communicate(timeout=LIMIT)
+    assert command.returncode in (0, 130)
+    assert "Traceback" not in err
+
+
+INTERRUPTED_FINALIZER = """
+import signal
+import rdmapost.cli.app as app
+from rdmapost.cli import main
+
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+app.app = Dropped
+main()
+print("not interrupted")
+"""
+
+
+def test_ctrl_c_in_a_finalizer_ends_a_command_with_130() -> None:
+    """Python reports such an exception and carries on."""
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", INTERRUPTED_FINALIZER],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

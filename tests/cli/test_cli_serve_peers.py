@@ -97,38 +97,38 @@ def test_client_on_the_software_device_is_refused_by_name(start: Start) -> None:
     served = start()
     ran = run("send", "-d", "soft0", served.where)
     assert ran.code == 1
-    assert "the client uses soft0: that device lives in one process" in ran.err
+    assert "the client's soft0 exists only in its own process" in ran.err
 
 
 CLIENT = """
 import os, socket, sys, rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.connect.fabric import fabric_of
+from rdmapost.tools.fabric import fabric_of
 from rdmapost.tools.connect.protocol_messages import Bye, Hello, Look, Ready, Report, encode
-device, port, step = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+device, port, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 context = rp.open_device(device)
 def die():
     os.kill(os.getpid(), 9)
-if step in ("hello", "half a hello", "ready", "half a report", "waiting"):
+if stage in ("hello", "half a hello", "ready", "half a report", "waiting"):
     pd = rp.PD(context); cq = rp.CQ(context); qp = rp.QP(pd, rp.QPType.RC, cq)
     sock = socket.create_connection(("127.0.0.1", port))
     hello = encode(Hello(None, fabric_of(context), rp.QPType.RC, qp.endpoint()))
-    sock.sendall(hello[:40] if step == "half a hello" else hello)
-    if step not in ("half a hello", "hello"):
+    sock.sendall(hello[:40] if stage == "half a hello" else hello)
+    if stage not in ("half a hello", "hello"):
         sock.recv(4096)
         sock.sendall(encode(Ready()))
         sock.recv(4096)
-    if step == "half a report":
+    if stage == "half a report":
         sock.sendall(encode(Report(1, 1000))[:9])
-    if step == "waiting":
+    if stage == "waiting":
         sock.sendall(encode(Report(1, 60000)))
     die()
 peer = connect.dial(context, "127.0.0.1", port)
-if step == "connected":
+if stage == "connected":
     die()
 memory = peer.region(4096)
 peer.qp.post_send([rp.RdmaWrite(memory[:4096], **peer.target())] * 8)
-if step == "posted":
+if stage == "posted":
     die()
 peer.wait(8)
 die()
@@ -141,7 +141,7 @@ def test_serve_survives_clients_that_are_killed(
     served = start("--max-clients", "2")
     with connect.dial(verbs_context, "127.0.0.1", served.port) as witness:
         served.next("joined")
-        for step in (
+        for stage in (
             "half a hello",
             "hello",
             "ready",
@@ -151,12 +151,12 @@ def test_serve_survives_clients_that_are_killed(
             "posted",
             "done",
         ):
-            argv = ["python", "-c", CLIENT, verbs_context.name, str(served.port), step]
+            argv = ["python", "-c", CLIENT, verbs_context.name, str(served.port), stage]
             with Remote(agent, *argv) as client:
-                assert client.ended() == (-signal.SIGKILL, "", ""), step
+                assert client.ended() == (-signal.SIGKILL, "", ""), stage
             # Its resources are released, so the next client can join.
-            gone = served.next("refused" if step == "half a hello" else "left")
-            assert "connection" in gone.get("reason", gone.get("error")), step
+            gone = served.next("refused" if stage == "half a hello" else "left")
+            assert "connection" in gone.get("reason", gone.get("error")), stage
             # It wrote zeros, which were there already.
             assert gone.get("changed") is None
             witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))

@@ -77,7 +77,7 @@ def residue() -> dict[str, int]:
     """Count what the process and the soft device hold now."""
     soft, queues, state = provider_parts()
     device = state.device
-    counted = {
+    return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "objects": len(state.objects),
         "contexts": len(state.contexts),
@@ -88,11 +88,10 @@ def residue() -> dict[str, int]:
         "channels": len(device.channels),
         "groups": len(device.groups),
         "parked": len(device.parked),
-        "XRC domains": len(queues._xrcds) + len(queues._domains),
+        "XRC domains": len(queues._domains),
+        "larger structs": len(state._wholes),
+        "completion channels": len(soft._channels),
     }
-    for name in ("_channels", "_extended_cqs"):
-        counted[name] = len(getattr(soft, name, ()))
-    return counted
 
 
 def renumber() -> None:

@@ -1,27 +1,28 @@
 #!/usr/bin/env python3
-"""Run commands in this machine for the tests in the other one.
+"""Run commands on this machine for the tests on the other one.
 
     python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
 
-Or for tests on the machine itself, with an address and a port (0 for a free one) as arguments. It
-says where it listens, and nothing else.
+For tests on one machine, give an address and a port (0 for a free one) as arguments. The agent
+prints the address it listens on, and nothing else.
 
-A connection is a command: it brings requests and takes answers, one JSON object a line, and when
-it is closed the command is killed, with what it started. The requests, by their "do":
+Each connection runs one command: it carries requests and responses, one JSON object per line, and
+closing it kills the command and everything that it started. The requests, by their "do" field:
 
-    start   argv: the command, run in the current directory with its input and outputs in pipes
-    until   stream ("out" or "err"), pattern, timeout: wait for a line in which it is found; the
-            answer's "line" is that line, or null when the command is through or the time is up
+    start   argv: the command, run in the current directory with pipes for its standard streams
+    until   stream ("out" or "err"), pattern, timeout: wait for a line that matches; the response's
+            "line" is that line, or null at end of file or on timeout
     write   text: for its standard input
     signal  number
-    wait    timeout: for its end; the answer has status, out and err (status null: it still runs)
+    wait    timeout: wait for it to exit; the response has status, out and err (status is null if
+            it is still running)
 
-An answer with "error" says what was wrong with the request. There is no protection at all: it
-listens only on the network of the two machines, which nobody else is on, or where it is told to.
+A response with "error" says what was wrong with the request. Nothing is authenticated: the agent
+listens only on the two machines' private network, or at the given address.
 
 On an emulated machine Python takes seconds to start and to import the library. So `rdmapost ...`
-and `python -c CODE ...` are played by a copy of this process, in which all that is done already;
-any other command is started as it is.
+and `python -c CODE ...` run in a fork of this process, which has imported it already; any other
+command is started normally.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ ADDRESS = ("10.0.1.2", 18700)
 
 
 class Stream:
-    """What a command writes to one of its outputs, as it comes."""
+    """Collects what a command writes to one of its output streams."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._data = b""
@@ -65,7 +66,7 @@ class Stream:
             self._changed.notify_all()
 
     def until(self, pattern: str, timeout: float) -> str | None:
-        """Wait for a whole line with the pattern, after those seen before."""
+        """Wait for the next whole line that matches the pattern."""
         end = time.monotonic() + timeout
         with self._changed:
             while True:
@@ -86,7 +87,7 @@ class Stream:
 
 
 class Played:
-    """A command written in Python, in a copy of this process; what there is to it is Popen's.
+    """A Python command run in a fork of this process, with the part of Popen's interface in use.
 
     Args:
         argv: ``rdmapost ...``, or ``python -c CODE ...``.
@@ -124,7 +125,7 @@ class Played:
             exec(argv[2], {"__name__": "__main__"})
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return its exit status, or the negative number of a signal."""
+        """Wait for it to exit; return its exit status, or a negative signal number."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a command", timeout or 0)
@@ -137,7 +138,7 @@ class Played:
 
 
 class Command(socketserver.StreamRequestHandler):
-    """One connection, in a process of its own."""
+    """One connection, handled in a separate process."""
 
     _process: subprocess.Popen[bytes] | Played | None = None
     _streams: dict[str, Stream]
@@ -153,9 +154,9 @@ class Command(socketserver.StreamRequestHandler):
             self.wfile.write(json.dumps(answer).encode() + b"\n")
 
     def finish(self) -> None:
-        """Leave nothing behind."""
+        """Kill the command and everything that it started."""
         if self._process is not None:
-            # The command, which may not lead its group yet, and all that it has started.
+            # First the command itself, which may not lead its process group yet.
             self._process.send_signal(signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -174,7 +175,7 @@ class Command(socketserver.StreamRequestHandler):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                # The stock programs write what they say at once only to a terminal; Python asks.
+                # Python buffers what it prints into a pipe.
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         assert self._process.stdout is not None
@@ -210,7 +211,7 @@ class Command(socketserver.StreamRequestHandler):
 
 
 class Server(socketserver.ForkingTCPServer):
-    """The agent.  It has one thread, so that copies of it are whole."""
+    """The agent.  It is single-threaded, so that it can fork safely."""
 
     allow_reuse_address = True
     max_children = 1000

@@ -1,4 +1,4 @@
-"""What guest.py needs of the machine that it runs on: a kernel and programs."""
+"""What guest.py needs on its host: a kernel and some programs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["EXIT_NO_GUEST", "HIDDEN", "SYSTEM_PATH", "check_tools", "find_kernel
 
 EXIT_NO_GUEST = 125
 
-# Where Debian and Ubuntu keep what an ordinary user's PATH may lack (qemu, rdma, modprobe).
+# Debian and Ubuntu install some programs (rdma, modprobe) outside an ordinary user's PATH.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# The guest mounts its own file systems over these: the host's files there are out of sight.
+# The guest mounts its own file systems here, which hide the host's files.
 HIDDEN = ("/dev", "/proc", "/run", "/sys", "/var/tmp", "/var/cache", "/var/log")
 QEMU = {"x86_64": "qemu-system-x86_64", "aarch64": "qemu-system-aarch64"}
 QEMU_PACKAGE = {"x86_64": "qemu-system-x86", "aarch64": "qemu-system-arm"}
 
 
 def say(message: str) -> None:
-    """Print a line of the script's own on standard error."""
+    """Print a message from the script itself on standard error."""
     with contextlib.suppress(OSError):
         print(f"guest: {message}", file=sys.stderr, flush=True)
 
@@ -41,7 +41,7 @@ def version_key(path: Path) -> list[int]:
 
 
 def has_rxe(release: str) -> bool:
-    """Tell whether a kernel's modules are installed and have Soft-RoCE among them."""
+    """Return whether a kernel's modules are installed and include Soft-RoCE."""
     return any(Path("/lib/modules", release).glob("kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*"))
 
 
@@ -49,8 +49,8 @@ def find_kernel(wanted: str | None) -> Path:
     """Find a kernel image.
 
     Args:
-        wanted: a path, or a series such as "6.12" of which the newest installed one is taken, or
-            None for the newest of all.
+        wanted: a path; a series such as "6.12", for its newest installed kernel; or None for the
+            newest installed kernel of any series.
     """
     if wanted is not None and "/" in wanted:
         image = Path(wanted).absolute()
@@ -79,7 +79,7 @@ def find_kernel(wanted: str | None) -> Path:
 
 
 def os_release() -> str:
-    """Return what says which distribution this is."""
+    """Return the contents of /etc/os-release, or an empty string."""
     try:
         return Path("/etc/os-release").read_text(encoding="utf-8")
     except OSError:
@@ -87,7 +87,7 @@ def os_release() -> str:
 
 
 def check_tools(path: str) -> None:
-    """Stop with one line for everything that is missing."""
+    """Exit with one line that names every missing program."""
     packages = {
         QEMU.get(platform.machine(), "qemu-system-" + platform.machine()): QEMU_PACKAGE.get(
             platform.machine(), "qemu-system"

@@ -1,4 +1,4 @@
-"""A virtual machine of guest.py: QEMU, started by virtme-ng, and what comes out of it."""
+"""The virtual machine: QEMU, started by virtme-ng, and its output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .script import guest_script
 
 __all__ = ["Guest"]
 
-# Drivers that udev would load for what QEMU has built in and no test uses: a third of the boot.
+# Drivers for emulated hardware that no test uses; loading them takes a third of the boot.
 UNUSED_MODULES = (
     "kvm_amd,kvm_intel,ahci,aesni_intel,ghash_clmulni_intel,sha512_ssse3,"
     "iTCO_wdt,i2c_i801,lpc_ich,i6300esb,psmouse,pcspkr"
 )
 
-# The host's files once more, for a mount with options of our own.
+# A second export of the host's files, to be mounted with other options.
 HOST_FILES = (
     "-fsdev local,id=guesthost,path=/,security_model=none,readonly=on,multidevs=remap "
     "-device virtio-9p-pci,fsdev=guesthost,mount_tag=guest.host"
@@ -35,7 +35,7 @@ HOST_FILES = (
 
 
 class Streams:
-    """The guest's three channels to this process: named pipes that QEMU writes to."""
+    """Three channels from the guest to this process: named pipes that QEMU writes to."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Streams:
         self._descriptors: dict[str, int] = {}
         for name in ("control", "stdout", "stderr"):
             os.mkfifo(directory / name, 0o600)
-            # Read and write: the pipe has no end of file before QEMU opens it.
+            # O_RDWR, so that reading does not report end of file before QEMU opens the pipe.
             self._descriptors[name] = os.open(directory / name, os.O_RDWR | os.O_NONBLOCK)
 
     def qemu_options(self) -> str:
@@ -63,7 +63,7 @@ class Streams:
             selector.register(descriptor, selectors.EVENT_READ, name)
 
     def take(self, name: str) -> bool:
-        """Pass on what there is in a channel; return whether there was anything."""
+        """Forward the data in a channel; return whether there was any."""
         try:
             data = os.read(self._descriptors[name], 65536)
         except BlockingIOError:
@@ -76,7 +76,7 @@ class Streams:
         return True
 
     def drain(self) -> None:
-        """Pass on everything that is left."""
+        """Forward all remaining data."""
         for name in self._descriptors:
             while self.take(name):
                 pass
@@ -88,24 +88,24 @@ class Streams:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write everything, however often that takes."""
+    """Write all the data, in as many calls as it takes."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
-            # Someone else made our standard output non-blocking.
+            # Another process made our standard output non-blocking.
             select_writable(descriptor)
 
 
 def select_writable(descriptor: int) -> None:
-    """Wait until a descriptor takes data."""
+    """Wait until a descriptor is writable."""
     with selectors.SelectSelector() as selector:
         selector.register(descriptor, selectors.EVENT_WRITE)
         selector.select()
 
 
 class Guest:
-    """One attempt: from starting QEMU to its end."""
+    """One attempt to run the guest, from starting QEMU until it exits."""
 
     def __init__(self, args: argparse.Namespace, kernel: Path, path: str, *, kvm: bool) -> None:
         self.booted = False
@@ -145,9 +145,9 @@ class Guest:
         command += [f"--qemu-opts={options}"]
         command += ["--", f"bash {shlex.quote(str(script))}"]
         environment = dict(os.environ)
-        # virtme-ng leaves temporary files behind when it is killed, and reads a user's settings.
+        # virtme-ng leaves temporary files behind when killed, and reads the user's settings.
         environment |= {"PATH": path, "TMPDIR": str(self._directory), "HOME": str(self._directory)}
-        # From here on it must not be left behind: it runs in a process group of its own.
+        # In its own process group, so that close() can kill all of it.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -159,11 +159,11 @@ class Guest:
         )
 
     def run(self, boot_deadline: float, deadline: float, peer: Peer | None = None) -> None:
-        """Wait for the end of the command, or of the machine, or of the time.
+        """Wait until the command ends, the machine goes down or a deadline passes.
 
         Raises:
-            TimeoutError: the time ran out; ``booted`` says which of the two.
-            PeerError: there is no second machine, or no longer.
+            TimeoutError: a deadline passed: the boot's, or the run's if ``booted``.
+            PeerError: the second machine did not boot, or went down.
         """
         assert self._process.stdout is not None
         log = self._process.stdout.fileno()
@@ -195,8 +195,8 @@ class Guest:
                         self._streams.take(key.data)
                 self._note_events()
                 if self.status is not None or self.failure:
-                    # The ports have no buffer that outlives a write: all output is here already.
-                    # What remains is to shut down, for which there is no need to wait long.
+                    # The ports do not buffer writes, so all output has arrived. Allow only a
+                    # short time for the shutdown.
                     deadline = min(deadline, time.monotonic() + 10)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         self._process.wait(10)
@@ -208,7 +208,7 @@ class Guest:
             pass
 
     def _take_log(self, log: int) -> bool:
-        """Keep what virtme-ng, QEMU and the kernel say, for when it does not boot."""
+        """Keep the output of virtme-ng, QEMU and the kernel, to show if booting fails."""
         try:
             data = os.read(log, 65536)
         except BlockingIOError:
@@ -230,18 +230,18 @@ class Guest:
         self._streams.events.clear()
 
     def show_console(self) -> None:
-        """Show what the kernel, QEMU or virtme-ng left that matters, unless shown already."""
+        """Show the relevant part of the console, unless --verbose showed it already."""
         if self._verbose:
             return
         lines = self._console.decode(errors="replace").splitlines()
-        # A kernel that goes down says first why, and then much else.
+        # A crashing kernel prints the reason first, and then many other lines.
         oops = [i for i, line in enumerate(lines) if re.search("BUG:|Oops|panic - ", line)]
         shown = lines[oops[0] : oops[0] + 30] + lines[oops[0] + 30 :][-2:] if oops else lines[-30:]
         for line in shown:
             say(f"| {line.rstrip()}")
 
     def close(self) -> None:
-        """End whatever still runs, QEMU included, and remove the traces."""
+        """Kill QEMU and everything else that is still running, and delete temporary files."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

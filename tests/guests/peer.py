@@ -1,7 +1,7 @@
-"""The second machine of guest.py: a guest.py of its own, and the network between the two.
+"""The second machine, run by another guest.py, and the network between the two machines.
 
-The network is a pair of Unix datagram sockets, one frame a datagram: neither machine has to be
-there first, either may boot twice, and when one is slow the other waits, so nothing is lost.
+The network is a pair of Unix datagram sockets, with one frame per datagram. The machines can start
+in either order, and boot again; when one is slow the other blocks, so no frame is lost.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 __all__ = ["NETWORK", "Peer", "PeerError", "network_options"]
 
 NETWORK = "10.0.1."
-"""The hosts are 1 and 2."""
+"""The first three numbers of the addresses; the last is the host's, 1 or 2."""
 
-# The exit statuses of guest.py for a machine that ran out of time, did not boot, or went down.
+# guest.py's exit statuses for a machine that timed out, did not boot, or crashed.
 _NO_MACHINE = (124, 125, 126)
 
 
 class PeerError(Exception):
-    """The second machine is not there; the status is the one to exit with."""
+    """The second machine failed; exit with ``status``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"the peer ended with {status}")
@@ -32,12 +32,12 @@ class PeerError(Exception):
 
 
 def network_options(directory: Path, host: int) -> str:
-    """Return the options of QEMU that put host 1 or 2 on the network."""
+    """Return the QEMU options that connect host 1 or 2 to the network."""
     sockets = (
         f"{end}.type=unix,{end}.path={directory / str(number)}"
         for end, number in (("local", host), ("remote", 3 - host))
     )
-    # Without romfile it looks for a boot ROM, which is in a package of its own.
+    # An empty romfile: the default boot ROM is in a separate package.
     return (
         f"-netdev dgram,id=guestnet,{','.join(sockets)} "
         f"-device virtio-net-pci,netdev=guestnet,mac=52:54:00:00:01:0{host},romfile="
@@ -45,11 +45,11 @@ def network_options(directory: Path, host: int) -> str:
 
 
 class Peer:
-    """The second machine; a context manager that ends it.
+    """The second machine; a context manager that stops it.
 
     Args:
-        command: what to run there, as a shell would read it.
-        options: the options of guest.py for it.
+        command: what to run there, split as a shell would.
+        options: options for its guest.py.
     """
 
     def __init__(self, command: str, options: list[str]) -> None:
@@ -70,7 +70,7 @@ class Peer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C on the terminal is for the first; this one is ended by it.
+            # Ctrl-C in the terminal goes only to the first guest.py, which stops this one.
             start_new_session=True,
         )
         assert self._process.stdout is not None
@@ -83,11 +83,11 @@ class Peer:
         return Path(self._directory.name)
 
     def fileno(self) -> int:
-        """Return the descriptor to watch: readable when there is something to take."""
+        """Return the descriptor to watch: readable when there is output for take()."""
         return self._output
 
     def take(self) -> bool:
-        """Pass on what the peer says; return whether there may be more."""
+        """Forward the peer's output; return whether there may be more."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._output, 65536):
                 *lines, self._line = (self._line + data).split(b"\n")
@@ -102,10 +102,10 @@ class Peer:
             print("peer:", line.decode(errors="replace"), file=sys.stderr, flush=True)
 
     def check(self) -> None:
-        """See how it ended; a command that failed there is only told.
+        """Check how it ended; if only its command failed, report that.
 
         Raises:
-            PeerError: it was the machine that did not boot, went down, or ran out of time.
+            PeerError: the machine did not boot, crashed or timed out.
         """
         if status := self._process.wait(10):
             self._say([b"ended with %d" % status])
@@ -116,12 +116,12 @@ class Peer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Nobody reads on, and it must not wait for that.
+        # Nothing reads its output any more, so it must not block on writing.
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.terminate()
         try:
-            # It ends its machine, QEMU included.
+            # On SIGTERM it shuts down its machine, including QEMU.
             self._process.wait(15)
         except subprocess.TimeoutExpired:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""What runs in a guest: the set-up of the device, and then the command."""
+"""The script that runs in the guest: it sets up the device and runs the command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .peer import NETWORK
 
 __all__ = ["guest_script"]
 
-# Runs in the guest as root. The three ports are virtio-serial devices of our own: what QEMU and
-# virtme-ng have to say goes elsewhere, so nothing is mixed into the command's output.
+# Runs in the guest as root. The three ports are separate virtio-serial devices, so no message from
+# QEMU or virtme-ng ends up in the command's output.
 GUEST_SCRIPT = r"""
 exec </dev/null
 exec 3>/dev/virtio-ports/guest.control || exit 1
@@ -24,7 +24,7 @@ setup() {
     ip link set lo up || return
     if [ "$host" ]; then
         address=10.0.1.$host gid=ffff:0a00:010$host
-        # There already, under a name that udev gave it.
+        # It already exists, under a name chosen by udev.
         netdev=$(grep -l ^52:54:00:00:01 /sys/class/net/*/address)
         netdev=$(basename "${netdev%/address}")
     else
@@ -33,7 +33,7 @@ setup() {
     fi
     ip address add $address/24 dev $netdev && ip link set $netdev up || return
     rdma link add rxe0 type rxe netdev $netdev || return
-    # The uverbs device appears by way of udev, the GID of the address by way of a work queue.
+    # Both are created asynchronously: the uverbs device by udev, the address's GID by a work queue.
     for _ in $(seq 100); do
         [ -e /dev/infiniband/uverbs0 ] &&
             grep -qs $gid /sys/class/infiniband/rxe0/ports/1/gids/* && return
@@ -45,14 +45,14 @@ setup() {
 
 mkdir -p /run/rdmapost
 reason=$(setup 2>&1) || { echo "failed $reason" | tr '\n' ' ' >&3; echo >&3; exit 1; }
-# The guest reads the host's files one request at a time, over and over; where Python's are, see to
-# it that it keeps them. They do not change while it lives.
+# Reads of the host's files are slow and by default not cached. Mount Python's directories with
+# caching: their files do not change while the guest runs.
 cd /run/rdmapost && mkdir host upper work home
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose guest.host host && {
     for place in "${cached[@]}"; do mount --bind "host$place" "$place"; done
 }
-# Make the tree writable; what is written stays in memory. So Python compiles each file once, which
-# is most of what a command takes to start on an emulated machine.
+# Make the tree writable, with writes kept in memory. Then Python compiles each file only once;
+# compiling takes most of a command's start-up time on an emulated machine.
 if [ "$directory" != / ]; then
     mount -t overlay -o "lowerdir=host$directory,upperdir=upper,workdir=work" overlay "$directory"
 fi
@@ -66,14 +66,14 @@ echo "status $?" >&3
 
 
 def guest_script(args: argparse.Namespace) -> str:
-    """Return the script that the guest runs, with directory, environment and command filled in."""
+    """Return the guest's script with directory, environment and command filled in."""
     environment = {
         "PATH": f"{Path(sys.prefix, 'bin')}:{SYSTEM_PATH}",
         "HOME": "/run/rdmapost/home",
         "LANG": "C.UTF-8",
         "USER": "root",
         "LOGNAME": "root",
-        # There is a device: nothing may make do without.
+        # Fail instead of skipping or falling back to soft0.
         "RDMAPOST_REQUIRE_DEVICE": "1",
     }
     if args.network:

@@ -240,7 +240,7 @@ def refuses(
         with pytest.raises(TypeError, match=f"^{name}: {words}.*, got {type(wrong).__name__}$"):
             started(call, context, {"port": port, name: wrong})
     for wrong in beyond:
-        said = "queue pairs cannot be connected" if wrong is QPType.XRC_SEND else name
+        said = "queue pairs are not supported" if wrong is QPType.XRC_SEND else name
         with pytest.raises(ValueError, match=said.replace("port_num", "port")):
             started(call, context, {"port": port, name: wrong})
 
@@ -315,7 +315,7 @@ def test_flag_takes_the_truth_value_of_any_object(context, pd, cq, truth: Any) -
 
 
 def test_empty_device_name_is_refused() -> None:
-    """Nor is it the choice of one, as None is."""
+    """Unlike None, it does not mean any device."""
     with pytest.raises(rp.NoDeviceError, match="there is no RDMA device ''"):
         rp.open_device("")
 

@@ -286,7 +286,7 @@ def test_everything_public_can_be_imported():
     assert len(set(rdmapost.__all__)) == len(rdmapost.__all__)
 
 
-def test_only_the_main_interpreter_can_import_it():
+def test_only_the_main_interpreter_can_import_the_package():
     """Elsewhere a poll would wait for a lock that its own thread holds."""
     said = prints(
         "try:\n"
@@ -308,7 +308,7 @@ def test_only_the_main_interpreter_can_import_it():
     assert said == "rdmapost works in the main interpreter of a process only"
 
 
-def test_importing_it_again_after_its_modules_were_forgotten_is_refused_by_name():
+def test_importing_the_package_again_after_its_modules_were_forgotten_is_refused_by_name():
     said = prints(
         "import sys, rdmapost as rp\n"
         "rp.open_device('soft0').close()\n"

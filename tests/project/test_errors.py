@@ -1,4 +1,4 @@
-"""Exceptions survive the way out of another process, and copying."""
+"""Exceptions survive being raised in another process, and being copied."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ for _package in (rp, cli):
             importlib.import_module(_module.name)
 
 
-def _below(kind: type[BaseException]) -> Iterator[type[BaseException]]:
-    for child in kind.__subclasses__():
+def _below(error_type: type[BaseException]) -> Iterator[type[BaseException]]:
+    for child in error_type.__subclasses__():
         yield child
         yield from _below(child)
 
 
-KINDS = sorted(
-    {kind for kind in _below(BaseException) if kind.__module__.split(".")[0] == "rdmapost"},
-    key=lambda kind: (kind.__module__, kind.__qualname__),
+EXCEPTIONS = sorted(
+    {
+        error_type
+        for error_type in _below(BaseException)
+        if error_type.__module__.split(".")[0] == "rdmapost"
+    },
+    key=lambda error_type: (error_type.__module__, error_type.__qualname__),
 )
 """Every exception that a module of the package defines."""
 
@@ -70,15 +74,15 @@ SAMPLES: dict[str, Any] = {
 """An argument for every annotation of their parameters."""
 
 
-def sample(kind: type[BaseException]) -> BaseException:
+def sample(error_type: type[BaseException]) -> BaseException:
     """Make one, as the package does, and add what anyone may add to an exception."""
-    if not inspect.isfunction(kind.__init__):
-        made = kind("what happened")
+    if not inspect.isfunction(error_type.__init__):
+        made = error_type("what happened")
     else:
-        parameters = inspect.signature(kind).parameters.values()
+        parameters = inspect.signature(error_type).parameters.values()
         by_name = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         given = {p.name: SAMPLES[p.annotation] for p in parameters}
-        made = kind(
+        made = error_type(
             *[value for name, value in given.items() if name not in by_name],
             **{name: given[name] for name in by_name},
         )
@@ -135,23 +139,23 @@ def in_another_process(call: Callable[..., None], *arguments: Any) -> BaseExcept
 
 
 def test_every_public_exception_is_tested() -> None:
-    assert {getattr(errors, name) for name in errors.__all__} <= set(KINDS)
-    assert ConnectError in KINDS
+    assert {getattr(errors, name) for name in errors.__all__} <= set(EXCEPTIONS)
+    assert ConnectError in EXCEPTIONS
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__qualname__)
+@pytest.mark.parametrize("error_type", EXCEPTIONS, ids=lambda error_type: error_type.__qualname__)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_exception_survives_pickling_whole(kind: type[BaseException], protocol: int) -> None:
-    error = sample(kind)
+def test_exception_survives_pickling_whole(error_type: type[BaseException], protocol: int) -> None:
+    error = sample(error_type)
     assert whole(pickle.loads(pickle.dumps(error, protocol))) == whole(error)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__qualname__)
+@pytest.mark.parametrize("error_type", EXCEPTIONS, ids=lambda error_type: error_type.__qualname__)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_exception_survives_copying_whole(
-    kind: type[BaseException], copied: Callable[[BaseException], BaseException]
+    error_type: type[BaseException], copied: Callable[[BaseException], BaseException]
 ) -> None:
-    error = sample(kind)
+    error = sample(error_type)
     other = copied(error)
     assert other is not error
     assert whole(other) == whole(error)
@@ -159,7 +163,7 @@ def test_exception_survives_copying_whole(
 
 
 def test_every_exception_comes_back_from_a_pool() -> None:
-    made = [sample(kind) for kind in KINDS]
+    made = [sample(error_type) for error_type in EXCEPTIONS]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         answers = [pool.apply_async(raise_it, (error,)) for error in made]
         for error, answer in zip(made, answers, strict=True):
@@ -182,7 +186,7 @@ def test_refused_post_in_a_pool_names_which_and_why() -> None:
 
 
 def test_pool_of_a_program_ends_when_a_worker_raises() -> None:
-    """The whole of it, as a user has it: Pool.map raises what the worker raised, and ends."""
+    """A whole program: Pool.map raises what the worker raised, and ends."""
     program = """
 import multiprocessing, rdmapost as rp
 
@@ -254,7 +258,7 @@ class _Slotted:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_attribute_is_kept_where_the_protocol_can_pickle_it(protocol: int) -> None:
+def test_attribute_of_an_exception_is_kept_where_the_protocol_can_pickle_it(protocol: int) -> None:
     error = rp.RdmaError("text")
     error.slotted = _Slotted()  # type: ignore[attr-defined]
     error.slotted.value = 5  # type: ignore[attr-defined]

@@ -40,14 +40,14 @@ ELSEWHERE = 1.0 if sys.version_info[:2] == (3, 11) else 1.6
 def count() -> dict[str, float]:
     """Return the instructions that each case takes for each work request."""
     with tempfile.TemporaryDirectory() as directory:
-        into = pathlib.Path(directory)
-        null, _ = compile_c(into)
+        path = pathlib.Path(directory)
+        null, _ = compile_c(path)
         done = subprocess.run(
             [
                 "valgrind",
                 "--tool=callgrind",
                 "--dump-before=null_mark",
-                f"--callgrind-out-file={into}/out",
+                f"--callgrind-out-file={path}/out",
                 sys.executable,
                 HERE / "counted.py",
                 str(TIMES),
@@ -63,7 +63,7 @@ def count() -> dict[str, float]:
         counts = {}
         for index, (name, handled) in enumerate(json.loads(done.stdout)):
             # A dump holds what ran since the one before; every second is of what is counted.
-            dump = (into / f"out.{2 * index + 2}").read_text()
+            dump = (path / f"out.{2 * index + 2}").read_text()
             (total,) = (line for line in dump.splitlines() if line.startswith("totals:"))
             counts[name] = int(total.split()[1]) / handled
         return counts

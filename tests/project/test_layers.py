@@ -86,7 +86,7 @@ def lint(tree: pathlib.Path) -> str:
     return run_python(LINT, str(tree), "--config", pyproject, "--no-cache", "--no-logo").stdout
 
 
-def test_contracts_are_kept(tree):
+def test_import_contracts_are_kept(tree):
     """Each layer imports only those below it, and meets the other contracts in pyproject.toml."""
     said = lint(tree)
     assert "Contracts: 6 kept, 0 broken." in said, said
@@ -126,7 +126,7 @@ def test_contracts_are_kept(tree):
         ("anew.py", "x = 1", "rdmapost.anew"),
     ],
 )
-def test_contracts_are_noticed_when_broken(tree, tmp_path, module, statement, words):
+def test_broken_import_contract_is_reported(tree, tmp_path, module, statement, words):
     """A layer that imports one above it is caught, wherever the import is."""
     shutil.copytree(tree / "rdmapost", tmp_path / "rdmapost")
     with (tmp_path / "rdmapost" / module).open("a") as file:
@@ -134,7 +134,7 @@ def test_contracts_are_noticed_when_broken(tree, tmp_path, module, statement, wo
     assert words in " ".join(lint(tmp_path).split())
 
 
-def test_no_imports_in_circles(graphs):
+def test_imports_at_run_time_form_no_circle(graphs):
     """Not even for types only, except for those listed."""
     every, imported = graphs
     for module, names in NAMED_ONLY:

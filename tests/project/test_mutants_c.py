@@ -76,11 +76,11 @@ def test_tables_and_macros_have_mutants():
     """But not the entry that ends an array, which is not a rule."""
     table = "static const struct rule rules[] = {\n\t{ A | B, 3 },\n\t{ 0, NULL },\n};\n"
     assert set(changes(table)) == {"rules: A | B -> A & B", "rules: 3 -> 4"}
-    macro = "#include <x.h>\n#define MOST(n) \\\n\t((n) < 8)\nint x;\n"
+    macro = "#include <x.h>\n#define SMALL(n) \\\n\t((n) < 8)\nint x;\n"
     assert set(changes(macro)) == {
-        "MOST: (n) < 8 -> (n) <= 8",
-        "MOST: (n) < 8 -> (n) >= 8",
-        "MOST: (n) < 8 -> (n) < 9",
+        "SMALL: (n) < 8 -> (n) <= 8",
+        "SMALL: (n) < 8 -> (n) >= 8",
+        "SMALL: (n) < 8 -> (n) < 9",
     }
 
 
@@ -123,18 +123,18 @@ def test_functions_are_found_with_their_parameters():
     assert function.arguments == ()
 
 
-def _library(source: str, into: pathlib.Path) -> str:
+def _library(source: str, directory: pathlib.Path) -> str:
     cc = os.environ.get("CC", "cc").split()
     if shutil.which(cc[0]) is None:
         pytest.skip("there is no C compiler")
-    (into / "x.c").write_text(source)
+    (directory / "x.c").write_text(source)
     subprocess.run(
-        [*cc, "-w", "-shared", "-fPIC", "-o", into / "x.so", into / "x.c"],
+        [*cc, "-w", "-shared", "-fPIC", "-o", directory / "x.so", directory / "x.c"],
         check=True,
         # Ignore what the compiler itself leaks (.ci/sanitize).
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
     )
-    return str(into / "x.so")
+    return str(directory / "x.so")
 
 
 def test_mutant_is_selected_while_the_module_runs(tmp_path):

@@ -238,7 +238,10 @@ def test_every_member_opcode_and_flag_has_one_statement() -> None:
     [
         ("test_posting::test_example_send", {"soft0", "verbs"}),
         ("test_rules::test_each_rule_of_bind_info_refuses_its_case", set()),
-        ("test_soft_tags::test_queue_without_a_list_says_so", {"soft0"}),
+        (
+            "test_soft_tags::test_tag_operation_on_a_queue_without_a_matching_list_is_refused",
+            {"soft0"},
+        ),
         ("test_xrc::test_both_ends_say_what_they_cannot_do", {"soft0"}),
         ("test_states::test_unchecked_send_before_rts_is_refused_by_the_device", {"soft0"}),
         ("test_memory::test_tag_matching_is_not_supported", {"verbs"}),

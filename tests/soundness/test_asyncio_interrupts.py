@@ -56,7 +56,9 @@ def _own(rig: Rig) -> tuple[rp.CQ, rp.QP]:
 
 @pytest.mark.parametrize("raises", RAISES)
 @pytest.mark.parametrize("of", [_own, _shared])
-def test_interrupt_while_tasks_wait_for_completions(of, raises) -> None:
+def test_interrupt_while_tasks_wait_for_completions_loses_no_completion_and_no_descriptor(
+    of, raises
+) -> None:
     """The next tasks get theirs, a thread may wait, none is lost, and no descriptor is left."""
 
     def act(rig: Rig) -> None:
@@ -84,7 +86,7 @@ def test_interrupt_while_tasks_wait_for_completions(of, raises) -> None:
 
 
 @pytest.mark.parametrize("raises", RAISES)
-def test_interrupt_while_tasks_wait_for_events(raises) -> None:
+def test_interrupt_while_tasks_wait_for_events_loses_no_event(raises) -> None:
     """An event that was taken is returned to the next who asks, and threads may wait."""
 
     def make() -> Rig:
@@ -160,7 +162,7 @@ class _Looping(Rig):
 
 
 @pytest.mark.parametrize("verb", ["poll", "wait"])
-def test_task_gets_what_an_interrupted_thread_took_and_put_back(verb: str) -> None:
+def test_task_gets_the_completion_that_an_interrupted_thread_put_back(verb: str) -> None:
     """The event loop looked while the thread had the completion, and found none."""
 
     def act(rig: _Looping) -> None:
@@ -182,7 +184,7 @@ def test_task_gets_what_an_interrupted_thread_took_and_put_back(verb: str) -> No
     interrupt_at_each_moment(_Looping, act, check, handler=interrupt, within=HERE, most=60)
 
 
-def test_task_gets_what_an_interrupted_task_put_back() -> None:
+def test_task_gets_the_completion_that_an_interrupted_task_put_back() -> None:
     """One of two tasks is interrupted while it has the only completion."""
 
     async def both(rig: Rig) -> None:

@@ -142,7 +142,7 @@ def _tolerant(post: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 @isolated(silent=True, timeout=30)
-def test_verb_against_close_raises_that_it_is_closed(verb, device):
+def test_verb_racing_a_close_raises_closed_error(verb, device):
     """In an ordinary thread; close goes through, or says what is in the way."""
     sys.setswitchinterval(1e-6)
     rig = Rig(device)
@@ -187,7 +187,7 @@ def test_verb_against_close_raises_that_it_is_closed(verb, device):
 
 @pytest.mark.parametrize("verb", VERBS)
 @isolated(silent=True, timeout=30)
-def test_close_from_another_thread_at_each_moment_of_a_verb(verb, soft):
+def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
     """It waits for the verb or comes before it; the verb goes through or says that it is closed."""
     make_one, use_of = VERBS[verb]
 
@@ -239,7 +239,7 @@ def test_close_from_another_thread_at_each_moment_of_a_verb(verb, soft):
 
 @pytest.mark.parametrize("field", ["wr_id", "remote_qpn", "remote_qkey", "send_flags"])
 @isolated(silent=True)
-def test_number_that_closes_the_address_handle_of_its_post_gets_no_destroyed_one_posted(
+def test_field_that_closes_the_address_handle_of_its_post_causes_no_post_of_a_destroyed_one(
     field, device
 ):
     """Whenever it is read; the work request before it names the handle too."""
@@ -304,7 +304,7 @@ KINDS: dict[str, Callable[[Rig], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @isolated(silent=True)
-def test_resource_refuses_to_be_copied_by_the_name_of_its_type(kind, device):
+def test_copying_a_resource_is_refused_and_names_its_type(kind, device):
     """copy, deepcopy, and pickle in each protocol: a second owner would close it twice."""
     rig = Rig(device)
     thing = KINDS[kind](rig)
@@ -331,7 +331,7 @@ def test_resource_refuses_to_be_copied_by_the_name_of_its_type(kind, device):
 
 
 @isolated(silent=True, timeout=60)
-def test_preparing_lists_while_another_thread_closes_what_they_name(device):
+def test_prepare_racing_a_close_of_its_resources_leaves_no_list_open(device):
     """A refusal names the lists that there are; a closed queue pair leaves none of them open."""
     end = time.monotonic() + SECONDS
     for _ in range(ROUNDS):
@@ -365,7 +365,7 @@ def test_preparing_lists_while_another_thread_closes_what_they_name(device):
 
 @pytest.mark.parametrize("timeout", [None, 1000.0])
 @isolated(silent=True, timeout=20)
-def test_closing_a_completion_queue_releases_who_waits_for_it(timeout, device):
+def test_closing_a_cq_wakes_its_waiters_with_closed_error(timeout, device):
     """Any number of threads: each gets ClosedError, and the queue is closed."""
     rig = Rig(device)
     cq = rp.CQ(rig.context)
@@ -383,7 +383,7 @@ def test_closing_a_completion_queue_releases_who_waits_for_it(timeout, device):
 
 
 @isolated(silent=True, timeout=20)
-def test_wait_that_is_released_gives_its_completions_to_none(device):
+def test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error(device):
     """Closed at once after the start of the wait, hundreds of times: at each moment of it."""
     sys.setswitchinterval(1e-5)
     rig = Rig(device)
@@ -403,7 +403,7 @@ def test_wait_that_is_released_gives_its_completions_to_none(device):
 
 
 @isolated(silent=True, timeout=20)
-def test_closing_a_channel_releases_who_waits_for_its_events(device):
+def test_closing_a_channel_wakes_its_waiters(device):
     rig = Rig(device)
     channel = rp.CompChannel(rig.context)
     with thread(lambda: channel.get_cq_event(None)) as raised:
@@ -415,7 +415,7 @@ def test_closing_a_channel_releases_who_waits_for_its_events(device):
 
 
 @isolated(silent=True, timeout=20)
-def test_thread_that_looks_for_events_again_and_again_does_not_keep_a_channel_open(device):
+def test_thread_that_keeps_polling_for_events_does_not_block_closing_the_channel(device):
     """close() is not refused, and takes no second."""
     rig = Rig(device)
     for _ in range(5):
@@ -437,7 +437,7 @@ def test_thread_that_looks_for_events_again_and_again_does_not_keep_a_channel_op
 
 
 @isolated(silent=True, timeout=20)
-def test_wait_of_another_thread_still_gets_its_completions(device):
+def test_wait_in_another_thread_returns_its_completions(device):
     """That waits can be released takes none from those that are not."""
     rig = Rig(device)
     with thread(lambda: rig.found.extend(rig.cq.wait(2, None))) as raised:
@@ -480,7 +480,7 @@ def _nested(rig: Rig, step: str = "release") -> Any:
 @pytest.mark.parametrize("step", ["wake", "release", "forget"])
 @pytest.mark.parametrize("count", [2, 3])
 @isolated(silent=True, timeout=20)
-def test_closes_that_close_each_other_in_a_ring_of_threads_all_return(count, step, device):
+def test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return(count, step, device):
     """Each thread is in the middle of one close and begins that of the next thread's."""
     rig = Rig(device)
     inside = threading.Barrier(count)
@@ -500,7 +500,7 @@ def test_closes_that_close_each_other_in_a_ring_of_threads_all_return(count, ste
 
 
 @isolated(silent=True, timeout=20)
-def test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same(device):
+def test_close_within_another_waits_for_a_thread_that_closes_the_same_resource(device):
     """That thread waits for no close, so it comes to its end."""
     rig = Rig(device)
     inside, go = threading.Event(), threading.Event()
@@ -526,7 +526,7 @@ def test_close_in_the_middle_of_another_waits_for_a_thread_that_closes_the_same(
 
 
 @isolated(silent=True, timeout=30)
-def test_what_a_handler_makes_on_a_resource_that_is_being_closed_never_outlives_it(soft):
+def test_child_created_by_a_handler_never_outlives_its_closing_parent(soft):
     """At each moment of its close(): one of the two is refused."""
 
     def make() -> Any:

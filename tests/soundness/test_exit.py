@@ -93,7 +93,7 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_program_ends_at_once_and_quietly_with(how, device):
+def test_program_exits_promptly_and_silently_with(how, device):
     """A device may take minutes over a queue pair whose window is bound; nobody waits for that."""
     limit = min(10.0 * TIMES, 30.0)
     program = OPEN + ENDS[how] + "print('the end', flush=True)\n"
@@ -107,7 +107,7 @@ def test_program_ends_at_once_and_quietly_with(how, device):
 
 
 @isolated(timeout=30)
-def test_close_that_raises_keeps_nothing_else_open_at_the_end(soft):
+def test_close_that_raises_at_exit_leaves_nothing_else_open(soft):
     """Threads that post go on meanwhile, and the end does not wait for them."""
     import threading
 
@@ -136,7 +136,7 @@ def test_close_that_raises_keeps_nothing_else_open_at_the_end(soft):
 
 
 @isolated(silent=True)
-def test_finalizer_that_runs_at_the_end_may_close(soft):
+def test_finalizer_during_interpreter_exit_may_close(soft):
     """Of an object of the program's own, after the interpreter has begun to end."""
     import os
     import threading
@@ -162,7 +162,7 @@ def test_finalizer_that_runs_at_the_end_may_close(soft):
 
 
 @pytest.mark.parametrize("others", ["wait", "post"])
-def test_finalizer_that_runs_at_the_end_closes_nothing_that_the_device_refused_to(others):
+def test_finalizer_at_exit_does_not_retry_a_close_that_the_device_refused(others):
     """Threads are gone by then, in the middle of waits and posts, and with their locks."""
     program = OPEN + KEPT_BUSY + OTHERS[others] + "time.sleep(0.3)"
     status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, HERE, HERE.parent], 60, {})
@@ -215,7 +215,7 @@ for _ in range(4):
 }
 
 
-def test_exit_handler_that_was_registered_after_the_import_finds_everything_open():
+def test_exit_handler_registered_after_the_import_finds_everything_open():
     """Even if the library is first used afterwards. An earlier one finds everything closed."""
     status, out, err = run_python(
         [

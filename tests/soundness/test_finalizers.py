@@ -84,7 +84,7 @@ def _finish(rig: Rig, nested: Nested, wr_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["mr", "cq", "qp", "srq"])
 @isolated(silent=True, timeout=30)
-def test_what_is_dropped_near_the_recursion_limit_is_closed_all_the_same(kind, soft):
+def test_resource_dropped_near_the_recursion_limit_is_closed_later(kind, soft):
     """Closing it takes frames that there are none left for: it comes later."""
     rig = Rig(soft)
     for room in range(1, 40):
@@ -111,7 +111,7 @@ def _deep(frames: int, call: Callable[[], object]) -> object:
 
 
 @isolated(warnings="ignore", timeout=60)
-def test_dropping_everything_near_the_recursion_limit_ends(soft):
+def test_dropping_all_resources_near_the_recursion_limit_does_not_hang(soft):
     """Nothing is tried again for ever where no frame goes."""
     sys.unraisablehook = lambda _: None
     sys.setrecursionlimit(220)
@@ -128,7 +128,7 @@ def test_dropping_everything_near_the_recursion_limit_ends(soft):
 
 
 @isolated(warnings="ignore", timeout=60)
-def test_poll_near_the_recursion_limit_forgets_no_retry(soft):
+def test_poll_near_the_recursion_limit_keeps_pending_retries(soft):
     """The device tries again what a receive was lacking for, on a thread with frames left."""
     logging.disable(logging.CRITICAL)
     with rp.open_device(soft) as context:
@@ -149,7 +149,7 @@ def test_poll_near_the_recursion_limit_forgets_no_retry(soft):
 
 
 @isolated(silent=True, timeout=15)
-def test_handler_that_closes_what_its_thread_waits_for_ends_the_wait(soft):
+def test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait(soft):
     """Also one without a timeout; then it is closed."""
     rig = Rig(soft)
     cq, channel = rp.CQ(rig.context), rp.CompChannel(rig.context)
@@ -166,7 +166,7 @@ def test_handler_that_closes_what_its_thread_waits_for_ends_the_wait(soft):
 
 
 @isolated(silent=True, timeout=15)
-def test_handler_may_close_in_any_order_what_depends_on_each_other(soft):
+def test_handler_may_close_dependent_resources_in_any_order(soft):
     """A region that receives name, then their queue pair, then its domain."""
     rig = Rig(soft)
     pd = rp.PD(rig.context)
@@ -190,7 +190,7 @@ def test_handler_may_close_in_any_order_what_depends_on_each_other(soft):
 
 
 @isolated(warnings="ignore", timeout=30)
-def test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out(soft):
+def test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost(soft):
     """As when it polls what has been closed; and what the finalizer closes is closed."""
     rig = Rig(soft)
     left = len(open_handles())
@@ -218,7 +218,7 @@ def test_error_of_the_librarys_that_a_handler_raises_in_a_finalizer_comes_out(so
 @pytest.mark.parametrize("verb", ["poll", "wait"])
 @pytest.mark.parametrize("does", DOES)
 @isolated(silent=True, timeout=15)
-def test_finalizer_of_what_a_completion_lets_go(does, verb, device):
+def test_finalizer_run_by_a_polled_completion_may_use_the_library(does, verb, device):
     """The region is dropped, and its last reference goes with the completion that is polled."""
     rig = Rig(device)
     nested = Nested(rig, does)
@@ -243,7 +243,7 @@ def test_finalizer_of_what_a_completion_lets_go(does, verb, device):
 @pytest.mark.parametrize("does", DOES)
 @pytest.mark.parametrize("verb", ["reset", "close"])
 @isolated(silent=True, timeout=15)
-def test_finalizer_of_what_a_queue_pair_lets_go(verb, does, device):
+def test_finalizer_run_by_a_closing_queue_pair_may_use_the_library(verb, does, device):
     """Its receives are outstanding, and with them goes the last reference to a region."""
     rig = Rig(device)
     nested = Nested(rig, does)
@@ -307,7 +307,7 @@ def _prepared(rig: Rig, wr: rp.SendWR) -> None:
 @pytest.mark.parametrize("does", DOES)
 @pytest.mark.parametrize("host", HOSTS)
 @isolated(silent=True, timeout=15)
-def test_code_of_the_caller_in_the_middle_of_a_post(host, does, device):
+def test_callers_code_run_by_a_post_may_use_the_library(host, does, device):
     rig = Rig(device)
     nested = Nested(rig, does)
     try:
@@ -329,7 +329,7 @@ def test_code_of_the_caller_in_the_middle_of_a_post(host, does, device):
 
 @pytest.mark.parametrize("host", HOSTS)
 @isolated(silent=True, timeout=15)
-def test_code_in_the_middle_of_a_post_that_closes_what_is_posted_with(host, device):
+def test_callers_code_run_by_a_post_may_close_the_posts_resources(host, device):
     """The queue pair, its CQ, the region: then the post is refused, or it closes afterwards."""
     for victim in ("a", "mr", "cq"):
         rig = Rig(device)
@@ -361,7 +361,7 @@ class Cycle:
 
 @pytest.mark.parametrize("verb", ["poll", "post", "inline", "wait", "prepared", "recv", "make"])
 @isolated(silent=True, timeout=30)
-def test_collector_in_the_middle_of_a_verb_closes_posts_and_polls(verb, device):
+def test_garbage_collector_within_a_verb_may_close_post_and_poll(verb, device):
     """At every allocation: what is garbage has queue pairs, regions and finalizers."""
     rig = Rig(device, max_send_wr=512, max_recv_wr=512)
     wrs = [rig.write(number) for number in range(4)]

@@ -109,7 +109,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
 
 
 @isolated(silent=True, timeout=20)
-def test_any_use_in_a_forked_child_says_whose_it_is_and_what_to_do(device):
+def test_use_in_a_forked_child_names_the_owner_and_the_remedy(device):
     """By the parent's process id; and it changes nothing in the parent."""
     rig = Rig(device)
     uses = everything(rig)
@@ -174,7 +174,7 @@ def test_forked_child_that_polls_takes_no_completion_of_its_parent(device):
 
 @pytest.mark.parametrize("waits", ["wait", "get_cq_event", "get_async_event"])
 @isolated(silent=True, timeout=30)
-def test_child_forked_while_threads_wait_starts_threads_and_ends(waits, device):
+def test_child_forked_while_threads_wait_can_start_threads_and_exit(waits, device):
     """The threads that waited are not in it, and others have their stacks."""
     rig = Rig(device)
     channel = rp.CompChannel(rig.context)
@@ -220,7 +220,7 @@ def test_child_forked_while_threads_wait_starts_threads_and_ends(waits, device):
 
 @pytest.mark.parametrize("way", ["exit", "fall off", "del", "close", "exception"])
 @isolated(silent=True, timeout=30)
-def test_forked_child_ends_at_once_whatever_other_threads_were_doing(way, device):
+def test_forked_child_exits_promptly_whatever_other_threads_were_doing(way, device):
     """One posts a prepared list, one lists and INLINE, one polls, at the moment of the fork."""
     warnings.simplefilter("ignore", DeprecationWarning)
     sys.setswitchinterval(1e-5)
@@ -286,7 +286,7 @@ def test_forked_child_ends_at_once_whatever_other_threads_were_doing(way, device
 
 
 @isolated(silent=True, timeout=20)
-def test_forked_child_opens_a_device_of_its_own(device):
+def test_forked_child_can_open_its_own_device(device):
     """And posts there; beside what it has from its parent, which goes on."""
     rig = Rig(device)
     for _ in range(3):
@@ -302,7 +302,7 @@ def test_forked_child_opens_a_device_of_its_own(device):
 
 
 @isolated(silent=True, timeout=20)
-def test_grandchild_is_told_too_and_opens_its_own(soft):
+def test_use_in_a_grandchild_is_refused_and_it_can_open_its_own_device(soft):
     rig = Rig(soft)
     child = os.fork()
     if not child:
@@ -336,7 +336,7 @@ def _work(number: int) -> int:
 
 
 @isolated(silent=True, timeout=30)
-def test_pool_of_forked_processes_opens_devices_beside_its_parents(soft):
+def test_pool_of_forked_processes_can_open_its_own_devices(soft):
     import multiprocessing
 
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -352,7 +352,7 @@ def test_pool_of_forked_processes_opens_devices_beside_its_parents(soft):
 
 
 @isolated(silent=True, timeout=20)
-def test_fork_in_the_middle_of_a_verb_leaves_the_child_free_to_end(soft):
+def test_child_forked_within_a_verb_can_exit(soft):
     """A handler or a finalizer may fork; the child goes on out of the verb and ends."""
     from moments import Moment, interrupt_at_each_moment
 
@@ -392,7 +392,7 @@ IN_A_VERB: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("verb", IN_A_VERB)
 @isolated(silent=True, timeout=30)
-def test_verb_in_whose_middle_a_handler_forks_says_in_the_child_whose_it_is(verb, soft):
+def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb, soft):
     """ClosedError and what to do, where it does not return; close() does nothing."""
     from moments import Moment, interrupt_at_each_moment
 
@@ -447,9 +447,7 @@ class Slow(rp.PD):
 
 @pytest.mark.parametrize("busy", ["in a verb", "closing"])
 @isolated(silent=True, timeout=20)
-def test_close_that_waits_for_another_thread_returns_in_the_child_of_a_handler_that_forks(
-    busy, device
-):
+def test_waiting_close_returns_in_the_child_of_a_forking_handler(busy, device):
     """The thread is not there; and the child gives back nothing of its parent's."""
     parent = os.getpid()
     rig = Rig(device)
@@ -485,7 +483,7 @@ def test_close_that_waits_for_another_thread_returns_in_the_child_of_a_handler_t
 
 
 @isolated(silent=True, timeout=20)
-def test_handler_that_forks_before_a_destruction_leaves_that_to_the_parent():
+def test_child_forked_before_a_destroy_leaves_it_to_the_parent():
     """A driver would carry out that of the child too."""
     parent = os.getpid()
     destroyed: list[int] = []
@@ -535,7 +533,7 @@ thread.join(20)
 """
 
 
-def test_child_opens_a_device_where_a_thread_was_opening_the_first_at_the_fork() -> None:
+def test_child_forked_while_a_thread_opens_the_first_device_can_open_one() -> None:
     done = subprocess.run(
         # -P: what is installed is tested, whatever the current directory holds.
         [sys.executable, "-P", "-W", "ignore", "-c", LOADING],

@@ -44,7 +44,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @isolated(silent=True, PYTHONMALLOC="debug")
-def test_inline_data_made_on_demand_arrives(kind, device):
+def test_inline_data_of_temporary_sges_arrives(kind, device):
     """The SGEs may be gone when the post reads: not the bytes that they name."""
     rig = Rig(device)
     for turn in range(100):
@@ -69,7 +69,7 @@ def test_inline_data_made_on_demand_arrives(kind, device):
 
 
 @isolated(silent=True, PYTHONMALLOC="debug")
-def test_inline_data_of_a_prepared_list_is_held(device):
+def test_prepared_list_holds_the_memory_of_temporary_inline_sges(device):
     """Its SGEs were made on demand, too, and it is posted when they are gone."""
     rig = Rig(device)
     batch = rig.a.prepare(
@@ -92,7 +92,7 @@ def test_inline_data_of_a_prepared_list_is_held(device):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @isolated(silent=True)
-def test_inline_post_against_closing_its_region_never_reads_freed_memory(checked, device):
+def test_inline_post_racing_a_close_of_its_region_reads_no_freed_memory(checked, device):
     """The memory is unmapped as soon as the region is closed: a read would end the process."""
     sys.setswitchinterval(1e-6)
     rig = Rig(device, checked=checked, max_send_wr=512)
@@ -139,7 +139,9 @@ def test_inline_post_against_closing_its_region_never_reads_freed_memory(checked
 
 @pytest.mark.parametrize("field", ["wr_id", "remote_addr", "rkey", "send_flags"])
 @isolated(silent=True)
-def test_number_that_closes_the_region_of_an_inline_post_never_has_freed_memory_read(field, device):
+def test_field_that_closes_the_region_of_its_inline_post_causes_no_read_of_freed_memory(
+    field, device
+):
     """Each time that it is read, also the last; then the post is refused, or has the bytes."""
     for turn in range(1, 7):
         rig = Rig(device)

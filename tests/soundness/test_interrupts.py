@@ -103,19 +103,19 @@ def _make(kind: str, device: str, raises: str, most: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @isolated(silent=True)
-def test_interrupted_while_it_is_made_it_leaves_nothing(kind, soft):
+def test_interrupted_creation_leaves_nothing(kind, soft):
     _make(kind, soft, "KeyboardInterrupt", 100)
 
 
 @pytest.mark.parametrize("kind", ["CQ", "MR", "QP", "SRQ-TM"])
 @isolated(silent=True)
-def test_exception_of_a_handler_while_it_is_made_leaves_nothing(kind, soft):
+def test_handlers_exception_during_creation_leaves_nothing(kind, soft):
     _make(kind, soft, "Exception", 40)
 
 
 @pytest.mark.parametrize("kind", REAL)
 @isolated(silent=True)
-def test_interrupted_while_it_is_made_it_leaves_nothing_on_a_real_device(kind, real):
+def test_interrupted_creation_leaves_nothing_on_a_real_device(kind, real):
     _make(kind, real, "KeyboardInterrupt", 25)
 
 
@@ -144,19 +144,19 @@ def _close(kind: str, device: str, raises: str, most: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @isolated(silent=True)
-def test_interrupted_while_it_is_closed_it_can_be_closed_again(kind, soft):
+def test_interrupted_close_can_be_repeated(kind, soft):
     _close(kind, soft, "KeyboardInterrupt", 100)
 
 
 @pytest.mark.parametrize("kind", ["CQ", "MR", "QP", "SRQ-TM"])
 @isolated(silent=True)
-def test_exception_of_a_handler_while_it_is_closed_lets_it_be_closed_again(kind, soft):
+def test_close_interrupted_by_a_handlers_exception_can_be_repeated(kind, soft):
     _close(kind, soft, "Exception", 40)
 
 
 @pytest.mark.parametrize("kind", REAL)
 @isolated(silent=True)
-def test_interrupted_while_it_is_closed_it_can_be_closed_again_on_a_real_device(kind, real):
+def test_interrupted_close_can_be_repeated_on_a_real_device(kind, real):
     _close(kind, real, "KeyboardInterrupt", 25)
 
 
@@ -185,7 +185,7 @@ SEVERAL: dict[str, Callable[[rp.Context, contextlib.ExitStack], Any]] = {
 
 @pytest.mark.parametrize("what", SEVERAL)
 @isolated(silent=True)
-def test_interrupted_while_several_resources_are_closed_they_can_be_closed_again(what, soft):
+def test_interrupted_close_of_several_resources_can_be_repeated(what, soft):
     files = open_files()
 
     def make() -> tuple[Any, contextlib.ExitStack]:
@@ -207,9 +207,7 @@ def test_interrupted_while_several_resources_are_closed_they_can_be_closed_again
 
 @pytest.mark.parametrize("verb", ["prepare", "prepare_recv"])
 @isolated(silent=True)
-def test_handler_that_closes_the_queue_pair_of_a_list_being_prepared_may_close_its_region(
-    verb, soft
-):
+def test_handler_that_closes_a_queue_pair_during_prepare_may_close_the_region_too(verb, soft):
     """So it may at any moment of it; the list ends with a ClosedError, or has been closed."""
 
     def make() -> Rig:
@@ -237,7 +235,7 @@ def test_handler_that_closes_the_queue_pair_of_a_list_being_prepared_may_close_i
 
 @pytest.mark.parametrize("verb", ["prepare", "prepare_recv"])
 @isolated(silent=True)
-def test_interrupted_while_it_prepares_a_list_a_queue_pair_and_its_region_can_be_closed(verb, soft):
+def test_queue_pair_and_region_of_an_interrupted_prepare_can_be_closed(verb, soft):
     """Also while what was raised is kept, and with its traceback the list."""
     kept: list[BaseException] = []
 
@@ -266,7 +264,7 @@ def _outstanding(rig: Rig) -> None:
 
 
 @isolated(silent=True)
-def test_interrupted_while_a_queue_pair_with_work_outstanding_is_closed(soft):
+def test_interrupted_close_of_a_queue_pair_with_outstanding_work_can_be_repeated(soft):
     """It can be closed again, and then its region; its completions are there or still come."""
 
     def make() -> Rig:
@@ -287,7 +285,7 @@ def test_interrupted_while_a_queue_pair_with_work_outstanding_is_closed(soft):
 
 
 @isolated(silent=True)
-def test_interrupted_while_a_queue_pair_is_reset(soft):
+def test_interrupted_reset_of_a_queue_pair_can_be_repeated(soft):
     """Reset again it has nothing outstanding, and can be connected again."""
 
     def make() -> Rig:
@@ -308,7 +306,7 @@ def test_interrupted_while_a_queue_pair_is_reset(soft):
 
 
 @isolated(silent=True, warnings="ignore")
-def test_interrupted_region_keeps_its_memory_as_long_as_it_is_registered(device):
+def test_interrupted_region_keeps_its_memory_while_it_is_registered(device):
     """While it is made or collected.  Its domain, which a device closes only without regions,
     tells whether one is left; memory that is not held any more must not be registered.
     """
@@ -355,7 +353,7 @@ def test_interrupted_region_keeps_its_memory_as_long_as_it_is_registered(device)
 
 @pytest.mark.parametrize("raises", RAISES)
 @isolated(silent=True, warnings="ignore")
-def test_interrupted_block_over_all_resources_closes_them(raises, soft):
+def test_interrupted_with_block_over_all_resources_closes_them(raises, soft):
     """``with`` gives everything back, or says in a ResourceWarning what it could not."""
 
     def act(things: dict[str, Any]) -> None:
@@ -454,7 +452,7 @@ def _post_rig(how: str, device: str) -> Any:
 @pytest.mark.parametrize("raises", RAISES)
 @pytest.mark.parametrize("how", POSTS)
 @isolated(silent=True)
-def test_interrupted_post_leaves_outstanding_what_the_device_has(how, raises, soft):
+def test_interrupted_post_counts_as_outstanding_what_the_device_has(how, raises, soft):
     """And all of that completes."""
     interrupt_at_each_moment(
         lambda: _post_rig(how, soft),
@@ -467,7 +465,7 @@ def test_interrupted_post_leaves_outstanding_what_the_device_has(how, raises, so
 
 @pytest.mark.parametrize("how", ["list", "inline", "bind-mw"])
 @isolated(silent=True, timeout=60)
-def test_interrupted_post_leaves_outstanding_what_a_real_device_has(how, real):
+def test_interrupted_post_counts_as_outstanding_what_a_real_device_has(how, real):
     interrupt_at_each_moment(
         lambda: _post_rig(how, real),
         lambda rig: rig.post(),
@@ -478,7 +476,7 @@ def test_interrupted_post_leaves_outstanding_what_a_real_device_has(how, real):
 
 
 @isolated(silent=True)
-def test_interrupted_bind_of_a_type_1_window_leaves_outstanding_what_the_device_has(soft):
+def test_interrupted_type_1_bind_counts_as_outstanding_what_the_device_has(soft):
     def make() -> Rig:
         rig = Rig(soft)
         rig.more.append(rp.MW(rig.pd, MWType.TYPE_1))
@@ -491,7 +489,7 @@ def test_interrupted_bind_of_a_type_1_window_leaves_outstanding_what_the_device_
 
 
 @isolated(silent=True)
-def test_interrupted_tso_leaves_outstanding_what_the_device_has(soft):
+def test_interrupted_tso_counts_as_outstanding_what_the_device_has(soft):
     from support.packets import ETHERNET, IPV4, ipv4, tcp
 
     def make() -> Rig:
@@ -519,7 +517,7 @@ def test_interrupted_tso_leaves_outstanding_what_the_device_has(soft):
 
 @pytest.mark.parametrize("raises", RAISES)
 @isolated(silent=True)
-def test_interrupted_post_of_receives_leaves_outstanding_what_the_device_has(raises, soft):
+def test_interrupted_post_of_receives_counts_as_outstanding_what_the_device_has(raises, soft):
     def check(rig: Rig, _: Moment) -> None:
         posted = rig.b.outstanding.recv
         rig.drain_receives()
@@ -576,7 +574,7 @@ class Shared(Rig):
 
 @pytest.mark.parametrize("raises", RAISES)
 @isolated(silent=True)
-def test_interrupted_post_to_a_shared_receive_queue_leaves_what_the_device_has(raises, soft):
+def test_interrupted_post_to_an_srq_counts_as_outstanding_what_the_device_has(raises, soft):
     def check(rig: Shared, _: Moment) -> None:
         posted = rig.srq.outstanding
         rig.send(posted)
@@ -597,7 +595,7 @@ def test_interrupted_post_to_a_shared_receive_queue_leaves_what_the_device_has(r
 
 
 @isolated(silent=True)
-def test_interrupted_post_of_tag_operations_leaves_what_the_device_has(soft):
+def test_interrupted_post_of_tag_operations_counts_as_outstanding_what_the_device_has(soft):
     """Operations that went in complete, and their entries can be removed."""
 
     def make() -> Rig:
@@ -687,7 +685,7 @@ def test_interrupted_poll_of_shared_receives_loses_no_completion(raises, soft):
 
 
 @isolated(silent=True)
-def test_interrupts_of_polls_at_random_lose_no_shared_receive(soft):
+def test_polls_interrupted_at_random_lose_no_shared_receive(soft):
     """The timer's come in between, too, while one batch after another is polled."""
     rig = Shared(soft)
     sent = 0
@@ -712,7 +710,7 @@ def test_interrupts_of_polls_at_random_lose_no_shared_receive(soft):
 
 @pytest.mark.parametrize("sleeps", [True, False], ids=["sleeps", "spins"])
 @isolated(silent=True)
-def test_interrupted_wait_for_what_does_not_come_leaves_the_queue_usable(sleeps, soft):
+def test_interrupted_wait_for_missing_completions_leaves_the_cq_usable(sleeps, soft):
     def act(rig: Rig) -> None:
         with contextlib.suppress(rp.WaitTimeout):
             rig.cq.wait(1, 0.003 if sleeps else 0)
@@ -774,7 +772,7 @@ def _verb_rig(device: str) -> Rig:
 @pytest.mark.parametrize("nested", ["polls", "posts"])
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if "close" not in verb])
 @isolated(silent=True, timeout=30)
-def test_signal_handler_may_poll_and_post_in_the_middle_of_any_verb(verb, nested, soft):
+def test_signal_handler_may_poll_and_post_within_any_verb(verb, nested, soft):
     """Neither waits for the other, and what both have posted completes."""
 
     def check(rig: Rig, moment: Moment) -> None:
@@ -814,7 +812,7 @@ def test_signal_handler_may_poll_and_post_in_the_middle_of_any_verb(verb, nested
 
 @pytest.mark.parametrize("verb", VERBS)
 @isolated(silent=True, timeout=30)
-def test_signal_handler_may_close_in_the_middle_of_any_verb(verb, soft):
+def test_signal_handler_may_close_within_any_verb(verb, soft):
     """Then or later, the verb goes through or says that it is closed, and all can be closed."""
 
     def act(rig: Rig) -> None:
@@ -882,7 +880,7 @@ IN_THE_MIDDLE = {"changes-list": _change_and_post_list, "posts": _post_another}
 @pytest.mark.parametrize("nested", IN_THE_MIDDLE)
 @pytest.mark.parametrize("outer", ["list", "plain"])
 @isolated(silent=True, timeout=60)
-def test_handler_in_the_middle_of_a_post_changes_nothing_of_it(outer, nested, waits, soft):
+def test_handler_within_a_post_does_not_change_what_is_posted(outer, nested, waits, soft):
     """What it changes and posts comes after what was being posted, which is as it was."""
     tried = []
 
@@ -924,7 +922,7 @@ def test_handler_in_the_middle_of_a_post_changes_nothing_of_it(outer, nested, wa
 
 @pytest.mark.parametrize("verb", ["poll", "post", "wait"])
 @isolated(silent=True, timeout=60)
-def test_3000_interrupts_at_random_leak_no_lock(verb, soft):
+def test_3000_random_interrupts_leave_no_lock_held(verb, soft):
     """This thread and another go on polling and posting after each."""
     rig = Rig(soft, max_send_wr=256)
     wrs = [rig.write(1), rig.write(2)]
@@ -967,7 +965,7 @@ def test_3000_interrupts_at_random_leak_no_lock(verb, soft):
 
 
 @isolated(silent=True, timeout=40)
-def test_interrupts_at_random_of_a_whole_program_lose_nothing_of_the_device(soft):
+def test_random_interrupts_of_a_whole_program_leak_nothing_on_the_device(soft):
     """One device, on which resources are made, used and closed under 600 interrupts."""
     rig = Rig(soft)
     kept: list[Any] = []
@@ -997,7 +995,7 @@ def test_interrupts_at_random_of_a_whole_program_lose_nothing_of_the_device(soft
 
 
 @pytest.mark.parametrize("verb", ["poll()", "wait(1, 0.001)", "wait(1, None)"])
-def test_ctrl_c_ends_a_program_that_polls(verb):
+def test_ctrl_c_ends_a_polling_program_as_interrupted(verb):
     """One of it, at any moment: the program closes everything and ends as interrupted."""
     program = (
         "import contextlib, faulthandler, sys, rdmapost as rp\n"
@@ -1044,7 +1042,7 @@ class Leaky:
         self.lock.release()
 
 
-def test_harness_finds_a_lock_that_an_interrupt_keeps():
+def test_harness_detects_a_lock_left_held_by_an_interrupt():
     def check(leaky: Leaky, _: Moment) -> None:
         assert leaky.lock.acquire(blocking=False), "locked"
 
@@ -1052,7 +1050,7 @@ def test_harness_finds_a_lock_that_an_interrupt_keeps():
         interrupt_at_each_moment(Leaky, Leaky.verb, check)
 
 
-def test_harness_ends_where_a_verb_waits_for_its_own_thread():
+def test_harness_ends_if_a_verb_deadlocks_on_its_own_thread():
     def check(_: Leaky, moment: Moment) -> None:
         assert not moment.raised
 
@@ -1060,7 +1058,7 @@ def test_harness_ends_where_a_verb_waits_for_its_own_thread():
         interrupt_at_each_moment(Leaky, Leaky.verb, check, handler=Leaky.verb, seconds=0.5)
 
 
-def test_harness_at_random_finds_a_lock_that_an_interrupt_keeps():
+def test_random_harness_detects_a_lock_left_held_by_an_interrupt():
     leaky = Leaky()
 
     def after() -> None:

@@ -78,7 +78,7 @@ def test_post_that_raises_recursion_error_has_posted_nothing(what, soft):
 
 
 @isolated(silent=True, timeout=30)
-def test_recursion_error_of_a_list_that_was_posted_in_part_says_how_many_were(soft):
+def test_recursion_error_of_a_partly_posted_list_reports_how_many_were_posted(soft):
     rig = Rig(soft)
     refused = rig.write(3, send_flags=1 << 20)
     tried = depths()
@@ -103,7 +103,7 @@ def test_recursion_error_of_a_list_that_was_posted_in_part_says_how_many_were(so
 
 
 @isolated(silent=True, timeout=30)
-def test_interrupt_of_the_error_for_a_list_that_was_posted_in_part_says_how_many_were(soft):
+def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(soft):
     """By itself, or by the PostError that it interrupted."""
     told: list[str] = []
     whole: list[int | None] = []
@@ -130,7 +130,7 @@ def test_interrupt_of_the_error_for_a_list_that_was_posted_in_part_says_how_many
 
 
 @isolated(silent=True, timeout=30)
-def test_interrupt_of_a_post_says_how_many_were_posted(soft):
+def test_interrupt_of_a_post_reports_how_many_were_posted(soft):
     """While the device carries them out."""
     told: list[object] = []
     wrong: list[object] = []

@@ -33,7 +33,7 @@ def _rounds(least: int = 20) -> Callable[[], bool]:
 
 
 @isolated(timeout=90)
-def test_each_completion_is_returned_once_and_in_order_while_another_thread_posts() -> None:
+def test_completions_are_returned_once_and_in_order_while_another_thread_posts() -> None:
     rig = Rig(max_send_wr=256)
     posted, ends = [0], [False]
     to = {"remote_addr": rig.mr.addr + 1024, "rkey": rig.mr.rkey}
@@ -60,7 +60,7 @@ def test_each_completion_is_returned_once_and_in_order_while_another_thread_post
 
 
 @isolated(timeout=90)
-def test_slots_of_a_receive_queue_are_all_free_again_while_another_thread_posts() -> None:
+def test_receive_slots_are_all_freed_while_another_thread_posts() -> None:
     depth = 64
     rig = Rig()
     receiver = rp.QP(rig.pd, rp.QPType.RC, rp.CQ(rig.context, 4096), max_recv_wr=depth)
@@ -96,7 +96,7 @@ def test_slots_of_a_receive_queue_are_all_free_again_while_another_thread_posts(
 
 
 @isolated(timeout=90)
-def test_what_is_posted_is_carried_out_while_another_thread_polls() -> None:
+def test_posted_work_is_carried_out_while_another_thread_polls() -> None:
     rig = Rig()
     other, ends = rp.CQ(rig.context), threading.Event()
     rig.more.append(other)
@@ -117,7 +117,7 @@ def test_what_is_posted_is_carried_out_while_another_thread_polls() -> None:
 
 
 @isolated(timeout=90)
-def test_completion_that_comes_while_its_event_is_asked_for_is_polled_or_announced() -> None:
+def test_completion_racing_req_notify_is_polled_or_announced() -> None:
     rig = Rig()
     channel = rp.CompChannel(rig.context)
     cq = rp.CQ(rig.context, channel=channel)

@@ -1,4 +1,4 @@
-"""Helpers that the tests share."""
+"""Helpers shared by the tests."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
 LOCAL_ERROR = {
     WCStatus.LOC_PROT_ERR,
-    # rxe reports the local error of a send or write so,
+    # rxe reports a local error in a send or write this way,
     WCStatus.LOC_QP_OP_ERR,
-    # and on 6.12 it may flush the very work request that failed.
+    # and on Linux 6.12 it may flush the failed work request itself.
     WCStatus.WR_FLUSH_ERR,
 }
-"""How a wrong lkey, or a work request that the queue pair cannot carry out, may end."""
+"""The possible statuses of a wrong lkey, or of an operation that the queue pair cannot do."""
 
 GRH = 40
-"""Bytes that a UD receive starts with."""
+"""Bytes in front of the message in a UD receive."""
 
 
 LIMIT = 120.0
-"""Seconds to wait for something that must come."""
+"""Seconds to wait for something that must happen."""
 
 
 def kernel() -> str:
@@ -51,7 +51,7 @@ def resident() -> int:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Wait for something that another thread does and nothing reports."""
+    """Poll until something is true that another thread does without reporting it."""
     end = time.monotonic() + LIMIT
     while not holds():
         assert time.monotonic() < end
@@ -148,11 +148,11 @@ class Pair:
         assert bytes(self.theirs.buffer[grh : grh + 8]) == b"still ok"
 
     def wait(self, count: int = 1, timeout: float = 10.0) -> list[rp.WC]:
-        """Wait for successes."""
+        """Wait for completions, all of them successful."""
         return [wc.check() for wc in self.cq.wait(count, timeout)]
 
     def finish(self) -> dict[int, WCStatus]:
-        """Let outstanding work requests end, in ERR if need be; return the statuses by wr_id."""
+        """Move both sides to ERR, and return the statuses of what was outstanding, by wr_id."""
         found: dict[int, WCStatus] = {}
         for qp in (self.a, self.b):
             qp.to_err()
@@ -162,8 +162,8 @@ class Pair:
 
 
 LOSES_MEMORY = {"ASAN_OPTIONS": "detect_leaks=0"}
-"""For a program in which Python itself loses some: what a thread holds that the end of the
-interpreter stops, and locks that are replaced in the child of a fork."""
+"""For a program in which Python itself leaks memory: that of threads stopped at interpreter exit,
+and locks that are replaced in the child of a fork."""
 
 
 def run_python(
@@ -171,7 +171,7 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in a separate Python; return its output."""
     return subprocess.run(
-        # -P: test what is installed, whatever the current directory holds.
+        # -P: import the installed package, not one in the current directory.
         [sys.executable, "-P", "-W", "error", "-c", code, *args],
         capture_output=True,
         text=True,
@@ -190,14 +190,12 @@ def prints(code: str, *args: str, **env: str) -> str:
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises."""
+    """The exception that a signal handler raises."""
 
 
 @contextlib.contextmanager
 def _no_gc_callbacks() -> Iterator[None]:
-    """Leave out what others, such as Hypothesis, have the collector call: interrupts there are
-    lost.
-    """
+    """Remove the garbage collector's callbacks (Hypothesis has one): interrupts there are lost."""
     before = gc.callbacks.copy()
     gc.callbacks.clear()
     try:
@@ -208,12 +206,12 @@ def _no_gc_callbacks() -> Iterator[None]:
 
 @_no_gc_callbacks()
 def interrupt_everywhere(call: Callable[[], object]) -> int:
-    """Interrupt a call at each moment at which Python runs signal handlers, once each.
+    """Interrupt a call at each point at which Python runs signal handlers, once each.
 
-    It must leave nothing open, though what was raised is kept, and its tracebacks with it.
+    The call must leave nothing open, even though the exceptions and their tracebacks are kept.
 
     Returns:
-        how many moments there were.
+        the number of such points.
     """
     kept: list[Interrupted] = []
     before = _all_open()
@@ -222,7 +220,7 @@ def interrupt_everywhere(call: Callable[[], object]) -> int:
 
         def look(_: object, event: str, __: object) -> None:
             nonlocal seen
-            # As a Python function begins, and as a C function has returned.
+            # On entry to a Python function, and after a C function has returned.
             seen += event in ("call", "c_return")
             if seen > len(kept):
                 sys.setprofile(None)

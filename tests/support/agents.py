@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 
 
 class Remote:
-    """A command that an agent runs; a context manager that kills what is left of it.
+    """A command that an agent runs; a context manager that kills it if it is still running.
 
     Args:
         agent: where the agent is.
@@ -37,7 +37,7 @@ class Remote:
 
     def __init__(self, agent: tuple[str, int], *argv: str) -> None:
         self._socket = socket.create_connection(agent, LIMIT)
-        # Longer than whatever it is asked to wait for.
+        # Longer than any wait requested of the agent.
         self._socket.settimeout(2 * LIMIT)
         self._file = self._socket.makefile("rb")
         try:
@@ -69,13 +69,13 @@ class Remote:
         self._ask("signal", number=int(number))
 
     def ended(self) -> Ended:
-        """Wait for its end."""
+        """Wait for it to exit."""
         answer = self._ask("wait", timeout=LIMIT)
-        assert answer["status"] is not None, f"it does not end; it said {answer}"
+        assert answer["status"] is not None, f"the command did not exit: {answer}"
         return Ended(answer["status"], answer["out"], answer["err"])
 
     def close(self) -> None:
-        """Have the agent end it."""
+        """Make the agent kill it."""
         self._file.close()
         self._socket.close()
 
@@ -95,7 +95,7 @@ class Remote:
 def local_agent() -> Iterator[tuple[str, int]]:
     """Run an agent on this machine; yield its address.
 
-    Its commands need no start-up, which takes seconds on an emulated machine.
+    Its commands skip Python's start-up, which takes seconds on an emulated machine.
     """
     program = Path(__file__).parent.parent / "guests" / "agent.py"
     with subprocess.Popen(

@@ -32,7 +32,7 @@ class Ran(NamedTuple):
 
     @property
     def doc(self) -> dict[str, Any]:
-        """The one JSON document on standard output."""
+        """The JSON document on standard output."""
         document = json.loads(self.out)
         assert isinstance(document, dict)
         return document
@@ -56,7 +56,7 @@ def on(context: rp.Context, *args: str) -> Ran:
 
 
 def done(context: rp.Context, *args: str) -> dict[str, Any]:
-    """Run a command on a device, which must succeed; return its document."""
+    """Run a command that must succeed on a device; return its JSON document."""
     ran = on(context, *args, "--json")
     assert ran.err == ""
     assert ran.code == 0

@@ -2,15 +2,15 @@
 
     connection_flood.py HOST PORT BEHAVIOUR COUNT SOURCES [HELLO]
 
-Each of COUNT connections, from 127.0.0.2 on if SOURCES is more than 0, is one that
+Opens COUNT connections (from 127.0.0.2 and up, if SOURCES is more than 0). By BEHAVIOUR, each one
 
     idle     sends nothing, and reconnects as soon as it is closed;
     half     sends half a hello, and reconnects as soon as it is closed;
     churn    disconnects and reconnects at once, as often as it can;
     guess    sends HELLO with another token each time, reads the answer, and reconnects.
 
-It prints a line when all are connected, and at the end of its input how often the server has closed
-or answered them, by code, and for how many seconds.
+Prints a line when all are connected. At end of file on its input, prints how many times the
+server closed or answered them, by code, and the elapsed seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
     while True:
         for key, _ in selector.select(0 if behaviour == "churn" else None):
             if key.fileobj == 0:
-                # What came before the end; it may be a terminal's line break.
+                # The input before end of file; it may be a terminal's line break.
                 if not os.read(0, 4096):
                     print(json.dumps({"answers": answers, "seconds": time.monotonic() - started}))
                     return

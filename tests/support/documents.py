@@ -22,12 +22,12 @@ _PROMPT = re.compile(r"(\w*)\$ (.*)")
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a block shows.
+    """A command in a code block.
 
     Attributes:
         text: the command, on one line.
         output: the output shown below it, or "".
-        host: on which of two hosts, or "".
+        host: the host in its prompt, or "".
     """
 
     text: str
@@ -42,10 +42,10 @@ class Block:
     Attributes:
         document: its file.
         line: number of the first line of its text.
-        language: the fence's, or "".
-        text: what is in it.
-        output: of an example, the block without a language right below it, or None.
-        is_output: whether it is such a block.
+        language: the language after the fence, or "".
+        text: its contents.
+        output: for an example, the contents of the unlabelled block right after it, or None.
+        is_output: whether it is the output of an example.
     """
 
     document: str
@@ -87,12 +87,12 @@ def blocks(document: str) -> tuple[Block, ...]:
 
 
 def prose(document: str) -> str:
-    """Return a document without its blocks."""
+    """Return a document's text without its blocks."""
     return re.sub(r"(?ms)^```.*?^```$", "", (ROOT / document).read_text())
 
 
 def commands_of(block: Block) -> list[Command]:
-    """Return the commands of a block of shell, or of a session with prompts and outputs."""
+    """Return the commands in a block of shell, or in a session with prompts and output."""
     if block.language == "sh":
         text = re.sub(r"\\\n\s*", "", block.text)
         text = re.sub(r"&&\n\s*", "&& ", text)

@@ -1,4 +1,4 @@
-"""Looks for findings by name."""
+"""Find diagnosis findings by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["named", "problems", "wrong"]
 
 
 def named(findings: list[Finding], name: str) -> Finding:
-    """Return the one finding of that name."""
+    """Return the only finding with that name."""
     found = [finding for finding in findings if finding.name == name]
     assert len(found) == 1, [finding.name for finding in findings]
     return found[0]

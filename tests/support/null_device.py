@@ -1,4 +1,4 @@
-"""The benchmarks' null device as a stand-in for libibverbs: it refuses and lies on demand."""
+"""The benchmarks' null device in place of libibverbs: it fails and misreports on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def null(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("there is no C compiler")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            # Ignore what the compiler itself leaks (.ci/sanitize).
+            # Ignore the compiler's own leaks under .ci/sanitize.
             patch.setenv("ASAN_OPTIONS", "detect_leaks=0")
             library, _ = compile_c(tmp_path_factory.mktemp("null"))
     except subprocess.CalledProcessError:
@@ -47,7 +47,7 @@ def on_null(null):
     """Run a program on the null device; return its output."""
 
     def run(code: str, **env: str) -> str:
-        # Without suppressions: the null device's allocations do not count as leaks.
+        # No leak check: the null device never frees its allocations.
         env = {"RDMAPOST_LIBIBVERBS": null, "ASAN_OPTIONS": "detect_leaks=0", **env}
         return prints(SETUP + textwrap.dedent(code), **env)
 

@@ -1,6 +1,6 @@
-"""IP packets by the byte, built and parsed, and queue pairs that carry them.
+"""IP packets, built and parsed byte by byte, and queue pairs that carry them.
 
-Shared by the tests of checksums and of segmentation.
+Shared by the checksum and segmentation tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def word_sum(data: bytes) -> int:
 
 
 def ipv4(protocol: int, payload: bytes, *, ident: int = 7, options: bytes = b"") -> bytes:
-    """Make an IPv4 packet whose checksum is still to be filled in."""
+    """Make an IPv4 packet without its checksum."""
     header = struct.pack(
         "!BBHHHBBH4s4s",
         0x45 + len(options) // 4,
@@ -70,7 +70,7 @@ def ipv6(protocol: int, payload: bytes, *, extension: bytes = b"") -> bytes:
 
 
 def tcp(payload: bytes = b"", *, seq: int = 1000, flags: int = ACK, options: bytes = b"") -> bytes:
-    """Make a TCP segment whose checksum is still to be filled in."""
+    """Make a TCP segment without its checksum."""
     offset = (20 + len(options)) // 4 << 4
     return (
         struct.pack("!HHIIBBHHH", 1, 2, seq, 5, offset, flags, 1000, 0xBBBB, 0) + options + payload
@@ -78,7 +78,7 @@ def tcp(payload: bytes = b"", *, seq: int = 1000, flags: int = ACK, options: byt
 
 
 def udp(payload: bytes = b"", checksum: int = 0xBBBB) -> bytes:
-    """Make a UDP datagram whose checksum is still to be filled in."""
+    """Make a UDP datagram without its checksum."""
     return struct.pack("!HHHH", 1, 2, 8 + len(payload), checksum) + payload
 
 
@@ -117,7 +117,7 @@ class Parsed:
 
 
 class Link:
-    """A sending queue pair and receiving ones of its type, with many receives each."""
+    """A sending queue pair and receivers of the same type, with many receives posted on each."""
 
     def __init__(
         self, stack: contextlib.ExitStack, pd: rp.PD, cq: rp.CQ, qp_type: QPType, receivers: int = 1
@@ -147,14 +147,14 @@ class Link:
             self.more = {"ah": ah, "remote_qpn": b.qp_num, "remote_qkey": key}
 
     def send(self, frame: bytes, send_flags: int = SendFlags.SIGNALED) -> rp.WC:
-        """Send one frame or message; return how that ended."""
+        """Send one frame or message; return its completion."""
         self.mr.buffer[: len(frame)] = frame
         wr = rp.Send(self.mr[: len(frame)], wr_id=1, send_flags=send_flags, **self.more)
         self.a.post_send(wr)
         return self.cq.wait(1)[0]
 
     def tso(self, hdr: bytes, payload: bytes, mss: int) -> rp.WC:
-        """Send a payload in segments; return how that ended."""
+        """Send a payload in segments; return its completion."""
         self.mr.buffer[: len(payload)] = payload
         sg_list = self.mr[: len(payload)] if payload else ()
         self.a.post_send(rp.TSO(sg_list, hdr=hdr, mss=mss, wr_id=2, **self.more))
@@ -163,7 +163,7 @@ class Link:
     def received(self, number: int = 0) -> list[tuple[bytes, WCFlags]]:
         """Return the frames that a receiver got, without the GRH, and their flags.
 
-        The receives that they took are posted again.
+        The receives that they consumed are posted again.
         """
         grh = GRH if self.qp_type is QPType.UD else 0
         qp, memory = self.receivers[number], self.memory[number]

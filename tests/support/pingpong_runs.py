@@ -1,4 +1,4 @@
-"""Ping-pong with both sides in this process, and its command in another: helpers of its tests."""
+"""Helpers for the ping-pong tests: both sides in this process, or the command in another."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MESSAGE = b"0000:000011:abcdef:00000000000000000000ffff0a000001\0"
 """What ibv_rc_pingpong sends for QP 0x11 with the GID ::ffff:10.0.0.1."""
 
 IN_ONE_PROCESS = {"events": True, "timeout": 20.0}
-"""Sleep where both sides are in this process: two threads that poll hinder each other."""
+"""Sleep when both sides are in this process: two threads that poll slow each other down."""
 
 
 class Ends:
-    """How each of two sides ended: a Result or its exception."""
+    """The outcome on each side: a Result or an exception."""
 
     client: Any = None
     server: Any = None
@@ -39,7 +39,7 @@ def run_pair(
     server: dict[str, Any] | None = None,
     **both: Any,
 ) -> Ends:
-    """Run both sides, each in its own thread, and return how each ended."""
+    """Run each side in its own thread, and return both outcomes."""
     ends = Ends()
     options = IN_ONE_PROCESS | both
     with listen(HOST, 0) as listener:
@@ -66,7 +66,7 @@ def run_pair(
 
 
 def done(ends: Ends) -> tuple[Result, Result]:
-    """Return both results of a run that went well."""
+    """Return both results of a successful run."""
     for end in (ends.client, ends.server):
         if isinstance(end, Exception):
             raise end
@@ -85,7 +85,7 @@ def start(*args: str) -> subprocess.Popen[str]:
 
 
 def listening(server: subprocess.Popen[str]) -> str:
-    """Wait until a server says that it listens; return the port."""
+    """Wait until a server reports that it is listening; return the port."""
     assert server.stderr is not None
     for line in server.stderr:
         if match := re.match(r"waiting for a client on \S+:(\d+)$", line):

@@ -1,4 +1,4 @@
-"""Ports of this machine: free ones, ones in use, and a test's listener."""
+"""Local ports: free ones, ones in use, and a test's listener."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def wait_for_port(port: int) -> None:
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             with contextlib.suppress(FileNotFoundError):
                 for line in Path(table).read_text().splitlines()[1:]:
-                    # Local address and state, 0A for one that listens.
+                    # Local address and state; 0A is a listening socket.
                     if state in line.split()[1] + " " and line.split()[3] == "0A":
                         return
         time.sleep(0.02)
-    pytest.fail(f"nobody listens on {port}")
+    pytest.fail(f"nothing listens on {port}")
 
 
 @contextlib.contextmanager
 def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """Listen as something else, and send this to the first client; yield the address."""
+    """Listen as a foreign service that sends this to the first client; yield the address."""
     with socket.create_server((HOST, 0)) as listener:
 
         def run() -> None:
@@ -58,7 +58,7 @@ def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]
 
 
 def read_to_end(sock: socket.socket) -> None:
-    """Read until the other side has gone."""
+    """Read until the other side disconnects."""
     with contextlib.suppress(ConnectionError):
         while sock.recv(4096):
             pass

@@ -1,4 +1,4 @@
-"""A server in this process, and what tests do to it: helpers for the connect tests."""
+"""Helpers for the connect tests: a server in this process, and its clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import QPType, connect
-from rdmapost.tools.connect.fabric import fabric_of
 from rdmapost.tools.connect.protocol_messages import (
     Bye,
     Hello,
@@ -25,6 +24,7 @@ from rdmapost.tools.connect.protocol_messages import (
     Report,
     encode,
 )
+from rdmapost.tools.fabric import fabric_of
 from support import LIMIT
 
 ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
@@ -86,7 +86,7 @@ class Served:
                 return event
 
     def works(self) -> None:
-        """A client comes, and its bytes arrive."""
+        """Check that a client can connect, and its message arrives."""
         with self.dial() as peer:
             peer.mr.buffer[:8] = b"still ok"
             peer.qp.post_send(rp.Send(peer.mr[:8]))
@@ -110,7 +110,7 @@ def _making(context: rp.Context, serve: Callable[..., Any]) -> Iterator[Callable
 
 @pytest.fixture
 def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
-    """Make servers, which end with the test: ``serve = servers``."""
+    """Make servers that are closed after the test: ``serve = servers``."""
     with _making(context, connect.serve) as make:
         yield make
 
@@ -119,7 +119,7 @@ def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
 def both_servers(
     context: rp.Context, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Served]]:
-    """Make servers of either face, which end with the test: ``serve = both_servers``."""
+    """As ``servers``, for both the threaded and the asyncio server: ``serve = both_servers``."""
     with _making(context, request.param) as make:
         yield make
 
@@ -132,7 +132,7 @@ def hello(context: rp.Context, token: str | None = None) -> Hello:
 
 @contextlib.contextmanager
 def raw_client(served: Served, *messages: Message | bytes) -> Iterator[socket.socket]:
-    """A TCP connection that sends something, all at once."""
+    """A TCP connection that sends all of this at once."""
     data = b"".join(one if isinstance(one, bytes) else encode(one) for one in messages)
     with socket.create_connection(served.server.address[:2], LIMIT) as sock:
         sock.sendall(data)
@@ -140,7 +140,7 @@ def raw_client(served: Served, *messages: Message | bytes) -> Iterator[socket.so
 
 
 def answers(sock: socket.socket) -> list[dict[str, Any]]:
-    """Read all that the server sends, to the end."""
+    """Read everything that the server sends, to end of file."""
     received = b""
     while data := sock.recv(65536):
         received += data
@@ -148,7 +148,7 @@ def answers(sock: socket.socket) -> list[dict[str, Any]]:
 
 
 def one_error(sock: socket.socket) -> tuple[str, str]:
-    """Return code and text of the one error that the server sends last."""
+    """Return the code and text of the error that ends what the server sends."""
     *before, last = answers(sock)
     assert [m["type"] for m in before if m["type"] == "error"] == []
     assert last["type"] == "error"

@@ -1,4 +1,4 @@
-"""Reading the list of statements about posting, statements.md."""
+"""Read statements.md, the list of statements about posting."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Statement:
     """A statement about posting.
 
     Attributes:
-        source: who says it.
-        section: in which part.
-        text: what is said, in our words.
+        source: the man page, or the tutorial.
+        section: the section of it.
+        text: the statement, paraphrased.
         how: "impossible", "checked" or "shown".
-        devices: where its tests run: "soft0", "verbs", both, or nowhere in particular.
-        lacks: what Soft-RoCE lacks for it.
-        names: members, opcodes and flags of the header that it is about.
-        tests: ``file::name``, without the suffix of the file.
+        devices: where its tests run: "soft0", "verbs", both, or empty for no device.
+        lacks: what Soft-RoCE lacks to test it.
+        names: the header's members, opcodes and flags that it is about.
+        tests: ``file::name``, without the file's suffix.
     """
 
     source: str
@@ -46,12 +46,12 @@ def read(text: str) -> list[Statement]:
     """Read a list.
 
     Raises:
-        ValueError: a line is none that a list has.
+        ValueError: a line cannot be parsed.
     """
     found: list[Statement] = []
     source = section = ""
     _, _, body = text.partition("\n## ")
-    # A long list of names goes on in the next line.
+    # A long list of names continues on the next line.
     for line in re.sub(",\n +`", ", `", f"## {body}").splitlines():
         if line.startswith("## "):
             source = line[3:]

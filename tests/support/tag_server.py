@@ -1,4 +1,4 @@
-"""A server that matches tags, and its clients: shared by the tests of tag matching."""
+"""A tag-matching server and its clients, shared by the tag matching tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MATCHED = WCFlags.TM_MATCH | WCFlags.TM_DATA_VALID
 NO_FLAGS = WCFlags(0)
 
 RECEIVES = 32768
-"""Where the server's untagged receives begin; tagged buffers lie before."""
+"""Offset of the server's untagged receives; tagged buffers come before it."""
 SLOT = 1024
 
 
@@ -48,7 +48,7 @@ class Server:
         self.client = self.clients[0]
 
     def add(self, tag: int, at: int = 0, size: int = SLOT, **fields: Any) -> rp.TagAdd:
-        """Add an entry for a tag, with its completion polled; return its work request."""
+        """Add an entry for a tag, and poll its completion; return its work request."""
         op = rp.TagAdd(tag=tag, sg_list=self.mr[at : at + size] if size else (), **fields)
         self.srq.post_srq_ops(op)
         if op.flags & OpsFlags.SIGNALED:
@@ -57,7 +57,7 @@ class Server:
         return op
 
     def post_receives(self, count: int = 1) -> None:
-        """Post receives for messages that are not matched, wr_id 500 and up."""
+        """Post receives for unmatched messages, with wr_id from 500."""
         mr = self.mr
         self.srq.post_srq_recv(
             [
@@ -101,7 +101,7 @@ class Client:
         self.qp.post_send(rp.Send(self.mr[: len(message)] if message else (), wr_id=1))
 
     def send(self, message: bytes) -> WCStatus:
-        """Send a message; return how that ended."""
+        """Send a message; return its completion."""
         self.post(message)
         [wc] = self.cq.wait(1)
         assert wc.wr_id == 1

@@ -1,7 +1,7 @@
 /*
- * Stands in front of a context's posting calls: shows each chain to a test, as the
- * device is handed it, and refuses work requests as the test says.  And completion queues
- * that answer each poll as the test says.
+ * Intercepts a context's posting calls: passes each chain to a test before the device
+ * receives it, and refuses work requests as the test specifies.  Also has completion
+ * queues that return to each poll what the test specifies.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -10,12 +10,12 @@
 
 enum { SEND, RECV, SRQ_RECV, SRQ_OPS };
 
-/* What becomes of a chain; all zero: the device has it. */
+/* The result of a post; if all zero, the chain goes to the device. */
 struct answer {
-	int refuse; /* whether to refuse all behind the first `passed` */
-	uint32_t passed; /* how many the device has */
-	int rc; /* returned then: an errno, a negative one, or 0 */
-	int bad; /* *bad then: NULL (0), left alone (1), the first refused (2), nowhere (3) */
+	int refuse; /* whether to refuse all after the first `passed` */
+	uint32_t passed; /* how many go to the device */
+	int rc; /* the return value: an errno, a negative one, or 0 */
+	int bad; /* *bad: NULL (0), unchanged (1), the first refused (2), an invalid address (3) */
 };
 
 typedef void see(int verb, const void *first, struct answer *answer);
@@ -84,10 +84,10 @@ void tap_close(struct ibv_context *context)
 enum { POLLS = 8 };
 
 static struct {
-	int count, answers[POLLS]; /* completions that a poll returns; below 0 it fails; behind them 0 */
-	int polls, asked[POLLS], ended; /* polls so far, how many each asked for; ibv_end_poll() */
-	int left; /* of this poll */
-	uint64_t next; /* the wr_id of the next one; those that are odd have failed */
+	int count, answers[POLLS]; /* completions that each poll returns, negative to fail; then 0 */
+	int polls, asked[POLLS], ended; /* polls, how many each requested; calls to ibv_end_poll() */
+	int left; /* completions left in this poll */
+	uint64_t next; /* the next one's wr_id; odd ones have failed */
 } script;
 
 static struct ibv_context polled;
@@ -166,7 +166,7 @@ static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm)
 	tm->priv = (uint32_t)(120 + cq->wr_id);
 }
 
-/* One at a time. */
+/* Only one can exist at a time. */
 void *tap_cq(int extended, int tells_tags, const int *answers, int count)
 {
 	static struct ibv_cq cq;

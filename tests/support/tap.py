@@ -1,6 +1,6 @@
-"""Intercepting a device's posting calls: what it is handed, and refusals on demand.
+"""Intercept a device's posting calls: record what is posted, and refuse it on demand.
 
-``tap.c`` is compiled for it.  The chains are looked at through cffi's own view of the structs.
+It compiles ``tap.c``, and reads the chains through cffi's definitions of the structs.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _See = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Ans
 
 
 class Record:
-    """A work request as the device was handed it: a copy, and where it was.
+    """A work request as the device received it: a copy, and its address.
 
     Attributes:
-        wr: the struct, by cffi; its pointers are those that the device saw.
-        address: where it was.
+        wr: the struct, in cffi; its pointers are the ones that the device saw.
+        address: its address.
         data: its bytes.
         sges: (addr, length, lkey) of each of its SGEs.
-        hdr: the bytes behind a TSO's header pointer, or None.
+        hdr: the header of a TSO, or None.
     """
 
     def __init__(self, verb: int, at: Any) -> None:
@@ -55,7 +55,7 @@ class Record:
         self.wr = ffi.new(f"{ctype} *")
         ffi.memmove(self.wr, self.data, len(self.data))
         holder = at.tm.add if verb == SRQ_OPS else at
-        # For other operations the union holds none.
+        # Other operations do not use this member of the union.
         count = holder.num_sge if verb != SRQ_OPS or at.opcode == rp.OpsOpcode.TAG_ADD else 0
         sges = [holder.sg_list[i] for i in range(count)]
         self.sges = [(sge.addr, sge.length, sge.lkey) for sge in sges]
@@ -64,13 +64,13 @@ class Record:
 
 
 class Tap:
-    """What intercepts the posts of an open device.
+    """Intercepts an open device's posts.
 
     Attributes:
         context: the device.
         chains: (verb, records) of each post, in order.
-        answer: what is answered to the next posts: None for the device's own answer, or how many
-            work requests it gets, what is returned then, and what becomes of ``*bad``.
+        answer: the result of the next posts: None to pass them to the device, or how many work
+            requests to pass to it, what to return, and what to store in ``*bad``.
     """
 
     def __init__(self, library: Any, context: rp.Context) -> None:
@@ -92,7 +92,7 @@ class Tap:
             answer[0].passed, answer[0].rc, answer[0].bad = self.answer
 
     def refuse(self, passed: int = 0, rc: int = 22, bad: int = NAMED) -> None:
-        """Answer the following posts in this way."""
+        """Give the following posts this result."""
         self.answer = passed, rc, bad
 
     def last(self) -> list[Record]:
@@ -127,17 +127,17 @@ def _compiled() -> Any:
             capture_output=True,
             text=True,
             check=False,
-            # Ignore what the compiler itself leaks (.ci/sanitize).
+            # Ignore the compiler's own leaks under .ci/sanitize.
             env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
         )
         if done.returncode:
             return f"tap.c does not compile here: are libibverbs' headers there? {done.stderr}"
-        # It stays mapped once its file is deleted.
+        # It stays mapped after its file is deleted.
         return ctypes.CDLL(library)
 
 
 def open_tap(context: rp.Context) -> Tap:
-    """Intercept a device's posts; skip the test, by name, if that cannot be compiled."""
+    """Intercept a device's posts; skip the test, with the reason, if tap.c cannot be compiled."""
     library = _compiled()
     if isinstance(library, str):
         pytest.skip(library)
@@ -145,18 +145,18 @@ def open_tap(context: rp.Context) -> Tap:
 
 
 class PolledCQ:
-    """A completion queue without a device, which answers each poll as told.
+    """A completion queue without a device, which returns given results to polls.
 
-    Its completions have the ``wr_id`` 0, 1, 2, ...; those that are odd have failed.
+    Its completions have the ``wr_id`` 0, 1, 2, ...; the odd ones have failed.
 
     Args:
         extended: whether it is a ``struct ibv_cq_ex``.
-        answers: how many completions the polls return, one after the other, and below 0 that they
-            fail; later ones return none.
+        answers: how many completions each successive poll returns; negative if it fails. Later
+            polls return none.
         tells_tags: whether it has ``read_tm_info``.
 
     Attributes:
-        address: of its struct.
+        address: the address of its struct.
     """
 
     def __init__(self, extended: bool, answers: list[int], tells_tags: bool = True) -> None:
@@ -170,17 +170,17 @@ class PolledCQ:
 
     @property
     def polls(self) -> int:
-        """How many polls there were."""
+        """The number of polls."""
         return int(self._library.tap_polls())
 
     @property
     def asked(self) -> list[int]:
-        """How many completions the polls asked for; of an extended queue, their comp_mask."""
+        """How many completions each poll requested; for an extended queue, its comp_mask."""
         return list(self._library.tap_asked()[: self.polls])
 
     @property
     def ended(self) -> int:
-        """How often ibv_end_poll() was called."""
+        """The number of calls to ibv_end_poll()."""
         return int(self._library.tap_ended())
 
 

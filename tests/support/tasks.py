@@ -14,7 +14,7 @@ from rdmapost import QPType
 from support import ALL, Pair
 
 LIMIT = 120
-"""Seconds that any of these may take; a lost wake-up shows as this."""
+"""Seconds that a wait may take; a lost wake-up shows up as this timeout."""
 
 
 def write(pair: Pair, wr_id: int = 0) -> rp.RdmaWrite:
@@ -32,13 +32,13 @@ def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 async def settle() -> None:
-    """Let every runnable task continue until it waits."""
+    """Let every runnable task run until it blocks."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 def abandoned(wait: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
-    """Start a waiting task in its own event loop, and close the loop around it."""
+    """Start a waiting task in its own event loop, and close the loop while it waits."""
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         task = loop.create_task(wait())
         loop.run_until_complete(settle())
@@ -48,7 +48,7 @@ def abandoned(wait: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]
 
 
 async def waiting(cq: rp.CQ, count: int = 1) -> asyncio.Task[list[rp.WC]]:
-    """Start a task that waits for completions, and return it when it does."""
+    """Start a task that waits for completions, and return it once it waits."""
     task = asyncio.create_task(cq.completions(count))
     await settle()
     assert not task.done()

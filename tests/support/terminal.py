@@ -16,10 +16,10 @@ __all__ = ["terminal"]
 
 @contextlib.contextmanager
 def terminal(width: int = 80) -> Iterator[tuple[int, bytearray]]:
-    """Open a terminal of that many columns.
+    """Open a pseudo-terminal with that many columns.
 
     Yields:
-        its file descriptor, and what has been written to it, complete after the block.
+        its file descriptor, and the output written to it, which is complete after the block.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))

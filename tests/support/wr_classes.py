@@ -1,4 +1,4 @@
-"""The classes of work requests."""
+"""The work request classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests with a second machine share: without one they are skipped."""
+"""Fixtures of the tests that need a second machine, without which they are skipped."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import rdmapost as rp
 from .remote import DEVICE, wait_for_agent
 
 NO_PEER = (
-    "there is no second machine (RDMAPOST_PEER); "
+    "no second machine (RDMAPOST_PEER); "
     "tests/guest.py --peer 'python tests/guests/agent.py' runs these"
 )
 
 
 @pytest.fixture(scope="session")
 def peer() -> str:
-    """The address of the other machine, whose agent is there."""
+    """The address of the other machine, whose agent runs."""
     address = os.environ.get("RDMAPOST_PEER")
     if not address:
         pytest.skip(NO_PEER)

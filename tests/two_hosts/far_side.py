@@ -1,9 +1,9 @@
-"""The other side of test_operations: takes what comes, and looks at every byte of it.
+"""The peer of test_operations: receives everything and checks every byte.
 
     python -m two_hosts.far_side COUNT
 
-It says where it is, is told where the peer is, and ends with 0 when every operation has come, in
-order, with its own counter and its own bytes.
+It prints its endpoint, reads its peer's, and exits with 0 when every operation has arrived in
+order, with the right counter and data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZE = 64
 DEPTH = 256
 """Receives; the peer cannot be ahead by more."""
 SLOTS = 2 * DEPTH
-"""Places for writes, so that none is written again before it was looked at."""
+"""Slots for writes: enough that each is checked before it is written again."""
 LIMIT = 30.0
 
 
@@ -57,8 +57,8 @@ def main(count: int) -> None:
                     sys.exit(f"instead of {expected} came {wc}: {found!r}")
                 qp.post_recv(rp.RecvWR(places[place], wr_id=place))
                 expected += 1
-        print(json.dumps({"taken": expected}), flush=True)
-        # The memory is there until the peer has read it.
+        print(json.dumps({"received": expected}), flush=True)
+        # Keep the memory until the peer has read it.
         sys.stdin.readline()
 
 

@@ -1,4 +1,4 @@
-"""Commands in the other machine, by way of its agent (tests/guests/agent.py)."""
+"""Commands on the other machine, through its agent (tests/guests/agent.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support import LIMIT, agents
 
 AGENT_PORT = 18700
 DEVICE = "rxe0"
-"""The device of either machine."""
+"""The device of both machines."""
 GID_INDEX = "1"
 """Its GID that is the IPv4 address; the one before it is link-local."""
 
@@ -22,14 +22,14 @@ def peer_address() -> str:
 
 
 class Remote(agents.Remote):
-    """A command in the other machine."""
+    """A command on the other machine."""
 
     def __init__(self, *argv: str) -> None:
         super().__init__((peer_address(), AGENT_PORT), *argv)
 
 
 def wait_for_agent() -> None:
-    """Wait until the other machine is there."""
+    """Wait until the other machine has booted."""
     end = time.monotonic() + 120
     while True:
         try:
@@ -37,33 +37,33 @@ def wait_for_agent() -> None:
         except OSError as error:
             if time.monotonic() > end:
                 pytest.fail(f"no agent at {peer_address()}:{AGENT_PORT}: {error}")
-            # It still boots: nothing tells when it is through.
+            # It is booting: nothing announces the end of that.
             time.sleep(0.2)
         else:
             return
 
 
 def wait_for_no_link() -> None:
-    """Wait until the other machine cannot be reached any more."""
+    """Wait until the other machine is unreachable."""
     end = time.monotonic() + LIMIT
     while time.monotonic() < end:
         try:
             socket.create_connection((peer_address(), AGENT_PORT), 1.5).close()
         except OSError:
             return
-        # Nothing tells, and each look starts a process there.
+        # Nothing announces it, and each attempt starts a process there.
         time.sleep(0.1)
     pytest.fail(f"{peer_address()} can be reached for {LIMIT:g} s")
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until something there listens, without connecting: it may take one connection."""
+    """Wait for a listener there without connecting: it may accept only one connection."""
     listens = f"grep -Eqs ':{port:04X} 0+:0000 0A' /proc/net/tcp /proc/net/tcp6"
     said("timeout", f"{LIMIT:g}", "sh", "-c", f"until {listens}; do sleep 0.05; done")
 
 
 def said(*argv: str) -> str:
-    """Run a command there that must end well; return its output."""
+    """Run a command there that must succeed; return its output."""
     with Remote(*argv) as command:
         ended = command.ended()
     assert ended.status == 0, ended

@@ -1,5 +1,5 @@
-"""Ping-pong between two machines: with the stock programs and with itself, in both roles; the
-other side killed at each step, and its link down and up again."""
+"""Ping-pong between two machines: with the stock programs and with rdmapost, in both roles; the
+peer killed at each stage, and its link down and up again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITERS = "200"
 PORT = 18515
 ENDLESS = 100_000_000
 PATIENCE = 4.0
-"""The time limit of a side whose peer goes."""
+"""The time limit of a side whose peer goes away."""
 TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 
 
@@ -62,7 +62,7 @@ def own_address(peer: str) -> str:
 
 
 def check(doc: dict[str, Any], role: str) -> None:
-    """What a run that was as it should be says."""
+    """Assert that a run succeeded."""
     assert "error" not in doc
     assert (doc["role"], doc["iters"], doc["validated"]) == (role, int(ITERS), True)
     assert doc["round_trips"] == int(ITERS) - (role == "server")
@@ -72,7 +72,7 @@ def check(doc: dict[str, Any], role: str) -> None:
 
 
 @TYPES
-def test_client_of_the_stock_server(peer, device, qp_type):
+def test_a_client_measures_against_the_stock_server(peer, device, qp_type):
     with Remote(*stock(qp_type, "-c", "-p", str(PORT))) as other:
         wait_for_port(PORT)
         ran = run("pingpong", peer, "--tcp-port", str(PORT), *ours(qp_type))
@@ -85,18 +85,18 @@ def test_client_of_the_stock_server(peer, device, qp_type):
 
 
 @TYPES
-def test_server_of_the_stock_client(peer, device, qp_type):
-    port, players = free_port(), queue.Queue()
+def test_a_server_measures_against_the_stock_client(peer, device, qp_type):
+    port, clients = free_port(), queue.Queue()
 
-    def play() -> None:
+    def start_client() -> None:
         local_port(port)
-        players.put(Remote(*stock(qp_type, "-c", "-p", str(port), own_address(peer))))
+        clients.put(Remote(*stock(qp_type, "-c", "-p", str(port), own_address(peer))))
 
-    thread = threading.Thread(target=play)
+    thread = threading.Thread(target=start_client)
     thread.start()
     ran = run("pingpong", "--tcp-port", str(port), "--wait", "60", *ours(qp_type))
     thread.join(LIMIT)
-    with players.get(timeout=LIMIT) as other:
+    with clients.get(timeout=LIMIT) as other:
         ended = other.ended()
     assert ran.code == 0
     assert re.fullmatch(rf"waiting for a client on \S+:{port}\n", ran.err)
@@ -106,7 +106,7 @@ def test_server_of_the_stock_client(peer, device, qp_type):
 
 
 @TYPES
-def test_both_sides_are_rdmapost(peer, device, qp_type):
+def test_client_and_server_of_rdmapost_both_measure_and_name_each_other(peer, device, qp_type):
     server = ["--tcp-port", "0", "--bind", peer, "--wait", "60"]
     with Remote("rdmapost", "pingpong", *ours(qp_type, *server)) as other:
         port = other.until("err", "waiting for a client on").rpartition(":")[2]
@@ -116,7 +116,7 @@ def test_both_sides_are_rdmapost(peer, device, qp_type):
     assert ended.status == 0
     check(ran.doc, "client")
     check(json.loads(ended.out), "server")
-    # Each was told where the other really is.
+    # Each address is the one that the other side has.
     assert ran.doc["remote"] == json.loads(ended.out)["local"]
     assert ran.doc["local"]["gid"] == f"::ffff:{own_address(peer)}"
     assert ran.doc["remote"]["gid"] == f"::ffff:{peer}"
@@ -124,7 +124,7 @@ def test_both_sides_are_rdmapost(peer, device, qp_type):
 
 # ---- the peer killed ----------------------------------------------------------
 
-# Plays the exchange as far as it is told, and is killed there.
+# They go through the handshake up to a given byte, and are killed there.
 HALTING_SERVER = """
 import os, signal, socket, sys
 hears, says = int(sys.argv[1]), int(sys.argv[2])
@@ -150,7 +150,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def works(peer: str) -> None:
-    """After all that a new run is as it should be."""
+    """Assert that a new run succeeds."""
     few = ["-n", "20"]
     with Remote(*stock("rc", "-c", "-p", str(PORT), *few)) as other:
         wait_for_port(PORT)
@@ -161,14 +161,14 @@ def works(peer: str) -> None:
 
 
 def one_line(error: BaseException | None) -> str:
-    """Return the text of the one error that there must be."""
+    """Return the text of a PingpongError, which is one line."""
     assert isinstance(error, PingpongError), error
     text = str(error)
     assert "\n" not in text
     return text
 
 
-def test_server_killed_before_the_exchange(peer, device):
+def test_a_client_is_refused_after_its_server_was_killed(peer, device):
     with Remote(*stock("rc", "-p", str(PORT))) as other:
         wait_for_port(PORT)
         other.signal(signal.SIGKILL)
@@ -189,7 +189,7 @@ def test_server_killed_before_the_exchange(peer, device):
         (52, 51, r"its address \(51 of 52 bytes"),
     ],
 )
-def test_server_killed_in_the_exchange(peer, device, hears, says, stage):
+def test_a_client_reports_a_server_killed_in_the_handshake(peer, device, hears, says, stage):
     with Remote("python", "-c", HALTING_SERVER, str(hears), str(says)) as other:
         port = int(other.until("out", r"^\d+$"))
         start = time.monotonic()
@@ -213,7 +213,7 @@ def test_server_killed_in_the_exchange(peer, device, hears, says, stage):
     ],
     ids=["at once", "in its address", "after it", "before done", "in done", "after done"],
 )
-def test_client_killed_in_the_exchange(peer, device, says, hears, why):
+def test_a_server_reports_a_client_killed_in_the_handshake(peer, device, says, hears, why):
     with Pingpong(device, timeout=PATIENCE, events=True) as side, listen(None, 0) as listener:
         port = listener.getsockname()[1]
         argv = ["python", "-c", HALTING_CLIENT, str(port), str(says), str(hears)]
@@ -227,7 +227,7 @@ def test_client_killed_in_the_exchange(peer, device, says, hears, why):
 
 
 class Murder:
-    """Kills the other side when some messages have gone back and forth."""
+    """Kills the peer after some messages have gone back and forth."""
 
     def __init__(self) -> None:
         self.other: Remote | None = None
@@ -249,7 +249,7 @@ GONE = (
 @pytest.mark.parametrize(
     ("program", "qp_type"), [("stock", "rc"), ("stock", "uc"), ("stock", "ud"), ("rdmapost", "rc")]
 )
-def test_server_killed_while_it_plays(peer, device, qp_type, program):
+def test_a_client_reports_a_server_killed_in_the_middle_of_a_run(peer, device, qp_type, program):
     murder = Murder()
     more = ["-n", str(ENDLESS)]
     argv = stock(qp_type, "-p", str(PORT), *more)
@@ -270,7 +270,7 @@ def test_server_killed_while_it_plays(peer, device, qp_type, program):
 
 
 @TYPES
-def test_client_killed_while_it_plays(peer, device, qp_type):
+def test_a_server_reports_a_client_killed_in_the_middle_of_a_run(peer, device, qp_type):
     murder = Murder()
     with (
         Pingpong(
@@ -295,7 +295,7 @@ class Blink:
 
     def __init__(self, seconds: float) -> None:
         netdev = said("cat", f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}")
-        # It waits a little: the agent's answer has to go over the same link.
+        # It waits a little: the agent's answer needs the same link.
         self._script = (
             f"sleep 0.3; ip link set {netdev.strip()} down; sleep {seconds}; "
             f"ip link set {netdev.strip()} up"
@@ -315,9 +315,11 @@ class Blink:
 
 
 @pytest.mark.parametrize(("qp_type", "seconds"), [("rc", 0.2), ("rc", 3), ("ud", 1)])
-def test_link_down_and_up(peer, device, qp_type, seconds):
-    """RC repeats what was lost, or says that it could not; UD says that a message is missing."""
-    # Enough to be at it when the link goes down.
+def test_a_link_that_goes_down_ends_a_run_with_its_result_or_one_error(
+    peer, device, qp_type, seconds
+):
+    """RC retransmits what was lost, or reports that it could not; UD reports a missing message."""
+    # Enough to last until the link goes down.
     blink, iters = Blink(seconds), 1500
     outcome: Result | PingpongError
     with Remote(*stock(qp_type, "-p", str(PORT), "-n", str(iters))):
@@ -337,17 +339,16 @@ def test_link_down_and_up(peer, device, qp_type, seconds):
     works(peer)
 
 
-def test_the_device_was_left_as_it_was(device: rp.Context):
-    """Nothing that was killed or lost has left anything behind here."""
-    for kind in ("qp", "cq", "mr"):
+def test_the_device_holds_no_resources_of_any_process_afterwards(device: rp.Context):
+    for resource in ("qp", "cq", "mr"):
         done = subprocess.run(
-            ["rdma", "-j", "resource", "show", kind, "link", f"{DEVICE}/1"]
-            if kind == "qp"
-            else ["rdma", "-j", "resource", "show", kind, "dev", DEVICE],
+            ["rdma", "-j", "resource", "show", resource, "link", f"{DEVICE}/1"]
+            if resource == "qp"
+            else ["rdma", "-j", "resource", "show", resource, "dev", DEVICE],
             capture_output=True,
             text=True,
             timeout=LIMIT,
             check=True,
         )
         held = [entry for entry in json.loads(done.stdout or "[]") if entry.get("pid")]
-        assert held == [], kind
+        assert held == [], resource

@@ -31,12 +31,10 @@ from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
 from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
-from .state import OpenHandles, bound, context_of, contexts, device, drop, keep, table, verb
-
-__all__ = ["SoftProvider"]
+from .state import bound, context_of, contexts, device, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
-"""Nobody's: the IEEE has given this OUI to no vendor."""
+"""An OUI that the IEEE has not assigned to any vendor."""
 MAX_CQE = 1 << 20
 _TM_CAP_RC = 1
 MAX_RD_ATOMIC = 16
@@ -92,8 +90,6 @@ _DEVICE_ATTR = {
 
 _channels: dict[int, Channel] = table()
 """Completion channels, by file descriptor."""
-_extended_cqs: dict[int, Any] = table()
-"""The structs of extended CQs, by their handle: a pointer to a part does not keep the whole."""
 
 
 class SoftProvider:
@@ -110,22 +106,19 @@ class SoftProvider:
     def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(name)
 
-    @staticmethod
     @verb
     def open_device(name: str) -> Any:
         whole = ffi.new("struct verbs_context *")
         context = lib.rp_soft_context_init(whole)
         try:
-            opened = OpenDevice(device)
+            opened = OpenDevice(device, whole)
         except OSError as error:
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         context.async_fd = opened.events.fd
         device.event_queues |= {opened.events}
-        # A pointer to a part does not keep the whole.
-        contexts[address_of(context)] = OpenHandles(opened, whole)
+        contexts[address_of(context)] = opened
         return context
 
-    @staticmethod
     @verb
     def close_device(context: Any) -> None:
         events = context_of(context, "ibv_close_device").events
@@ -135,7 +128,7 @@ class SoftProvider:
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
         opened = context_of(context, "faults")
-        opened.wr_id_of = wr_id_of
+        opened.faults.wr_id_of = wr_id_of
         return opened.plan
 
     def query_device(self, context: Any, attr: Any) -> None:
@@ -169,7 +162,6 @@ class SoftProvider:
             raise VerbsError("ibv_query_pkey", errno.EINVAL)
         return PKEY
 
-    @staticmethod
     @verb
     def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
@@ -181,7 +173,6 @@ class SoftProvider:
 
     # ---- memory -------------------------------------------------------------
 
-    @staticmethod
     @verb
     def alloc_pd(context: Any) -> Any:
         context_of(context, "ibv_alloc_pd")
@@ -189,12 +180,10 @@ class SoftProvider:
         pd.context = context
         return keep(pd, ProtectionDomain())
 
-    @staticmethod
     @verb
     def dealloc_pd(pd: Any) -> None:
         drop(pd, "ibv_dealloc_pd")
 
-    @staticmethod
     @verb
     def reg_mr(pd: Any, addr: Any, length: int, access: int) -> Any:
         domain = bound(pd, "ibv_reg_mr")
@@ -206,20 +195,17 @@ class SoftProvider:
         mr.lkey, mr.rkey = region.lkey, region.rkey
         return keep(mr, region)
 
-    @staticmethod
     @verb
     def dereg_mr(mr: Any) -> None:
         region: Region = bound(mr, "ibv_dereg_mr")
         if region.windows:
             many = region.windows
             windows = "a memory window is" if many == 1 else f"{many} memory windows are"
-            raise VerbsError(
-                "ibv_dereg_mr", errno.EBUSY, f"{windows} bound to it; invalidate or close first"
-            )
+            reason = f"{windows} bound to it; invalidate or close first"
+            raise VerbsError("ibv_dereg_mr", errno.EBUSY, reason)
         device.memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
 
-    @staticmethod
     @verb
     def alloc_mw(pd: Any, mw_type: int) -> Any:
         domain = bound(pd, "ibv_alloc_mw")
@@ -229,14 +215,12 @@ class SoftProvider:
         mw.rkey = window.rkey
         return keep(mw, window)
 
-    @staticmethod
     @verb
     def dealloc_mw(mw: Any) -> None:
         device.memory.deallocate_window(drop(mw, "ibv_dealloc_mw"))
 
     # ---- completions --------------------------------------------------------
 
-    @staticmethod
     @verb
     def create_comp_channel(context: Any) -> Any:
         context_of(context, "ibv_create_comp_channel")
@@ -251,38 +235,28 @@ class SoftProvider:
         _channels[made.fd] = made
         return channel
 
-    @staticmethod
     @verb
     def destroy_comp_channel(channel: Any) -> None:
         made = _channel_of(channel, "ibv_destroy_comp_channel")
         if made.users:
-            raise VerbsError(
-                "ibv_destroy_comp_channel", errno.EBUSY, f"{made.users} CQs announce on it"
-            )
+            reason = f"{made.users} CQs use it"
+            raise VerbsError("ibv_destroy_comp_channel", errno.EBUSY, reason)
         del _channels[channel.fd]
         device.channels -= {made}
         made.close()
 
-    @staticmethod
     @verb
     def create_cq(context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        if not 1 <= cqe <= MAX_CQE or comp_vector:
-            raise VerbsError("ibv_create_cq", errno.EINVAL)
-        return _create_cq(ffi.new("struct ibv_cq *"), context, cqe, channel)
+        cq = ffi.new("struct ibv_cq *")
+        return _create_cq("ibv_create_cq", cq, context, cqe, channel, comp_vector)
 
-    @staticmethod
     @verb
     def create_cq_ex(context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        if not 1 <= cqe <= MAX_CQE or comp_vector:
-            raise VerbsError("ibv_create_cq_ex", errno.EINVAL)
         whole = ffi.new("struct rp_soft_cq_ex *")
         lib.rp_soft_cq_ex_init(whole)
-        extended = ffi.addressof(whole, "cq")
-        cq = _create_cq(ffi.cast("struct ibv_cq *", extended), context, cqe, channel)
-        _extended_cqs[cq.handle] = whole
-        return cq
+        cq = ffi.cast("struct ibv_cq *", ffi.addressof(whole, "cq"))
+        return _create_cq("ibv_create_cq_ex", cq, context, cqe, channel, comp_vector, whole)
 
-    @staticmethod
     @verb
     def destroy_cq(cq: Any) -> None:
         made: CompletionQueue = bound(cq, "ibv_destroy_cq")
@@ -293,15 +267,12 @@ class SoftProvider:
             made.channel.users -= 1
         context_of(cq.context, "ibv_destroy_cq").events.forget(made.handle)
         drop(cq, "ibv_destroy_cq")
-        _extended_cqs.pop(cq.handle, None)
 
-    @staticmethod
     @verb
     def has_overrun(cq: Any) -> bool:
         made: CompletionQueue = bound(cq, "ibv_poll_cq")
         return made.overrun
 
-    @staticmethod
     @verb
     def get_cq_event(channel: Any, events: dict[int, None]) -> bool | None:
         made = _channel_of(channel, "ibv_get_cq_event").take()
@@ -312,41 +283,45 @@ class SoftProvider:
 
     # ---- queues -------------------------------------------------------------
 
-    create_srq = staticmethod(queues.create_srq)
-    create_srq_ex = staticmethod(queues.create_srq_ex)
-    get_srq_num = staticmethod(queues.get_srq_num)
-    modify_srq = staticmethod(queues.modify_srq)
-    query_srq = staticmethod(queues.query_srq)
-    destroy_srq = staticmethod(queues.destroy_srq)
-    open_xrcd = staticmethod(queues.open_xrcd)
-    close_xrcd = staticmethod(queues.close_xrcd)
-    create_qp = staticmethod(queues.create_qp)
-    create_qp_ex = staticmethod(queues.create_qp_ex)
-    modify_qp = staticmethod(queues.modify_qp)
-    query_qp = staticmethod(queues.query_qp)
-    sends_for_receive = staticmethod(queues.sends_for_receive)
-    destroy_qp = staticmethod(queues.destroy_qp)
-    create_ah = staticmethod(queues.create_ah)
-    destroy_ah = staticmethod(queues.destroy_ah)
-    attach_mcast = staticmethod(queues.attach_mcast)
-    detach_mcast = staticmethod(queues.detach_mcast)
+    create_srq = queues.create_srq
+    create_srq_ex = queues.create_srq_ex
+    get_srq_num = queues.get_srq_num
+    modify_srq = queues.modify_srq
+    query_srq = queues.query_srq
+    destroy_srq = queues.destroy_srq
+    open_xrcd = queues.open_xrcd
+    close_xrcd = queues.close_xrcd
+    create_qp = queues.create_qp
+    create_qp_ex = queues.create_qp_ex
+    modify_qp = queues.modify_qp
+    query_qp = queues.query_qp
+    sends_for_receive = queues.sends_for_receive
+    destroy_qp = queues.destroy_qp
+    create_ah = queues.create_ah
+    destroy_ah = queues.destroy_ah
+    attach_mcast = queues.attach_mcast
+    detach_mcast = queues.detach_mcast
 
 
-def _create_cq(cq: Any, context: Any, cqe: int, channel: Any) -> Any:
-    context_of(context, "ibv_create_cq")
+def _create_cq(
+    name: str, cq: Any, context: Any, cqe: int, channel: Any, comp_vector: int, whole: Any = None
+) -> Any:
+    if not 1 <= cqe <= MAX_CQE or comp_vector:
+        raise VerbsError(name, errno.EINVAL)
+    context_of(context, name)
     cq.context, cq.cqe = context, cqe
     behind = None
     if channel:
         cq.channel = channel
-        behind = _channel_of(channel, "ibv_create_cq")
+        behind = _channel_of(channel, name)
         behind.users += 1
     made = CompletionQueue(cqe, behind)
     made.handle = cq
-    return keep(cq, made)
+    return keep(cq, made, whole)
 
 
 def _channel_of(channel: Any, name: str) -> Channel:
-    """Return the channel that a struct stands for.
+    """Return the channel that a struct represents.
 
     Raises:
         VerbsError: it is destroyed.

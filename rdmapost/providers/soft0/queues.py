@@ -1,4 +1,4 @@
-"""The control verbs of the soft device's queues: queue pairs, shared ones, and who they reach."""
+"""The control verbs of the soft device's queue pairs, SRQs, XRC domains and address handles."""
 
 from __future__ import annotations
 
@@ -19,30 +19,6 @@ from .engine.memory import ProtectionDomain
 from .engine.qp import ACCESS_FLAGS, QueuePair
 from .engine.queue import SharedReceiveQueue, WorkQueue, XRCDomain
 from .state import bound, context_of, device, drop, keep, table, verb
-
-__all__ = [
-    "MAX_QP_WR",
-    "MAX_SGE",
-    "MAX_SRQ_WR",
-    "attach_mcast",
-    "close_xrcd",
-    "create_ah",
-    "create_qp",
-    "create_qp_ex",
-    "create_srq",
-    "create_srq_ex",
-    "destroy_ah",
-    "destroy_qp",
-    "destroy_srq",
-    "detach_mcast",
-    "get_srq_num",
-    "modify_qp",
-    "modify_srq",
-    "open_xrcd",
-    "query_qp",
-    "query_srq",
-    "sends_for_receive",
-]
 
 MAX_QP_WR = 16384
 MAX_SGE = lib.RP_SOFT_MAX_SGE
@@ -75,40 +51,35 @@ def create_srq(pd: Any, init: Any) -> Any:
 
 @verb
 def create_srq_ex(context: Any, init: Any) -> Any:
-    mask, srq_type = init.comp_mask, init.srq_type if init.comp_mask & _SRQ_TYPE else SRQType.BASIC
+    name, mask = "ibv_create_srq_ex", init.comp_mask
+    srq_type = init.srq_type if mask & _SRQ_TYPE else SRQType.BASIC
     if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
-        raise VerbsError("ibv_create_srq_ex", errno.EINVAL, "comp_mask does not fit the type")
+        raise VerbsError(name, errno.EINVAL, "comp_mask does not fit the type")
     cap = init.tm_cap
     if srq_type == SRQType.TM and not (
         1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
     ):
-        raise VerbsError(
-            "ibv_create_srq_ex",
-            errno.EINVAL,
-            f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}",
-        )
-    name = "ibv_create_srq_ex"
+        limits = f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}"
+        raise VerbsError(name, errno.EINVAL, limits)
     srq = _create_srq(context, init.pd, init.attr)
     made: SharedReceiveQueue = bound(srq, name)
+    if srq_type == SRQType.BASIC:
+        return srq
+    made.cq = cq = bound(init.cq, name)
+    cq.users += 1
     if srq_type == SRQType.XRC:
         made.xrcd = _domain_of(init.xrcd, name)
         made.xrcd.users += 1
-    elif srq_type == SRQType.TM:
-        made.tags = tags.MatchingList(made, cap.max_num_tags, cap.max_ops, MAX_SGE)
+    else:
+        made.tags = tags.MatchingList(made, cq, cap.max_num_tags, cap.max_ops, MAX_SGE)
         made.ops = made.tags.ops
-    if mask & _SRQ_CQ:
-        made.cq = bound(init.cq, name)
-        made.cq.users += 1
     return srq
 
 
 def _create_srq(context: Any, pd: Any, attr: Any) -> Any:
     if not 1 <= attr.max_wr <= MAX_SRQ_WR or not 1 <= attr.max_sge <= MAX_SGE:
-        raise VerbsError(
-            "ibv_create_srq",
-            errno.EINVAL,
-            f"max_wr is in 1..{MAX_SRQ_WR} and max_sge in 1..{MAX_SGE}",
-        )
+        limits = f"max_wr is in 1..{MAX_SRQ_WR} and max_sge in 1..{MAX_SGE}"
+        raise VerbsError("ibv_create_srq", errno.EINVAL, limits)
     srq = ffi.new("struct ibv_srq *")
     srq.context, srq.pd = context, pd
     made = SharedReceiveQueue(
@@ -137,11 +108,8 @@ def modify_srq(srq: Any, attr: Any, mask: int) -> None:
         raise VerbsError("ibv_modify_srq", errno.EINVAL)
     if mask & SRQAttrMask.LIMIT:
         if attr.srq_limit > depth:
-            raise VerbsError(
-                "ibv_modify_srq",
-                errno.EINVAL,
-                f"srq_limit={attr.srq_limit} is more than max_wr={depth}",
-            )
+            reason = f"srq_limit={attr.srq_limit} is more than max_wr={depth}"
+            raise VerbsError("ibv_modify_srq", errno.EINVAL, reason)
         made.limit = attr.srq_limit
 
 
@@ -156,7 +124,7 @@ def query_srq(srq: Any, attr: Any) -> None:
 def destroy_srq(srq: Any) -> None:
     made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
     if made.users:
-        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs draw from it")
+        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs use it")
     queues = [made.queue]
     if made.tags is not None:
         queues += [made.tags.slots, made.tags.ops]
@@ -179,11 +147,10 @@ def open_xrcd(context: Any, init: Any) -> Any:
     context_of(context, "ibv_open_xrcd")
     domain = _find_domain(init)
     domain.opened += 1
-    # Two opens of one domain are two structs, and both stand for it.
+    # Each open of a domain makes another struct.
     xrcd = ffi.new("struct rp_soft_xrcd *")
     xrcd.xrcd.context = context
-    keep(xrcd, domain)
-    _xrcds[xrcd.handle] = xrcd
+    keep(xrcd, domain, whole=xrcd)
     return ffi.addressof(xrcd, "xrcd")
 
 
@@ -192,16 +159,12 @@ def close_xrcd(xrcd: Any) -> None:
     domain = _domain_of(xrcd, "ibv_close_xrcd")
     if domain.opened == 1:
         if domain.users:
-            raise VerbsError(
-                "ibv_close_xrcd", errno.EBUSY, f"{domain.users} queues are in the domain"
-            )
+            reason = f"{domain.users} queues are in the domain"
+            raise VerbsError("ibv_close_xrcd", errno.EBUSY, reason)
         if domain.inode is not None:
             del _domains[domain.inode]
     domain.opened -= 1
-    whole = ffi.cast("struct rp_soft_xrcd *", xrcd)
-    handle = whole.handle
-    drop(whole, "ibv_close_xrcd")
-    del _xrcds[handle]
+    drop(ffi.cast("struct rp_soft_xrcd *", xrcd), "ibv_close_xrcd")
 
 
 # ---- queue pairs --------------------------------------------------------
@@ -217,11 +180,8 @@ def create_qp_ex(context: Any, init: Any) -> Any:
     mask = init.comp_mask
     header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
     if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
-        raise VerbsError(
-            "ibv_create_qp_ex",
-            errno.EINVAL,
-            f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}",
-        )
+        reason = f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}"
+        raise VerbsError("ibv_create_qp_ex", errno.EINVAL, reason)
     pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
     has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
     domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
@@ -232,7 +192,7 @@ def create_qp_ex(context: Any, init: Any) -> Any:
 
 def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
     if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
-        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "there is no such QP type")
+        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "unknown QP type")
     target = init.qp_type == QPType.XRC_RECV
     if (domain is not None, bool(pd)) != (target, not target):
         raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
@@ -250,8 +210,8 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
     qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
     srq = bound(init.srq, name) if init.srq else None
     if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching is for RC")
-    # An XRC queue pair lacks one of them, or both.
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching needs RC")
+    # An XRC queue pair lacks one or both.
     send_cq, recv_cq = (
         bound(cq, name) if cq else CompletionQueue(1, None) for cq in (init.send_cq, init.recv_cq)
     )
@@ -292,11 +252,8 @@ def modify_qp(qp: Any, attr: Any, mask: int) -> None:
         attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
         attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
     if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
-        raise VerbsError(
-            "ibv_modify_qp",
-            errno.EINVAL,
-            f"qp_access_flags has bits that are not access flags: 0x{unknown:x}",
-        )
+        reason = f"qp_access_flags has bits that are not access flags: 0x{unknown:x}"
+        raise VerbsError("ibv_modify_qp", errno.EINVAL, reason)
     if not made.modify(QPAttrMask(mask), attrs):
         raise VerbsError("ibv_modify_qp", errno.EINVAL)
     native.on_commit(setattr, qp, "state", made.state)
@@ -378,8 +335,6 @@ def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
         raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 
-_xrcds: dict[int, Any] = table()
-"""The structs of XRC domains, by their handle: a pointer to a part does not keep the whole."""
 _domains: dict[tuple[int, int], XRCDomain] = table()
 """XRC domains that a file names, by its inode."""
 
@@ -400,9 +355,9 @@ def _find_domain(init: Any) -> XRCDomain:
     inode = status.st_dev, status.st_ino
     if inode in _domains:
         if init.oflags & os.O_EXCL:
-            raise VerbsError("ibv_open_xrcd", errno.EINVAL, "the file has an XRC domain already")
+            raise VerbsError("ibv_open_xrcd", errno.EINVAL, "the file already has an XRC domain")
     elif not init.oflags & os.O_CREAT:
-        raise VerbsError("ibv_open_xrcd", errno.EAGAIN, "the file has no XRC domain; give O_CREAT")
+        raise VerbsError("ibv_open_xrcd", errno.EAGAIN, "the file has no XRC domain; pass O_CREAT")
     else:
         _domains[inode] = XRCDomain(inode)
     return _domains[inode]

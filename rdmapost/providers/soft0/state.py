@@ -1,9 +1,8 @@
-"""What all verbs of the soft device have in common.
+"""The soft device's state: the device itself, and the object behind each C struct.
 
-The device itself, and what the C structs stand for.  ``verb`` makes a control
-verb of a function: it holds the device's lock, and all that it changes in the
-device is done when it returns, or undone if it raises
-(``_c/soft0/verb.c``).  The data verbs are in C (``_c/soft0/context.c``).
+``verb`` turns a function into a control verb: it holds the device's lock, and
+its changes to the device are committed when it returns, or rolled back if it
+raises (``_c/soft0/verb.c``).  The data verbs are in C (``_c/soft0/context.c``).
 """
 
 from __future__ import annotations
@@ -15,45 +14,32 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..._binding import address_of, native
 from ...errors import VerbsError
 from .engine.device import Device, OpenDevice, ready
 from .engine.table import Table
 
-__all__ = [
-    "OpenHandles",
-    "bound",
-    "context_of",
-    "contexts",
-    "device",
-    "drop",
-    "keep",
-    "objects",
-    "table",
-    "verb",
-]
-
 _log = logging.getLogger("rdmapost.soft")
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def verb(function: _Function) -> _Function:
-    """Make a control verb of a function.
+def verb(function: Callable[_P, _R]) -> staticmethod[_P, _R]:
+    """Turn a function into a control verb.
 
-    That is C from its first instruction to its last, so no signal handler runs between the end of
-    a verb and its return.
+    C calls the function, so no signal handler runs between its end and the verb's return.
     """
-    return functools.partial(native.verb, function)  # type: ignore[return-value]
+    return staticmethod(functools.partial(native.verb, function))
 
 
 _tables: list[dict[Any, Any]] = []
 
 
 def table() -> dict[Any, Any]:
-    """Make a table that is empty after a fork."""
+    """Return a new table that a fork empties in the child."""
     made: dict[Any, Any] = Table()
     _tables.append(made)
     return made
@@ -61,67 +47,63 @@ def table() -> dict[Any, Any]:
 
 device = Device("soft0")
 objects: dict[int, Any] = table()
-"""What the structs stand for, by their handle."""
+"""The object behind each struct, by the struct's handle."""
 _handles = itertools.count(1)
 _HANDLE_MASK = 0xFFFF_FFFF
 
 
-class OpenHandles(NamedTuple):
-    opened: OpenDevice
-    struct: Any
-
-
-contexts: dict[int, OpenHandles] = table()
+_wholes: dict[int, Any] = table()
+"""The structs around those with a handle: a pointer to a part does not keep the whole."""
+contexts: dict[int, OpenDevice] = table()
 """Open contexts, by their struct's address."""
 
 
 def context_of(context: Any, name: str) -> OpenDevice:
-    """Return the open device that a struct stands for.
-
-    Args:
-        context: the struct.
-        name: the call that asks.
+    """Return the open device behind a context, for the named verb.
 
     Raises:
-        VerbsError: it is closed.
+        VerbsError: the context is closed.
     """
     found = contexts.get(address_of(context))
     if found is None:
         raise VerbsError(name, errno.EINVAL, "the context is closed")
-    return found.opened
+    return found
 
 
 def bound(struct: Any, name: str) -> Any:
-    """Return what a struct stands for.
-
-    Args:
-        struct: the struct, with a handle.
-        name: the call that asks.
+    """Return the object behind a struct, for the named verb.
 
     Raises:
         VerbsError: it has been destroyed, or is another process's.
     """
     found = objects.get(struct.handle)
     if found is None:
-        raise VerbsError(name, errno.EINVAL, f"soft0 has no object of the handle {struct.handle}")
+        raise VerbsError(name, errno.EINVAL, f"soft0 has no object with the handle {struct.handle}")
     return found
 
 
-def keep(struct: Any, thing: Any) -> Any:
-    """Give a struct a handle and remember what it stands for; return the struct."""
+def keep(struct: Any, thing: Any, whole: Any = None) -> Any:
+    """Give a struct a handle that leads to an object; return the struct.
+
+    Args:
+        whole: the larger struct that the struct is part of, if any.
+    """
     struct.handle = handle = next(_handles) & _HANDLE_MASK
     objects[handle] = thing
+    if whole is not None:
+        _wholes[handle] = whole
     return struct
 
 
 def drop(struct: Any, name: str) -> Any:
-    """Forget what a struct stands for, and return it.
+    """Remove the object behind a struct, and return it.
 
     Raises:
         VerbsError: it has been destroyed, or is another process's.
     """
-    found = bound(struct, name)
-    del objects[struct.handle]
+    found, handle = bound(struct, name), struct.handle
+    del objects[handle]
+    _wholes.pop(handle, None)
     return found
 
 
@@ -133,8 +115,7 @@ _faults: list[BaseException] = []
 
 def _give_up(worker: Any, error: BaseException) -> int:
     if worker is None and isinstance(error, MemoryError):
-        # What is due has no end of its own.
-        return -1
+        return -1  # nothing to fail: parked work requests stay parked
     _faults.append(error)
     try:
         return device.give_up(worker)
@@ -147,7 +128,7 @@ def _log_faults() -> None:
     while True:
         try:
             fault = _faults.pop()
-        except IndexError:  # another thread may have been here
+        except IndexError:  # also when another thread took the last one
             return
         _log.error("the soft device failed; the work request did too", exc_info=fault)
 
@@ -156,9 +137,9 @@ _kept: list[Any] = []
 
 
 def _reset() -> bool:
-    """Start over after a fork: all of it belongs to the parent process.
+    """Start over after a fork, because everything belongs to the parent process.
 
-    It is kept, for structs of it may still be referred to, and its descriptors stay open.
+    The old state is kept, as its structs may still be referred to; its descriptors stay open.
     """
     _kept.append(dict(vars(device)))
     device.__init__(device.name)  # type: ignore[misc]
@@ -174,7 +155,7 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
         f"ibv_{function.__name__}",
         errno.EBUSY,
         "this thread is in the middle of a verb of soft0 (this is a finalizer or a signal "
-        "handler); do it when that is over",
+        "handler); call it when that verb has ended",
     )
 
 

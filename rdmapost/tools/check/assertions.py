@@ -10,8 +10,6 @@ from ...resources.cq import WC
 from ..loopback import Loopback
 from .registry import UNTOUCHED, Failed
 
-__all__ = ["at", "completed", "same", "same_bytes", "unharmed", "write"]
-
 
 def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
     """Write the local memory to an offset of the remote memory, and verify it.

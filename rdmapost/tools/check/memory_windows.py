@@ -18,8 +18,6 @@ from ..loopback import Loopback, Side
 from .assertions import completed, same, same_bytes, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 
-__all__ = ["ROWS", "WINDOW_REGION", "admitted", "bind_wr", "binder"]
-
 ROWS: list[Row] = []
 
 WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND

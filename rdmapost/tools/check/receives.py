@@ -8,8 +8,6 @@ from .assertions import at, completed, same, same_bytes, unharmed
 from .registry import MARGIN, Row, Trial, check
 from .sends import arrived
 
-__all__ = ["ROWS"]
-
 ROWS: list[Row] = []
 
 _MESSAGE = 96

@@ -14,18 +14,6 @@ from ...resources.device import Context
 from ..frames import ETHERNET_BYTES, ethernet
 from ..loopback import Loopback
 
-__all__ = [
-    "MARGIN",
-    "QP_TYPES",
-    "UNTOUCHED",
-    "Failed",
-    "Result",
-    "Row",
-    "Trial",
-    "Unsupported",
-    "check",
-]
-
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD, QPType.XRC_SEND, QPType.RAW_PACKET)
 """In the order of the output."""
 

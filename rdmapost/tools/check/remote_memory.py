@@ -12,8 +12,6 @@ from .assertions import at, completed, same, same_bytes, unharmed, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 from .sends import IMM
 
-__all__ = ["ROWS"]
-
 ROWS: list[Row] = []
 
 

@@ -21,8 +21,6 @@ from .segmentation import ROWS as SEGMENTATION
 from .sends import ROWS as SENDS
 from .tag_matching import ROWS as TAG_MATCHING
 
-__all__ = ["ROWS", "run_checks"]
-
 _NOT_THERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _NOT_CREATED = _NOT_THERE | {errno.EINVAL, errno.EPROTONOSUPPORT}
 

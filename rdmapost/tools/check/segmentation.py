@@ -10,8 +10,6 @@ from .assertions import completed, unharmed
 from .registry import Failed, Row, Trial, check
 from .sends import arrived
 
-__all__ = ["ROWS", "segments"]
-
 ROWS: list[Row] = []
 
 _MSS = 200

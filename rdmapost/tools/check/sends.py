@@ -12,8 +12,6 @@ from ..loopback import Loopback
 from .assertions import completed, same, same_bytes, unharmed
 from .registry import MARGIN, Row, Trial, Unsupported, check
 
-__all__ = ["IMM", "ROWS", "arrived"]
-
 ROWS: list[Row] = []
 
 IMM = 0x12345678

@@ -15,8 +15,6 @@ from ..loopback import Loopback
 from .assertions import at, completed, same, same_bytes, unharmed
 from .registry import Failed, Row, Trial, check
 
-__all__ = ["MATCHED", "ROWS", "wait_for_message"]
-
 ROWS: list[Row] = []
 
 MATCHED = WCFlags.TM_MATCH | WCFlags.TM_DATA_VALID

@@ -37,6 +37,9 @@ else:
         found.__module__ = "rdmapost.connect"
         return found
 
+    def __dir__():
+        return __all__
+
 
 __all__ = [
     "DEFAULT_PORT",

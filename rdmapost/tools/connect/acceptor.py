@@ -25,12 +25,10 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from ..tcp import LINGER_BYTES, LINGER_S, reason, show_address, stop_listening
+from ..tcp import LINGER_BYTES, LINGER_S, name_of, reason, stop_listening
 from .protocol_messages import MAX_LINE, Error, encode
 from .server_session import HELLO_S, ServerSession
 from .server_state import ServerState
-
-__all__ = ["BACKLOG", "GUESSES", "GUESSES_TOTAL", "Acceptor"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -41,19 +39,16 @@ _MAX_PENDING = 256
 _MAX_QUEUED = 128
 """Queued hellos from one address; few enough that the last is served within HELLO_S."""
 _MAX_ACCEPTS = 32
-_TOO_MANY = "too many connections wait at this server; try again later"
-_TOO_FAST = "too many wrong tokens come to this server; try again later"
+_TOO_MANY = "too many pending connections at this server; try again later"
+_TOO_FAST = "this server gets too many wrong tokens; try again later"
 
 
 class _RateLimit:
-    """A rate per second, after a burst of one second's worth.
-
-    Attributes:
-        due: when everything counted so far is paid off.
-    """
+    """A rate per second, after a burst of one second's worth."""
 
     def __init__(self, per_second: int) -> None:
         self._step = 1 / per_second
+        # When everything counted so far is paid off.
         self.due = 0.0
 
     def count(self, now: float) -> None:
@@ -65,29 +60,24 @@ class _RateLimit:
 
 
 class _Pending:
-    """A connection that is not yet, or no longer, a client's.
-
-    Attributes:
-        session: its session.
-        source: the address, or an IPv6 address's /64: the unit of rate limiting.
-        deadline: its deadline, by time.monotonic().
-        queued: its hello has arrived and waits for authentication.
-        unread: bytes that may still be discarded after a refusal.
-    """
+    """A connection that is not yet, or no longer, a client's."""
 
     def __init__(self, sock: socket.socket, address: tuple[Any, ...], server: ServerState) -> None:
         self.sock = sock
-        self.session = ServerSession(server, show_address(address))
+        self.session = ServerSession(server, name_of(address))
+        # The unit of rate limiting.
         self.source = _source(address[0])
         self.deadline = time.monotonic() + min(server.timeout, HELLO_S)
+        # Its hello has arrived and waits for authentication.
         self.queued = False
+        # Bytes that may still be discarded after a refusal.
         self.unread = LINGER_BYTES
 
 
 def _source(host: str) -> str:
+    """Return an IPv4 address, or the /64 of an IPv6 one: a host has all the addresses of that."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
-        # A host has all the addresses of its /64.
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]
     return host
 
@@ -111,7 +101,7 @@ class Acceptor:
     ) -> None:
         self._server, self._listener, self._stop_fd = server, listener, stop_fd
         self._start_client = start_client
-        # Both in deadline order.
+        # Both are in deadline order.
         self._pending: dict[_Pending, None] = {}
         self._lingering: dict[_Pending, None] = {}
         self._per_source: Counter[str] = Counter()
@@ -222,17 +212,13 @@ class Acceptor:
             why = reason(error)
             self._evict(f"the server cannot accept connections: {why}; try again later")
         else:
-            # Wait until some may be closed, or for the end.
+            # Wait until a client may have closed some, or the server ends.
             poller = select.poll()
             poller.register(self._stop_fd, select.POLLIN)
             poller.poll(100)
 
     def _evict(self, why: str = "") -> None:
-        """Refuse one connection from the address with the most.
-
-        Args:
-            why: the text of the refusal; that there are too many unless given.
-        """
+        """Refuse one connection from the address with the most."""
         source = max(self._per_source, key=self._per_source.__getitem__)
         for peer in (one for one in self._pending if one.source == source):
             if not peer.queued:

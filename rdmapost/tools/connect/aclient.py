@@ -22,8 +22,6 @@ from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .server_state import check_token
 
-__all__ = ["AsyncConnection", "adial"]
-
 
 async def adial(
     context: Context,
@@ -104,7 +102,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         except BaseException:
             self._disconnect()
             with suppress(RdmaError):
-                self._release()
+                self._stack.close()
             raise
         self._where = where
 
@@ -134,7 +132,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         loop = self._closing.get_loop()
         if loop.is_closed():
             raise RuntimeError(
-                f"{self._named} belongs to an event loop that is closed: it has ended with it"
+                f"{self._named} belongs to an event loop that is closed, and ended with it"
             )
         if loop is not asyncio.get_running_loop():
             raise RuntimeError(
@@ -210,7 +208,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             RuntimeError: it belongs to another event loop, or its event loop is closed.
         """
         question, wait = self._ask_report(index, timeout)
-        return self._as_arrival(await self._ask(question, wait + MARGIN_S))
+        answer = await self._ask(question, wait + MARGIN_S)
+        return answer if isinstance(answer, Arrival) else None
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what its memory holds: Connection.look for asyncio.
@@ -250,7 +249,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return True
 
     async def close(self) -> None:
-        """Tell the server, and close everything; do nothing if already closed.
+        """Notify the server, and close everything; do nothing if already closed.
 
         Other tasks' questions end with a ConnectError. In the child of a fork it does nothing: its
         parent has the connection.
@@ -258,7 +257,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         Raises:
             VerbsError: the device refused.
             RuntimeError: it belongs to another event loop, and nothing is done; or its
-                event loop was closed before it; everything is released, without telling the
+                event loop was closed before it; everything is released, without notifying the
                 server.
         """
         if self._pid != os.getpid():
@@ -269,8 +268,9 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             except RuntimeError:
                 if self._closing.get_loop().is_closed():
                     self._where = ""
-                    self._break_off()
-                    self._release()
+                    writer, self._writer = self._writer, None
+                    _shut_down(writer)
+                    self._stack.close()
                 raise
         self._where = ""
         if not self._closing.done():
@@ -281,21 +281,14 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                     await self._ask(Bye())
         finally:
             self._disconnect()
-            self._release()
+            self._stack.close()
 
     def _abandon(self) -> None:
         if self._writer is not None:
-            # A closed loop needs nothing.
+            # A closed loop has closed it.
             with suppress(RuntimeError):
                 loop = self._closing.get_loop()
                 loop.call_soon_threadsafe(_close, self._writer, self._reading)
-
-    def _break_off(self) -> None:
-        """Shut the TCP connection down where no event loop can close it."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with suppress(OSError):
-                writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     def _disconnect(self) -> None:
         writer, self._writer = self._writer, None
@@ -306,6 +299,10 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 def _close(writer: asyncio.StreamWriter, reading: asyncio.Task[bytes]) -> None:
     reading.cancel()
     writer.close()
-    # The child of a fork may have it too.
+    # close() is not enough: the child of a fork may have a copy.
+    _shut_down(writer)
+
+
+def _shut_down(writer: asyncio.StreamWriter) -> None:
     with suppress(OSError):
         writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

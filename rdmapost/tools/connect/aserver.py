@@ -20,8 +20,6 @@ from .server import BaseServer, open_listener
 from .server_events import Event, OnEvent
 from .server_state import ServerState
 
-__all__ = ["AsyncServer", "aserve"]
-
 
 async def aserve(
     context: Context,
@@ -47,7 +45,9 @@ async def aserve(
     Args:
         context, host, port, size, access, count, receive_size, data, shared: as in serve.
         token, max_clients, timeout, idle_timeout, port_num, gid_index: likewise.
-        on_event: called with each event, in the event loop's thread.
+        on_event: called with each event, in the event loop's thread. What it raises goes to the
+            loop's exception handler; SystemExit and KeyboardInterrupt end the loop, as in any
+            callback. After SystemExit it is not called again, so that tasks can clean up.
 
     Returns:
         The running server; an asynchronous context manager.  If it becomes unreachable
@@ -59,11 +59,23 @@ async def aserve(
     """
     port = check_where(host, port, 0)
     loop = asyncio.get_running_loop()
+    exiting = False
+
+    def call_now(on_event: OnEvent, event: Event) -> None:
+        nonlocal exiting
+        if exiting:
+            return
+        try:
+            on_event(event)
+        except SystemExit:
+            # A second one would end the cleanup of the loop's tasks.
+            exiting = True
+            raise
 
     def call_in_loop(on_event: OnEvent, event: Event) -> None:
-        # After the loop has ended, nothing receives events.
+        # A closed loop takes no more events.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(on_event, event)
+            loop.call_soon_threadsafe(call_now, on_event, event)
 
     server = ServerState(
         context,
@@ -92,7 +104,7 @@ async def aserve(
 
 
 class _Opening:
-    """Opens a listener in a thread; one that nobody waits for any more is closed."""
+    """Opens a listener in a thread, and closes it if the caller has given up waiting."""
 
     listener: socket.socket
 
@@ -133,13 +145,13 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
 
     def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():
-            # Any thread may run a finalizer; a closed loop needs nothing.
+            # Any thread may run a finalizer, and a closed loop has cancelled it.
             with self._suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)
         super()._finalize()
 
     async def close(self) -> None:
-        """Tell every client that the server is closing, and release what they have.
+        """Notify every client that the server is closing, and release what they have.
 
         Do nothing if already closed, or in the child of a fork, whose parent has the server.
         """
@@ -149,6 +161,6 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         if self._loop is asyncio.get_running_loop():
             self._life.cancel()
         else:
-            # A loop that is closed needs nothing.
+            # A closed loop has cancelled it.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)

@@ -1,6 +1,6 @@
 """A client's queue pair and memory, and what the server has offered.
 
-There is no I/O here: the clients drive what ``client_session`` yields.
+It does no I/O: the clients drive what ``client_session`` yields.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from ...resources.device import Context
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
 from ...standard.wire import GRH_BYTES
-from ..resource_stack import ResourceStack, drop_outstanding
-from ..tcp import show_address
+from ..fabric import fabric_of
+from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
+from ..tcp import name_of
 from .client_session import ClientSession, IORequests
-from .fabric import fabric_of
 from .failures import ProtocolError
-from .process_bound import NotCopied, refuse_inherited
-from .protocol_messages import QP_TYPES, Arrival, Hello, Look, Message, Offer, Ready, Report
-
-__all__ = ["BaseConnection"]
+from .protocol_messages import QP_TYPES, Hello, Look, Offer, Ready, Report
 
 
 class BaseConnection(native.Finalizer, NotCopied):
@@ -67,20 +64,19 @@ class BaseConnection(native.Finalizer, NotCopied):
         qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
             raise ValueError(
-                f"{qp_type.name} queue pairs cannot be connected this way; "
-                f"{', '.join(kind.name for kind in QP_TYPES)} can"
+                f"{qp_type.name} queue pairs are not supported; "
+                f"{', '.join(each.name for each in QP_TYPES)} are"
             )
         local_size = within("local_size", local_size, 0)
         local_access = access_flags("local_access", local_access)
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
-        self._session = ClientSession(show_address((host, port)), self.timeout)
+        self._session = ClientSession(name_of((host, port)), self.timeout)
         self._pid = os.getpid()
-        # Where it leads, while it is open.
+        # The server, HOST:PORT, while it is open.
         self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
-        self._context = context
         self._local_access = local_access
         self._stack = ResourceStack()
         with self._stack.closed_on_error() as stack:
@@ -107,24 +103,14 @@ class BaseConnection(native.Finalizer, NotCopied):
             stack.before_closing(partial(drop_outstanding, self.qp))
 
     def _handshake(self, token: str | None) -> IORequests:
-        """Connect the queue pair to the server's.
-
-        Args:
-            token: the token, or None.
-
-        Raises:
-            ConnectError: the server refused, or did not answer.
-            VerbsError: the queue pair cannot be connected to the server's.
-            ProtocolError: the server's offer is impossible.
-        """
-        kind, endpoint = self.qp.qp_type, self.qp.endpoint()
-        hello = Hello(token, fabric_of(self._context), kind, endpoint)
-        offer = yield from self._session.ask(hello)
+        """Connect the queue pair to the server's, and raise what dial does."""
+        qp_type, fabric = self.qp.qp_type, fabric_of(self.qp.pd.context)
+        offer = yield from self._session.ask(Hello(token, fabric, qp_type, self.qp.endpoint()))
         assert isinstance(offer, Offer), "nothing else answers a hello"
         if offer.addr + offer.size > 1 << 64:
             raise ProtocolError("the server offers memory beyond the end of all addresses")
         self.offer = offer
-        if kind is QPType.UD:
+        if qp_type is QPType.UD:
             self.qp.connect(qkey=offer.qkey)
             self.address = {
                 "ah": self._used.add(self.qp.ah_to(offer.endpoint)),
@@ -196,13 +182,6 @@ class BaseConnection(native.Finalizer, NotCopied):
             raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
         return Look(offset, length)
 
-    @staticmethod
-    def _as_arrival(answer: Message) -> Arrival | None:
-        return answer if isinstance(answer, Arrival) else None
-
-    def _release(self) -> None:
-        self._stack.close()
-
     def _abandon(self) -> None:
         """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""
         raise NotImplementedError
@@ -214,7 +193,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         # Not close(): that waits for the server.
         self._abandon()
         with suppress(RdmaError):
-            self._release()
+            self._stack.close()
         self._where = ""
         warnings.warn(
             f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2

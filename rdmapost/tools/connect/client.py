@@ -18,7 +18,7 @@ from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.device import Context
-from ..resource_stack import ClosesOnExit
+from ...resources.resource import ClosesOnExit
 from ..tcp import dial as dial_tcp
 from ..tcp import send_all
 from .base_connection import BaseConnection
@@ -27,8 +27,6 @@ from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .server_state import check_token
-
-__all__ = ["MARGIN_S", "Connection", "dial"]
 
 MARGIN_S = 1.0
 """How long an answer may take, besides the time that the server was asked to wait."""
@@ -142,32 +140,23 @@ class Connection(BaseConnection, ClosesOnExit):
             (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
         except OSError as error:
             with suppress(RdmaError):
-                self._release()
+                self._stack.close()
             raise not_reached(where, error, self.timeout) from error
         try:
-            self._socket = self._connect(host, port)
+            try:
+                self._socket = dial_tcp(host, port, self.timeout)
+            except OSError as error:
+                raise not_reached(where, error, self.timeout) from error
             self._drive(self._socket, self._handshake(token))
         except BaseException:
             self._abandon()
             with suppress(RdmaError):
-                self._release()
+                self._stack.close()
             raise
         self._where = where
 
-    def _connect(self, host: str, port: int) -> socket.socket:
-        try:
-            return dial_tcp(host, port, self.timeout)
-        except OSError as error:
-            raise not_reached(self._session.where, error, self.timeout) from error
-
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
-        """Send a message and return the answer.
-
-        Raises:
-            ConnectError: there is none; the connection is then closed, unless other questions were
-                in the way.
-            ClosedError: another process opened the connection.
-        """
+        """Send a message and return the answer; without one, the connection is closed."""
         self._refuse_inherited()
         question = _Question()
         leaving = isinstance(message, Bye)
@@ -182,7 +171,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._note_failure(error, leaving)
                 raise
         finally:
-            # Do not leave it to the frame, which a traceback keeps.
+            # A traceback would keep the frame, and so the turn.
             del question
             self._abandon_if_closed()
 
@@ -197,11 +186,15 @@ class Connection(BaseConnection, ClosesOnExit):
             self._disconnect()
 
     def _enqueue(self, question: _Question) -> _Turn:
-        # A set, because discard needs the hash, which needs a live referent: one call makes both.
-        (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
-        turn.number, turn.thread = next(self._numbers), get_ident()
-        self._turns.add(turn)
-        return turn
+        try:
+            # A set, because discard needs the hash, which needs a referent: one call makes both.
+            (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
+            turn.number, turn.thread = next(self._numbers), get_ident()
+            self._turns.add(turn)
+            return turn
+        finally:
+            # As in _ask: a traceback would keep this frame, too.
+            del question
 
     def _is_asking(self, mine: _Turn | None = None) -> bool:
         """Return whether this thread is in the middle of a question, other than `mine`."""
@@ -226,17 +219,14 @@ class Connection(BaseConnection, ClosesOnExit):
     def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
         """Do what a session yields, and return its answer.
 
-        Args:
-            sock: the connection.
-            requests: what to do.
-            leaving: do not end when close() is called: this is its goodbye.
+        If leaving, do not end when close() is called: this is its goodbye.
         """
         # Whether it is known what has been sent and received.
         self._consistent = False
         outcome: Outcome | None = None
         while True:
             try:
-                # The first one is None, which begins it.
+                # The first outcome is None, which starts the generator.
                 data, deadline = requests.send(outcome)  # type: ignore[arg-type]
             except StopIteration as end:
                 self._consistent = True
@@ -301,7 +291,8 @@ class Connection(BaseConnection, ClosesOnExit):
             ConnectTimeout: there was no answer in time, or other questions took too long.
         """
         question, wait = self._ask_report(index, timeout)
-        return self._as_arrival(self._ask(question, wait + MARGIN_S))
+        answer = self._ask(question, wait + MARGIN_S)
+        return answer if isinstance(answer, Arrival) else None
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what its memory holds.
@@ -369,7 +360,7 @@ class Connection(BaseConnection, ClosesOnExit):
             raise
 
     def close(self) -> None:
-        """Tell the server, and close everything; do nothing if already closed.
+        """Notify the server, and close everything; do nothing if already closed.
 
         When it returns, the server has released its side, unless it is gone. Questions in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
@@ -386,14 +377,14 @@ class Connection(BaseConnection, ClosesOnExit):
         self._closing, self._where = True, ""
         try:
             if (sock := self._socket) is not None:
-                # If another thread has closed it meanwhile, there is nobody to wake.
+                # Another thread may have closed it meanwhile, and has then woken all waiters.
                 with suppress(ValueError):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
                 self._leave(sock)
         finally:
             if not (self._closed_in_question and self._turns):
                 self._abandon()
-            self._release()
+            self._stack.close()
 
     def _abandon_if_closed(self) -> None:
         if self._closed_in_question and not self._turns:
@@ -413,7 +404,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._ask(Bye())
 
     def _shut_down(self, sock: socket.socket, limit: float) -> None:
-        """Tell the server in the middle of a question; wait until it has gone."""
+        """Notify the server in the middle of a question; wait until it has gone."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):
@@ -431,7 +422,7 @@ class Connection(BaseConnection, ClosesOnExit):
     def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
         if sock is not None:
-            # The child of a fork may have it too; and other code may have closed its descriptor.
+            # The child of a fork may have a copy; and other code may have closed the descriptor.
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             with suppress(OSError):

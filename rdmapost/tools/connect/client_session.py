@@ -16,8 +16,6 @@ from .failures import ConnectError, ConnectTimeout, ProtocolError
 from .protocol import ClientProtocol
 from .protocol_messages import Bye, Error, Message, encode
 
-__all__ = ["ClientSession", "IORequests", "NoData", "Outcome"]
-
 
 class NoData(Enum):
     """Why nothing has been sent or received."""
@@ -27,23 +25,14 @@ class NoData(Enum):
 
 
 Outcome: TypeAlias = bytes | OSError | NoData
-"""What has been received, nothing for what was sent, or why not."""
+"""What has been received, nothing after sending, or why neither was possible."""
 
 IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
-"""Yields bytes to send, or none to receive some, and the deadline by time.monotonic()."""
+"""Yields bytes to send, or b"" to receive some, and the deadline by time.monotonic()."""
 
 
 class ClientSession:
-    """Asks a server one question at a time.
-
-    Args:
-        where: the server, HOST:PORT.
-        timeout: seconds for each step.
-
-    Attributes:
-        where: as given.
-        protocol: what has been asked and answered.
-    """
+    """Asks a server, HOST:PORT, one question at a time; the timeout is for each step."""
 
     def __init__(self, where: str, timeout: float) -> None:
         self.where = where
@@ -51,14 +40,9 @@ class ClientSession:
         self._timeout = timeout
 
     def ask(self, message: Message, more_time: float = 0.0) -> IORequests:
-        """Send a message and return the answer.
+        """Send a message and return the answer, unless that is an error.
 
-        Args:
-            message: the question.
-            more_time: seconds that the server may take in addition.
-
-        Raises:
-            ConnectError: there is no answer, or it is an error.
+        The server may take more_time seconds in addition to the timeout.
         """
         if self.protocol.must_wait and not isinstance(message, Bye):
             # The late answer to an interrupted question.
@@ -108,11 +92,7 @@ class ClientSession:
         )
 
     def is_over(self, data: bytes) -> bool:
-        """Take bytes that no question waits for; return whether they are the server's last.
-
-        Raises:
-            ProtocolError: they are not right.
-        """
+        """Take bytes that no question waits for; return whether they are the server's last."""
         if data:
             # This may be a late answer.
             self.protocol.receive(data)

@@ -27,8 +27,6 @@ from ..resource_stack import ResourceStack
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen, access_names
 from .server_events import Changed
 
-__all__ = ["Exposure", "ServedClient", "make_exposure"]
-
 _EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: _EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
@@ -122,23 +120,14 @@ class ServedClient:
     Each client has its own protection domain: no other client can use its resources, even by
     guessing a key.
 
-    Args:
-        context: an open device.
-        exposure: what it is given.
-        hello: its hello.
-        number: its number.
-
     Attributes:
-        number: as given.
+        number: the client's number.
         qp: the server's queue pair, connected to the client's.
         mr: the exposed memory.
-        offer: what it is offered.
+        offer: what the client is offered.
         channel: reports arrivals.
         arrived: how many receives have completed.
         may_have_more: whether there may be completions that the channel will not report again.
-
-    Raises:
-        VerbsError: the device refused; nothing is left open.
     """
 
     def __init__(self, context: Context, exposure: Exposure, hello: Hello, number: int) -> None:
@@ -201,11 +190,7 @@ class ServedClient:
             )
 
     def close(self) -> None:
-        """Release everything: first the queue pair, so that the memory cannot be reached.
-
-        Raises:
-            VerbsError: the device refused; the rest is released.
-        """
+        """Release everything: first the queue pair, so that the memory cannot be reached."""
         self._stack.close()
 
     # ---- what arrives -------------------------------------------------------
@@ -216,11 +201,7 @@ class ServedClient:
         return RecvWR(sges, wr_id=slot)
 
     def poll(self) -> list[Arrival]:
-        """Return what has arrived since the last call.
-
-        Raises:
-            RdmaError: the device failed.
-        """
+        """Return what has arrived since the last call."""
         while self.channel.get_cq_event() is not None:
             pass
         # Before the poll, so that what arrives after it is reported.
@@ -230,24 +211,20 @@ class ServedClient:
         return self._arrivals(wcs)
 
     def repost(self) -> None:
-        """Post again the receives that ``poll`` has emptied.
-
-        Raises:
-            RdmaError: the device failed.
-        """
+        """Post again the receives that ``poll`` has emptied."""
         free, self._free = self._free, []
         if free:
             self.qp.post_recv([self._receive(slot) for slot in free])
 
     def stop(self) -> list[Arrival]:
-        """Accept nothing more from the client, and return what arrived before and was not taken.
+        """Accept nothing more from the client, and return the arrivals not yet polled.
 
-        Never raises: where the device fails, it returns what the CQ still holds.
+        Never raises: if the device fails, it returns what the CQ still holds.
         """
         found: list[Arrival] = []
         flushed = False
         with suppress(RdmaError):
-            # Flushes are news only if the queue pair has failed by itself.
+            # Report flushes only if the queue pair failed before this.
             failed = self.qp.state is QPState.ERR
             self.qp.to_err()
             # Receives complete in order: the messages, then the flushes.
@@ -275,7 +252,7 @@ class ServedClient:
     def _arrivals(self, wcs: Iterable[WC]) -> list[Arrival]:
         found = []
         for wc in wcs:
-            # After one failure the flushes are not news; sends are the owner's.
+            # After a failure, flushes are not reported; sends are the owner's.
             is_news = self._failed is None if wc.status else _received(wc)
             if not is_news:
                 continue
@@ -301,14 +278,7 @@ class ServedClient:
         return Arrival(self.arrived, wc.status, wc.opcode, length, wc.imm_data, digest, data)
 
     def arrival(self, index: int) -> Arrival | None:
-        """Return an arrival, or None if it has not come.
-
-        Args:
-            index: which receive, from 1.
-
-        Raises:
-            RdmaError: that was too long ago.
-        """
+        """Return what has arrived in a receive, counted from 1, or None if nothing has."""
         if index > self.arrived:
             if self._failed is None:
                 return None
@@ -322,13 +292,9 @@ class ServedClient:
     # ---- the memory's contents -------------------------------------------
 
     def look(self, offset: int, length: int) -> Generator[None, None, Seen]:
-        """Return the contents of the memory, if the client may know them.
+        """Return the contents of the memory, and yield after each piece, to give others their turn.
 
-        If it may not read the memory, it learns only what it has written itself. It yields after
-        each piece, to give others their turn.
-
-        Raises:
-            RdmaError: it is outside.
+        A client that may not read the memory learns only what it has written itself.
         """
         if offset + length > self.mr.length:
             raise RdmaError(
@@ -349,10 +315,7 @@ class ServedClient:
         return Seen(offset, length, digest.hexdigest(), data)
 
     def changed(self) -> Generator[None, None, Changed | None]:
-        """Return what has changed from the initial contents.
-
-        It yields after each piece, as look does.
-        """
+        """Return what has changed from the initial contents, and yield as look does."""
         if not self.offer.access & _CHANGES:
             return None
         buffer, first, last = self.mr.buffer, None, 0
@@ -373,7 +336,7 @@ class ServedClient:
         zeros = bytes(min(_CHUNK, size))
         for start in range(0, size, _CHUNK):
             length = min(_CHUNK, size - start)
-            # Most of it is zeros, which need no copy.
+            # Zeros need no copy.
             had = data[start : start + length]
             yield start, had.ljust(length, b"\0") if had else zeros[:length]
 

@@ -8,14 +8,12 @@ import os
 from ...errors import RdmaError
 from ..tcp import TCPError, errno_of, reason
 
-__all__ = ["ConnectError", "ConnectTimeout", "ProtocolError", "from_tcp", "not_reached"]
-
 
 class ConnectError(RdmaError, ConnectionError):
     """The other side could not be reached, refused, or went away.
 
     Attributes:
-        code: the kind of error: "refused", "unreachable", "lost", or one of
+        code: the type of error: "refused", "unreachable", "lost", or one of
             protocol_messages.CODES, which an error message carries.
         errno: the error number, if the operating system gave one, such as EADDRINUSE; else None.
         strerror: its text, or None.
@@ -28,7 +26,7 @@ class ConnectError(RdmaError, ConnectionError):
             self.errno, self.strerror = errno, os.strerror(errno)
 
     def __str__(self) -> str:
-        # OSError's would leave out the text for the errno.
+        # OSError's would replace the text by the errno's.
         return str(self.args[0]) if self.args else ""
 
 
@@ -40,7 +38,7 @@ class ConnectTimeout(ConnectError, TimeoutError):
 
 
 class ProtocolError(ConnectError):
-    """The other side sent something that is not in the protocol."""
+    """The other side violated the protocol."""
 
     def __init__(self, text: str, code: str = "format") -> None:
         super().__init__(text, code)

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..._arguments import expect, within
 
-__all__ = ["DEFAULT_PORT", "check_where", "is_loopback", "parse_address"]
-
 DEFAULT_PORT = 18600
 """TCP port of a server; ibv_rc_pingpong has 18515."""
 
@@ -47,19 +45,9 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
 
 
 def check_where(host: str, port: int, least: int = 1) -> int:
-    """Check the arguments that say where a server listens.
+    """Check where a server listens, and return the port as an int.
 
-    Args:
-        host: a name or an address.
-        port: the port.
-        least: the lowest port: 0 if that means any free one.
-
-    Returns:
-        The port, as an int.
-
-    Raises:
-        TypeError: one of them is of another type.
-        ValueError: host is empty, or there is no such port.
+    The lowest port is 0 if that means any free one.
     """
     expect("host", host, str)
     if not host:

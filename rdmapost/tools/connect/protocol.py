@@ -1,8 +1,8 @@
 """Both sides of the protocol as state machines: bytes in, messages out, no I/O.
 
 The caller passes bytes to ``receive``, and takes messages from ``next_message`` until there are
-none. Both sides raise ProtocolError at the first byte that the protocol does not allow, and read
-nothing more.
+none. Both sides raise ProtocolError at the first byte that violates the protocol, and read nothing
+more.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from .protocol_messages import (
     read_version,
 )
 
-__all__ = ["ClientProtocol", "LineReader", "ServerProtocol", "State", "token_matches"]
-
 
 class LineReader:
     """Cuts a stream of bytes into lines."""
@@ -56,9 +54,9 @@ class LineReader:
         if not pending:
             return None
         if pending[0] != 0x7B:
-            # Raised now: a peer that speaks something else may be waiting for an answer.
-            raise ProtocolError(f"this is not the exchange of rdmapost: {bytes(pending[:40])!r}")
-        # What was searched before holds no newline.
+            # Do not wait for a newline: a peer of another protocol may be waiting for an answer.
+            raise ProtocolError(f"this is not rdmapost's protocol: {bytes(pending[:40])!r}")
+        # The bytes searched before hold no newline.
         end = pending.find(b"\n", self._searched, MAX_LINE)
         if end < 0:
             if len(pending) >= MAX_LINE:
@@ -94,33 +92,19 @@ class State(Enum):
 
 
 def token_matches(given: Any, token: str | None) -> bool:
-    """Compare a token with the required one, in constant time.
-
-    Args:
-        given: what was received; anything.
-        token: the required one; None requires none, and accepts any.
-    """
+    """Compare what was received with the token, in constant time; no token accepts anything."""
     if token is None:
         return True
-    text = given if isinstance(given, str) else ""
-    return hmac.compare_digest(_bytes(text), _bytes(token)) and isinstance(given, str)
-
-
-def _bytes(text: str) -> bytes:
     # An argument or environment variable need not be Unicode.
-    return text.encode("utf-8", "surrogatepass")
+    received, required = (
+        text.encode("utf-8", "surrogatepass")
+        for text in (given if isinstance(given, str) else "", token)
+    )
+    return hmac.compare_digest(received, required) and isinstance(given, str)
 
 
 class ServerProtocol:
-    """The server's side.
-
-    Args:
-        token: the token to ask for, or None.
-
-    Attributes:
-        lines: what has been received, and not been read yet.
-        state: what comes next.
-    """
+    """The server's side; it asks for a token unless that is None."""
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token
@@ -153,7 +137,7 @@ class ServerProtocol:
             # Without the token, a peer learns the version and nothing else.
             if (version := read_version(fields)) != VERSION:
                 raise ProtocolError(
-                    f"this server speaks version {VERSION} of the exchange, and the client "
+                    f"this server speaks version {VERSION} of the protocol, and the client "
                     f"version {str(version)[:20]}; use the same rdmapost on both sides",
                     "version",
                 )
@@ -186,13 +170,10 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 
 
 class ClientProtocol:
-    """The client's side.  It asks, and the server answers, one by one.
+    """The client's side: it asks, and the server answers, one question at a time.
 
     A client that was interrupted while it waited may ask again: the server answers
     both questions, and the late answer is dropped here.
-
-    Attributes:
-        lines: what has been received, and not been read yet.
     """
 
     def __init__(self) -> None:
@@ -201,13 +182,9 @@ class ClientProtocol:
         self._error: Error | None = None
 
     def ask(self, message: Message) -> None:
-        """Note what is being sent, and so what can be received.
-
-        Raises:
-            ConnectError: the previous answer has not come.
-        """
+        """Note what is being sent, and so what can be received."""
         if self._asked and self._asked[-1] is not Report and not isinstance(message, Bye):
-            raise ConnectError("an answer of the server is still to come")
+            raise ConnectError("the server has not yet answered the previous question")
         self._asked.append(type(message))
 
     @property
@@ -228,9 +205,6 @@ class ClientProtocol:
         """Return the answer to what was asked, or None if it has not come yet.
 
         An error message is returned like an answer, whenever it comes.
-
-        Raises:
-            ProtocolError: it is not right.
         """
         while self._error is None:
             line = self.lines.next_line()
@@ -252,7 +226,7 @@ class ClientProtocol:
     def _read(self, fields: dict[str, Any]) -> Message:
         expected = _ANSWERS[self._asked[0]] if self._asked else ()
         if self._asked and self._asked[-1] is Bye:
-            # After that nothing else is answered.
+            # The server answers nothing after that.
             expected = (*expected, Bye)
         message: Message = decode(fields, *dict.fromkeys(expected), Error)
         if isinstance(message, (Bye, Error)):

@@ -29,36 +29,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from ...enums import Access, QPType, WCOpcode, WCStatus
 from ...resources.endpoint import Endpoint
 from .failures import ProtocolError
-
-__all__ = [
-    "CODES",
-    "HEAD_BYTES",
-    "MAX_LINE",
-    "MAX_TOKEN",
-    "QP_TYPES",
-    "VERSION",
-    "Arrival",
-    "Bye",
-    "Error",
-    "Hello",
-    "Look",
-    "Message",
-    "Nothing",
-    "Offer",
-    "Ready",
-    "Report",
-    "Seen",
-    "access_names",
-    "decode",
-    "encode",
-    "parse_line",
-    "read_version",
-]
 
 VERSION = 1
 MAX_LINE = 4096
@@ -66,7 +41,7 @@ MAX_LINE = 4096
 MAX_TOKEN = 256
 """Characters in a token."""
 HEAD_BYTES = 1024
-"""The most bytes of data in a message: the first ones."""
+"""A message shows at most this many bytes of the data, the first ones."""
 CODES = (
     "format",
     "version",
@@ -88,11 +63,12 @@ _NAME = 128
 # ---- the fields -------------------------------------------------------
 
 
-class _Codec:
-    """How a value is written in JSON, and how it is read and checked."""
+class _Codec(NamedTuple):
+    """How a value is written in JSON, how it is read and checked, and what it must be."""
 
-    def __init__(self, write: Callable[[Any], Any], read: Callable[[Any], Any], what: str) -> None:
-        self.write, self.read, self.what = write, read, what
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+    what: str
 
 
 def _identity(value: Any) -> Any:
@@ -187,8 +163,7 @@ def _read_digest(value: Any) -> str:
 
 
 _U32, _U64 = _integer((1 << 32) - 1), _integer((1 << 64) - 1)
-_QPN_TEXT = "an endpoint (qpn=... psn=... gid=... lid=... mtu=...)"
-_ENDPOINT = _Codec(str, _read_endpoint, _QPN_TEXT)
+_ENDPOINT = _Codec(str, _read_endpoint, "an endpoint (qpn=... psn=... gid=... lid=... mtu=...)")
 _DATA = _Codec(
     lambda value: bytes(value[:HEAD_BYTES]).hex(),
     lambda value: bytes.fromhex(_hex(0, 2 * HEAD_BYTES)(value)),
@@ -344,7 +319,7 @@ class Error:
     """Why the server ends the connection.
 
     Attributes:
-        code: the kind of error, one of CODES.
+        code: the type of error, one of CODES.
         text: one line for a reader.
     """
 
@@ -389,11 +364,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Read a line as one JSON object, without checking its contents.
-
-    Raises:
-        ProtocolError: it is not one.
-    """
+    """Read a line as one JSON object, without checking its contents."""
     try:
         fields = json.loads(
             line.decode("ascii"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
@@ -406,11 +377,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def read_version(fields: dict[str, Any]) -> int:
-    """Return the version that a first message names.
-
-    Raises:
-        ProtocolError: it names none.
-    """
+    """Return the version that a first message names."""
     version = fields.get("rdmapost")
     if type(version) is not int:
         raise ProtocolError("the first message does not say which version it speaks (rdmapost)")
@@ -418,15 +385,7 @@ def read_version(fields: dict[str, Any]) -> int:
 
 
 def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
-    """Read a message of one of the expected types.
-
-    Args:
-        fields: the JSON object.
-        expected: those types.
-
-    Raises:
-        ProtocolError: it is another one, or one of its fields is wrong.
-    """
+    """Read a JSON object as a message of one of the expected types."""
     given = fields.get("type")
     for message_type in expected:
         name, codecs = _name(message_type), _CODECS[message_type]

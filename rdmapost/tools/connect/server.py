@@ -11,18 +11,16 @@ from typing import Any
 
 from ..._binding import native
 from ...resources.device import Context
-from ..resource_stack import ClosesOnExit
-from ..tcp import TCPError, listen, show_address, stop_listening
+from ...resources.resource import ClosesOnExit
+from ..resource_stack import NotCopied, refuse_inherited
+from ..tcp import TCPError, listen, name_of, stop_listening
 from .acceptor import BACKLOG
 from .exposure import Exposure, ServedClient
 from .failures import from_tcp
 from .host_port import DEFAULT_PORT, check_where, is_loopback
-from .process_bound import NotCopied, refuse_inherited
 from .server_events import OnEvent
 from .server_state import ServerState
 from .server_threads import ServerThreads
-
-__all__ = ["BaseServer", "Server", "open_listener", "serve"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -120,12 +118,7 @@ def serve(
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Open a listening socket.
-
-    Raises:
-        ConnectError: there is no such host, or the address cannot be listened on; the text names
-            it, and errno is the operating system's.
-    """
+    """Open a listening socket, or raise the ConnectError of serve()."""
     try:
         return listen(host, port, BACKLOG)
     except TCPError as error:
@@ -144,7 +137,7 @@ class BaseServer(native.Finalizer, NotCopied):
         self._lifeline: list[socket.socket] = []
         try:
             self.address: tuple[Any, ...] = listener.getsockname()
-            self._name = show_address(self.address)
+            self._name = name_of(self.address)
             self.warning = self._warning()
             if self.warning is not None:
                 _log.warning("%s", self.warning)
@@ -161,7 +154,7 @@ class BaseServer(native.Finalizer, NotCopied):
     def _finalize(self) -> None:
         threads: ServerThreads | None = getattr(self, "_threads", None)
         if threads is not None and threads.pid == self._getpid():
-            # Before end(), after which it calls itself closed.
+            # Before end(), after which its repr says closed.
             if not threads.ended:
                 self._unclosed = f"unclosed {self!r}"
             # Not close(): a finalizer may run in any thread, including the server's.
@@ -218,7 +211,7 @@ class Server(BaseServer, ClosesOnExit):
     """
 
     def close(self) -> None:
-        """Tell every client that the server is closing, and release what they have.
+        """Notify every client that the server is closing, and release what they have.
 
         Return when that is done, or after timeout + 10 s; do nothing if already closed, or in the
         child of a fork, whose parent has the server.

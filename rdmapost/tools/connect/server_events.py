@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ...enums import QPType
 from .protocol_messages import Arrival, Offer
 
-__all__ = ["Arrived", "Changed", "Event", "Joined", "Left", "OnEvent", "Refused"]
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -78,7 +76,7 @@ class Refused:
 
     Attributes:
         address: where it came from.
-        code: the kind of error, one of protocol_messages.CODES or "lost".
+        code: the type of error, one of protocol_messages.CODES or "lost".
         text: the error sent to the client, in one line.
     """
 

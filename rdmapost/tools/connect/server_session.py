@@ -32,8 +32,6 @@ from .protocol_messages import (
 from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
 
-__all__ = ["HELLO_S", "ServerSession"]
-
 _log = logging.getLogger("rdmapost.connect")
 
 HELLO_S = 5.0
@@ -41,16 +39,7 @@ HELLO_S = 5.0
 
 
 class ServerSession:
-    """One client, from its first byte: ``receive`` and ``authenticate``, then ``feed``.
-
-    Args:
-        server: the server's settings and its clients.
-        address: where the client comes from, HOST:PORT.
-
-    Attributes:
-        over: nothing more will be read; send what was returned, then ``close``.
-        code: what ended it, one of protocol_messages.CODES or "lost".
-    """
+    """One client, from its first byte: ``receive`` and ``authenticate``, then ``feed``."""
 
     def __init__(self, server: ServerState, address: str) -> None:
         self._server = server
@@ -63,7 +52,9 @@ class ServerSession:
         self._look: Generator[None, None, Seen] | None = None
         self._last_message_at = time.monotonic()
         self._reason = ""
+        # What ended it: one of protocol_messages.CODES, or "lost".
         self.code = "lost"
+        # Nothing more will be read; send what was returned, then close().
         self.over = False
 
     @property
@@ -114,7 +105,7 @@ class ServerSession:
         return self._encode(self._handle_input())
 
     def completions(self) -> bytes:
-        """Look for arrivals, and return what to send."""
+        """Poll for arrivals, and return what to send."""
         return self._encode(self._poll_client())
 
     def tick(self) -> bytes:
@@ -142,7 +133,7 @@ class ServerSession:
         return b""
 
     def lost(self, error: OSError | None = None) -> None:
-        """The connection is gone, with an error or without."""
+        """End the session: the connection is gone, with an error or without."""
         if not self.over:
             self.over = True
             half = " in the middle of a message" if self._protocol.lines.partial else ""
@@ -178,7 +169,7 @@ class ServerSession:
         if hello is not None:
             self._client = client = self._server.admit(hello)
             self._server.notify(Joined(client.number, self._address, hello.qp_type, client.offer))
-            # Creating all that took time that the client is not charged for.
+            # Do not charge the client for the time that took.
             self._last_message_at = time.monotonic()
             yield client.offer
         while not self.over and (message := self._protocol.next_message()) is not None:
@@ -211,7 +202,7 @@ class ServerSession:
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
         if self._look or (isinstance(message, Look) and self._protocol.lines.partial):
-            # So a client that does not listen cannot create work either.
+            # A client that does not read its answers cannot create work either.
             raise ProtocolError("another question came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:
@@ -258,8 +249,8 @@ class ServerSession:
         code = error.code if isinstance(error, ProtocolError) else "failed"
         text = str(error) or type(error).__name__
         if not isinstance(error, (RdmaError, OSError, ValueError, MemoryError)):
-            _log.error("%s: a fault of the server", self._address, exc_info=error)
-            text = f"the server met a fault of its own ({type(error).__name__})"
+            _log.error("%s: the server has failed", self._address, exc_info=error)
+            text = f"the server has failed ({type(error).__name__})"
         self.over = True
         self.code, self._reason = code, text
         return Error(code, text)
@@ -275,20 +266,20 @@ class ServerSession:
             self._notify_arrivals(client, client.stop())
             changed = self._changed(client)
         except Exception:
-            _log.exception("client %d: what it has done last is not known", client.number)
+            _log.exception("client %d: its last messages and writes are unknown", client.number)
         try:
             self._server.release(client)
         except RdmaError as error:
-            _log.error("client %d: not everything could be given back: %s", client.number, error)
-            reason = f"{reason}; not everything could be given back: {error}"
+            _log.error("client %d: not everything could be released: %s", client.number, error)
+            reason = f"{reason}; not everything could be released: {error}"
         self._server.notify(Left(client.number, self._address, reason, changed))
 
     def _changed(self, client: ServedClient) -> Changed | None:
-        steps = client.changed()
+        pieces = client.changed()
         while True:
             try:
                 with self._server.look_lock:
-                    next(steps)
+                    next(pieces)
             except StopIteration as end:
                 changed: Changed | None = end.value
                 return changed

@@ -10,16 +10,13 @@ from typing import Any
 
 from ..._arguments import counted, expect, time_limit, within
 from ...resources.device import Context
+from ..fabric import fabric_of, why_unreachable
 from .exposure import ServedClient, make_exposure
-from .fabric import fabric_of, why_unreachable
 from .failures import ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .server_events import Event, OnEvent
 
-__all__ = ["ServerState", "check_token"]
-
 _log = logging.getLogger("rdmapost.connect")
-
 
 _MAX_CLIENTS = 1 << 16
 
@@ -27,25 +24,8 @@ _MAX_CLIENTS = 1 << 16
 class ServerState:
     """A server's settings, and its clients.
 
-    Args:
-        context: an open device.
-        token: the token to ask for, or None.
-        max_clients: how many at once.
-        timeout: seconds for each step, and to send each answer.
-        idle_timeout: seconds in which a client must send something; None for no limit.
-        on_event: gets the events.
-        call: calls on_event with an event.
-        exposed: what each client is given, as make_exposure takes it.
-
-    Attributes:
-        exposure: what each client is given.
-        clients: the connected clients, by number.
-        look_lock: held while one piece of a large memory is read, so that any number of looks
-            keep only one core busy.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range.
+    The arguments are serve()'s; `call` calls on_event with an event, and `exposed` is what
+    make_exposure takes.
     """
 
     def __init__(
@@ -75,21 +55,20 @@ class ServerState:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._admitted = 0
+        # Held while one piece of a large memory is read, so that any number of looks keep only one
+        # core busy.
         self.look_lock = threading.Lock()
+        # By number.
         self.clients: dict[int, ServedClient] = {}
 
     def admit(self, hello: Hello) -> ServedClient:
-        """Give a client its queue pair and its memory.
-
-        Raises:
-            ProtocolError: it cannot be reached, or the server is full.
-            RdmaError: the device refused.
-        """
+        """Give a client its queue pair and its memory, if it can be reached and there is room."""
         if why := why_unreachable(fabric_of(self.context), hello.fabric):
             raise ProtocolError(why, "device")
         with self._lock:
             if self._admitted >= self.max_clients:
-                raise ProtocolError(self.full, "busy")
+                text = f"this server has its {counted(self.max_clients, 'client')}; try again later"
+                raise ProtocolError(text, "busy")
             self._admitted += 1
             number = next(self._numbers)
         try:
@@ -102,22 +81,13 @@ class ServerState:
         return client
 
     def release(self, client: ServedClient) -> None:
-        """Release what a client has.
-
-        Raises:
-            RdmaError: the device refused; the rest is released.
-        """
+        """Release what a client has."""
         self.clients.pop(client.number, None)
         try:
             client.close()
         finally:
             with self._lock:
                 self._admitted -= 1
-
-    @property
-    def full(self) -> str:
-        """The error when the server is full."""
-        return f"this server has its {counted(self.max_clients, 'client')}; try again later"
 
     def notify(self, event: Event) -> None:
         """Call on_event; its failures do not affect the client."""

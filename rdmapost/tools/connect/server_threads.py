@@ -17,14 +17,12 @@ from ..._binding import native
 from ...errors import RdmaError
 from ...resources.device import Context
 from ...resources.memory import PD
-from ..tcp import cannot_listen, drain, prepare, send_all, show_address, stop_listening
+from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
 from .acceptor import Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
 from .server_session import ServerSession
 from .server_state import ServerState
-
-__all__ = ["ServerThreads"]
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -79,20 +77,16 @@ class ServerThreads:
     The threads refer to this, never to the Server, so that an unreachable Server is finalized, and
     ends them. Cleanup runs in threads other than the main one, so that no signal handler can
     interrupt it.
-
-    Args:
-        server: the server's settings and its clients.
-        listener: a listening socket.
     """
 
     # At the interpreter's exit finalizers may find no globals.
-    _suppress, _both_ways = suppress, socket.SHUT_RDWR
+    _suppress, _shut_rdwr = suppress, socket.SHUT_RDWR
 
     def __init__(self, server: ServerState, listener: socket.socket) -> None:
         self.server = server
         self.pid = os.getpid()
         self.ended = False
-        self._name = show_address(listener.getsockname())
+        self._name = name_of(listener.getsockname())
         self._listener = listener
         self._stop: socket.socket
         self._lifeline: weakref.ref[socket.socket] | None = None
@@ -191,14 +185,14 @@ class ServerThreads:
             self._finished.set()
 
     def end(self) -> None:
-        """Tell the threads to end, without waiting; callable from a finalizer.
+        """Signal the threads to end, without waiting; callable from a finalizer.
 
         If interrupted at any point, it can be called again.
         """
         self.ended = True
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
             with self._suppress(OSError):
-                lifeline.shutdown(self._both_ways)
+                lifeline.shutdown(self._shut_rdwr)
 
     def abandon(self) -> None:
         """End what an interrupted or failed start() has begun.
@@ -218,7 +212,7 @@ class ServerThreads:
         waiting for.
         """
         if self.pid != os.getpid():
-            # These are the parent's; a child has none.
+            # These threads are the parent's.
             return
         self.end()
         this, acceptor = threading.current_thread(), self._acceptor
@@ -226,7 +220,7 @@ class ServerThreads:
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
         if self._finished.wait(self.server.timeout + _SHUTDOWN_S):
-            # It has no more to do; a handler waits this long at most.
+            # It is about to end; a handler waits this long at most.
             acceptor.join(_THREAD_END_S)
 
     # ---- a client ---------------------------------------------------------------

@@ -7,17 +7,14 @@ is a finding too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from ...resources.endpoint import Endpoint
+from ...resources.qp import QP
 from . import addressing, qp_checks
-from .finding import Finding, Severity, worst_first
+from .finding import Finding, Severity, attribute, worst_first
 from .machine import diagnose_machine
 from .peer import check_peer
-from .snapshot import FAILURES, Snapshot, is_queue_pair, name_of, take_snapshot
-
-if TYPE_CHECKING:
-    from ...resources.qp import QP
+from .snapshot import FAILURES, Snapshot, is_queue_pair, take_snapshot
 
 __all__ = ["Finding", "Severity", "diagnose", "diagnose_machine", "worst_first"]
 
@@ -52,31 +49,27 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
     """
     if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
         raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
-    about = name_of(qp)
-    if findings := [*qp_checks.check_process(qp, about)]:
-        return findings
+    findings = _check(qp, peer)
+    return worst_first(attribute(findings, f"{qp} on {qp.pd.context.name}"))
+
+
+def _check(qp: QP, peer: QP | Endpoint | None) -> Iterable[Finding]:
+    if findings := [*qp_checks.check_process(qp)]:
+        yield from findings
+        return
     if qp.closed:
-        return [
-            Finding("qp-closed", "problem", f"{qp} is closed", "create a new queue pair", about)
-        ]
+        yield Finding("qp-closed", "problem", f"{qp} is closed", "create a new queue pair")
+        return
     try:
         snap = take_snapshot(qp, peer)
     except FAILURES as error:
-        return [
-            Finding(
-                "not-readable",
-                "problem",
-                f"its attributes cannot be read: {error}",
-                "check that the device still exists ('rdmapost devices')",
-                about,
-            )
-        ]
+        evidence = f"its attributes cannot be read: {error}"
+        remedy = "check that the device still exists ('rdmapost devices')"
+        yield Finding("not-readable", "problem", evidence, remedy)
+        return
     for check in _CHECKS:
         try:
-            findings += check(snap)
+            yield from check(snap)
         except FAILURES as error:
             what = check.__name__.removeprefix("check_").replace("_", " ")
-            findings.append(
-                Finding("not-checked", "info", f"{what} could not be checked: {error}", about=about)
-            )
-    return worst_first(findings)
+            yield Finding("not-checked", "info", f"{what} could not be checked: {error}")

@@ -13,8 +13,6 @@ from .finding import Finding
 from .path import check_gid, check_port, check_route, uses_gids
 from .snapshot import Snapshot
 
-__all__ = ["check_gids", "check_path_mtu", "check_ports"]
-
 
 def check_ports(snap: Snapshot) -> Iterable[Finding]:
     """Check the port."""
@@ -28,15 +26,12 @@ def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
         return
     evidence = f"path_mtu {path.bytes}, and the port's active_mtu {active.bytes}"
     if path > active:
+        remedy = f"connect again, with path_mtu at most {active.bytes} on both sides"
         yield Finding(
-            "mtu-mismatch",
-            "problem",
-            f"{evidence}: larger than the port can send",
-            f"connect again, with path_mtu at most {active.bytes} on both sides",
-            snap.about,
+            "mtu-mismatch", "problem", f"{evidence}: larger than the port can send", remedy
         )
     else:
-        yield Finding("path-mtu", "ok", evidence, about=snap.about)
+        yield Finding("path-mtu", "ok", evidence)
 
 
 def check_gids(snap: Snapshot) -> Iterable[Finding]:
@@ -49,25 +44,19 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         yield from _chosen(snap)
         return
     if path.dgid is None:
-        yield Finding(
-            "gid-wrong",
-            "problem",
-            "its path has no dgid, which is the address on Ethernet",
-            "qp.connect(remote), with the peer's qp.endpoint()",
-            snap.about,
-        )
+        evidence = "its path has no dgid, which is the address on Ethernet"
+        remedy = "qp.connect(remote), with the peer's qp.endpoint()"
+        yield Finding("gid-wrong", "problem", evidence, remedy)
         return
     source = snap.source
     chosen = chosen_gid(qp)
     if chosen is None or chosen.index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid
-        kind = None if source is None else source.gid_type
-        chosen = GIDChoice(path.sgid_index, gid, kind, "its path's sgid_index")
-    yield from check_gid(chosen, snap.table, snap.system, snap.about)
+        gid_type = None if source is None else source.gid_type
+        chosen = GIDChoice(path.sgid_index, gid, gid_type, "its path's sgid_index")
+    yield check_gid(chosen, snap.table, snap.system)
     if source is not None:
-        yield from check_route(
-            source, path.dgid, snap.table, qp.pd.context.kind, snap.system, snap.about
-        )
+        yield check_route(source, path.dgid, snap.table, qp.pd.context.kind, snap.system)
 
 
 def _chosen(snap: Snapshot) -> Iterable[Finding]:
@@ -85,7 +74,6 @@ def _chosen(snap: Snapshot) -> Iterable[Finding]:
             "give a gid_index that 'rdmapost devices' shows"
             if wanted
             else "ip addr add 10.0.0.1/24 dev NETDEV; ip link set NETDEV up",
-            snap.about,
         )
         return
-    yield from check_gid(chosen, snap.table, snap.system, snap.about)
+    yield check_gid(chosen, snap.table, snap.system)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
-
-__all__ = ["Finding", "Severity", "duration", "worst_first"]
 
 Severity = Literal["problem", "warning", "info", "ok"]
 
@@ -42,6 +40,11 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
         findings: in any order.
     """
     return sorted(findings, key=lambda finding: _ORDER[finding.severity])
+
+
+def attribute(findings: Iterable[Finding], about: str) -> list[Finding]:
+    """Return findings; those that name no object are about this one."""
+    return [finding if finding.about else replace(finding, about=about) for finding in findings]
 
 
 def duration(seconds: float) -> str:

@@ -16,38 +16,17 @@ from ...errors import NoDeviceError, NoRdmaError, RdmaError, VerbsError
 from ...providers import DeviceInfo, soft_provider, verbs_provider
 from ...resources.address import choose_gid
 from ...resources.device import Context, open_device
-from .finding import Finding, worst_first
+from .finding import Finding, attribute, worst_first
 from .path import check_gid, check_port, uses_gids
 from .snapshot import FAILURES
 from .system import System
-
-__all__ = ["diagnose_machine"]
 
 _MACHINE = "machine"
 _ROCE_PORT = 4791
 _CAP_IPC_LOCK, _SMALL_LOCK, _USUAL_LOCK = 14, 64 << 10, 8 << 20
 _DRIVERS = (
-    "rdma_rxe",
-    "siw",
-    "mlx4_ib",
-    "mlx5_ib",
-    "bnxt_re",
-    "irdma",
-    "i40iw",
-    "iw_cxgb4",
-    "efa",
-    "erdma",
-    "hfi1",
-    "hns_roce",
-    "hns_roce_hw_v2",
-    "ib_mthca",
-    "ib_qib",
-    "ionic_rdma",
-    "mana_ib",
-    "ocrdma",
-    "qedr",
-    "usnic_verbs",
-    "vmw_pvrdma",
+    "rdma_rxe siw mlx4_ib mlx5_ib bnxt_re irdma i40iw iw_cxgb4 efa erdma hfi1 hns_roce "
+    "hns_roce_hw_v2 ib_mthca ib_qib ionic_rdma mana_ib ocrdma qedr usnic_verbs vmw_pvrdma"
 )
 _GROUP_MAY = stat.S_IRGRP | stat.S_IWGRP
 _EVERYONE = "0 0 4294967295"
@@ -86,14 +65,10 @@ def diagnose_machine(
     infos: list[DeviceInfo] = []
     try:
         infos = verbs_provider().list_devices()
-        findings.append(
-            Finding(
-                "libibverbs", "ok", f"libibverbs is installed; {_listed(infos)}", about=_MACHINE
-            )
-        )
+        findings.append(Finding("libibverbs", "ok", f"libibverbs is installed; {_listed(infos)}"))
     except NoRdmaError as error:
         what, _, remedy = str(error).partition("; ")
-        findings.append(Finding("libibverbs-missing", "problem", what, remedy, _MACHINE))
+        findings.append(Finding("libibverbs-missing", "problem", what, remedy))
     except VerbsError as error:
         findings.append(
             Finding(
@@ -101,7 +76,6 @@ def diagnose_machine(
                 "problem",
                 str(error),
                 "see 'dmesg', and check that /sys is mounted",
-                _MACHINE,
             )
         )
     chosen = _choose(system, device, infos)
@@ -117,7 +91,7 @@ def diagnose_machine(
             findings += check()
         except FAILURES as error:
             # /sys and /proc differ between kernels.
-            findings.append(Finding("not-checked", "info", str(error), about=_MACHINE))
+            findings.append(Finding("not-checked", "info", str(error)))
     if chosen is not None:
         findings += _check_device(system, chosen, port_num, gid_index)
     elif device is not None and not software and system.devices():
@@ -127,7 +101,6 @@ def diagnose_machine(
                 "problem",
                 f"there is no device {device}; {_listed(infos)}",
                 "rdmapost devices",
-                _MACHINE,
             )
         )
     if not infos and not system.devices():
@@ -135,7 +108,7 @@ def diagnose_machine(
     if software:
         findings = [_harmless(finding) for finding in findings]
         findings += _check_device(system, str(device), port_num, gid_index)
-    return worst_first(findings)
+    return worst_first(attribute(findings, _MACHINE))
 
 
 def _listed(infos: list[DeviceInfo]) -> str:
@@ -162,7 +135,7 @@ def _choose(system: System, device: str | None, infos: list[DeviceInfo]) -> str 
 
 
 def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]:
-    drivers = [name for name in _DRIVERS if system.module(name)]
+    drivers = [name for name in _DRIVERS.split() if system.module(name)]
     loaded = f"drivers loaded: {', '.join(drivers) or 'none'}"
     if not (system.module("ib_uverbs") or system.path("sys/class/infiniband_verbs").exists()):
         yield Finding(
@@ -170,27 +143,18 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
             "problem" if system.devices() else "warning",
             f"the kernel module ib_uverbs is not loaded; {loaded}",
             "modprobe ib_uverbs",
-            _MACHINE,
         )
     elif not drivers and not system.devices():
-        yield Finding(
-            "module-missing",
-            "warning",
-            "ib_uverbs is loaded, but no RDMA device driver",
-            "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe",
-            _MACHINE,
-        )
+        evidence = "ib_uverbs is loaded, but no RDMA device driver"
+        remedy = "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe"
+        yield Finding("module-missing", "warning", evidence, remedy)
     else:
-        yield Finding("modules", "ok", f"ib_uverbs is loaded; {loaded}", about=_MACHINE)
+        yield Finding("modules", "ok", f"ib_uverbs is loaded; {loaded}")
     hidden = [name for name in system.devices() if name not in [info.name for info in infos]]
     if hidden and system.module("ib_uverbs"):
-        yield Finding(
-            "provider-missing",
-            "problem",
-            f"the kernel has {', '.join(hidden)}, but libibverbs does not list it",
-            "apt install ibverbs-providers (dnf install libibverbs), for its user-space driver",
-            _MACHINE,
-        )
+        evidence = f"the kernel has {', '.join(hidden)}, but libibverbs does not list it"
+        remedy = "apt install ibverbs-providers (dnf install libibverbs), for its user-space driver"
+        yield Finding("provider-missing", "problem", evidence, remedy)
 
 
 def _check_nodes(system: System) -> Iterable[Finding]:
@@ -220,7 +184,7 @@ def _check_node(node: Path) -> Finding:
     owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
     evidence = f"{stat.filemode(found.st_mode)} {owner}:{group}; {me}"
     try:
-        # Only opening it tells: a container may forbid what the mode allows.
+        # Only opening it shows: a container may forbid what the mode allows.
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except PermissionError as error:
         if os.access(node, os.R_OK | os.W_OK, effective_ids=True):
@@ -233,12 +197,9 @@ def _check_node(node: Path) -> Finding:
             "no-permission", "problem", f"{evidence}: {error.strerror}", remedy, str(node)
         )
     except OSError as error:
+        remedy = "see 'dmesg'; load the device's driver again"
         return Finding(
-            "node-broken",
-            "problem",
-            f"it cannot be opened: {error.strerror}",
-            "see 'dmesg'; load the device's driver again",
-            str(node),
+            "node-broken", "problem", f"it cannot be opened: {error.strerror}", remedy, str(node)
         )
     return Finding("permission", "ok", evidence, about=str(node))
 
@@ -283,7 +244,6 @@ def _no_device(system: System) -> Finding:
         "there is no RDMA device on this machine",
         f"{remedy}use a virtual machine that has one (README, 'A real device in a virtual "
         'machine\'), or use the software device soft0: -d soft0, open_device("soft0")',
-        _MACHINE,
     )
 
 
@@ -293,7 +253,7 @@ def _no_device(system: System) -> Finding:
 def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
     limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        yield Finding("memlock", "ok", "no limit on locked memory", about=_MACHINE)
+        yield Finding("memlock", "ok", "no limit on locked memory")
         return
     status = dict(
         line.split(":", 1)
@@ -306,7 +266,7 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
     # The kernel wants the capability in the initial user namespace.
     outermost = " ".join((system.read("proc/self/uid_map") or "").split()) == _EVERYONE
     if capable and outermost:
-        yield Finding("memlock", "ok", f"{evidence}; CAP_IPC_LOCK lifts the limit", about=_MACHINE)
+        yield Finding("memlock", "ok", f"{evidence}; CAP_IPC_LOCK lifts the limit")
         return
     if memory is not None and memory > limit:
         evidence += f", and {_kib(memory)} are to be registered"
@@ -317,13 +277,10 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
             "info" if small else "ok",
             f"{evidence}; registering more in total fails with ENOMEM",
             f"ulimit -l unlimited, {_FOR_GOOD}" if small else "",
-            _MACHINE,
         )
         return
     remedy = f"ulimit -l unlimited, {_FOR_GOOD}"
-    yield Finding(
-        "memlock", "problem", f"{evidence}: ibv_reg_mr fails with ENOMEM", remedy, _MACHINE
-    )
+    yield Finding("memlock", "problem", f"{evidence}: ibv_reg_mr fails with ENOMEM", remedy)
 
 
 def _kib(size: int) -> str:
@@ -334,13 +291,9 @@ def _check_files(system: System) -> Iterable[Finding]:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(system.names("proc/self/fd"))
     if limit != resource.RLIM_INFINITY and used + 16 > limit:
-        yield Finding(
-            "files-low",
-            "problem",
-            f"{used} of {limit} files are open; a device needs two, and a CQ one",
-            "ulimit -n 65536",
-            _MACHINE,
-        )
+        evidence = f"{used} of {limit} files are open; a device needs two, and a CQ one"
+        remedy = "ulimit -n 65536"
+        yield Finding("files-low", "problem", evidence, remedy)
 
 
 # ---- the device that will be used -------------------------------------------
@@ -354,15 +307,11 @@ def _check_device(
         with open_device(name) as context:
             yield from _check_open(system, context, port_num, gid_index)
     except NoDeviceError as error:
-        yield Finding("no-such-device", "problem", str(error), "rdmapost devices", _MACHINE)
+        yield Finding("no-such-device", "problem", str(error), "rdmapost devices")
     except FAILURES as error:
-        yield Finding(
-            "not-opened",
-            "problem",
-            str(error),
-            "see the findings about /dev/infiniband, and 'dmesg'",
-            name,
-        )
+        evidence = str(error)
+        remedy = "see the findings about /dev/infiniband, and 'dmesg'"
+        yield Finding("not-opened", "problem", evidence, remedy, name)
 
 
 def _check_open(
@@ -370,41 +319,38 @@ def _check_open(
 ) -> Iterable[Finding]:
     count = context.attr.phys_port_cnt
     if port_num is not None and port_num > count:
-        yield Finding(
-            "no-such-port",
-            "problem",
-            f"{context.name} has {count} ports, but no port {port_num}",
-            "rdmapost devices",
-            context.name,
-        )
+        evidence = f"{context.name} has {count} ports, but no port {port_num}"
+        remedy = "rdmapost devices"
+        yield Finding("no-such-port", "problem", evidence, remedy, context.name)
         return
     ports = [context.query_port(number) for number in range(1, count + 1)]
     active = [port for port in ports if port.state.name.startswith("ACTIVE")]
     port = (active or ports)[0] if port_num is None else ports[port_num - 1]
-    about = f"{context.name} port {port.port_num}"
     yield from check_port(context, port, system)
-    if not uses_gids(context, port):
-        return
+    if uses_gids(context, port):
+        about = f"{context.name} port {port.port_num}"
+        yield from attribute(_check_gid(system, context, port.port_num, gid_index), about)
+
+
+def _check_gid(
+    system: System, context: Context, port_num: int, gid_index: int | None
+) -> Iterable[Finding]:
     try:
-        chosen = choose_gid(context, port.port_num, gid_index)
+        chosen = choose_gid(context, port_num, gid_index)
     except RdmaError as error:
-        netdev = system.netdev_of(context.name, port.port_num) or "NETDEV"
-        yield Finding(
-            "gid-none" if gid_index is None else "gid-wrong",
-            "problem",
-            str(error),
-            f"ip addr add 10.0.0.1/24 dev {netdev}; ip link set {netdev} up"
-            if gid_index is None
-            else "rdmapost devices",
-            about,
-        )
+        netdev = system.netdev_of(context.name, port_num) or "NETDEV"
+        name, remedy = "gid-wrong", "rdmapost devices"
+        if gid_index is None:
+            name = "gid-none"
+            remedy = f"ip addr add 10.0.0.1/24 dev {netdev}; ip link set {netdev} up"
+        yield Finding(name, "problem", str(error), remedy)
         return
-    yield from check_gid(chosen, context.query_gid_table(port.port_num), system, about)
+    yield check_gid(chosen, context.query_gid_table(port_num), system)
     if context.kind != "soft":
-        yield _firewall(system, about)
+        yield _firewall(system)
 
 
-def _firewall(system: System, about: str) -> Finding:
+def _firewall(system: System) -> Finding:
     loaded = [name for name in ("nf_tables", "ip_tables", "ip6_tables") if system.module(name)]
     return Finding(
         "firewall",
@@ -413,5 +359,4 @@ def _firewall(system: System, about: str) -> Finding:
         + (f"rules of {', '.join(loaded)} may drop it" if loaded else "no packet filter is loaded")
         + ", and so may the network or a cloud's security group",
         f"nft list ruleset; allow UDP {_ROCE_PORT} on both sides" if loaded else "",
-        about,
     )

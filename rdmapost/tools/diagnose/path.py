@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address
 
 from ...enums import GIDType, LinkLayer, NodeType, PortState
@@ -9,8 +10,6 @@ from ...resources.address import GIDChoice
 from ...resources.device import GID, Context, GIDTableEntry, PortAttr
 from .finding import Finding, Severity
 from .system import System, phys_state_name
-
-__all__ = ["check_gid", "check_port", "check_route", "uses_gids"]
 
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 _ROCE_HEADERS = 64
@@ -22,117 +21,72 @@ def uses_gids(context: Context, port: PortAttr) -> bool:
     return port.link_layer is LinkLayer.ETHERNET and context.node_type is not NodeType.RNIC
 
 
-def check_port(context: Context, port: PortAttr, system: System) -> list[Finding]:
+def check_port(context: Context, port: PortAttr, system: System) -> Iterable[Finding]:
     """Check a port's state, its network device, and the MTU of both."""
     about = f"{context.name} port {port.port_num}"
     ethernet = port.link_layer is LinkLayer.ETHERNET
     netdev = system.netdev_of(context.name, port.port_num)
     evidence = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
-    findings = []
     if port.state in _CARRIES_TRAFFIC:
-        findings.append(Finding("port-active", "ok", evidence, about=about))
+        yield Finding("port-active", "ok", evidence, about=about)
     else:
         remedy = "start a subnet manager ('opensm') and check the cable"
         if ethernet:
             remedy = f"ip link set {netdev or 'NETDEV'} up, and check its cable"
-        findings.append(
-            Finding("port-down", "problem", f"{evidence}: it carries no traffic", remedy, about)
-        )
+        yield Finding("port-down", "problem", f"{evidence}: it carries no traffic", remedy, about)
     if not netdev or not ethernet:
-        return findings
+        return
     if not system.has_netdev(netdev):
-        findings.append(
-            Finding(
-                "netdev-hidden",
-                "info",
-                f"its network device {netdev} is not in this network namespace",
-                "inspect it in its own namespace ('ip netns'), or move the RDMA device here",
-                about,
-            )
-        )
-        return findings
+        evidence = f"its network device {netdev} is not in this network namespace"
+        remedy = "inspect it in its own namespace ('ip netns'), or move the RDMA device here"
+        yield Finding("netdev-hidden", "info", evidence, remedy, about)
+        return
     if not system.netdev_is_up(netdev):
-        findings.append(
-            Finding(
-                "netdev-down",
-                "problem",
-                f"its network device {netdev} is down",
-                f"ip link set {netdev} up",
-                about,
-            )
-        )
-    return findings + _check_mtu(port, netdev, system, about)
-
-
-def _check_mtu(port: PortAttr, netdev: str, system: System, about: str) -> list[Finding]:
+        evidence = f"its network device {netdev} is down"
+        yield Finding("netdev-down", "problem", evidence, f"ip link set {netdev} up", about)
     mtu, active = system.netdev_mtu(netdev), port.active_mtu.bytes
     if mtu is None:
-        return []
+        return
     needed = active + _ROCE_HEADERS
     evidence = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
     if needed > mtu:
-        return [
-            Finding(
-                "mtu-mismatch",
-                "problem",
-                f"{evidence}: packets of {active} bytes need {needed} with headers",
-                f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides",
-                about,
-            )
-        ]
-    return [Finding("mtu", "ok", evidence, about=about)]
+        evidence += f": packets of {active} bytes need {needed} with headers"
+        remedy = f"ip link set {netdev} mtu {max(needed, 1500)}, on both sides"
+        yield Finding("mtu-mismatch", "problem", evidence, remedy, about)
+    else:
+        yield Finding("mtu", "ok", evidence, about=about)
 
 
-def check_gid(
-    chosen: GIDChoice, table: list[GIDTableEntry], system: System, about: str
-) -> list[Finding]:
-    """Check a local GID: is it still in the table, of the right type, and an address in use?
-
-    Args:
-        chosen: the GID at the time it was chosen.
-        table: the port's current GID table.
-        system: has its network device and address.
-        about: whose GID it is.
-    """
+def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> Finding:
+    """Check a chosen GID: is it still in the table, of the right type, and an address in use?"""
     entry = next((entry for entry in table if entry.index == chosen.index), None)
     name = f"GID {chosen.index} ({chosen.gid})"
     again = "choose again: create another queue pair, or give gid_index= ('rdmapost devices')"
     if entry is None:
         there = ", ".join(str(entry.index) for entry in table) or "none"
-        return [
-            Finding(
-                "gid-stale",
-                "problem",
-                f"{name} is no longer in the port's table; valid now: {there}",
-                f"give the address back to the network device, or {again}",
-                about,
-            )
-        ]
+        return Finding(
+            "gid-stale",
+            "problem",
+            f"{name} is no longer in the port's table; valid now: {there}",
+            f"give the address back to the network device, or {again}",
+        )
     if entry.gid != chosen.gid:
-        return [
-            Finding(
-                "gid-stale",
-                "problem",
-                f"GID {chosen.index} was {chosen.gid} when chosen, and is {entry.gid} now",
-                again,
-                about,
-            )
-        ]
+        return Finding(
+            "gid-stale",
+            "problem",
+            f"GID {chosen.index} was {chosen.gid} when chosen, and is {entry.gid} now",
+            again,
+        )
     if entry.ndev and _address_is_gone(entry, system):
-        return [
-            Finding(
-                "gid-stale",
-                "problem",
-                f"{entry.ndev} does not have the address of {name}",
-                f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}",
-                about,
-            )
-        ]
-    kind = "" if entry.gid_type is None else entry.gid_type.name
+        remedy = f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}"
+        return Finding(
+            "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}", remedy
+        )
+    gid_type = "" if entry.gid_type is None else entry.gid_type.name
     # The reason may begin with the type.
-    kind = "" if not kind or chosen.reason.startswith(kind) else f", {kind}"
+    gid_type = "" if not gid_type or chosen.reason.startswith(gid_type) else f", {gid_type}"
     where = f" of {entry.ndev}" if entry.ndev else ""
-    evidence = f"{name}{where}{kind}: {chosen.reason}"
+    evidence = f"{name}{where}{gid_type}: {chosen.reason}"
     better = [
         f"{other.index} ({other.gid})"
         for other in table
@@ -140,27 +94,21 @@ def check_gid(
     ]
     use = f"gid_index={better[0].split()[0]}, GID {better[0]}" if better else ""
     if entry.gid_type is GIDType.ROCE_V1:
-        return [
-            Finding(
-                "gid-roce-v1",
-                "warning",
-                f"{evidence}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
-                use or "let the peer use RoCE v1 too",
-                about,
-            )
-        ]
+        return Finding(
+            "gid-roce-v1",
+            "warning",
+            f"{evidence}; RoCE v1 reaches only its own Ethernet segment, and only RoCE v1",
+            use or "let the peer use RoCE v1 too",
+        )
     if entry.gid.is_link_local:
         address = f"give {entry.ndev or 'the network device'} an address: ip addr add 10.0.0.1/24"
-        return [
-            Finding(
-                "gid-link-local",
-                "warning",
-                f"{evidence}; a link-local address reaches only its own Ethernet segment",
-                use or address + (f" dev {entry.ndev}" if entry.ndev else ""),
-                about,
-            )
-        ]
-    return [Finding("gid", "ok", evidence, about=about)]
+        return Finding(
+            "gid-link-local",
+            "warning",
+            f"{evidence}; a link-local address reaches only its own Ethernet segment",
+            use or address + (f" dev {entry.ndev}" if entry.ndev else ""),
+        )
+    return Finding("gid", "ok", evidence)
 
 
 def _address(gid: GID) -> str:
@@ -180,13 +128,8 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
 
 
 def check_route(
-    source: GIDTableEntry,
-    dgid: GID,
-    table: list[GIDTableEntry],
-    kind: str,
-    system: System,
-    about: str,
-) -> list[Finding]:
+    source: GIDTableEntry, dgid: GID, table: list[GIDTableEntry], kind: str, system: System
+) -> Finding:
     """Check whether a GID can be reached from another.
 
     Args:
@@ -195,17 +138,16 @@ def check_route(
         table: the GIDs of the local port.
         kind: "soft" for a device that only reaches itself.
         system: has the routes.
-        about: whose path it is.
     """
     here = f"GID {source.index} ({source.gid})"
     both = "use GIDs of the same type and network on both sides: gid_index= ('rdmapost devices')"
 
-    def wrong(why: str, remedy: str = both, severity: Severity = "problem") -> list[Finding]:
-        return [Finding("gid-wrong", severity, why, remedy, about)]
+    def wrong(why: str, remedy: str = both, severity: Severity = "problem") -> Finding:
+        return Finding("gid-wrong", severity, why, remedy)
 
     if source.gid.is_ipv4 != dgid.is_ipv4:
-        kinds = ["IPv4" if gid.is_ipv4 else "IPv6" for gid in (source.gid, dgid)]
-        return wrong(f"{here} is {kinds[0]}, and the peer's {dgid} is {kinds[1]}")
+        families = ["IPv4" if gid.is_ipv4 else "IPv6" for gid in (source.gid, dgid)]
+        return wrong(f"{here} is {families[0]}, and the peer's {dgid} is {families[1]}")
     if source.gid.is_link_local != dgid.is_link_local:
         which, other = here, f"the peer's {dgid}"
         if dgid.is_link_local:
@@ -236,9 +178,9 @@ def check_route(
                 f"{here} is in {network}, and the peer's {to} on the same device is not",
                 severity="warning",
             )
-        return [Finding("way", "ok", f"from {here} to {dgid}, on this device", about=about)]
+        return Finding("route", "ok", f"from {here} to {dgid}, on this device")
     if to is None:
-        return [Finding("way", "info", f"from {here} to {dgid}; not looked up", about=about)]
+        return Finding("route", "info", f"from {here} to {dgid}; not looked up")
     route = next((route for route in routes if to in route.network), None)
     if route is None:
         return wrong(f"there is no route from {here} to {to}", f"ip route get {to}; {both}")
@@ -251,7 +193,7 @@ def check_route(
         return wrong(f"{here} is in {network}, and the peer's {to} is in {route.network}")
     through = "directly" if route.gateway is None else f"through {route.gateway}"
     evidence = f"from {here} to {to} over {source.ndev}, {through}"
-    return [Finding("way", "ok", evidence, about=about)]
+    return Finding("route", "ok", evidence)
 
 
 def _ipv4(gid: GID) -> IPv4Address:

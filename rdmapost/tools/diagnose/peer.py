@@ -10,9 +10,7 @@ from ...resources.qp import QP, chosen_gid
 from ...resources.qp_attr import QPAttr
 from .finding import Finding, Severity
 from .qp_checks import has_receive, waiting_sends
-from .snapshot import RECEIVES, Snapshot
-
-__all__ = ["check_peer"]
+from .snapshot import CONNECTED, RECEIVES, Snapshot
 
 _PSN_MASK = 0xFFFFFF
 
@@ -29,18 +27,13 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
                 f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
                 "this process: its state and its receives are not visible",
                 "diagnose it in its own process and compare; or qp.diagnose(its endpoint)",
-                snap.about,
             )
     elif isinstance(peer, Endpoint):
         yield from _check_endpoint(snap, peer)
     elif snap.local_peer is None:
-        yield Finding(
-            "peer-closed",
-            "problem",
-            f"its peer {peer} is closed",
-            "create a new queue pair there, and connect both",
-            snap.about,
-        )
+        evidence = f"its peer {peer} is closed"
+        remedy = "create a new queue pair there, and connect both"
+        yield Finding("peer-closed", "problem", evidence, remedy)
     else:
         yield from _check_qp(snap, *snap.local_peer)
 
@@ -58,60 +51,59 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
     if attr.path_mtu is not None and attr.path_mtu > peer.mtu:
         wrong.append(("mtu-mismatch", f"path_mtu {attr.path_mtu.bytes}", f"{peer.mtu.bytes}"))
     for name, here, there in wrong:
-        yield Finding(
-            name,
-            "problem",
-            f"{here}, but the peer's endpoint has {there}",
-            "qp.to_reset(), and qp.connect() with the peer's current endpoint",
-            snap.about,
-        )
+        evidence = f"{here}, but the peer's endpoint has {there}"
+        remedy = "qp.to_reset(), and qp.connect() with the peer's current endpoint"
+        yield Finding(name, "problem", evidence, remedy)
     if not wrong:
-        yield Finding("peer", "ok", f"connected to {peer}", about=snap.about)
+        yield Finding("peer", "ok", f"connected to {peer}")
 
 
 def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    qp, about = snap.qp, snap.about
+    qp = snap.qp
     if peer.qp_type is not snap.peer_type:
-        yield Finding(
-            "qp-type-mismatch",
-            "problem",
-            f"it is {qp.qp_type.name}, but its peer is {peer.qp_type.name}",
-            f"create the peer with type {snap.peer_type.name}",
-            about,
-        )
+        evidence = f"it is {qp.qp_type.name}, but its peer is {peer.qp_type.name}"
+        remedy = f"create the peer with type {snap.peer_type.name}"
+        yield Finding("qp-type-mismatch", "problem", evidence, remedy)
         return
     if there.qp_state not in RECEIVES:
-        yield Finding(
-            "peer-state",
-            "problem",
-            f"its peer {peer} is in {there.qp_state.name}: it does not receive",
-            "peer.connect(qp.endpoint())"
-            if there.qp_state < QPState.RTR
-            else "peer.to_reset() and qp.to_reset(), then connect both again",
-            about,
-        )
+        evidence = f"its peer {peer} is in {there.qp_state.name}: it does not receive"
+        remedy = _how_to_receive(peer, there.qp_state)
+        yield Finding("peer-state", "problem", evidence, remedy)
     if qp.pd is not peer.pd:
-        yield Finding(
-            "other-pd",
-            "info",
-            f"its peer {peer} is on another PD",
-            "a region's rkey works only through queue pairs on the same PD",
-            about,
-        )
+        evidence = f"its peer {peer} is on another PD"
+        remedy = "a region's rkey works only through queue pairs on the same PD"
+        yield Finding("other-pd", "info", evidence, remedy)
     if snap.connected:
         yield from _check_crossing(snap, peer, there)
         yield from _check_terms(snap, peer, there)
-    elif qp.qp_type is QPType.UD and snap.attr.qkey != there.qkey:
+    elif (
+        qp.qp_type is QPType.UD
+        and _has_qkey(snap.attr)
+        and _has_qkey(there)
+        and snap.attr.qkey != there.qkey
+    ):
         yield Finding(
             "qkey-mismatch",
             "warning",
             f"qkey={snap.attr.qkey:#x}, and the peer's qkey={there.qkey:#x}: a message must carry "
             "the peer's, or it is dropped",
             f"Send(..., remote_qkey={there.qkey:#x})",
-            about,
         )
     if qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
         yield from _check_no_receive(snap, peer)
+
+
+def _how_to_receive(peer: QP, state: QPState) -> str:
+    if peer.qp_type not in CONNECTED:
+        return "peer.connect()" if state < QPState.RTR else "peer.to_reset() and peer.connect()"
+    if state < QPState.RTR:
+        return "peer.connect(qp.endpoint())"
+    return "peer.to_reset() and qp.to_reset(), then connect both again"
+
+
+def _has_qkey(attr: QPAttr) -> bool:
+    """Whether its qkey is valid: it is set in the transition to INIT, and ERR may come before."""
+    return attr.qp_state is QPState.INIT or attr.qp_state in RECEIVES
 
 
 def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
@@ -129,22 +121,17 @@ def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
         evidence += f"{snap.qp.outstanding.send}; a SEND or RDMA_WRITE_WITH_IMM among them waits"
     else:
         evidence += str(sends)
-    yield Finding(
-        "recv-none-posted",
-        severity,
-        evidence,
-        "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)",
-        snap.about,
-    )
+    remedy = "peer.post_recv(...)" if peer.srq is None else "srq.post_srq_recv(...)"
+    yield Finding("recv-none-posted", severity, evidence, remedy)
 
 
 def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     """Check that each names the other."""
-    qp, here, about = snap.qp, snap.attr, snap.about
+    qp, here = snap.qp, snap.attr
     again = "to_reset() both, then a.connect(b.endpoint()) and b.connect(a.endpoint())"
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
-        # Before RTR a peer names nobody.
+        # Before RTR a queue pair has no peer.
         if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
             crossed = False
             yield Finding(
@@ -153,35 +140,27 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
                 f"{side} has dest_qp_num={attr.dest_qp_num:#x}, not {other.qp_num:#x}, the "
                 f"number of {other}",
                 again,
-                about,
             )
     chosen = chosen_gid(peer)
     gid = None if chosen is None else chosen.gid
     if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
         crossed = False
         yield Finding(
-            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, but {peer} has {gid}", again, about
+            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, but {peer} has {gid}", again
         )
     if crossed and there.qp_state in RECEIVES:
-        yield Finding(
-            "peer", "ok", f"{peer} in {there.qp_state.name}; each names the other", about=about
-        )
+        yield Finding("peer", "ok", f"{peer} in {there.qp_state.name}; each names the other")
 
 
 def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     """Check the attributes that must match."""
-    qp, here, about = snap.qp, snap.attr, snap.about
+    qp, here = snap.qp, snap.attr
     if there.qp_state not in RECEIVES:
         return
     again = "to_reset() both, and connect each with the other's endpoint()"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
-        yield Finding(
-            "mtu-mismatch",
-            "problem",
-            f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}",
-            again,
-            about,
-        )
+        evidence = f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}"
+        yield Finding("mtu-mismatch", "problem", evidence, again)
     for sender, sending, expecting, side in (
         (qp, here, there, f"{qp} sends"),
         (peer, there, here, f"its peer {peer} sends"),
@@ -199,17 +178,19 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 f"{side} from sq_psn={sending.sq_psn:#x}, and rq_psn={expecting.rq_psn:#x} is "
                 "expected: packets are dropped, and nothing is acknowledged",
                 again,
-                about,
             )
-    kinds = [_gid_type(snap, here), _gid_type(snap, there)]
-    if qp.pd.context.name == peer.pd.context.name and None not in kinds and kinds[0] != kinds[1]:
+    gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
+    if (
+        qp.pd.context.name == peer.pd.context.name
+        and None not in gid_types
+        and gid_types[0] != gid_types[1]
+    ):
         yield Finding(
             "gid-type-mismatch",
             "problem",
-            f"its GID is {getattr(kinds[0], 'name', '')}, and the peer's "
-            f"{getattr(kinds[1], 'name', '')}: they cannot reach each other",
+            f"its GID is {getattr(gid_types[0], 'name', '')}, and the peer's "
+            f"{getattr(gid_types[1], 'name', '')}: they cannot reach each other",
             "give both a gid_index of one type ('rdmapost devices')",
-            about,
         )
     if qp.qp_type is not QPType.XRC_RECV:
         lacking = [
@@ -225,7 +206,6 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 f"its peer {peer} does not allow {', '.join(lacking)}: such work requests end "
                 "with REM_ACCESS_ERR",
                 "connect the peer with access=...",
-                about,
             )
 
 

@@ -21,20 +21,6 @@ from ...standard.timers import (
 from .finding import Finding, Severity, duration
 from .snapshot import CONNECTED, Snapshot, is_queue_pair
 
-__all__ = [
-    "check_access",
-    "check_completions",
-    "check_process",
-    "check_rd_atomic",
-    "check_receives",
-    "check_retries",
-    "check_rnr",
-    "check_sends",
-    "check_state",
-    "has_receive",
-    "waiting_sends",
-]
-
 _LONG_S = 60.0
 _RXE_VENDOR = 0xFFFFFF
 _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
@@ -54,7 +40,7 @@ _STATES: dict[QPState, tuple[Severity, str]] = {
 }
 
 
-def check_process(qp: QP, about: str) -> Iterable[Finding]:
+def check_process(qp: QP) -> Iterable[Finding]:
     """Check that this process created it; no other process can read it."""
     maker = creator(qp)
     if maker != os.getpid():
@@ -64,7 +50,6 @@ def check_process(qp: QP, about: str) -> Iterable[Finding]:
             f"process {maker} created it, and this is its child {os.getpid()}: its memory and its "
             "queues are copies here",
             "open the device and create the queue pair after the fork",
-            about,
         )
 
 
@@ -81,7 +66,6 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
             severity,
             f"in {state.name}, and its CQ has overrun: the completion with the cause may be lost",
             _RECREATE,
-            snap.about,
         )
         return
     remedy = {
@@ -96,7 +80,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
     if qp.qp_type not in CONNECTED:
         remedy[QPState.RESET] = connect
     fix = "" if severity == "ok" else remedy.get(state, "qp.query() again, or see 'dmesg'")
-    yield Finding("qp-state", severity, f"in {state.name}: {what}", fix, snap.about)
+    yield Finding("qp-state", severity, f"in {state.name}: {what}", fix)
 
 
 def check_retries(snap: Snapshot) -> Iterable[Finding]:
@@ -110,7 +94,6 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
             "problem",
             "timeout=0: a send waits for its acknowledgement for ever, and never fails",
             "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)",
-            snap.about,
         )
         return
     total = until_retry_exc(timeout, retry_cnt)
@@ -124,22 +107,16 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
             "warning",
             "retry_cnt=7: Soft-RoCE retries for ever, and a send without an answer never fails",
             "connect with retry_cnt=6 or less",
-            snap.about,
         )
     elif total > _LONG_S:
-        yield Finding(
-            "timeout-long", "warning", evidence, "connect with timeout=14 (67.1 ms)", snap.about
-        )
+        yield Finding("timeout-long", "warning", evidence, "connect with timeout=14 (67.1 ms)")
     elif retry_cnt == 0:
+        remedy = "connect with retry_cnt=6"
         yield Finding(
-            "retry-cnt-0",
-            "warning",
-            f"{evidence}; one lost packet breaks the connection",
-            "connect with retry_cnt=6",
-            snap.about,
+            "retry-cnt-0", "warning", f"{evidence}; one lost packet breaks the connection", remedy
         )
     else:
-        yield Finding("timeout", "ok", evidence, about=snap.about)
+        yield Finding("timeout", "ok", evidence)
 
 
 def check_rnr(snap: Snapshot) -> Iterable[Finding]:
@@ -150,19 +127,12 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
     if snap.connected and qp.qp_type in (QPType.RC, QPType.XRC_RECV):
         timer = f"min_rnr_timer={attr.min_rnr_timer} ({duration(rnr_timer(attr.min_rnr_timer))})"
         if attr.min_rnr_timer == 0:
-            yield Finding(
-                "min-rnr-timer-0",
-                "warning",
-                f"{timer}: 0 means the longest wait, for a peer that finds no receive",
-                "connect with min_rnr_timer=12 (0.64 ms)",
-                snap.about,
-            )
+            evidence = f"{timer}: 0 means the longest wait, for a peer that finds no receive"
+            remedy = "connect with min_rnr_timer=12 (0.64 ms)"
+            yield Finding("min-rnr-timer-0", "warning", evidence, remedy)
         else:
             yield Finding(
-                "min-rnr-timer",
-                "ok",
-                f"{timer} is how long a peer waits that finds no receive",
-                about=snap.about,
+                "min-rnr-timer", "ok", f"{timer} is how long a peer waits that finds no receive"
             )
 
 
@@ -178,34 +148,25 @@ def _rnr_retry(snap: Snapshot) -> Finding:
                 evidence += f"; sends outstanding here: {sends}"
                 severity = "problem"
         remedy = "post receives at the peer; with rnr_retry=6 it fails with RNR_RETRY_EXC_ERR"
-        return Finding("rnr-retry-for-ever", severity, evidence, remedy, snap.about)
+        return Finding("rnr-retry-for-ever", severity, evidence, remedy)
     if retry == 0:
-        return Finding(
-            "rnr-retry-0",
-            "warning",
-            "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR",
-            "connect with rnr_retry=6, or post receives before the peer can send",
-            snap.about,
-        )
+        evidence = "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR"
+        remedy = "connect with rnr_retry=6, or post receives before the peer can send"
+        return Finding("rnr-retry-0", "warning", evidence, remedy)
     whose, timer = "the peer's", snap.attr.min_rnr_timer
     if local is not None:
         timer = local[1].min_rnr_timer
     elif snap.qp.qp_type is QPType.RC:
         whose = "if the peer has the same"
     else:
-        return Finding(
-            "rnr-retry",
-            "ok",
-            f"rnr_retry={retry} x the peer's min_rnr_timer until RNR_RETRY_EXC_ERR",
-            about=snap.about,
-        )
+        evidence = f"rnr_retry={retry} x the peer's min_rnr_timer until RNR_RETRY_EXC_ERR"
+        return Finding("rnr-retry", "ok", evidence)
     total = until_rnr_retry_exc(retry, timer)
     return Finding(
         "rnr-retry",
         "ok",
         f"rnr_retry={retry} x {whose} min_rnr_timer={timer} ({duration(rnr_timer(timer))}) = "
         f"{duration(total)} until RNR_RETRY_EXC_ERR",
-        about=snap.about,
     )
 
 
@@ -215,13 +176,9 @@ def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
         return
     here = snap.attr.max_rd_atomic
     if not here:
-        yield Finding(
-            "max-rd-atomic-0",
-            "warning",
-            "max_rd_atomic=0: an RDMA read or atomic fails, or never starts",
-            "connect with max_rd_atomic=1 or more",
-            snap.about,
-        )
+        evidence = "max_rd_atomic=0: an RDMA read or atomic fails, or never starts"
+        remedy = "connect with max_rd_atomic=1 or more"
+        yield Finding("max-rd-atomic-0", "warning", evidence, remedy)
         return
     if (local := snap.responder) is not None and here > local[1].max_dest_rd_atomic:
         there = local[1].max_dest_rd_atomic
@@ -231,10 +188,9 @@ def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
             f"max_rd_atomic={here}, and the peer's max_dest_rd_atomic={there}: it may refuse the "
             f"read or atomic number {there + 1}",
             f"connect here with max_rd_atomic={there}, or there with max_dest_rd_atomic={here}",
-            snap.about,
         )
         return
-    yield Finding("max-rd-atomic", "ok", f"max_rd_atomic={here}", about=snap.about)
+    yield Finding("max-rd-atomic", "ok", f"max_rd_atomic={here}")
 
 
 # ---- queues -----------------------------------------------------------------
@@ -253,14 +209,13 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
         evidence += f", the oldest with wr_id {oldest}"
     failed = snap.attr.qp_state in _FAILED
     if count and failed and qp.send_cq in _overrun(qp):
-        yield Finding("outstanding", "info", f"{evidence}; {_LOST}", about=snap.about)
+        yield Finding("outstanding", "info", f"{evidence}; {_LOST}")
     elif count and failed:
         yield Finding(
             "not-polled",
             "warning",
             f"{evidence}; they have failed, and their completions are in the CQ",
             "poll send_cq",
-            snap.about,
         )
     elif count >= qp.max_send_wr:
         doubt = "; if none of them is SIGNALED, no slot ever comes free" if unsure else ""
@@ -270,7 +225,6 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
             evidence + doubt,
             "poll send_cq: a slot becomes free with the completion of a later SIGNALED send"
             + (", so make every n-th send SIGNALED, with n below max_send_wr" if unsure else ""),
-            snap.about,
         )
     elif count and unsure:
         yield Finding(
@@ -279,18 +233,13 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
             f"{evidence}: in flight, or not polled yet; ones without SIGNALED "
             "count until a later SIGNALED one completes",
             "poll send_cq; make every n-th send SIGNALED",
-            snap.about,
         )
     elif count:
         yield Finding(
-            "outstanding",
-            "info",
-            f"{evidence}: in flight, or not polled yet",
-            "poll send_cq",
-            snap.about,
+            "outstanding", "info", f"{evidence}: in flight, or not polled yet", "poll send_cq"
         )
     else:
-        yield Finding("outstanding", "ok", evidence, about=snap.about)
+        yield Finding("outstanding", "ok", evidence)
 
 
 def check_receives(snap: Snapshot) -> Iterable[Finding]:
@@ -306,27 +255,21 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
         evidence = f"receives posted: {count} of max_recv_wr={qp.max_recv_wr}"
     flushed = count and state is QPState.ERR and qp.srq is None
     if flushed and qp.recv_cq in _overrun(qp):
-        yield Finding("receives", "info", f"{evidence}; {_LOST}", about=snap.about)
+        yield Finding("receives", "info", f"{evidence}; {_LOST}")
     elif flushed:
         yield Finding(
             "not-polled",
             "warning",
             f"{evidence}; they have been flushed, and their completions are in the CQ",
             "poll recv_cq",
-            snap.about,
         )
     elif count or state is QPState.ERR:
-        yield Finding("receives", "ok", evidence, about=snap.about)
+        yield Finding("receives", "ok", evidence)
     else:
         what = "makes its sender wait (RNR)" if qp.qp_type is QPType.RC else "is dropped"
         post = "qp.post_recv" if qp.srq is None else "srq.post_srq_recv"
-        yield Finding(
-            "recv-none-posted",
-            "info",
-            f"{evidence}; an incoming message {what}",
-            f"{post}(...) before the peer sends",
-            snap.about,
-        )
+        evidence = f"{evidence}; an incoming message {what}"
+        yield Finding("recv-none-posted", "info", evidence, f"{post}(...) before the peer sends")
 
 
 def check_completions(snap: Snapshot) -> Iterable[Finding]:
@@ -338,7 +281,7 @@ def check_completions(snap: Snapshot) -> Iterable[Finding]:
     for cq in _cqs(qp):
         yield _check_cq(cq, snap)
     for cq in _overrun(qp):
-        yield Finding("cq-overrun", "problem", f"{cq}: {OVERRUN}", _RECREATE, snap.about)
+        yield Finding("cq-overrun", "problem", f"{cq}: {OVERRUN}", _RECREATE)
 
 
 def _cqs(qp: QP) -> list[CQ]:
@@ -370,11 +313,10 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
             "problem" if failed else "warning",
             f"{evidence}: if more complete than it holds, it overruns and they fail",
             remedy,
-            snap.about,
         )
     if capacity > cq.cqe:
-        return Finding("cq-too-small", "info", evidence, remedy, snap.about)
-    return Finding("cq", "ok", evidence, about=snap.about)
+        return Finding("cq-too-small", "info", evidence, remedy)
+    return Finding("cq", "ok", evidence)
 
 
 def _what_completes(
@@ -402,7 +344,7 @@ def check_access(snap: Snapshot) -> Iterable[Finding]:
     allowed = [flag.name or "" for flag in Access if flag & flags and "REMOTE" in (flag.name or "")]
     if allowed:
         evidence = f"qp_access_flags: a peer may {', '.join(allowed)}, if the region permits it"
-        yield Finding("access", "ok", evidence, about=snap.about)
+        yield Finding("access", "ok", evidence)
     else:
         yield Finding(
             "access-none",
@@ -410,7 +352,6 @@ def check_access(snap: Snapshot) -> Iterable[Finding]:
             "qp_access_flags has no REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC: a peer can send, "
             "but its writes, reads and atomics fail with REM_ACCESS_ERR",
             "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ",
-            snap.about,
         )
 
 

@@ -15,16 +15,6 @@ from ...resources.qp_attr import QPAttr
 from ...resources.resource import open_children
 from .system import System
 
-__all__ = [
-    "CONNECTED",
-    "FAILURES",
-    "RECEIVES",
-    "Snapshot",
-    "is_queue_pair",
-    "name_of",
-    "take_snapshot",
-]
-
 FAILURES = (RdmaError, OSError, ValueError)
 """What reading an object may raise: it is gone, or the device does not respond."""
 
@@ -46,7 +36,6 @@ class Snapshot:
         peer_attr: its attributes, if it is in this process.
         given: the caller named the peer; otherwise it was found by its number.
         system: the files of the machine.
-        about: the name that findings give it.
     """
 
     qp: QP
@@ -57,7 +46,6 @@ class Snapshot:
     peer_attr: QPAttr | None
     given: bool
     system: System
-    about: str
 
     @property
     def connected(self) -> bool:
@@ -100,11 +88,7 @@ class Snapshot:
 
 
 def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
-    """Read a queue pair and its surroundings.
-
-    Args:
-        qp: the queue pair.
-        peer: the peer, if the caller knows it.
+    """Read a queue pair and its surroundings, the peer included if the caller knows it.
 
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.
@@ -119,17 +103,12 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
     peer_attr = None
     if is_queue_pair(peer) and not peer.closed:
         peer_attr = peer.query()
-    return Snapshot(qp, attr, port, table, peer, peer_attr, given, System(), name_of(qp))
+    return Snapshot(qp, attr, port, table, peer, peer_attr, given, System())
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:
     """Whether it is a queue pair."""
     return isinstance(thing, QP)
-
-
-def name_of(qp: QP) -> str:
-    """Name a queue pair in findings."""
-    return f"{qp} on {qp.pd.context.name}"
 
 
 def _knows_peer(attr: QPAttr) -> bool:

@@ -9,8 +9,6 @@ from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Port", "Route", "System", "phys_state_name"]
-
 _IFF_UP = 1
 _LOCAL = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 _PHYS_STATES = {

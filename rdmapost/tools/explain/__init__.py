@@ -1,6 +1,6 @@
 """What a status, an errno, an opcode, a state, a flag or an event means, and what to do about it.
 
-The texts are data, a file for each kind; ``explain`` finds them by name or number.
+The texts are data, one file per kind; ``explain`` finds them by name or number.
 """
 
 from __future__ import annotations

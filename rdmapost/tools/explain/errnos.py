@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 from .model import Explanation
-
-__all__ = ["ALIASES", "ERRNOS"]
 
 _RETURN = "ibv_post_send(3), RETURN VALUE"
 _ENOTSUPP = 524
 
 
-def _errno(
-    name: str,
-    meaning: str,
-    *,
-    causes: tuple[str, ...],
-    look_at: tuple[str, ...],
-    soft_roce: str = "",
-    see: tuple[str, ...] = ("errno(3)",),
-) -> Explanation:
+def _errno(name: str, meaning: str, **texts: Any) -> Explanation:
+    number = _ENOTSUPP if name == "ENOTSUPP" else getattr(errno, name)
+    texts = {"see": ("errno(3)",), **texts}
     return Explanation(
-        kind="errno",
-        name=name,
-        number=_ENOTSUPP if name == "ENOTSUPP" else getattr(errno, name),
-        constant=name,
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        soft_roce=soft_roce,
-        see=see,
+        kind="errno", name=name, number=number, constant=name, meaning=meaning, **texts
     )
 
 

@@ -7,8 +7,6 @@ from functools import partial
 from ...enums import EventType, WCFlags
 from .model import Explanation, explanation_of
 
-__all__ = ["EVENTS", "WC_FLAGS"]
-
 _event = partial(explanation_of, see=("ibv_get_async_event(3), DESCRIPTION",))
 
 EVENTS: tuple[Explanation, ...] = (

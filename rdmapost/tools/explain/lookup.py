@@ -18,8 +18,6 @@ from .qp_types import QP_STATES, QP_TYPES, SEND_FLAGS
 from .statuses import STATUSES
 from .wc_opcodes import WC_OPCODES
 
-__all__ = ["UnknownNameError", "explain", "names"]
-
 _ALL = sorted(
     (
         *STATUSES,

@@ -19,8 +19,6 @@ from ...enums import (
     WCStatus,
 )
 
-__all__ = ["ENUMERATIONS", "KINDS", "Explanation", "explanation_of"]
-
 KINDS = {
     "status": "completion status",
     "errno": "errno",
@@ -97,12 +95,7 @@ class Explanation:
 def explanation_of(
     member: IntEnum | IntFlag, meaning: str, *look_at: str, **texts: Any
 ) -> Explanation:
-    """Make the explanation of a member of an enumeration.
-
-    Args:
-        member: the member.
-        meaning, look_at, texts: attributes of the explanation.
-    """
+    """Make the explanation of a member of an enumeration from its other attributes."""
     kind, prefix = _MEMBERS[type(member)]
     name = member.name or ""
     texts = {"look_at": look_at, **texts}

@@ -10,8 +10,6 @@ from ...posting import wr as work_requests
 from ...posting.rules import QP_TYPES_BY_OPCODE, flags_allowed
 from .model import Explanation, explanation_of
 
-__all__ = ["COLUMNS", "OPCODES"]
-
 COLUMNS = (QPType.UD, QPType.UC, QPType.RC, QPType.XRC_SEND, QPType.RAW_PACKET)
 """The table of ibv_post_send(3) from left to right."""
 

@@ -8,8 +8,6 @@ from ...enums import QPState, QPType, SendFlags
 from ...posting.rules import OPCODES_BY_QP_TYPE
 from .model import Explanation, explanation_of
 
-__all__ = ["QP_STATES", "QP_TYPES", "SEND_FLAGS"]
-
 
 def _type(
     qp_type: QPType, meaning: str, *look_at: str, soft_roce: str = "", see: tuple[str, ...] = ()

@@ -7,8 +7,6 @@ from functools import partial
 from ...enums import WCStatus
 from .model import Explanation, explanation_of
 
-__all__ = ["STATUSES"]
-
 _IBA = "IBA vol. 1, 11.6.2 (completion return status)"
 _POLL = "ibv_poll_cq(3), DESCRIPTION"
 

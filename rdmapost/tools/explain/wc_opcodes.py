@@ -7,8 +7,6 @@ from functools import partial
 from ...enums import WCOpcode
 from .model import Explanation, explanation_of
 
-__all__ = ["WC_OPCODES"]
-
 _completion = partial(explanation_of, see=("ibv_poll_cq(3), DESCRIPTION",))
 
 _OPS = ("ibv_post_srq_ops(3)",)

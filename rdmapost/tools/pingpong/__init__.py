@@ -11,7 +11,8 @@ the data are those that it uses::
 On the other host it is ``side.run_server(listen())``, or ``ibv_rc_pingpong``.
 """
 
-from .handshake import PORT, Address, PingpongError, listen, name_of
+from ..tcp import name_of
+from .handshake import PORT, Address, PingpongError, listen
 from .result import Latency, Result
 from .side import Pingpong
 

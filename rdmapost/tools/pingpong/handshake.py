@@ -19,23 +19,9 @@ from dataclasses import dataclass
 from ..._arguments import within
 from ...errors import RdmaError
 from ...resources.device import GID
+from ...resources.resource import ClosesOnExit
 from .. import tcp
-from ..resource_stack import ClosesOnExit
-from ..tcp import reason
-from ..tcp import show_address as name_of
-
-__all__ = [
-    "DONE",
-    "PORT",
-    "Address",
-    "Handshake",
-    "HandshakeConnection",
-    "PingpongError",
-    "accept",
-    "dial",
-    "listen",
-    "name_of",
-]
+from ..tcp import name_of, reason
 
 PORT = 18515
 """The TCP port of the stock programs."""
@@ -45,7 +31,7 @@ _TEMPLATE = b"0000:000000:000000:" + 32 * b"0" + b"\0"
 _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 _ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _TEMPLATE)
-"""Which bytes each place of the message may have."""
+"""The bytes allowed at each position of the message."""
 
 
 class PingpongError(RdmaError):
@@ -80,11 +66,11 @@ class Address:
             message: its bytes.
 
         Raises:
-            ValueError: it is no such message.
+            ValueError: it is not such a message.
         """
         match = _MESSAGE.fullmatch(message)
         if match is None:
-            raise ValueError(f"not an address of the pingpong exchange: {message[:60]!r}")
+            raise ValueError(f"not an address of the pingpong handshake: {message[:60]!r}")
         lid, qpn, psn, gid = match.groups()
         return cls(int(lid, 16), int(qpn, 16), int(psn, 16), GID(bytes.fromhex(gid.decode())))
 
@@ -95,14 +81,11 @@ class Address:
 class Handshake:
     """What one side receives, in order; no I/O.
 
-    A byte that cannot be right is refused when it comes, and not when the message is
-    complete.
-
-    Args:
-        is_client: whether it is the side that sends first, and receives no "done".
+    A wrong byte is refused when it comes, and not when the message is complete. The client sends
+    first, and receives no "done".
 
     Attributes:
-        peer: the peer's address, as soon as it is there.
+        peer: the peer's address, once it has come.
     """
 
     __slots__ = ("_is_client", "_received", "peer")
@@ -128,11 +111,7 @@ class Handshake:
         return '"done"'
 
     def feed(self, data: bytes) -> None:
-        """Take bytes from the peer, in pieces of any size.
-
-        Raises:
-            PingpongError: they do not belong to the handshake.
-        """
+        """Take bytes from the peer, in pieces of any size."""
         received, before = self._received, bytes(self._received)
         whole = len(received) + self.needed
         for byte in data:
@@ -148,7 +127,7 @@ class Handshake:
                     (0, "its address") if place < len(_TEMPLATE) else (len(_TEMPLATE), '"done"')
                 )
                 raise PingpongError(
-                    f"it does not speak the exchange of ibv_rc_pingpong: "
+                    "it does not speak the handshake of ibv_rc_pingpong: "
                     f"{(before + data)[start:][:40]!r} came instead of {stage}"
                 )
             received.append(byte)
@@ -173,7 +152,7 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
     Raises:
         TypeError: port is not an integer.
         ValueError: it is not in 0..65535.
-        PingpongError: the address is not there, or in use.
+        PingpongError: this machine does not have the address, or it is in use.
     """
     port = within("port", port, 0, 65535)
     try:
@@ -187,15 +166,11 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
 def accept(
     listener: socket.socket, timeout: float, wait: float | None = None
 ) -> HandshakeConnection:
-    """Accept one client, and stop listening.
+    """Accept one client, and close the listener.
 
     Args:
-        listener: from ``listen``; it is closed.
-        timeout: seconds for each message of the client's.
+        timeout: seconds for each of the client's messages.
         wait: seconds to wait for the client; None waits as long as it takes.
-
-    Raises:
-        PingpongError: none came.
     """
     try:
         listener.settimeout(wait)
@@ -211,17 +186,7 @@ def accept(
 
 
 def dial(host: str, port: int, timeout: float) -> HandshakeConnection:
-    """Connect to a server.
-
-    Args:
-        host, port: where it listens.
-        timeout: seconds for connecting, and for each message of the server's.
-
-    Raises:
-        TypeError: port is not an integer.
-        ValueError: it is not in 1..65535.
-        PingpongError: it cannot be found or reached.
-    """
+    """Connect to a server; the timeout is for connecting, and for each of the server's messages."""
     port = within("port", port, 1, 65535)
     who = name_of((host, port))
     try:
@@ -238,17 +203,7 @@ def dial(host: str, port: int, timeout: float) -> HandshakeConnection:
 
 
 class HandshakeConnection(ClosesOnExit):
-    """A TCP connection to a peer, and the handshake over it; a context manager.
-
-    Args:
-        sock: the connection; it is closed at the end.
-        who: the peer's name.
-        timeout: seconds for each message.
-        is_client: which side this is.
-
-    Attributes:
-        who: as given.
-    """
+    """A TCP connection to a peer, and the handshake over it; the timeout is for each message."""
 
     def __init__(self, sock: socket.socket, who: str, timeout: float, *, is_client: bool) -> None:
         self.who = who
@@ -262,11 +217,7 @@ class HandshakeConnection(ClosesOnExit):
         self._sock.close()
 
     def send(self, message: bytes) -> None:
-        """Send a message, in one piece: the stock programs read it with one read(2).
-
-        Raises:
-            PingpongError: the peer has gone, or takes nothing.
-        """
+        """Send a message, in one piece: the stock programs read it with one read(2)."""
         try:
             self._sock.settimeout(self._timeout)
             self._sock.sendall(message)
@@ -274,22 +225,14 @@ class HandshakeConnection(ClosesOnExit):
             raise self._closed_error(reason(error)) from None
 
     def peer(self) -> Address:
-        """Return the peer's address when it has come.
-
-        Raises:
-            PingpongError: it did not, or it was something else.
-        """
+        """Return the peer's address when it has come."""
         # "done" is not to be read before the answer has gone out.
         self._read(0 if self._is_client else len(DONE))
         assert self._handshake.peer is not None
         return self._handshake.peer
 
     def done(self) -> None:
-        """Wait for the client's "done".
-
-        Raises:
-            PingpongError: it did not come.
-        """
+        """Wait for the client's "done"."""
         self._read(0)
 
     def _read(self, leave: int) -> None:

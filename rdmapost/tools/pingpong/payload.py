@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import mmap
 
-__all__ = ["FILL", "payload", "what_is_wrong"]
-
 FILL = 0x7B
 _PAGE_START = 0
 _SMALLEST_PAGE = 4096
 
 
 def payload(size: int, *, marked: bool) -> bytes:
-    """Return the data of a client's message.
-
-    Args:
-        size: bytes.
-        marked: mark the start of each page, for a peer that validates.
-    """
+    """Return the data of a client's message, with each page marked for a peer that validates."""
     data = bytearray((FILL,)) * size
     if marked:
         data[:: mmap.PAGESIZE] = bytes((_PAGE_START,)) * len(range(0, size, mmap.PAGESIZE))
@@ -28,11 +21,9 @@ def payload(size: int, *, marked: bool) -> bytes:
 
 
 def what_is_wrong(found: bytes, *, is_server: bool) -> str:
-    """Compare data with what a client that validates sends; return "" if it is right.
+    """Compare received data with what a client that validates sends; return "" if it is right.
 
-    Args:
-        found: what has come; the peer may have smaller pages.
-        is_server: whether the peer is the client.
+    The peer may have smaller pages.
     """
     marks = found[:: mmap.PAGESIZE]
     wrong = len(marks) - marks.count(_PAGE_START)
@@ -53,5 +44,5 @@ def what_is_wrong(found: bytes, *, is_server: bool) -> str:
         f"{found[at]:#04x}, not {want:#04x}"
     )
     if is_server and found[at] == FILL:
-        text += "; was the client told to validate (-c), and are its pages as large?"
+        text += "; does the client validate (-c), and are its pages as large?"
     return text

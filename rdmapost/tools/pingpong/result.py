@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from .handshake import Address
 
-__all__ = ["Latency", "Result"]
-
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -74,12 +72,12 @@ class Result:
 
     @property
     def messages_per_second(self) -> float:
-        """Messages a second, both ways together."""
+        """Messages per second, in both directions."""
         return 2 * self.round_trips / self.seconds if self.seconds else 0.0
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of messages a second, both ways together, as the stock programs count."""
+        """Bytes of messages per second, in both directions, as the stock programs count."""
         return self.messages_per_second * self.size
 
     @property

@@ -19,12 +19,11 @@ from ...resources.device import GID, Context
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ...standard.wire import GRH_BYTES
+from ..fabric import why_confined
 from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .payload import FILL, payload, what_is_wrong
 from .result import Latency, Result
-
-__all__ = ["Pingpong"]
 
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 
@@ -62,11 +61,11 @@ class Pingpong(ResourceHolder):
         iters: messages each way.
         local: the address sent to the peer.
         remote: that of the peer; None until it is known.
-        gid_index: the local GID of that address; None where it has none.
+        gid_index: the local GID of that address, or None.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number is out of range, or the type is none of the three.
+        ValueError: a number is out of range, or the type is another one.
         RdmaError: the port has no GID, or not the one asked for.
         VerbsError: the device refused.
     """
@@ -90,7 +89,7 @@ class Pingpong(ResourceHolder):
         expect("context", context, Context)
         qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
-            raise ValueError(f"there is no pingpong on {qp_type.name}, but on RC, UC and UD")
+            raise ValueError(f"qp_type: a pingpong needs RC, UC or UD, not {qp_type.name}")
         port = context.query_port(port_num)
         self._ud = qp_type is QPType.UD
         iters, rx_depth, sl = index("iters", iters), index("rx_depth", rx_depth), index("sl", sl)
@@ -109,15 +108,15 @@ class Pingpong(ResourceHolder):
         if self._ud:
             longest = port.active_mtu.bytes
             why = f": a UD message is one packet, and {context.name} port {port_num} has this MTU"
-        for name, value, least, most in (
+        for name, value, minimum, maximum in (
             ("size", self.size, 1, longest),
             ("iters", iters, 1, (1 << 31) - 1),
             ("rx_depth", rx_depth, 1, min(context.attr.max_qp_wr, context.attr.max_cqe - 1)),
             ("sl", sl, 0, 15),
         ):
-            if not least <= value <= most:
-                reason = why if name == "size" and value > most else ""
-                raise ValueError(f"{name}={value} is not in {least}..{most}{reason}")
+            if not minimum <= value <= maximum:
+                reason = why if name == "size" and value > maximum else ""
+                raise ValueError(f"{name}={value} is not in {minimum}..{maximum}{reason}")
         self.iters, self.validate, self.timeout = iters, validate, time_limit(timeout)
         self._rx_depth, self._events, self._sl = rx_depth, events, sl
         self._headroom = GRH_BYTES if self._ud else 0
@@ -129,8 +128,8 @@ class Pingpong(ResourceHolder):
             self._pd = stack.add(PD(context))
             self._cq = stack.add(CQ(context, rx_depth + 1))
             # What its work requests name is closed after the queue pair. That is not reset before:
-            # in RESET Soft-RoCE drops what it was about to send, so the last acknowledgement too,
-            # and the peer would take this side for dead.
+            # in RESET Soft-RoCE drops what it was about to send, the last acknowledgement included,
+            # and the peer would report this side as dead.
             self._opened = stack.add(ResourceStack())
             self._qp = stack.add(
                 QP(
@@ -207,7 +206,7 @@ class Pingpong(ResourceHolder):
         with accept(listener, self.timeout, seconds(wait, "wait")) as line:
             self._peer = line.who
             remote = line.peer()
-            # Ready before the client hears of it, and may send.
+            # Before the client gets the answer, after which it may send.
             self._connect(remote)
             line.send(self.local.encode())
             line.done()
@@ -221,8 +220,8 @@ class Pingpong(ResourceHolder):
             raise RdmaError("a Pingpong runs once; make another one")
         self._ran = True
         slot = self._headroom + self.size
-        # A server sends what it has received, from the place where it has; so do the stock
-        # programs.  A client keeps the two apart, to see what has really come.
+        # A server sends what it has received, from the same buffer, as the stock programs do.
+        # A client has two buffers, to check what it receives.
         self._mr = mr = self._opened.add(
             MR(self._pd, slot * (2 if is_client else 1), Access.LOCAL_WRITE)
         )
@@ -238,16 +237,13 @@ class Pingpong(ResourceHolder):
 
     def _connect(self, remote: Address) -> None:
         qp, self.remote = self._qp, remote
-        if remote.qpn == qp.qp_num and qp.pd.context.kind != "verbs":
-            raise PingpongError(
-                f"{self._peer} is in another process, and {qp.pd.context.name} reaches nothing "
-                "outside this one; use a real device, such as rxe0, on both sides"
-            )
+        # In one process the two numbers differ.
+        if remote.qpn == qp.qp_num and (why := why_confined(qp.pd.context)):
+            raise PingpongError(f"{self._peer} is in another process, but {why}")
         by_gid = any(remote.gid[8:])
         if self._needs_gid and not by_gid:
             raise PingpongError(
-                f"{self._peer} sent no GID, and on Ethernet (RoCE) there is no other address: "
-                "start it with -g INDEX"
+                f"{self._peer} sent no GID, which Ethernet (RoCE) needs: start it with -g INDEX"
             )
         path = AHAttr(
             port_num=qp.port_num,
@@ -306,11 +302,7 @@ class Pingpong(ResourceHolder):
     def _exchange_messages(
         self, send: bool, progress: Callable[[int], None] | None
     ) -> tuple[array[int], float]:
-        """Send the message back and forth.
-
-        Args:
-            send: begin; else wait for the first one.
-            progress: as in run_client.
+        """Send the message back and forth, beginning if `send`.
 
         Returns:
             the times of the round trips, and the seconds from the first to the last.

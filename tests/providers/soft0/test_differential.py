@@ -29,13 +29,13 @@ pytestmark = pytest.mark.rdma
 PROGRAMS = int(os.environ.get("RDMAPOST_PROGRAMS", "500"))
 FIRST_SEED = int(os.environ.get("RDMAPOST_FIRST_SEED", "0"))
 CHUNK = 50
-"""Programs in one test: few enough to tell how far it came."""
+"""Programs in one test: few enough to show how far it came."""
 
 _KERNEL = kernel_of(platform.release())
 _TABLE = for_kernel(platform.release())
 _SOFT_ROCE_VENDOR = 0xFFFFFF
 _NEVER_COMES_S = 1.5
-"""How long to wait for a completion that only one of the devices has."""
+"""How long to wait for a completion that only one of the devices reports."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,9 @@ def compare(
 @pytest.mark.parametrize(
     "first", range(FIRST_SEED, FIRST_SEED + PROGRAMS, CHUNK), ids=lambda first: f"from-{first}"
 )
-def test_devices_agree(first: int, soft: Bench, real: Bench) -> None:
+def test_soft0_and_the_real_device_produce_the_same_transcript(
+    first: int, soft: Bench, real: Bench
+) -> None:
     for seed in range(first, min(first + CHUNK, FIRST_SEED + PROGRAMS)):
         program = program_of(seed)
         _, lines = compare(program, soft, real, _TABLE)
@@ -83,15 +85,15 @@ def test_devices_agree(first: int, soft: Bench, real: Bench) -> None:
 
 
 @pytest.mark.parametrize("entry", DEVIATIONS, ids=lambda entry: entry.name.replace(" ", "-"))
-def test_deviation_is_still_there(entry: Deviation, real: Bench) -> None:
-    # A soft device of its own: the program may leave the memory unusable.
+def test_listed_deviation_of_the_real_device_still_exists(entry: Deviation, real: Bench) -> None:
+    # On another soft device: the program may leave the memory unusable.
     with rp.open_device("soft0") as context, Bench(context, real.mtu) as soft:
         if _KERNEL in entry.seen:
             _, lines = compare(entry.program, soft, real, None, patience=_NEVER_COMES_S)
-            # For memory only the place is known, not what the program happens to write.
+            # Of memory only the place is listed, not the bytes, which depend on the program.
             assert [line for line in lines if not line.startswith(entry.seen[_KERNEL])] == []
             assert len(lines) == len(entry.seen[_KERNEL]), (lines, entry.why)
     with rp.open_device("soft0") as context, Bench(context, real.mtu) as soft:
-        # With the table it is no longer a difference, on the other kernels too.
+        # The table accepts the difference, for other kernels too.
         program, lines = compare(entry.program, soft, real, _TABLE)
         assert not lines, program

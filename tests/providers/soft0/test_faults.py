@@ -31,7 +31,7 @@ def test_device_whose_faults_were_used_is_collected() -> None:
     assert caught.value.errno == errno.EBADF
 
 
-def test_plan_outlives_the_variable_of_its_device() -> None:
+def test_fault_plan_works_after_its_context_variable_is_gone() -> None:
     """A queue pair holds the device open, and the plan fires on it."""
     context = rp.open_device("soft0")
     context.faults.complete_with(7, WCStatus.RETRY_EXC_ERR)
@@ -50,14 +50,14 @@ def test_plan_outlives_the_variable_of_its_device() -> None:
     assert gone() is None
 
 
-def test_plan_cannot_be_copied_or_pickled() -> None:
+def test_fault_plan_cannot_be_copied_or_pickled() -> None:
     with rp.open_device("soft0") as context:
-        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=r"^cannot copy or pickle 'FaultPlan' object"):
-                way(context.faults)
+                duplicate(context.faults)
 
 
-def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
+def test_invalid_fault_is_refused_and_leaves_the_plan_unchanged() -> None:
     with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
         plan = context.faults
         refused = [
@@ -93,7 +93,7 @@ def test_plan_refuses_what_no_device_does_and_stays_as_it_was() -> None:
             assert cq.wait(1)[0].status is WCStatus.SUCCESS
 
 
-def test_plan_stays_when_a_verb_after_it_fails() -> None:
+def test_fault_plan_survives_a_later_failing_verb() -> None:
     """What such a verb has changed is rolled back, and nothing older."""
     with (
         rp.open_device("soft0") as context,
@@ -112,8 +112,8 @@ def test_plan_stays_when_a_verb_after_it_fails() -> None:
         assert cq.wait(1)[0].status is WCStatus.RETRY_EXC_ERR
 
 
-def test_plan_can_be_changed_by_its_methods_alone() -> None:
-    """A post reads it in the middle, and must not meet any of the caller's objects."""
+def test_fault_plan_has_no_settable_attributes() -> None:
+    """A post reads the plan, and must not run the caller's code there."""
     with rp.open_device("soft0") as context:
         plan = context.faults
         names = [name for name in dir(plan) if not name.startswith("_")]
@@ -140,7 +140,7 @@ def writing() -> Iterator[tuple[rp.Context, rp.CQ, rp.QP, rp.RdmaWrite]]:
 
 
 def refused_of(posts: int, plans: list[tuple[int, int]], *, clear: bool = False) -> list[int]:
-    """Post that many writes under a plan of errnos and numbers; return the errno of each, or 0."""
+    """Post so many writes under a plan of errnos and numbers; return the errno of each, or 0."""
     with writing() as (context, cq, qp, write):
         for code, after in plans:
             context.faults.fail_post(code, after=after)
@@ -162,20 +162,20 @@ def test_posts_fail_in_the_order_of_their_numbers_whatever_the_order_of_planning
     assert refused_of(8, plans) == [5, 4095, 0, 12, 11, 7, 0, 0]
 
 
-def test_last_of_two_plans_for_one_post_counts() -> None:
+def test_later_fault_for_the_same_post_replaces_the_earlier() -> None:
     assert refused_of(3, [(12, 1), (5, 2), (11, 1)]) == [0, 11, 5]
 
 
-def test_plan_of_a_thousand_posts_fails_each() -> None:
+def test_each_of_a_thousand_planned_posts_fails() -> None:
     plans = [(number % 4095 + 1, number) for number in range(1000)]
     assert refused_of(1001, [*plans[::2], *plans[1::2]]) == [*range(1, 1001), 0]
 
 
-def test_plan_that_is_cleared_refuses_nothing() -> None:
+def test_cleared_fault_plan_fails_no_post() -> None:
     assert refused_of(2, [(5, 0), (5, 1)], clear=True) == [0, 0]
 
 
-def test_plan_in_the_middle_of_another_counts_from_the_next_post_and_moves_nothing() -> None:
+def test_fault_planned_after_others_counts_from_the_next_post_and_shifts_none() -> None:
     with writing() as (context, _, qp, write):
         context.faults.fail_post(errno.EIO, after=3)
         qp.post_send(write)
@@ -188,7 +188,7 @@ def test_plan_in_the_middle_of_another_counts_from_the_next_post_and_moves_nothi
         assert (second.value.errno, fourth.value.errno) == (errno.EACCES, errno.EIO)
 
 
-def test_posts_are_counted_from_the_first_plan() -> None:
+def test_faults_are_counted_from_the_post_after_planning() -> None:
     with writing() as (context, cq, qp, write):
         for _ in range(2):
             qp.post_send(write)

@@ -1,4 +1,4 @@
-"""How often the software device tries a request, and when it gives up."""
+"""How often the software device sends a request, and when it gives up."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what earlier tests have left."""
+    """Discard the events of earlier tests."""
     while rp.get_async_event(context) is not None:
         pass
 
 
 @pytest.fixture
 def deaf(connect) -> Pair:
-    """A pair whose b has a receive but does not answer, because it is not in RTR yet."""
+    """A pair whose b has a receive but sends no acknowledgements, because it is not in RTR yet."""
     pair = connect(to=QPState.RESET)
     pair.b.to_init()
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64], wr_id=2))
@@ -42,13 +42,13 @@ def post(pair: Pair, timeout: int, retry_cnt: int) -> None:
     pair.a.post_send(rp.Send(pair.mine[:8], wr_id=1))
 
 
-def test_request_is_tried_again_until_it_is_answered(deaf):
+def test_request_is_retried_until_it_is_acknowledged(deaf):
     post(deaf, timeout=12, retry_cnt=7)
     deaf.b.to_rtr(deaf.a.endpoint())
     assert sorted(wc.wr_id for wc in deaf.wait(2)) == [1, 2]
 
 
-def test_each_attempt_has_its_time(deaf):
+def test_each_attempt_waits_for_the_ack_timeout(deaf):
     """The first and retry_cnt more, of 4.096 us * 2^14 each."""
     begun = time.monotonic()
     post(deaf, timeout=14, retry_cnt=2)
@@ -56,7 +56,7 @@ def test_each_attempt_has_its_time(deaf):
     assert time.monotonic() - begun >= 3 * 4.096e-6 * 2**14
 
 
-def test_request_is_not_tried_once_more_to_find_that_time_is_up(deaf):
+def test_request_is_not_sent_again_after_its_last_timeout(deaf):
     """retry_cnt 0 is one attempt: a peer that comes up later receives nothing."""
     post(deaf, timeout=16, retry_cnt=0)
     deaf.b.to_rtr(deaf.a.endpoint())
@@ -64,7 +64,7 @@ def test_request_is_not_tried_once_more_to_find_that_time_is_up(deaf):
     assert deaf.b.outstanding.recv == 1
 
 
-def test_timeout_of_0_is_for_ever(deaf):
+def test_timeout_of_0_retries_for_ever(deaf):
     """The peer may come up at any time."""
     post(deaf, timeout=0, retry_cnt=0)
     with pytest.raises(rp.WaitTimeout):
@@ -74,7 +74,7 @@ def test_timeout_of_0_is_for_ever(deaf):
 
 
 @pytest.mark.parametrize("tries", [0, 1, 3])
-def test_receiver_that_is_not_ready_is_tried_so_often(rc, context, tries):
+def test_rnr_nak_is_retried_rnr_retry_times(rc, context, tries):
     """The first attempt and rnr_retry more; the next request has all of them again."""
     rc.a.to_reset()
     rc.b.to_reset()
@@ -90,7 +90,7 @@ def test_receiver_that_is_not_ready_is_tried_so_often(rc, context, tries):
     context.faults.clear()
 
 
-def test_rnr_retry_of_7_is_for_ever(rc, context):
+def test_rnr_retry_of_7_retries_for_ever(rc, context):
     rc.a.to_reset()
     rc.b.to_reset()
     rc.a.connect(rc.b.endpoint(), rnr_retry=7)
@@ -99,7 +99,7 @@ def test_rnr_retry_of_7_is_for_ever(rc, context):
     rc.works()
 
 
-def test_receiver_says_how_long_it_will_not_be_ready(rc, context):
+def test_rnr_retry_waits_for_the_receivers_rnr_timer(rc, context):
     """min_rnr_timer 24 is 40.96 ms (IBA, table 45)."""
     rc.b.to_reset()
     rc.a.to_reset()
@@ -111,7 +111,7 @@ def test_receiver_says_how_long_it_will_not_be_ready(rc, context):
     assert time.monotonic() - begun >= 3 * 0.04096
 
 
-def test_queue_pair_of_another_service_does_not_answer(pd, cq, stack):
+def test_queue_pair_of_another_type_does_not_acknowledge(pd, cq, stack):
     mr = stack.enter_context(rp.MR(pd, 64))
     near = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     far = stack.enter_context(rp.QP(pd, QPType.UC, cq))
@@ -145,7 +145,7 @@ def by_select(context: rp.Context) -> rp.AsyncEvent | None:
 
 
 @pytest.mark.parametrize("take", [in_a_task, in_a_thread, by_select])
-def test_event_that_retries_lead_to_comes_in_time(
+def test_event_at_the_end_of_the_retries_wakes_a_waiter(
     context, connect, pd, stack, take: Callable[[rp.Context], rp.AsyncEvent | None]
 ):
     """The last attempt fails while the program only waits for the event."""
@@ -154,14 +154,14 @@ def test_event_that_retries_lead_to_comes_in_time(
     begun = time.monotonic()
     post(pair, timeout=14, retry_cnt=7)
     assert take(context) == (EventType.QP_LAST_WQE_REACHED, pair.a)
-    # A thread that looks without being woken would make one attempt a second.
+    # A thread that polls once a second would take longer.
     assert time.monotonic() - begun < 5
     assert [wc.status for wc in pair.cq.poll()] == [WCStatus.RETRY_EXC_ERR]
     assert not readable(context)
 
 
-def test_descriptor_that_is_readable_without_an_event_ends_no_wait(context, deaf):
-    """Attempts without an end, ten a second."""
+def test_wake_up_for_a_retry_does_not_end_a_wait_for_an_event(context, deaf):
+    """The attempts never end; there are ten a second."""
     post(deaf, timeout=0, retry_cnt=0)
     for wait in (
         lambda: rp.get_async_event(context, 0.3),
@@ -172,7 +172,7 @@ def test_descriptor_that_is_readable_without_an_event_ends_no_wait(context, deaf
         assert time.monotonic() - begun >= 0.3
 
 
-def test_event_loop_is_woken_once_for_each_attempt_and_not_when_there_is_none(context, deaf):
+def test_event_loop_is_woken_exactly_once_for_each_attempt(context, deaf):
     woken = 0
 
     def wake() -> None:
@@ -194,7 +194,7 @@ def test_event_loop_is_woken_once_for_each_attempt_and_not_when_there_is_none(co
     assert without == 0
 
 
-def test_descriptor_is_not_readable_when_another_call_has_made_the_attempt(context, deaf):
+def test_descriptor_is_not_readable_after_another_call_made_the_attempt(context, deaf):
     post(deaf, timeout=0, retry_cnt=0)
     assert readable(context, 10)
     assert deaf.cq.poll() == []
@@ -203,7 +203,7 @@ def test_descriptor_is_not_readable_when_another_call_has_made_the_attempt(conte
     assert not readable(context, 0.2)
 
 
-def test_descriptor_of_a_device_that_is_opened_later_tells_of_attempts_too(context, deaf):
+def test_descriptor_of_a_device_opened_later_wakes_for_attempts_too(context, deaf):
     post(deaf, timeout=0, retry_cnt=0)
     with rp.open_device("soft0") as other:
         assert readable(other, 10)

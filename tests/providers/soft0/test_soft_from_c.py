@@ -1,4 +1,4 @@
-"""What soft0 answers to a program in C: its posts and polls reach it unchecked, and are refused."""
+"""soft0 under a C program, whose unchecked posts and polls it must refuse itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE = 0xFFFF_FFF0
 
 
 class Raw:
-    """A queue pair to be posted to from C, with its own CQ and memory."""
+    """A queue pair for posts from C, with its own CQ and memory."""
 
     def __init__(self, pd: rp.PD, qp_type: QPType, stack: Any) -> None:
         self.cq = stack.enter_context(rp.CQ(pd.context, 64))
@@ -82,31 +82,31 @@ def test_context_has_one_vector_and_no_device_file(context):
     assert (handle.num_comp_vectors, handle.cmd_fd) == (1, -1)
 
 
-def test_sges_that_are_not_there_are_einval(rc_raw):
-    most = 4
+def test_send_with_missing_or_too_many_sges_is_einval(rc_raw):
+    limit = 4
     for flags in (SendFlags.SIGNALED, SendFlags.SIGNALED | SendFlags.INLINE):
         for wr in (
             rc_raw.wr(Opcode.SEND, num_sge=-1),
             rc_raw.wr(Opcode.SEND, num_sge=1),
-            rc_raw.wr(Opcode.SEND, *[(0, 1)] * (most + 1)),
+            rc_raw.wr(Opcode.SEND, *[(0, 1)] * (limit + 1)),
         ):
             wr.send_flags = int(flags)
             assert rc_raw.post(wr) == errno.EINVAL
-    assert rc_raw.post(rc_raw.wr(Opcode.SEND, *[(0, 1)] * most)) == 0
+    assert rc_raw.post(rc_raw.wr(Opcode.SEND, *[(0, 1)] * limit)) == 0
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_inline_data_has_its_most_and_keeps_its_order(rc_raw, more):
-    most = rc_raw.qp.max_inline_data
+def test_inline_data_is_limited_and_keeps_its_order(rc_raw, more):
+    limit = rc_raw.qp.max_inline_data
     rc_raw.mr.buffer[:256] = bytes(range(256))
     rc_raw.qp.post_recv(rp.RecvWR(rc_raw.mr[2048:4096]))
-    wr = rc_raw.wr(Opcode.SEND, (200, 3), (100, 5), (0, most - 8 + more))
+    wr = rc_raw.wr(Opcode.SEND, (200, 3), (100, 5), (0, limit - 8 + more))
     wr.send_flags = int(SendFlags.SIGNALED | SendFlags.INLINE)
     assert rc_raw.post(wr) == (errno.EINVAL if more else 0)
     if not more:
         rc_raw.cq.wait(1)[0].check()
-        data = bytes(rc_raw.mr.buffer[2048 : 2048 + most])
-        assert data == bytes([200, 201, 202, 100, 101, 102, 103, 104, *range(most - 8)])
+        data = bytes(rc_raw.mr.buffer[2048 : 2048 + limit])
+        assert data == bytes([200, 201, 202, 100, 101, 102, 103, 104, *range(limit - 8)])
 
 
 def bind(raw: Raw, mw: rp.MW) -> Any:
@@ -117,7 +117,7 @@ def bind(raw: Raw, mw: rp.MW) -> Any:
     return wr
 
 
-def test_bind_of_what_is_not_there_is_einval(rc_raw, pd):
+def test_type_2_bind_of_an_unknown_window_or_region_is_einval(rc_raw, pd):
     with rp.MW(pd, rp.MWType.TYPE_2) as mw:
         for member in ("mw", "mr"):
             wr = bind(rc_raw, mw)
@@ -131,7 +131,7 @@ def test_bind_of_what_is_not_there_is_einval(rc_raw, pd):
         assert rc_raw.cq.poll() == []
 
 
-def test_bind_of_a_window_of_type_1_that_is_not_there_is_einval(rc_raw, pd):
+def test_type_1_bind_of_an_unknown_window_or_region_is_einval(rc_raw, pd):
     with rp.MW(pd, rp.MWType.TYPE_1) as mw:
         for member in ("mw", "mr"):
             request = ffi.new("struct ibv_mw_bind *")
@@ -139,7 +139,7 @@ def test_bind_of_a_window_of_type_1_that_is_not_there_is_einval(rc_raw, pd):
             request.bind_info.addr, request.bind_info.length = rc_raw.mr.addr, 64
             request.send_flags = int(SendFlags.SIGNALED)
             window = mw._handle
-            # The real one except for its handle.
+            # A copy of the real one with another handle.
             other = ffi.new(
                 f"struct ibv_{member} *", (window if member == "mw" else rc_raw.mr._handle)[0]
             )
@@ -154,7 +154,7 @@ def test_bind_of_a_window_of_type_1_that_is_not_there_is_einval(rc_raw, pd):
         assert rc_raw.cq.poll() == []
 
 
-def test_each_bind_of_a_window_of_type_1_counts_its_key_up(rc_raw, pd):
+def test_each_type_1_bind_increments_the_key(rc_raw, pd):
     """In its low byte, for 256 binds; the rest stays."""
     with rp.MW(pd, rp.MWType.TYPE_1) as mw:
         keys = [mw.rkey]
@@ -176,7 +176,7 @@ def test_datagram_without_an_address_handle_is_einval(ud_raw):
 
 
 def test_only_datagrams_need_an_address_handle(ud_raw):
-    """What a UD queue pair does not carry out ends so, instead of being refused."""
+    """A UD queue pair completes other opcodes with an error instead of refusing them."""
     assert ud_raw.post(ud_raw.wr(Opcode.RDMA_WRITE, (0, 8))) == 0
     assert ud_raw.qp.state in (rp.QPState.RTS, rp.QPState.SQE, rp.QPState.ERR)
 
@@ -185,7 +185,7 @@ def test_only_datagrams_need_an_address_handle(ud_raw):
     ("there", "size", "code"),
     [(True, 16, 0), (True, 17, errno.EINVAL), (False, 0, 0), (False, 1, errno.EINVAL)],
 )
-def test_header_of_a_tso_has_its_most_and_its_bytes(ud_raw, there, size, code):
+def test_tso_without_a_header_or_with_one_too_long_is_einval(ud_raw, there, size, code):
     assert ud_raw.qp.max_tso_header == 16
     with ud_raw.qp.ah_to(ud_raw.qp.endpoint()) as ah:
         wr = ud_raw.wr(Opcode.TSO, (0, 8))
@@ -210,7 +210,7 @@ def test_operation_on_a_tag_that_was_never_added_is_einval(server):
     assert post(1) == 0
 
 
-def test_full_list_takes_no_entry_and_any_other_operation(server):
+def test_full_matching_list_refuses_only_tag_add(server):
     for tag in range(8):
         server.add(tag, 0, 64)
 
@@ -225,7 +225,7 @@ def test_full_list_takes_no_entry_and_any_other_operation(server):
     assert post(3) == errno.EINVAL
 
 
-def test_operation_without_sges_takes_no_handle(server):
+def test_refused_tag_add_consumes_no_handle(server):
     """A refused entry gets no handle, so that the next one gets the next."""
     handles = []
     for count in (-1, 0):
@@ -243,20 +243,20 @@ def test_operation_on_a_queue_that_matches_no_tags_is_einval(pd):
             assert lib.ibv_post_srq_ops(srq._handle, op, bad) == errno.EINVAL
 
 
-def test_queues_that_are_not_there_are_einval(rc_raw, context):
+def test_verbs_on_unknown_queues_are_einval(rc_raw, context):
     cq = ffi.new("struct ibv_cq *")
     cq.context, cq.handle = context._handle, NOWHERE
     wc = ffi.new("struct ibv_wc *")
     assert lib.ibv_poll_cq(cq, 1, wc) == -1
     assert ffi.errno == errno.EINVAL
     assert lib.ibv_req_notify_cq(cq, 0) == errno.EINVAL
-    # A region has a handle, too, and is no queue.
+    # A region has a handle too, but is not a queue.
     cq.handle = rc_raw.mr._handle.handle
     assert lib.ibv_poll_cq(cq, 1, wc) == -1
     assert ffi.errno == errno.EINVAL
 
 
-def test_planned_failures_come_at_their_posts_and_before_a_full_queue(rc_raw, context):
+def test_planned_failures_hit_their_posts_and_precede_a_full_queue(rc_raw, context):
     wr = rc_raw.wr(Opcode.SEND)
     for after, code in ((1, errno.EIO), (3, errno.EBADF), (10, errno.EPERM)):
         context.faults.fail_post(code, after=after)
@@ -266,8 +266,8 @@ def test_planned_failures_come_at_their_posts_and_before_a_full_queue(rc_raw, co
 
 
 @pytest.mark.parametrize("done", [0, 1, 3])
-def test_completions_free_as_many_slots_as_they_took(rc_raw, done):
-    """Each is free when its completion has been polled."""
+def test_polled_completions_free_exactly_their_slots(rc_raw, done):
+    """Polling a completion frees its slot."""
     rc_raw.qp.post_recv([rp.RecvWR(rc_raw.mr[:8])] * 8)
     for _ in range(done):
         rc_raw.qp.post_send(rp.Send(rc_raw.mr[8:16], send_flags=0))
@@ -284,7 +284,7 @@ def test_completions_free_as_many_slots_as_they_took(rc_raw, done):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_stays_as_it_was(rc_raw, enabled):
+def test_posts_and_polls_leave_the_garbage_collector_as_it_is(rc_raw, enabled):
     try:
         (gc.enable if enabled else gc.disable)()
         rc_raw.qp.post_recv(rp.RecvWR(rc_raw.mr[:8]))

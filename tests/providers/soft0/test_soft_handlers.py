@@ -20,7 +20,7 @@ def fail(*_):
     raise planned.pop(0)
 
 def complete_send(self, *args):
-    # A step is made again on another thread.
+    # Another thread repeats the step.
     if planned and threading.current_thread() is threading.main_thread():
         signal.raise_signal(signal.SIGUSR1)
     return complete(self, *args)
@@ -45,10 +45,10 @@ qp.QueuePair.complete_send = complete_send
 b.post_recv([rp.RecvWR(mr[:8])] * 8)
 """
 )
-"""A post in which the handler of a signal raises what is planned, once for each work request."""
+"""A post during which a signal handler raises the planned exceptions, one per work request."""
 
 
-def test_exceptions_of_several_kinds_all_come_out_of_one_post_in_their_order():
+def test_handlers_exceptions_of_different_types_are_all_raised_by_one_post_in_order():
     code = """
 planned[:] = LookupError("1"), ArithmeticError("2"), OSError("3")
 post(3)
@@ -59,7 +59,7 @@ print([repr(error) for error in reversed(chain)], [wc.wr_id for wc in cq.wait(3)
     )
 
 
-def test_of_exceptions_of_one_kind_the_first_comes_out():
+def test_first_of_several_exceptions_of_one_type_is_raised():
     code = """
 planned[:] = LookupError("1"), ArithmeticError("2"), ArithmeticError("3"), LookupError("4")
 post(4)
@@ -71,7 +71,7 @@ print(chain)
     assert prints(STRUCK + code).splitlines() == ["1 2 [] 4", "[]"]
 
 
-def test_exception_that_another_thread_sets_comes_out_of_the_thread_that_posts():
+def test_exception_set_from_another_thread_is_raised_in_the_posting_thread():
     """PyThreadState_SetAsyncExc while the step runs; the main thread goes on undisturbed."""
     code = """
 import ctypes
@@ -95,8 +95,8 @@ print([wc.wr_id for wc in cq.wait(2)])
     assert prints(STRUCK + code).splitlines() == ["['LookupError'] True", "[0, 1]"]
 
 
-def test_handler_that_polls_while_an_exception_waits_gets_what_is_complete():
-    """The first work request's is there, and the second is being carried out."""
+def test_handler_that_polls_while_an_exception_is_pending_gets_completions():
+    """The first work request is complete, and the second is being carried out."""
     code = """
 polled = []
 
@@ -113,7 +113,7 @@ print(polled, *(error.args[0] for error in reversed(chain)), [wc.wr_id for wc in
     assert prints(STRUCK + code) == "[0] 1 2 [1]"
 
 
-def test_work_requests_are_carried_out_in_the_thread_that_posts_them():
+def test_work_requests_run_on_the_thread_that_posts_them():
     code = """
 here = []
 carry_out = requester._carry_out
@@ -129,7 +129,7 @@ print(chain, [ident == threading.get_ident() for ident in here], len(cq.wait(3))
     assert prints(STRUCK + code) == "[] [True, True, True] 3"
 
 
-def test_work_request_is_carried_out_where_no_other_thread_can_be_started():
+def test_interrupted_work_request_runs_even_if_no_thread_can_start():
     code = """
 threading.stack_size(1 << 46)  # more than there is
 planned[:] = [LookupError("1")]
@@ -140,8 +140,8 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
 
 
 @pytest.mark.parametrize("ends", ["raise LookupError", "return"])
-def test_child_of_a_handler_that_forks_in_the_middle_of_a_step_carries_out_nothing_more(ends):
-    """Neither that step again, nor the next, nor what is posted to other queue pairs."""
+def test_child_forked_by_a_handler_within_a_step_carries_out_nothing_more(ends):
+    """Neither that step, nor the next, nor posts to other queue pairs."""
     code = """
 def fork(*_):
     global pid
@@ -150,12 +150,12 @@ def fork(*_):
     if not pid:
         ENDS
 
-pid, steps = None, []
+pid, pids = None, []
 carry_out = requester._carry_out
 
 def carried_out(self, wqe):
-    steps.append(os.getpid())
-    if len(steps) == 1:
+    pids.append(os.getpid())
+    if len(pids) == 1:
         signal.raise_signal(signal.SIGUSR1)
     return carry_out(self, wqe)
 
@@ -165,7 +165,7 @@ a.post_recv(rp.RecvWR(mr[:8]))
 post(2)
 if pid:
     os.waitpid(pid, 0)
-print(type(chain[0]).__name__ if chain else "nothing", len(steps), flush=True)
+print(type(chain[0]).__name__ if chain else "nothing", len(pids), flush=True)
 if not pid:
     os._exit(0)
 print(len(cq.wait(3)), len(announced.poll()))
@@ -176,7 +176,7 @@ print(len(cq.wait(3)), len(announced.poll()))
 
 
 @pytest.mark.parametrize("error", ["MemoryError", "ZeroDivisionError"])
-def test_child_of_a_fork_that_fails_to_begin_anew_does_so_in_its_next_verb(error):
+def test_child_whose_reset_fails_retries_it_in_its_next_verb(error):
     code = """
 import contextlib, logging
 from rdmapost.providers.soft0.engine import device
@@ -205,16 +205,16 @@ os.waitpid(pid, 0)
     assert prints(STRUCK + code.replace("ERROR", error)) == "3 [] []"
 
 
-def test_child_of_a_fork_in_the_middle_of_a_step_of_another_thread_carries_out_only_its_own():
+def test_child_forked_during_another_threads_step_carries_out_only_its_own_work():
     code = """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-inside, go, steps = threading.Event(), threading.Event(), []
+inside, go, pids = threading.Event(), threading.Event(), []
 carry_out = requester._carry_out
 
 def carried_out(self, wqe):
-    steps.append(os.getpid())
-    if len(steps) == 1:
+    pids.append(os.getpid())
+    if len(pids) == 1:
         b.post_send(rp.Send(mr[:8]))  # It is its turn after this step.
         inside.set()
     assert go.wait(20)
@@ -229,23 +229,23 @@ pid = os.fork()
 if not pid:
     go.set()
     with rp.open_device("soft0") as mine, rp.PD(mine) as own, rp.CQ(mine) as done:
-        print(done.poll(), len(steps))
+        print(done.poll(), len(pids))
         with rp.QP(own, rp.QPType.RC, done) as pair:
             pair.connect(pair.endpoint())
             pair.post_recv(rp.RecvWR())
             pair.post_send(rp.Send())
-            print(len(done.poll()), len(steps), flush=True)
+            print(len(done.poll()), len(pids), flush=True)
     os._exit(0)
 os.waitpid(pid, 0)
 go.set()
 thread.join(20)
-print(len(cq.wait(2)), len(steps))
+print(len(cq.wait(2)), len(pids))
 """
     assert prints(STRUCK + code).splitlines() == ["[] 1", "2 2", "2 2"]
 
 
-def test_exception_out_of_the_log_of_a_fault_of_the_device_comes_out_of_the_post():
-    """A handler of the log's raises, or a signal's while it runs; the work request has ended."""
+def test_exception_from_logging_a_device_fault_is_raised_by_the_post():
+    """A logging handler raises, or a signal handler during it; the work request has ended."""
     code = """
 import logging
 
@@ -261,7 +261,7 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.poll()])
     assert prints(STRUCK + code) == "['ZeroDivisionError'] ['FATAL_ERR']"
 
 
-def test_exception_of_a_handler_that_forks_in_a_control_verb_comes_out_in_the_child():
+def test_exception_of_a_handler_that_forks_within_a_control_verb_is_raised_in_the_child():
     code = """
 def alloc(self, context):
     global pid
@@ -269,7 +269,7 @@ def alloc(self, context):
     if not pid:
         raise LookupError
 
-rp.PD  # Loads what tells ClosedError to the C.
+rp.PD  # Loads the module that gives ClosedError to C.
 try:
     native.verb(alloc, provider, context)
 except LookupError:
@@ -279,7 +279,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert prints(FORKED + code) == "7"
 
 
-def test_exception_of_a_handler_comes_out_with_its_traceback_and_its_context():
+def test_handlers_exception_keeps_its_traceback_and_context():
     code = """
 import traceback
 planned[:] = [LookupError("1")]

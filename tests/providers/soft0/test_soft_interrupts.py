@@ -59,7 +59,7 @@ DATA = bytes(range(256)) * 8
 OURS = ("/rdmapost/providers/soft0/",)
 provider: Any = soft_provider()
 monitoring: Any = getattr(sys, "monitoring", None)
-"""Since Python 3.12; before that there is sys.settrace alone."""
+"""Since Python 3.12; earlier versions have only sys.settrace."""
 TOOL = 4
 
 
@@ -90,7 +90,7 @@ class Bench:
         self.to_init(self.side)
 
     def keep(self, thing: Any, close: Callable[[Any], None]) -> Any:
-        """Have a thing closed at the end, unless it is closed by then."""
+        """Close a thing at the end, unless it has been closed before."""
 
         def end() -> None:
             try:
@@ -169,12 +169,12 @@ class Bench:
         self.modify(qp, M.STATE | M.SQ_PSN, qp_state=QPState.RTS)
         return qp
 
-    def srq(self, kind: SRQType = SRQType.BASIC) -> Any:
+    def srq(self, srq_type: SRQType = SRQType.BASIC) -> Any:
         init = ffi.new("struct ibv_srq_init_attr_ex *")
         init.attr.max_wr, init.attr.max_sge, init.attr.srq_limit = 8, 2, 0
-        init.pd, init.srq_type = self.pd, kind
+        init.pd, init.srq_type = self.pd, srq_type
         init.comp_mask = lib.IBV_SRQ_INIT_ATTR_TYPE | lib.IBV_SRQ_INIT_ATTR_PD
-        if kind == SRQType.TM:
+        if srq_type == SRQType.TM:
             init.cq, init.tm_cap.max_num_tags, init.tm_cap.max_ops = self.cq, 4, 4
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_CQ | lib.IBV_SRQ_INIT_ATTR_TM
         return self.keep(provider.create_srq_ex(self.context, init), provider.destroy_srq)
@@ -226,7 +226,7 @@ class Bench:
             slots_add_up(qp.rq, qp.recv_cq)
         ready = select.poll()
         descriptors = [
-            *(handles.opened.events.fd for handles in soft_state.contexts.values()),
+            *(opened.events.fd for opened in soft_state.contexts.values()),
             *(channel.fd for channel in device.channels),
         ]
         for fd in descriptors:
@@ -277,7 +277,7 @@ class Bench:
             {gid: len(members) for gid, members in device.groups.items()},
             len(device.parked),
             len(descriptors),
-            [len(handles.opened.events.events) for handles in soft_state.contexts.values()],
+            [len(opened.events.events) for opened in soft_state.contexts.values()],
             sorted((len(channel.events), channel.users) for channel in device.channels),
             [fd in dict(ready.poll(0)) for fd in descriptors],
             len(os.listdir("/proc/self/fd")),
@@ -285,7 +285,7 @@ class Bench:
         ]
 
     def close(self) -> None:
-        """Close all; nothing of it is left."""
+        """Close everything, and check that nothing is left."""
         self.stack.close()
         device = soft_state.device
         made = [
@@ -305,7 +305,7 @@ class Bench:
 
 
 def slots_add_up(queue: Any, cq: Any) -> None:
-    """Whoever takes a slot waits in the queue, for a later completion, or to be polled."""
+    """Every used slot is pending, unsignaled, or in a completion that has not been polled."""
     waiting = sum(wqe.owner is None for wqe in queue.pending)
     unpolled = sum(frees for _, of, frees in cq.pending if of is queue)
     assert queue.used == waiting + queue.silent + unpolled
@@ -323,7 +323,7 @@ def verb(setup: Callable[[Bench], Verb]) -> Callable[[Bench], Verb]:
 def control(
     name: str, make: Callable[[Bench], tuple[Any, ...]], undo: Callable[[Any], None] | None = None
 ) -> None:
-    """Register a control verb, its arguments, and what closes its result."""
+    """Register a control verb, its arguments, and the verb that closes its result."""
 
     def setup(b: Bench) -> Verb:
         args = make(b)
@@ -338,8 +338,8 @@ def control(
     VERBS[name] = setup
 
 
-def windows(b: Bench, kind: MWType) -> Any:
-    return b.keep(provider.alloc_mw(b.pd, kind), provider.dealloc_mw)
+def windows(b: Bench, mw_type: MWType) -> Any:
+    return b.keep(provider.alloc_mw(b.pd, mw_type), provider.dealloc_mw)
 
 
 def bind_of(b: Bench) -> Any:
@@ -467,7 +467,7 @@ control("detach_mcast", lambda b: (member(b), GROUP, 0))
 
 
 def with_async_event(b: Bench) -> Any:
-    """Have an asynchronous event: an SRQ's queue pair breaks."""
+    """Cause an asynchronous event: a queue pair of an SRQ breaks."""
     _, far = b.pair(srq=b.srq())
     b.modify(far, M.STATE, qp_state=QPState.ERR)
     return b.context
@@ -571,9 +571,9 @@ def multicast(b: Bench) -> Verb:
         b.receive(qp, at=512 + 64 * at)
     attr = ah_attr(b)
     attr.grh.dgid.raw = GROUP
-    way = b.keep(provider.create_ah(b.pd, attr), provider.destroy_ah)
+    ah = b.keep(provider.create_ah(b.pd, attr), provider.destroy_ah)
     sender = b.datagrams()
-    return lambda: b.send(sender, Opcode.SEND, ah=way, qpn=0xFFFFFF)
+    return lambda: b.send(sender, Opcode.SEND, ah=ah, qpn=0xFFFFFF)
 
 
 @verb
@@ -596,13 +596,13 @@ def tag_del(b: Bench) -> Verb:
     return lambda: b.tag(srq, OpsOpcode.TAG_DEL, handle)
 
 
-def tagged(b: Bench, kind: int, behind: bytes) -> Verb:
+def tagged(b: Bench, opcode: int, behind: bytes) -> Verb:
     srq = b.srq(SRQType.TM)
     near, _ = b.pair(srq=srq)
     b.receive(srq)
     b.receive(near, 60, at=768)
     b.tag(srq, OpsOpcode.TAG_ADD)
-    message = struct.pack("!B3xIQ", kind, 3, 5) + behind
+    message = struct.pack("!B3xIQ", opcode, 3, 5) + behind
     b.memory[: len(message)] = message
     b.unequal = len(message)
     return lambda: b.send(near, Opcode.SEND, size=len(message))
@@ -626,13 +626,13 @@ def poll_when_a_request_is_due(b: Bench) -> Verb:
     b.receive(far)
     if time.monotonic() - start > 0.01:
         raise TooLate
-    for source in (b.channel, *(handles.opened.events for handles in soft_state.contexts.values())):
+    for source in (b.channel, *(opened.events for opened in soft_state.contexts.values())):
         assert select.select([source.fd], [], [], 5)[0]
     return b.poll
 
 
 class TooLate(Exception):
-    """What the verb is to do has been done already, because this machine is busy."""
+    """The verb's work has been done already, because this machine is busy."""
 
 
 # ---- the runs ---------------------------------------------------------------------
@@ -704,12 +704,12 @@ def handler(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 class Result(NamedTuple):
-    """What became of a verb.
+    """The outcome of a verb.
 
     Attributes:
         signals: how many came.
         out: what came out of it.
-        before, after: what the device had and told.
+        before, after: the device's state and reports.
         completions: all that there were.
         moments: bytecodes of the soft device that ran in the verb.
     """
@@ -744,7 +744,7 @@ def run(
             try:
                 call()
                 for _ in range(2):
-                    """What a verb has deferred is raised here."""
+                    """Deferred exceptions are raised here."""
             except (KeyboardInterrupt, Alarm) as error:
                 out = error
         after = b.digest()
@@ -756,7 +756,7 @@ def run(
 
 NEVER = 1 << 40
 MOMENTS = float(os.environ.get("RDMAPOST_MOMENTS", "30"))
-"""Of each verb's bytecodes, about so many; "inf" is all, and takes minutes."""
+"""How many of each verb's bytecodes, about; "inf" is all, and takes minutes."""
 
 
 def each_moment(
@@ -781,8 +781,8 @@ def alarm(_: Bench) -> None:
 
 @pytest.mark.parametrize("act", [ctrl_c, alarm], ids=["KeyboardInterrupt", "another exception"])
 @pytest.mark.parametrize("name", VERBS)
-def test_verb_happens_whole_or_not_at_all(name, act):
-    """The exception is raised once, whatever happened; what is posted is always carried out."""
+def test_interrupted_verb_happens_completely_or_not_at_all(name, act):
+    """The exception is raised exactly once; posted work is always carried out."""
     setup = VERBS[name]
     whole = run(setup, NEVER, act)
     assert (whole.out, whole.signals) == (None, 0)
@@ -802,7 +802,7 @@ def test_verb_happens_whole_or_not_at_all(name, act):
 
 
 @pytest.mark.parametrize("name", ["fetch_and_add", "rendezvous", "poll_when_a_request_is_due"])
-def test_handler_that_raises_every_time_does_not_stop_a_work_request(name):
+def test_handler_that_always_raises_does_not_stop_a_work_request(name):
     """It is carried out once, and the first exception is raised."""
     setup = VERBS[name]
     whole = run(setup, NEVER, alarm)
@@ -839,7 +839,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
     whole = run(then, NEVER, act)
     for at, result in each_moment(setup, act, whole.moments):
         assert result.out is None, at
-        # What the verb itself has polled, and when, differs.
+        # What the verb itself has polled may differ.
         completions = Counter(result.completions)
         if forgets:
             # The handler polls what the verb would have dropped.
@@ -851,8 +851,8 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
 
 @pytest.mark.parametrize("raises", [True, False], ids=["raises", "returns"])
 @pytest.mark.parametrize("name", VERBS)
-def test_handler_may_post_to_the_queues_that_the_verb_is_about(name, raises):
-    """Slots add up whatever becomes of the verb (digest checks), and everything closes."""
+def test_handler_may_post_to_the_queues_of_the_verb_it_interrupts(name, raises):
+    """Slots add up whether the verb succeeds or not (digest checks), and everything closes."""
     setup = VERBS[name]
 
     def act(b: Bench) -> None:
@@ -877,7 +877,7 @@ def test_handler_may_post_to_the_queues_that_the_verb_is_about(name, raises):
 
 
 def settled(digest: list[Any]) -> Any:
-    """Leave out what depends on whether completions have been polled."""
+    """Omit what depends on whether completions have been polled."""
     return [*digest[:2], *digest[5:]]
 
 
@@ -916,16 +916,16 @@ def fork():
 """
 
 
-def test_child_of_a_fork_has_a_soft0_of_its_own_that_is_empty():
-    """What the child inherits is unknown there, and the parent's continues."""
+def test_forked_child_has_its_own_empty_soft0():
+    """The child's soft0 does not know inherited objects, and the parent's still works."""
     after = (
         "fork(); provider.destroy_cq(cq); provider.dealloc_pd(pd); print(len(soft_state.objects))"
     )
     assert prints(FORKED + after).split() == ["7", "0"]
 
 
-def test_child_of_a_fork_in_the_middle_of_another_threads_verb_does_not_hang():
-    """The lock's owner does not exist there."""
+def test_child_forked_during_another_threads_verb_does_not_hang():
+    """The lock's owner does not exist in the child."""
     code = """
 import threading, time
 inside, go = threading.Event(), threading.Event()
@@ -946,7 +946,7 @@ print(provider.alloc_pd(context) != ffi.NULL)
 
 
 def test_signal_handler_may_fork_in_the_middle_of_a_verb():
-    """The child's verb fails, and the parent's continues."""
+    """The verb fails in the child, and continues in the parent."""
     code = """
 def alloc(self, context):
     soft_state.device.port_mtu = 1
@@ -956,7 +956,7 @@ def fork_here():
     global pid
     pid = os.fork()
 
-rp.PD  # Loads what tells ClosedError to the C.
+rp.PD  # Loads the module that gives ClosedError to C.
 before = soft_state.device.port_mtu
 try:
     native.verb(alloc, provider, context)
@@ -983,7 +983,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         ("close_xrcd", lambda b: provider.open_xrcd(b.context, xrcd_init())),
     ],
 )
-def test_what_is_destroyed_is_refused_by_name(name, make):
+def test_verb_on_a_destroyed_object_fails_and_names_it(name, make):
     b = Bench()
     thing = make(b)
     getattr(provider, name)(thing)
@@ -994,7 +994,7 @@ def test_what_is_destroyed_is_refused_by_name(name, make):
     b.close()
 
 
-def test_destroy_that_is_refused_says_why_and_changes_nothing():
+def test_refused_destroy_says_why_and_changes_nothing():
     b = Bench()
     window = windows(b, MWType.TYPE_1)
     near, _ = b.pair()
@@ -1003,7 +1003,7 @@ def test_destroy_that_is_refused_says_why_and_changes_nothing():
     for call, thing, why in (
         (provider.dereg_mr, b.mr, "a memory window is bound"),
         (provider.destroy_cq, b.cq, "queues complete on it"),
-        (provider.destroy_comp_channel, b.channel, "1 CQs announce on it"),
+        (provider.destroy_comp_channel, b.channel, "1 CQs use it"),
     ):
         with pytest.raises(VerbsError, match=why) as caught:
             call(thing)
@@ -1049,12 +1049,12 @@ print(native.verb(verb))
 thread.join(20)
 print(thread.is_alive())
 """
-"""What a handler does in the middle of a verb, and another thread concurrently."""
+"""A handler runs code within a verb while another thread runs other code."""
 
 
 @pytest.mark.parametrize(("count", "said"), [("-1", "ValueError"), ("None", "TypeError")])
-def test_wrong_poll_in_the_middle_of_a_verb_does_not_wait_for_another_threads_poll(count, said):
-    """That one has the completion queue, and waits for the device."""
+def test_invalid_poll_within_a_verb_does_not_wait_for_another_threads_poll(count, said):
+    """The other thread holds the completion queue, and waits for the device."""
     code = HANDLER.format(other="cq.poll()", handler=f"cq.poll({count})")
     assert prints(code).split("\n") == [f"{said} None", "False"]
 
@@ -1066,7 +1066,7 @@ def test_wrong_poll_in_the_middle_of_a_verb_does_not_wait_for_another_threads_po
 @pytest.mark.parametrize(
     "other", ["qp.post_send([rp.Send(mr[:8])])", "qp.bind_mw(mw, mr, mr.addr, 8, 0)"]
 )
-def test_post_in_the_middle_of_a_verb_does_not_wait_for_another_threads_post(other, handler):
+def test_post_within_a_verb_does_not_wait_for_another_threads_post(other, handler):
     """Nothing holds the queue while the device is busy: posts are accepted until it is full."""
     code = HANDLER.format(other=other, handler=handler)
     said, waits = prints(code).split("\n")
@@ -1091,8 +1091,8 @@ b.connect(a.endpoint(), min_rnr_timer=1)
 """
 
 
-def test_completion_queue_that_is_armed_before_a_completion_is_seen_announces_it():
-    """Another thread is in the middle of completing: a poll does not see it yet."""
+def test_cq_armed_before_a_completion_is_visible_announces_it():
+    """Another thread is completing it: a poll does not see it yet."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1118,8 +1118,8 @@ print(seen, [wc.wr_id for wc in announced.poll()])
     assert prints(STEP + code) == "0 [7]"
 
 
-def test_poll_beside_a_step_returns_what_was_there_before_it():
-    """Of the queue that the step adds to, and of another."""
+def test_poll_during_another_threads_step_returns_only_committed_completions():
+    """On the queue that the step adds to, and on another."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1145,7 +1145,7 @@ print(seen, [[wc.wr_id for wc in queue.poll()] for queue in (announced, cq)])
     assert prints(STEP + code) == "[[7], [1]] [[8], [2]]"
 
 
-def test_what_is_planned_beside_a_step_that_is_taken_back_stays():
+def test_fault_planned_during_a_step_survives_its_rollback():
     """Only what the step itself has changed is undone."""
     code = """
 inside, go = threading.Event(), threading.Event()
@@ -1180,7 +1180,7 @@ print(*((wc.wr_id, wc.status.name) for wc in cq.wait(2)))
     assert prints(STEP + code) == "(6, 'SUCCESS') (7, 'RETRY_EXC_ERR')"
 
 
-def test_handler_of_another_signal_runs_whole_while_an_exception_waits():
+def test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending():
     """It comes while the step that the first handler's exception ended is retried."""
     code = """
 stopped = attempts = 0
@@ -1218,8 +1218,8 @@ print(raised, attempts, stopped, done)
     assert prints(STEP + code) == "True 2 1 1"
 
 
-def test_ctrl_c_in_the_device_ends_the_wait_that_runs_it():
-    """The wait is for another queue, and what the device does is to give up a send."""
+def test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device():
+    """The wait is on another queue; the device is giving up a send."""
     code = """
 complete = qp.QueuePair.complete_send
 
@@ -1241,8 +1241,8 @@ except KeyboardInterrupt:
     assert prints(STEP + code) == "True"
 
 
-def test_fork_while_a_step_is_made_again_leaves_the_childs_garbage_collector_on():
-    """It is off meanwhile, by a thread that the child does not have."""
+def test_fork_during_a_repeated_step_leaves_the_childs_garbage_collector_enabled():
+    """The thread that has disabled it does not exist in the child."""
     code = """
 import gc, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
@@ -1280,7 +1280,7 @@ try:
 except TimeoutError:
     print(attempts, found, gc.isenabled())
 thread.join(20)
-# Who has turned it off keeps it so.
+# If the program has disabled it, it stays disabled.
 gc.disable()
 pid = os.fork()
 if not pid:

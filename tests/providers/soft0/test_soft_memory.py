@@ -1,4 +1,4 @@
-"""The soft device's memory: what is checked before a byte is touched, to the last byte."""
+"""The soft device's memory: the checks before each access, to the last byte."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QPN = 7
 
 
 class Place:
-    """A device's memory with one region of it."""
+    """A device's memory with one region."""
 
     def __init__(self, access: int = ALL) -> None:
         self.memory = Memory()
@@ -80,7 +80,7 @@ def refused(words: str, call: Any, *args: Any, **fields: Any) -> None:
 # ---- keys -------------------------------------------------------------------------
 
 
-def test_keys_are_new_and_differ_in_their_low_byte_too(place):
+def test_successive_keys_differ_in_their_index_and_low_byte(place):
     """A stale key must not be the next one: its index and its tag differ."""
     regions = [place.register() for _ in range(300)]
     keys = [region.lkey for region in regions]
@@ -88,18 +88,18 @@ def test_keys_are_new_and_differ_in_their_low_byte_too(place):
     assert all(0 < key < 1 << 31 and key >> 8 for key in keys)
     assert all(a & 0xFF != b & 0xFF for a, b in itertools.pairwise(keys))
     assert all(region.rkey == region.lkey | 1 << 31 for region in regions)
-    # All of them, before one comes again.
+    # All of them, before the first one is repeated.
     assert len({key & 0xFF for key in keys[:256]}) == 256
 
 
-def test_keys_begin_anew_and_pass_over_those_that_are_there(place):
+def test_key_numbers_wrap_around_and_skip_keys_in_use(place):
     """After eight million of them."""
     memory, fresh = place.memory, Memory()
     other = memory.allocate_window(place.pd, MWType.TYPE_2)
     memory._next = 0x7FFFFE
     keys = [place.register().lkey for _ in range(3)]
     assert [key >> 8 for key in keys] == [0x7FFFFF, 1, 2]
-    # As before the first of them.
+    # As before the first key.
     memory._next, memory._tag = fresh._next, fresh._tag
     window = memory.allocate_window(place.pd, MWType.TYPE_2)
     assert window.rkey not in (place.region.lkey, other.rkey)
@@ -108,7 +108,7 @@ def test_keys_begin_anew_and_pass_over_those_that_are_there(place):
     assert place.remote(rkey=other.rkey) == bytes(range(8))
 
 
-def test_key_is_gone_with_its_region(place):
+def test_keys_of_a_deregistered_region_are_unknown(place):
     lkey = place.region.lkey
     place.memory.deregister(place.region)
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 8, lkey))
@@ -131,7 +131,7 @@ def test_key_is_gone_with_its_region(place):
         (SIZE - 7, 8, False),
     ],
 )
-def test_bounds_of_a_region(place, start, length, fits):
+def test_access_must_lie_within_its_region(place, start, length, fits):
     sge = (BASE + start, length, place.region.lkey)
     if fits:
         assert place.local(sge) == bytes(range(start, start + length))
@@ -141,14 +141,14 @@ def test_bounds_of_a_region(place, start, length, fits):
         refused("outside", place.remote, BASE + start, length)
 
 
-def test_local_key_is_of_the_queue_pairs_domain(place):
+def test_lkey_of_another_protection_domain_is_refused(place):
     sge = (BASE, 8, place.region.lkey)
     fails(WCStatus.LOC_PROT_ERR, place.local, sge, pd=ProtectionDomain())
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 8, place.region.lkey + 1))
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 8, place.region.rkey))
 
 
-def test_local_write_is_granted_by_its_flag():
+def test_device_writes_need_the_local_write_flag():
     place = Place(int(Access.REMOTE_READ))
     sge = (BASE, 8, place.region.lkey)
     assert place.local(sge) == bytes(range(8))
@@ -157,10 +157,10 @@ def test_local_write_is_granted_by_its_flag():
     assert writable.local((BASE, 8, writable.region.lkey), write=True)
 
 
-def test_length_of_0_is_2_to_the_31(place):
+def test_sge_of_length_0_means_2_to_the_31_bytes(place):
     """As on some hardware: here it lies outside every region."""
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 0, place.region.lkey))
-    # As much as is wanted of it.
+    # As much of it as is needed.
     assert place.local((BASE, 0, place.region.lkey), size=8) == bytes(range(8))
     # Address space not backed by memory.
     with mmap.mmap(-1, (1 << 31) + 1, prot=mmap.PROT_READ) as large, memoryview(large) as whole:
@@ -170,7 +170,7 @@ def test_length_of_0_is_2_to_the_31(place):
         found.release()
 
 
-def test_only_what_is_wanted_is_looked_at(place):
+def test_sges_beyond_the_needed_size_are_not_checked(place):
     key = place.region.lkey
     good, bad = (BASE, 8, key), (BASE + SIZE, 8, key)
     assert place.local(good, bad, size=8) == bytes(range(8))
@@ -188,20 +188,20 @@ def test_only_what_is_wanted_is_looked_at(place):
 # ---- remote -----------------------------------------------------------------------
 
 
-def test_remote_key_is_of_the_responders_domain(place):
+def test_rkey_of_another_protection_domain_is_refused(place):
     refused("unknown", place.remote, pd=ProtectionDomain())
     refused("unknown", place.remote, rkey=place.region.rkey + 1)
     refused("unknown", place.remote, rkey=place.region.lkey)
 
 
 @pytest.mark.parametrize("need", [READ, WRITE, ATOMIC])
-def test_remote_access_is_granted_by_its_flag(need):
+def test_remote_access_needs_its_flag(need):
     assert Place(need).remote(need=need) == bytes(range(8))
     refused("grant", Place(ALL & ~need).remote, need=need)
     refused("grant", Place(need).remote, need=ALL & ~need & (READ | WRITE | ATOMIC))
 
 
-def test_addresses_of_a_zero_based_region_count_from_its_start(place):
+def test_zero_based_region_is_addressed_from_its_start(place):
     region = place.register(ALL | int(Access.ZERO_BASED), addr=0)
     assert place.remote(0, SIZE, rkey=region.rkey) == bytes(range(SIZE))
     assert place.remote(8, 8, rkey=region.rkey) == bytes(range(8, 16))
@@ -216,7 +216,7 @@ def window(request, place) -> Any:
     return place.memory.allocate_window(place.pd, request.param)
 
 
-def test_window_opens_its_part_alone(place, window):
+def test_window_grants_access_to_its_range_only(place, window):
     refused("not bound", place.remote, rkey=window.rkey)
     place.bind(window, BASE + 8, 16)
     assert place.region.windows == 1
@@ -228,7 +228,7 @@ def test_window_opens_its_part_alone(place, window):
     refused("not bound", place.remote, BASE + 8, 8, rkey=window.rkey, pd=ProtectionDomain())
 
 
-def test_zero_based_window_counts_from_its_start(place, window):
+def test_zero_based_window_is_addressed_from_its_start(place, window):
     place.bind(window, BASE + 8, 16, access=READ | int(Access.ZERO_BASED))
     assert place.remote(0, 16, rkey=window.rkey) == bytes(range(8, 24))
     refused("outside", place.remote, 16, 1, rkey=window.rkey)
@@ -242,7 +242,7 @@ def test_binding_changes_the_low_byte_of_the_key(place, window):
     assert place.remote(rkey=window.rkey)
 
 
-def test_window_of_type_2_serves_the_queue_pair_that_bound_it(place, window):
+def test_type_2_window_works_only_on_the_queue_pair_that_bound_it(place, window):
     place.bind(window)
     if window.type is MWType.TYPE_2:
         refused("another queue pair", place.remote, rkey=window.rkey, qpn=QPN + 1)
@@ -250,8 +250,8 @@ def test_window_of_type_2_serves_the_queue_pair_that_bound_it(place, window):
         assert place.remote(rkey=window.rkey, qpn=QPN + 1)
 
 
-def test_what_cannot_be_bound(place, window):
-    """Nothing changes: neither the key nor what is behind it."""
+def test_bind_that_breaks_a_rule_ends_with_mw_bind_err(place, window):
+    """Neither the key nor the binding changes."""
     before = window.rkey
     other = ProtectionDomain()
     wrong: list[dict[str, Any]] = [
@@ -272,13 +272,13 @@ def test_what_cannot_be_bound(place, window):
     gone = place.register()
     place.memory.deregister(gone)
     fails(WCStatus.MW_BIND_ERR, place.bind, window, region=gone)
-    # Its edges, and reading where the process itself may not write.
+    # The region's edges, and read access to memory that the process may not write.
     place.bind(window, BASE, SIZE)
     window.unbind()
     place.bind(window, region=place.register(ALL & ~int(Access.LOCAL_WRITE)), access=READ)
 
 
-def test_bound_window_is_bound_again_or_not(place, window):
+def test_only_type_1_windows_can_be_bound_while_bound(place, window):
     place.bind(window)
     if window.type is MWType.TYPE_2:
         fails(WCStatus.MW_BIND_ERR, place.bind, window)
@@ -289,7 +289,7 @@ def test_bound_window_is_bound_again_or_not(place, window):
     assert place.remote(BASE + 32, 8, rkey=window.rkey) == bytes(range(32, 40))
 
 
-def test_length_of_0_unbinds_a_window_of_type_1(place, window):
+def test_bind_of_length_0_unbinds_a_type_1_window(place, window):
     if window.type is MWType.TYPE_2:
         fails(WCStatus.MW_BIND_ERR, place.bind, window, length=0)
         return
@@ -302,8 +302,8 @@ def test_length_of_0_unbinds_a_window_of_type_1(place, window):
 
 
 @pytest.mark.parametrize("length", [0, 16])
-def test_key_that_a_bind_asks_for_counts_by_its_low_byte_alone(place, length):
-    """Or it could take over another's."""
+def test_bind_changes_only_the_low_byte_of_the_requested_key(place, length):
+    """Otherwise a window could take over another's key."""
     window = place.memory.allocate_window(place.pd, MWType.TYPE_1)
     before, region = window.rkey, place.region
     place.bind(window, length=length, rkey=region.rkey)
@@ -313,13 +313,13 @@ def test_key_that_a_bind_asks_for_counts_by_its_low_byte_alone(place, length):
     assert place.remote(rkey=region.rkey) == bytes(range(8))
 
 
-def test_region_behind_a_window_that_is_gone_is_not_reached(place, window):
+def test_window_over_a_deregistered_region_grants_nothing(place, window):
     place.bind(window)
     place.memory.deregister(place.region)
     refused("not bound", place.remote, rkey=window.rkey)
 
 
-def test_window_given_back_is_unknown(place, window):
+def test_key_of_a_deallocated_window_is_unknown(place, window):
     place.bind(window)
     place.memory.deallocate_window(window)
     assert place.region.windows == 0
@@ -329,7 +329,7 @@ def test_window_given_back_is_unknown(place, window):
 # ---- invalidation -----------------------------------------------------------------
 
 
-def test_invalidation_of_a_window(place, window):
+def test_only_bound_type_2_windows_are_invalidated_and_only_by_their_queue_pair(place, window):
     assert not place.memory.invalidate(place.pd, QPN, window.rkey)
     place.bind(window)
     assert not place.memory.invalidate(ProtectionDomain(), QPN, window.rkey)
@@ -347,7 +347,7 @@ def test_invalidation_of_a_window(place, window):
 
 
 @pytest.mark.parametrize("key", ["lkey", "rkey"])
-def test_invalidation_of_a_region(place, key):
+def test_region_is_invalidated_in_its_own_domain_once_no_window_is_bound_to_it(place, key):
     memory, region = place.memory, place.region
     assert not memory.invalidate(place.pd, QPN, 0x1234)
     assert not memory.invalidate(ProtectionDomain(), QPN, getattr(region, key))
@@ -380,12 +380,12 @@ def test_invalidation_of_a_region(place, key):
         ([0], []),
     ],
 )
-def test_copy_fills_one_buffer_after_the_other(source, target):
-    into = [bytearray(size) for size in target]
+def test_copy_fills_the_target_buffers_in_order(source, target):
+    rooms = [bytearray(size) for size in target]
     data = [bytes(range(1 + 10 * i, 1 + 10 * i + size)) for i, size in enumerate(source)]
-    copy([memoryview(piece) for piece in data], [memoryview(piece) for piece in into])
+    copy([memoryview(piece) for piece in data], [memoryview(piece) for piece in rooms])
     whole = b"".join(data)
-    assert b"".join(into) == whole + bytes(sum(target) - len(whole))
+    assert b"".join(rooms) == whole + bytes(sum(target) - len(whole))
 
 
 def test_bind_that_fails_leaves_no_reference_cycle_with_its_caller():

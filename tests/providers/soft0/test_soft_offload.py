@@ -36,7 +36,7 @@ raw, ud = raw_link, ud_link
 # ---- raw packets ------------------------------------------------------------------
 
 
-def test_frame_reaches_the_other_raw_queue_pairs_as_it_is(stack, pd, cq):
+def test_frame_reaches_the_other_raw_queue_pairs_unchanged(stack, pd, cq):
     link = Link(stack, pd, cq, QPType.RAW_PACKET, receivers=3)
     frame = ETHERNET + b"\x88\xb5" + bytes(range(200))
     wc = link.send(frame)
@@ -45,7 +45,7 @@ def test_frame_reaches_the_other_raw_queue_pairs_as_it_is(stack, pd, cq):
         assert link.received(number) == [(frame, WCFlags(0))]
 
 
-def test_inline_frame(raw):
+def test_inline_frame_is_copied_when_it_is_posted(raw):
     frame = ETHERNET + b"\x88\xb5" + bytes(range(100))
     buffer = bytearray(frame)
     flags = SendFlags.SIGNALED | SendFlags.INLINE
@@ -64,7 +64,7 @@ def test_frame_without_a_receive_is_dropped(stack, pd, cq):
 
 
 @pytest.mark.parametrize("size", [0, 13, 9015])
-def test_frame_of_a_wrong_length(raw, size):
+def test_frame_shorter_than_its_header_or_longer_than_the_link_allows_fails(raw, size):
     frame = (ETHERNET + bytes(9100))[:size]
     raw.mr.buffer[:size] = frame
     raw.a.post_send(rp.Send(raw.mr[:size] if size else ()))
@@ -72,7 +72,7 @@ def test_frame_of_a_wrong_length(raw, size):
     assert raw.received() == []
 
 
-def test_largest_frame(raw):
+def test_frame_of_9014_bytes_arrives(raw):
     frame = (ETHERNET + b"\x88\xb5" + bytes(9000))[:9014]
     assert raw.send(frame).status is WCStatus.SUCCESS
     assert raw.received() == [(frame, WCFlags(0))]
@@ -94,27 +94,27 @@ PACKETS = {
 
 @pytest.mark.parametrize("name", PACKETS)
 @pytest.mark.parametrize("vlan", [b"", VLAN, VLAN + VLAN], ids=["untagged", "vlan", "qinq"])
-def test_ip_csum_fills_the_checksums_in(raw, name, vlan):
-    kind, packet = PACKETS[name]
-    head = ETHERNET + vlan + kind
+def test_ip_csum_fills_in_the_checksums(raw, name, vlan):
+    ethertype, packet = PACKETS[name]
+    head = ETHERNET + vlan + ethertype
     assert raw.send(head + packet, IP_CSUM).status is WCStatus.SUCCESS
     [(frame, flags)] = raw.received()
     assert frame[: len(head)] == head
     Parsed(frame[len(head) :])
     assert flags is WCFlags.IP_CSUM_OK
-    # Nothing but the checksums has changed.
+    # Only the checksums have changed.
     wrong = [i for i, (x, y) in enumerate(zip(frame, head + packet, strict=True)) if x != y]
     assert len(wrong) <= 4
 
 
 @pytest.mark.parametrize("name", PACKETS)
-def test_without_ip_csum_the_frame_stays_as_it_is(raw, name):
-    kind, packet = PACKETS[name]
-    raw.send(ETHERNET + kind + packet)
-    assert raw.received() == [(ETHERNET + kind + packet, WCFlags(0))]
+def test_without_ip_csum_the_frame_is_sent_unchanged(raw, name):
+    ethertype, packet = PACKETS[name]
+    raw.send(ETHERNET + ethertype + packet)
+    assert raw.received() == [(ETHERNET + ethertype + packet, WCFlags(0))]
 
 
-def test_right_checksums_are_seen_without_ip_csum(raw):
+def test_receiver_reports_correct_checksums_without_ip_csum(raw):
     raw.send(ETHERNET + IPV4 + ipv4(6, tcp(b"hello")), IP_CSUM)
     [(frame, _)] = raw.received()
     raw.send(frame)
@@ -126,7 +126,7 @@ def test_right_checksums_are_seen_without_ip_csum(raw):
         assert raw.received() == [(bytes(broken), WCFlags(0))]
 
 
-def test_padding_behind_the_packet_does_not_count(raw):
+def test_padding_after_the_packet_is_not_summed(raw):
     frame = (ETHERNET + IPV4 + ipv4(17, udp(b"hi"))).ljust(60, b"\xff")
     raw.send(frame, IP_CSUM)
     [(got, flags)] = raw.received()
@@ -135,7 +135,7 @@ def test_padding_behind_the_packet_does_not_count(raw):
     assert flags is WCFlags.IP_CSUM_OK
 
 
-def test_udp_without_checksum_is_right_on_ipv4_only(raw):
+def test_udp_without_a_checksum_is_valid_on_ipv4_only(raw):
     """A sender need not compute it on IPv4, but must on IPv6."""
     packet = bytearray(ipv4(17, udp(b"hello", checksum=0)))
     packet[10:12] = b"\0\0"
@@ -146,7 +146,7 @@ def test_udp_without_checksum_is_right_on_ipv4_only(raw):
 
 
 def test_checksum_that_comes_out_as_zero_is_sent_as_ffff(raw):
-    """0 means that there is none (RFC 768)."""
+    """0 would mean "no checksum" (RFC 768)."""
     datagram = udp(b"\0\0", checksum=0)
     pseudo = SRC4 + DST4 + struct.pack("!HH", 17, len(datagram))
     payload = (0xFFFF - word_sum(pseudo + datagram)).to_bytes(2)
@@ -157,7 +157,7 @@ def test_checksum_that_comes_out_as_zero_is_sent_as_ffff(raw):
 
 
 @pytest.mark.parametrize("fragment", [0x2000, 0x0001])
-def test_fragment_gets_its_header_checksum_only(raw, fragment):
+def test_fragment_gets_only_its_header_checksum(raw, fragment):
     packet = bytearray(ipv4(6, tcp(b"hello")))
     packet[6:8] = fragment.to_bytes(2)
     raw.send(ETHERNET + IPV4 + packet, IP_CSUM)
@@ -180,19 +180,19 @@ def test_fragment_gets_its_header_checksum_only(raw, fragment):
         b"\x81\x00",
     ],
 )
-def test_what_cannot_be_summed_goes_out_as_it_is(raw, rest):
+def test_packet_that_cannot_be_summed_is_sent_unchanged(raw, rest):
     raw.send(ETHERNET + rest, IP_CSUM)
     assert raw.received() == [(ETHERNET + rest, WCFlags(0))]
 
 
 @pytest.mark.parametrize("name", PACKETS)
-def test_ip_csum_on_ud_is_for_ip_over_infiniband(ud, name):
-    kind, packet = PACKETS[name]
-    message = kind + b"\0\0" + packet
+def test_ip_csum_on_ud_sums_ip_over_infiniband_messages(ud, name):
+    ethertype, packet = PACKETS[name]
+    message = ethertype + b"\0\0" + packet
     ud.send(message)
     ud.send(message, IP_CSUM)
-    [plain, filled] = ud.received()
-    assert plain == (message, WCFlags(0))
-    assert filled[0][:4] == kind + b"\0\0"
+    [unchanged, filled] = ud.received()
+    assert unchanged == (message, WCFlags(0))
+    assert filled[0][:4] == ethertype + b"\0\0"
     Parsed(filled[0][4:])
     assert filled[1] is WCFlags.IP_CSUM_OK

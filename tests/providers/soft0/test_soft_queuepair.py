@@ -1,4 +1,4 @@
-"""Queue pairs of the software device: their completions, and what a reset leaves."""
+"""Queue pairs of the software device: completions, slots, attributes and resets."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what earlier tests have left."""
+    """Discard the events of earlier tests."""
     events(context)
 
 
 def events(context: rp.Context) -> list[tuple[EventType, Any]]:
-    """Take the pending events: what happened, and to what."""
+    """Take the pending events; return the type and element of each."""
     found = []
     while event := rp.get_async_event(context):
         found.append((event.event_type, event.element))
@@ -52,7 +52,7 @@ def to_state(qp: rp.QP, state: QPState, mask: QPAttrMask = QPAttrMask.STATE) -> 
 
 
 @pytest.mark.parametrize("attr", ["port_num", "pkey_index"])
-def test_port_or_key_that_is_not_there_is_refused(rc, attr):
+def test_unknown_port_or_pkey_index_is_refused(rc, attr):
     rc.a.to_reset()
     attrs = {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0}
     with pytest.raises(rp.VerbsError, match=r"EINVAL.*stays in RESET"):
@@ -63,7 +63,7 @@ def test_port_or_key_that_is_not_there_is_refused(rc, attr):
     rc.a.modify(qp_state=QPState.INIT, **attrs)
 
 
-def test_an_initiator_of_xrc_answers_nobody(pd, stack, rc):
+def test_xrc_initiator_does_not_acknowledge_requests(pd, stack, rc):
     """Only the other side of XRC, its target, takes requests."""
     a, b = (stack.enter_context(rp.QP(pd, QPType.XRC_SEND, rc.cq)) for _ in range(2))
     b.connect(a.endpoint())
@@ -90,8 +90,8 @@ def success(wr_id: int, opcode: WCOpcode, qp: rp.QP, **fields: Any) -> rp.WC:
     return rp.WC(**nothing | said | fields)
 
 
-def test_completion_of_a_send_queue_has_nothing_of_a_receive(rc, stack):
-    """The bytes are those that came back."""
+def test_completion_of_a_send_has_no_fields_of_a_receive(rc, stack):
+    """byte_len counts the bytes that came back."""
     region = stack.enter_context(rp.MR(rc.pd, 64, ALL | rp.Access.MW_BIND))
     window = stack.enter_context(rp.MW(rc.pd, rp.MWType.TYPE_2))
     key = window.next_rkey()
@@ -116,7 +116,7 @@ def test_completion_of_a_send_queue_has_nothing_of_a_receive(rc, stack):
         assert done == success(100 + number, opcode, rc.a, byte_len=byte_len)
 
 
-def test_completion_of_a_receive_says_what_came_and_no_more(rc, stack):
+def test_completion_of_a_receive_has_exactly_the_fields_of_its_message(rc, stack):
     key = stack.enter_context(rp.MR(rc.pd, 64, ALL))
     for wr, fields in (
         (rc.send(rc.mine[:5]), {}),
@@ -140,7 +140,7 @@ def test_completion_of_a_receive_says_what_came_and_no_more(rc, stack):
 
 
 def test_completion_of_a_datagram_names_its_sender(connect, stack):
-    """And the service level of its way."""
+    """And the service level of its path."""
     pair = connect(QPType.UD)
     attr = pair.ah.attr
     ah = stack.enter_context(
@@ -155,7 +155,7 @@ def test_completion_of_a_datagram_names_its_sender(connect, stack):
     ]
 
 
-def test_flushed_work_request_has_no_error_of_the_device(rc):
+def test_flushed_work_request_has_no_vendor_error(rc):
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=1))
     rc.b.to_err()
     rc.b.post_send(rp.Send(rc.theirs[:8], wr_id=2))
@@ -185,14 +185,14 @@ def test_completion_of_a_send_is_not_solicited(context, pd, cq, stack):
 
 
 def full(post: Callable[[list[Any]], None], wr: Any, depth: int) -> None:
-    """Check that a queue accepts as many as it has slots, and not one more."""
+    """Check that a queue accepts exactly as many as it has slots."""
     with pytest.raises(rp.PostError) as caught:
         post([wr] * (depth + 1))
     error = caught.value
     assert (error.errno, error.index, error.posted) == (errno.ENOMEM, depth, depth)
 
 
-def test_completion_frees_its_slot_and_those_of_the_unsignaled_before_it(connect):
+def test_completion_frees_its_slot_and_those_of_earlier_unsignaled_sends(connect):
     pair = connect(max_send_wr=4, checked=False)
     quiet = pair.wr(rp.RdmaWrite, pair.mine[:8], send_flags=0)
     for count in (3, 3, 1, 0, 3):
@@ -201,12 +201,12 @@ def test_completion_frees_its_slot_and_those_of_the_unsignaled_before_it(connect
     full(pair.a.post_send, quiet, 4)
 
 
-@pytest.mark.parametrize("kind", [rp.Send, rp.RdmaWriteWithImm])
-def test_completion_of_a_receive_frees_its_slot(connect, kind):
+@pytest.mark.parametrize("wr_class", [rp.Send, rp.RdmaWriteWithImm])
+def test_completion_of_a_receive_frees_its_slot(connect, wr_class):
     pair = connect(max_recv_wr=4, checked=False)
     for _ in range(3):
         pair.b.post_recv([rp.RecvWR(pair.theirs[:8])] * 2)
-        pair.a.post_send([pair.wr(kind, pair.mine[:8])] * 2)
+        pair.a.post_send([pair.wr(wr_class, pair.mine[:8])] * 2)
         pair.wait(4)
     full(pair.b.post_recv, rp.RecvWR(pair.theirs[:8]), 4)
 
@@ -219,7 +219,7 @@ def test_flushed_receive_frees_its_slot(connect):
     full(pair.b.post_recv, rp.RecvWR(pair.theirs[:8]), 4)
 
 
-def test_queue_pair_that_was_made_without_tso_takes_no_header(pd, cq):
+def test_queue_pair_created_without_tso_refuses_a_header(pd, cq):
     with rp.QP(pd, QPType.RAW_PACKET, cq, checked=False) as qp:
         qp.connect()
         with pytest.raises(rp.PostError) as caught:
@@ -230,8 +230,8 @@ def test_queue_pair_that_was_made_without_tso_takes_no_header(pd, cq):
 # ---- what is set, and what a reset leaves -----------------------------------------
 
 
-def test_attributes_are_those_that_were_set(pd, cq):
-    """Nothing of them is there before, nor after a reset."""
+def test_query_reports_attributes_only_after_they_are_set(pd, cq):
+    """They are unset before, and after a reset."""
     with rp.QP(pd, QPType.RC, cq) as qp:
         new = qp.query()
         assert (new.qp_access_flags, new.timeout, new.retry_cnt) == (rp.Access(0), 0, 0)
@@ -243,7 +243,7 @@ def test_attributes_are_those_that_were_set(pd, cq):
 
 
 @pytest.mark.parametrize(("value", "fits"), [(MigState.MIGRATED, True), (MigState.REARM, False)])
-def test_there_is_no_other_path_to_migrate_to(rc, value, fits):
+def test_path_migration_state_can_only_be_migrated(rc, value, fits):
     if fits:
         rc.a.modify(path_mig_state=value)
     else:
@@ -255,7 +255,7 @@ def test_there_is_no_other_path_to_migrate_to(rc, value, fits):
 
 
 def test_reset_drops_receives_and_completions(rc):
-    """The device itself does; the library has taken the completions before."""
+    """The device drops them; the library has taken its completions before."""
     depth = rc.b.max_recv_wr
     rc.b.post_recv([rp.RecvWR(rc.theirs[1024:1032], wr_id=i) for i in range(depth)])
     rc.a.post_send(rp.Send(rc.mine[:8]))
@@ -269,7 +269,7 @@ def test_reset_drops_receives_and_completions(rc):
     rc.b.post_recv([rp.RecvWR(rc.theirs[1024:1032], wr_id=i) for i in range(depth)])
 
 
-def test_reset_forgets_the_attempts_that_were_made(rc, context):
+def test_reset_forgets_earlier_attempts(rc, context):
     """A request that waits for its next attempt is dropped, and the next one goes out."""
     for qp in (rc.a, rc.b):
         qp.to_reset()
@@ -294,7 +294,7 @@ def test_reset_forgets_the_attempts_that_were_made(rc, context):
     [(QPState.INIT, QPAttrMask.PORT | QPAttrMask.PKEY_INDEX), (QPState.RTS, QPAttrMask.SQ_PSN)],
     ids=["lacking", "no step"],
 )
-def test_step_that_cannot_be_made_is_refused_by_the_device_too(pd, cq, state, mask):
+def test_invalid_state_transition_is_refused_by_the_device_too(pd, cq, state, mask):
     """The library says which attribute is missing before it asks the device."""
     with rp.QP(pd, QPType.RC, cq) as qp:
         with pytest.raises(rp.VerbsError) as caught:
@@ -303,8 +303,8 @@ def test_step_that_cannot_be_made_is_refused_by_the_device_too(pd, cq, state, ma
         assert qp.query().qp_state is QPState.RESET
 
 
-def test_first_message_in_rtr_is_an_event(connect, context):
-    """From then on the peer is known to be there, until the next reset."""
+def test_first_message_in_rtr_raises_comm_est(connect, context):
+    """The event is raised once, until the next reset."""
     pair = connect(to=QPState.RESET)
     for _ in range(2):
         pair.b.to_init()
@@ -321,13 +321,13 @@ def test_first_message_in_rtr_is_an_event(connect, context):
         pair.b.to_reset()
 
 
-def test_message_in_rts_is_no_event(rc, context):
+def test_message_in_rts_raises_no_event(rc, context):
     rc.works()
     assert events(context) == []
 
 
 @pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
-def test_failed_send_flushes_those_posted_behind_it(connect, qp_type):
+def test_failed_send_flushes_the_sends_posted_after_it(connect, qp_type):
     """Also where the queue pair can still receive, and goes to SQE only."""
     pair = connect(qp_type)
     wrong = rp.SGE(pair.mine.addr, 8, pair.mine.lkey ^ 0xA5)
@@ -339,7 +339,9 @@ def test_failed_send_flushes_those_posted_behind_it(connect, qp_type):
     assert pair.a.query().qp_state is QPState.SQE
 
 
-def test_error_says_that_no_more_comes_from_a_shared_queue(connect, stack, pd, context):
+def test_error_state_of_a_queue_pair_with_an_srq_raises_last_wqe_reached(
+    connect, stack, pd, context
+):
     """The receives stay for the others; then the queue pair takes none (ibv_get_async_event(3))."""
     mr = stack.enter_context(rp.MR(pd, 64))
     srq = stack.enter_context(rp.SRQ(pd))
@@ -352,7 +354,7 @@ def test_error_says_that_no_more_comes_from_a_shared_queue(connect, stack, pd, c
     assert events(context) == []
 
 
-def test_queue_pair_that_breaks_itself(pd, cq, context, stack):
+def test_queue_pair_connected_to_itself_flushes_the_request_that_breaks_it(pd, cq, context, stack):
     """It is its own peer: its request flushes its queue, and the request with it."""
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     with rp.QP(pd, QPType.RC, cq) as qp:

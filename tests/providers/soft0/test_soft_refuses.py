@@ -1,4 +1,4 @@
-"""What the software device refuses when its resources are made and changed, and its errors."""
+"""What the software device refuses when resources are created and changed, and its events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def refused(caught: pytest.ExceptionInfo[rp.VerbsError], call: str, words: str =
     assert words in str(caught.value)
 
 
-# ---- making -----------------------------------------------------------------------
+# ---- creating ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(16385, 1), (1, 33), (0, 1), (1, 0)])
-def test_shared_queue_of_a_size_that_it_does_not_have(pd, sizes):
+def test_srq_of_an_unsupported_size_is_refused(pd, sizes):
     with pytest.raises(rp.VerbsError) as caught:
         rp.SRQ(pd, *sizes)
     refused(caught, "ibv_create_srq", "max_wr is in 1..16384 and max_sge in 1..32")
@@ -34,7 +34,7 @@ def test_shared_queue_of_a_size_that_it_does_not_have(pd, sizes):
 
 
 @pytest.mark.parametrize("tm_info", [False, True])
-def test_cq_of_a_size_that_it_does_not_have(context, tm_info):
+def test_cq_of_an_unsupported_size_is_refused(context, tm_info):
     with pytest.raises(ValueError, match=r"cqe=1048577 is not in 1\.\.1048576"):
         rp.CQ(context, (1 << 20) + 1, tm_info=tm_info)
     with rp.CQ(context, 1 << 20, tm_info=tm_info) as cq:
@@ -42,7 +42,7 @@ def test_cq_of_a_size_that_it_does_not_have(context, tm_info):
 
 
 @pytest.mark.parametrize("attr", [{"sgid_index": 99}, {"port_num": 2}, {"dgid": None, "dlid": 7}])
-def test_address_handle_without_a_way(pd, context, attr):
+def test_address_handle_without_a_usable_path_is_refused(pd, context, attr):
     gid = rp.choose_gid(context).gid
     with pytest.raises((rp.VerbsError, ValueError)) as caught:
         rp.AH(pd, rp.AHAttr(**{"dgid": gid, **attr}))
@@ -50,15 +50,15 @@ def test_address_handle_without_a_way(pd, context, attr):
         refused(caught, "ibv_create_ah")
 
 
-def test_pkey_table_has_one_entry(context):
+def test_pkey_table_has_exactly_one_entry(context):
     assert context.query_pkey(1, 0) == 0xFFFF
     with pytest.raises(rp.VerbsError) as caught:
         context.query_pkey(1, 1)
     refused(caught, "ibv_query_pkey")
 
 
-def test_channel_without_a_file_for_it():
-    """Its descriptor is a real one, and a process has only so many."""
+def test_comp_channel_without_a_free_descriptor_raises_emfile():
+    """Its descriptor counts against the process's limit."""
     said = prints(
         "import resource, rdmapost as rp\n"
         "with rp.open_device('soft0') as context:\n"
@@ -77,7 +77,7 @@ def test_channel_without_a_file_for_it():
 # ---- changing ---------------------------------------------------------------------
 
 
-def test_limit_beyond_the_shared_queue(pd):
+def test_srq_limit_above_max_wr_is_refused(pd):
     with rp.SRQ(pd, 8) as srq:
         with pytest.raises(rp.VerbsError) as caught:
             srq.arm_limit(9)
@@ -102,10 +102,10 @@ def test_limit_beyond_the_shared_queue(pd):
         ("qp_access_flags", 0, 0x3FF003FF),
     ],
 )
-def test_attribute_has_its_range(pd, cq, name, low, high):
+def test_qp_attribute_outside_its_range_is_refused(pd, cq, name, low, high):
     """Both ends are accepted; values beyond leave the queue pair unchanged."""
     with rp.QP(pd, QPType.RC, cq) as qp:
-        steps = {
+        transitions = {
             QPState.INIT: {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0},
             QPState.RTR: {
                 "ah_attr": qp.path_to(qp.endpoint()),
@@ -127,7 +127,7 @@ def test_attribute_has_its_range(pd, cq, name, low, high):
             if value < 0:
                 continue
             qp.to_reset()
-            for state, attrs in steps.items():
+            for state, attrs in transitions.items():
                 if name not in attrs:
                     qp.modify(qp_state=state, **attrs)
                     continue
@@ -144,7 +144,7 @@ def test_attribute_has_its_range(pd, cq, name, low, high):
                 break
 
 
-def test_attribute_that_the_step_does_not_take(pd, cq):
+def test_attribute_that_a_transition_does_not_allow_is_refused(pd, cq):
     with rp.QP(pd, QPType.RC, cq) as qp:
         with pytest.raises(rp.VerbsError) as caught:
             qp.modify(qp_state=QPState.INIT, port_num=1, pkey_index=0, qp_access_flags=0, timeout=3)
@@ -152,7 +152,7 @@ def test_attribute_that_the_step_does_not_take(pd, cq):
         assert qp.state is QPState.RESET
 
 
-def test_state_that_it_is_not_in(rc):
+def test_wrong_cur_qp_state_is_refused(rc):
     with pytest.raises(rp.VerbsError) as caught:
         rc.a.modify(cur_qp_state=QPState.SQD, qp_state=QPState.RTS)
     refused(caught, "ibv_modify_qp")
@@ -169,7 +169,7 @@ def event(context: rp.Context) -> rp.AsyncEvent:
     return found
 
 
-def test_drained_queue_is_told_where_that_is_asked_for():
+def test_sq_drained_is_raised_only_on_request():
     with (
         rp.open_device("soft0") as context,
         rp.PD(context) as pd,
@@ -183,9 +183,9 @@ def test_drained_queue_is_told_where_that_is_asked_for():
         assert rp.get_async_event(context, 0) is None
         qp.to_rts()
         qp.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
-        told = event(context)
-        assert (told.event_type, told.element) == (EventType.SQ_DRAINED, qp)
-        # The wish was for that step alone.
+        found = event(context)
+        assert (found.event_type, found.element) == (EventType.SQ_DRAINED, qp)
+        # The request was for that transition only.
         qp.modify(qp_state=QPState.SQD, timeout=9)
         qp.to_rts()
         qp.to_sqd()
@@ -205,8 +205,8 @@ def small_cq(qp_type):
         yield context, cq, mr, qp
 
 
-def test_cq_that_overruns_breaks_its_queue_pair():
-    """A completion that finds no room is lost, and so is the queue pair."""
+def test_cq_overrun_breaks_its_queue_pair():
+    """A completion without room is lost, and its queue pair breaks."""
     with small_cq(QPType.UD) as (context, cq, mr, qp):
         qp.connect()
         while rp.get_async_event(context, 0) is not None:
@@ -214,10 +214,10 @@ def test_cq_that_overruns_breaks_its_queue_pair():
         ah = qp.ah_to(qp.endpoint())
         send = rp.Send(mr[:8], ah=ah, remote_qpn=1, remote_qkey=1)
         qp.post_send([send, send])
-        kinds = [event(context).event_type for _ in range(2)]
-        assert kinds == [EventType.CQ_ERR, EventType.QP_FATAL]
+        types = [event(context).event_type for _ in range(2)]
+        assert types == [EventType.CQ_ERR, EventType.QP_FATAL]
         assert qp.state is QPState.ERR
-        # It breaks once, whatever else is lost.
+        # It breaks only once.
         qp.post_send(send)
         assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
         assert rp.get_async_event(context, 0) is None
@@ -235,8 +235,8 @@ def assert_points_at_the_overrun(qp):
     assert "poll" not in state.remedy
 
 
-def test_wait_for_what_an_overrun_has_lost_says_so():
-    """And leaves the event to whoever waits for it."""
+def test_timeout_of_a_wait_for_lost_completions_names_the_overrun():
+    """And the event stays for another waiter."""
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         qp.to_init()
         qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
@@ -249,12 +249,12 @@ def test_wait_for_what_an_overrun_has_lost_says_so():
         with pytest.raises(rp.WaitTimeout, match=words):
             asyncio.run(cq.completions(3, timeout=0))
         assert_points_at_the_overrun(qp)
-        told = event(context)
-        assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
+        found = event(context)
+        assert (found.event_type, found.element) == (EventType.CQ_ERR, cq)
 
 
 @pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
-def test_overrun_that_only_an_event_tells_is_known_once_that_is_taken(monkeypatch, returned):
+def test_overrun_reported_only_by_an_event_is_known_after_the_event(monkeypatch, returned):
     """As with libibverbs."""
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
@@ -272,12 +272,12 @@ def test_overrun_that_only_an_event_tells_is_known_once_that_is_taken(monkeypatc
             cq.wait(2, timeout=0)
 
 
-def test_cq_that_overruns_when_a_queue_pair_is_flushed_says_so():
+def test_cq_overrun_by_a_flush_is_reported():
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         qp.to_init()
         qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
         qp.to_err()
-        told = event(context)
-        assert (told.event_type, told.element) == (EventType.CQ_ERR, cq)
+        found = event(context)
+        assert (found.event_type, found.element) == (EventType.CQ_ERR, cq)
         assert rp.get_async_event(context, 0) is None
         assert [wc.status for wc in cq.poll()] == [WCStatus.WR_FLUSH_ERR]

@@ -16,7 +16,7 @@ context = soft_context
 server = small_server
 
 
-def test_rendezvous_fetches_the_data_and_says_so(server):
+def test_rendezvous_fetches_the_data_and_sends_a_fin(server):
     """The match, the data by RDMA READ, and a FIN that repeats the request except for its
     opcode."""
     client = server.client
@@ -41,8 +41,8 @@ def test_rendezvous_fetches_the_data_and_says_so(server):
     assert (server.srq.outstanding_tags, client.peer.outstanding.send) == (0, 0)
 
 
-def test_waiting_is_enough_for_a_rendezvous_to_go_on(server):
-    """Only the thread that waits for the data does anything."""
+def test_rendezvous_progresses_while_its_consumer_waits(server):
+    """Only the thread that waits for the data is running."""
     client = server.client
     client.qp.post_recv(rp.RecvWR(client.mr[4096:4200], wr_id=20))
     server.add(1, size=8192, recv_wr_id=6)
@@ -56,8 +56,8 @@ def test_waiting_is_enough_for_a_rendezvous_to_go_on(server):
     assert server.bytes(4) == b"data"
 
 
-def test_data_of_a_rendezvous_is_not_solicited(context, stack, pd):
-    """The device's own work does not wake a waiter for solicited messages only."""
+def test_completion_of_rendezvous_data_is_not_solicited(context, stack, pd):
+    """The device's own work requests do not wake a waiter for solicited messages."""
     channel = stack.enter_context(rp.CompChannel(context))
     server = Server(stack, pd, channel=channel)
     client = server.client
@@ -71,7 +71,7 @@ def test_data_of_a_rendezvous_is_not_solicited(context, stack, pd):
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])
-def test_rendezvous_of_less_than_the_buffer(server, size):
+def test_rendezvous_shorter_than_its_buffer_fills_only_its_start(server, size):
     client = server.client
     client.qp.post_recv(rp.RecvWR(client.mr[4096:4200]))
     server.srq.post_srq_ops(
@@ -100,7 +100,7 @@ def test_rendezvous_that_does_not_fit_is_left_to_software(server):
     assert server.bytes(size, 1000) == b"y" * 65
 
 
-def test_rendezvous_that_does_not_fit_into_an_empty_buffer(server):
+def test_rendezvous_for_an_empty_buffer_is_incomplete(server):
     server.add(1, size=0, recv_wr_id=3)
     assert server.client.send(server.client.rndv(1, b"y")) is WCStatus.SUCCESS
     assert server.one().status is WCStatus.TM_RNDV_INCOMPLETE
@@ -123,8 +123,10 @@ def test_unexpected_rendezvous_is_left_to_software(server):
 
 
 @pytest.mark.parametrize("wrong", [{"rkey": 1}, {"len": 60000}])
-def test_rendezvous_data_that_cannot_be_read(server, wrong):
-    """The match stands; what follows is incomplete, and the connection is broken."""
+def test_rendezvous_whose_data_cannot_be_read_is_incomplete_and_breaks_the_connection(
+    server, wrong
+):
+    """The match is reported, then TM_RNDV_INCOMPLETE."""
     client = server.client
     server.add(1, size=60000, recv_wr_id=3)
     assert client.send(client.rndv(1, b"data", **wrong)) is WCStatus.SUCCESS
@@ -135,8 +137,8 @@ def test_rendezvous_data_that_cannot_be_read(server, wrong):
     assert server.srq.outstanding_tags == 0
 
 
-def test_fin_without_a_receive_is_tried_again(stack, pd):
-    """As any send of the server's queue pair: so long as its rnr_retry says."""
+def test_fin_without_a_receive_is_retried(stack, pd):
+    """Like any send of the server's queue pair, as often as its rnr_retry allows."""
     server = Server(stack, pd)
     client = server.client
     server.add(1, recv_wr_id=3)
@@ -161,8 +163,8 @@ def test_rendezvous_waits_for_rts(stack, pd, server):
 
 
 @pytest.mark.parametrize("how", ["to_err", "to_reset", "close"])
-def test_rendezvous_on_a_queue_pair_that_ends(server, how):
-    """Its buffer comes back: the completion says that the data did not arrive."""
+def test_rendezvous_on_a_queue_pair_that_breaks_or_is_reset_completes_its_buffer(server, how):
+    """The completion returns the buffer and reports that no data arrived."""
     client = server.client
     client.peer.to_sqd()
     server.add(1, recv_wr_id=3)
@@ -174,7 +176,7 @@ def test_rendezvous_on_a_queue_pair_that_ends(server, how):
     assert server.srq.outstanding_tags == 0
 
 
-def test_sends_of_the_servers_own_keep_their_order(server):
+def test_sends_of_the_server_keep_their_order_around_a_rendezvous(server):
     """The device's READ and FIN are in the same queue."""
     client = server.client
     client.qp.post_recv(

@@ -1,4 +1,4 @@
-"""What the software device requires of a send work request's own memory, and of its queue pair."""
+"""What the software device requires of a send's local memory and queue pair."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def context() -> Iterator[rp.Context]:
         yield opened
 
 
-def test_what_is_sent_may_lie_in_memory_that_the_device_does_not_write(connect, stack):
-    """And what is fetched may not; the peer has done its part by then."""
+def test_sends_and_writes_may_read_memory_without_local_write(connect, stack):
+    """A read or atomic may not write to it, although the peer has carried out the request."""
     pair = connect(checked=False)
     mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
     mr.buffer[:8] = b"12345678"
@@ -32,7 +32,7 @@ def test_what_is_sent_may_lie_in_memory_that_the_device_does_not_write(connect, 
     assert bytes(mr.buffer[:8]) == b"12345678"
 
 
-def test_read_into_memory_that_the_device_may_not_write(connect, stack):
+def test_rdma_read_into_memory_without_local_write_fails(connect, stack):
     pair = connect(checked=False)
     mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
     pair.theirs.buffer[:8] = b"12345678"
@@ -41,21 +41,21 @@ def test_read_into_memory_that_the_device_may_not_write(connect, stack):
     assert not any(mr.buffer)
 
 
-@pytest.mark.parametrize("kind", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
-def test_reads_and_atomics_need_room_for_what_is_outstanding(connect, kind):
+@pytest.mark.parametrize("wr_class", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
+def test_reads_and_atomics_fail_with_max_rd_atomic_0(connect, wr_class):
     """With max_rd_atomic 0 none can start."""
     pair = connect(to=QPState.RESET)
     pair.a.connect(pair.b.endpoint(), max_rd_atomic=0)
     pair.b.connect(pair.a.endpoint())
     pair.theirs.buffer[:8] = b"12345678"
-    pair.a.post_send(pair.wr(kind, pair.mine[:8]))
+    pair.a.post_send(pair.wr(wr_class, pair.mine[:8]))
     assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_QP_OP_ERR]
     assert bytes(pair.theirs.buffer[:8]) == b"12345678"
     assert not any(pair.mine.buffer)
 
 
 @pytest.mark.parametrize("size", [7, 8, 16])
-def test_atomic_needs_8_bytes_of_its_own(connect, size):
+def test_atomic_needs_8_local_bytes(connect, size):
     pair = connect(checked=False)
     pair.theirs.buffer[:8] = b"12345678"
     pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, pair.mine[:size], compare_add=1))
@@ -69,7 +69,7 @@ def test_atomic_needs_8_bytes_of_its_own(connect, size):
 @pytest.mark.parametrize(
     ("lengths", "status"), [([0], WCStatus.REM_ACCESS_ERR), ([0, 1], WCStatus.LOC_LEN_ERR)]
 )
-def test_read_of_length_0_is_of_2_to_the_31_bytes(connect, lengths, status):
+def test_rdma_read_with_an_sge_of_length_0_reads_2_to_the_31_bytes(connect, lengths, status):
     """The longest allowed message: it goes out, but the peer does not have that much room."""
     pair = connect(checked=False)
     sges = [rp.SGE(pair.mine.addr, length, pair.mine.lkey) for length in lengths]
@@ -77,18 +77,18 @@ def test_read_of_length_0_is_of_2_to_the_31_bytes(connect, lengths, status):
     assert [wc.status for wc in pair.cq.wait()] == [status]
 
 
-@pytest.mark.parametrize("kind", [rp.RdmaRead, rp.AtomicFetchAndAdd])
-def test_nothing_can_be_fetched_inline(connect, kind):
+@pytest.mark.parametrize("wr_class", [rp.RdmaRead, rp.AtomicFetchAndAdd])
+def test_read_or_atomic_with_inline_fails(connect, wr_class):
     pair = connect(checked=False, max_inline_data=64)
     pair.theirs.buffer[:8] = b"12345678"
-    wr = pair.wr(kind, pair.mine[:8], send_flags=SendFlags.SIGNALED | SendFlags.INLINE)
+    wr = pair.wr(wr_class, pair.mine[:8], send_flags=SendFlags.SIGNALED | SendFlags.INLINE)
     pair.a.post_send(wr)
     assert [wc.status for wc in pair.cq.wait()] == [WCStatus.LOC_QP_OP_ERR]
     assert not any(pair.mine.buffer)
     assert bytes(pair.theirs.buffer[:8]) == b"12345678"
 
 
-def test_key_that_is_none_cannot_be_invalidated(connect):
+def test_local_inv_of_an_unknown_key_fails(connect):
     pair = connect(checked=False)
     pair.a.post_send(rp.LocalInv(invalidate_rkey=pair.mine.rkey ^ 0xA5))
     assert [wc.status for wc in pair.cq.wait()] == [WCStatus.MW_BIND_ERR]

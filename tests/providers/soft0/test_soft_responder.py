@@ -1,4 +1,4 @@
-"""Requests that the software device does not carry out: what both sides see, and what is left."""
+"""Requests that the software device refuses: statuses, events and memory on both sides."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def no_old_events(context):
-    """Take what earlier tests have left."""
+    """Discard the events of earlier tests."""
     while rp.get_async_event(context) is not None:
         pass
 
 
 def again(pair: Pair, **options: Any) -> None:
-    """Connect a pair anew, b with options of its own."""
+    """Connect a pair again, with options for b."""
     pair.a.to_reset()
     pair.b.to_reset()
     pair.a.connect(pair.b.endpoint(), rnr_retry=1)
@@ -37,14 +37,14 @@ def statuses(pair: Pair, count: int) -> dict[int, WCStatus]:
     return {wc.wr_id: wc.status for wc in pair.cq.wait(count)}
 
 
-# ---- what the queue pair does not take --------------------------------------------
+# ---- requests that the queue pair forbids -----------------------------------------
 
 
 READ, ATOMIC, WRITE = Access.REMOTE_READ, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("wr_class", "options"),
     [
         (rp.RdmaWrite, {"access": READ | ATOMIC}),
         (rp.RdmaWriteWithImm, {"access": READ | ATOMIC}),
@@ -56,13 +56,15 @@ READ, ATOMIC, WRITE = Access.REMOTE_READ, Access.REMOTE_ATOMIC, Access.REMOTE_WR
         (rp.AtomicCmpAndSwp, {"max_dest_rd_atomic": 0}),
     ],
 )
-def test_request_that_the_queue_pair_does_not_take(rc, context, kind, options):
-    """The region would allow it; it is an invalid request, and breaks the connection."""
+def test_request_that_the_responders_queue_pair_forbids_breaks_the_connection(
+    rc, context, wr_class, options
+):
+    """It is an invalid request, although the region would allow it."""
     again(rc, **options)
     rc.mine.buffer[:8] = rc.theirs.buffer[:8] = b"12345678"
     rc.mine.buffer[8:16] = b"abcdefgh"
     rc.b.post_recv(rp.RecvWR(wr_id=2))
-    rc.a.post_send(rc.wr(kind, rc.mine[8:16], wr_id=1))
+    rc.a.post_send(rc.wr(wr_class, rc.mine[8:16], wr_id=1))
     assert statuses(rc, 2) == {1: WCStatus.REM_INV_REQ_ERR, 2: WCStatus.WR_FLUSH_ERR}
     assert bytes(rc.theirs.buffer[:8]) == b"12345678"
     assert bytes(rc.mine.buffer[8:16]) == b"abcdefgh"
@@ -71,7 +73,7 @@ def test_request_that_the_queue_pair_does_not_take(rc, context, kind, options):
 
 
 @pytest.mark.parametrize("offset", [1, 4, 7])
-def test_atomic_at_an_address_that_is_not_aligned(connect, context, offset):
+def test_atomic_at_an_unaligned_address_is_an_invalid_request(connect, context, offset):
     pair = connect(checked=False)
     addr = pair.theirs.addr + offset
     pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, pair.mine[:8], remote_addr=addr, compare_add=5))
@@ -82,7 +84,7 @@ def test_atomic_at_an_address_that_is_not_aligned(connect, context, offset):
 
 
 @pytest.mark.parametrize("wrong", [{"rkey": 1}, {"access": READ}], ids=["key", "access"])
-def test_unreliable_service_drops_it_in_silence(connect, context, wrong):
+def test_unreliable_service_drops_a_forbidden_write_silently(connect, context, wrong):
     """The sender sees nothing, and the receiver continues."""
     pair = connect(QPType.UC, access=wrong.get("access", WRITE))
     fields = {name: value for name, value in wrong.items() if name == "rkey"}
@@ -94,7 +96,7 @@ def test_unreliable_service_drops_it_in_silence(connect, context, wrong):
     pair.works()
 
 
-def test_message_of_no_bytes_needs_no_key(rc):
+def test_message_without_bytes_needs_no_key(rc):
     """It touches no memory, so its key and address are not checked (IBA, C9-88)."""
     nowhere = {"remote_addr": 5, "rkey": 7}
     rc.b.post_recv(rp.RecvWR(wr_id=4))
@@ -130,7 +132,9 @@ def test_write_with_immediate_without_a_receive_writes_nothing(connect, qp_type)
         (0, True, WCStatus.LOC_PROT_ERR),
     ],
 )
-def test_receive_that_is_too_short_or_has_a_wrong_key(connect, length, wrong_key, status):
+def test_receive_that_is_too_short_or_has_a_wrong_key_fails_both_sides(
+    connect, length, wrong_key, status
+):
     """Whether the message fits is determined first; a length of 0 is 2^31 bytes."""
     pair = connect(checked=False)
     key = pair.theirs.lkey ^ (0xA5 if wrong_key else 0)
@@ -141,7 +145,7 @@ def test_receive_that_is_too_short_or_has_a_wrong_key(connect, length, wrong_key
     assert statuses(pair, 2) == {1: sender, 2: status}
 
 
-def test_receive_into_memory_that_may_not_be_written(connect, stack):
+def test_receive_into_memory_without_local_write_fails(connect, stack):
     pair = connect(checked=False)
     mr = stack.enter_context(rp.MR(pair.pd, 64, Access.REMOTE_READ))
     pair.mine.buffer[:8] = b"12345678"
@@ -154,7 +158,7 @@ def test_receive_into_memory_that_may_not_be_written(connect, stack):
 # ---- SEND_WITH_INV ----------------------------------------------------------------
 
 
-def test_message_that_does_not_arrive_invalidates_nothing(rc, stack):
+def test_message_that_is_not_delivered_invalidates_nothing(rc, stack):
     mr = stack.enter_context(rp.MR(rc.pd, 64, ALL))
     rc.b.post_recv(rp.RecvWR(rc.theirs[:4], wr_id=2))
     rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=mr.rkey, wr_id=1))
@@ -164,7 +168,7 @@ def test_message_that_does_not_arrive_invalidates_nothing(rc, stack):
     assert statuses(rc, 1) == {3: WCStatus.SUCCESS}
 
 
-def test_key_that_cannot_be_invalidated_breaks_the_receiver_alone(rc):
+def test_key_that_cannot_be_invalidated_breaks_only_the_receiver(rc):
     """The message has arrived by then."""
     rc.mine.buffer[:8] = b"12345678"
     rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=i) for i in (2, 3)])

@@ -1,4 +1,4 @@
-"""soft0 under load: threads, endless creating and closing, and internal faults."""
+"""soft0 under load: threads, many resources, internal faults, and lack of memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_threads_lose_and_duplicate_nothing(context):
+def test_threads_lose_and_duplicate_no_completion(context):
     """Eight threads post to one pair of queue pairs and poll its CQs at the same time."""
     sent: list[Counter[int]] = [Counter() for _ in range(THREADS)]
     seen: list[Counter[int]] = [Counter() for _ in range(THREADS)]
@@ -81,7 +81,7 @@ def test_threads_lose_and_duplicate_nothing(context):
         assert not failures
         posted = sum(sent, Counter())
         completed = sum(seen, Counter())
-        # What is still under way: every send, and a receive for each of them.
+        # Still in flight: every send, and a receive for each of them.
         while near.outstanding.send:
             completed.update(wc.wr_id for wc in cq.wait(1, 10))
         far.to_err()
@@ -98,12 +98,12 @@ def cycles(make, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Context", "PD", "MR", "MW", "CQ", "CompChannel", "SRQ", "XRCD", "QP", "AH"]
+    "resource", ["Context", "PD", "MR", "MW", "CQ", "CompChannel", "SRQ", "XRCD", "QP", "AH"]
 )
-def test_a_hundred_thousand_of_a_resource_leave_nothing(context, kind):
+def test_a_hundred_thousand_resources_leave_nothing_behind(context, resource):
     with rp.PD(context) as pd, rp.CQ(context, 16) as cq:
         memory = bytearray(4096)
-        way = rp.AHAttr(dgid=rp.choose_gid(context).gid)
+        path = rp.AHAttr(dgid=rp.choose_gid(context).gid)
         make = {
             "Context": lambda: rp.open_device("soft0"),
             "PD": lambda: rp.PD(context),
@@ -114,8 +114,8 @@ def test_a_hundred_thousand_of_a_resource_leave_nothing(context, kind):
             "SRQ": lambda: rp.SRQ(pd, 16),
             "XRCD": lambda: rp.XRCD(context),
             "QP": lambda: rp.QP(pd, QPType.RC, cq),
-            "AH": lambda: rp.AH(pd, way),
-        }[kind]
+            "AH": lambda: rp.AH(pd, path),
+        }[resource]
         cycles(make, 1000)
         gc.collect()
         memory_before, descriptors_before = resident(), descriptors()
@@ -125,7 +125,7 @@ def test_a_hundred_thousand_of_a_resource_leave_nothing(context, kind):
         assert resident() - memory_before < 1 << 20
 
 
-def test_a_fault_of_the_device_is_told_and_nothing_hangs(context, caplog, monkeypatch):
+def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, caplog, monkeypatch):
     """An exception inside a verb ends the work request, and its traceback is logged."""
     from rdmapost.providers.soft0.engine import responder
 
@@ -197,14 +197,14 @@ with (
         ("queuepair.QueuePair.flush_posted", "qp.to_err(); qp.prepare_recv(rp.RecvWR()).post()"),
     ],
 )
-def test_ctrl_c_inside_a_verb_is_not_lost(target, call):
+def test_ctrl_c_inside_a_verb_is_raised_by_the_verb(target, call):
     """It is raised by the verb, wherever in the device it occurred."""
     code = INTERRUPTED.replace("TARGET", target).replace("CALL", call)
     assert prints(code).splitlines() == ["interrupted", "True 0"]
 
 
-def test_memory_that_is_not_registered_is_never_touched(context):
-    """A wrong numeric address ends in a status, on both sides."""
+def test_unregistered_memory_is_never_accessed(context):
+    """A wrong numeric address leads to an error status on both sides."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,
@@ -222,14 +222,14 @@ def test_memory_that_is_not_registered_is_never_touched(context):
             assert cq.wait(1)[0].status is WCStatus.LOC_PROT_ERR
             near.to_reset()
             near.connect(far.endpoint())
-            # UC silently drops what it may not write.
+            # UC silently drops a write that is not allowed.
             near.post_send(
                 rp.RdmaWrite(mr[0:8], remote_addr=addr - (length == 0) * 4, rkey=mr.rkey)
             )
             assert cq.wait(1)[0].status is WCStatus.SUCCESS
 
 
-def test_posting_without_a_completion_ends_when_the_queue_is_full(context):
+def test_unsignaled_posts_fill_the_send_queue(context):
     """Slots come free only when a later signaled completion is polled."""
     with (
         rp.PD(context) as pd,
@@ -251,9 +251,9 @@ def test_posting_without_a_completion_ends_when_the_queue_is_full(context):
 
 @pytest.mark.parametrize("claim", [-1, 33, 1 << 30, 2])
 @pytest.mark.parametrize("length", [3, 200])
-@pytest.mark.parametrize("kind", ["send", "recv"])
-def test_chain_of_a_c_program_is_not_believed(context, kind, length, claim):
-    """Through the exported symbol, past all that Python checks: the work request is named."""
+@pytest.mark.parametrize("direction", ["send", "recv"])
+def test_invalid_work_request_of_a_c_program_is_refused(context, direction, length, claim):
+    """By the exported symbol, without Python's checks; bad_wr names the work request."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,
@@ -263,14 +263,14 @@ def test_chain_of_a_c_program_is_not_believed(context, kind, length, claim):
         near.connect(far.endpoint())
         far.connect(near.endpoint())
         sges = ffi.new("struct ibv_sge[]", 32)
-        wrs = ffi.new(f"struct ibv_{kind}_wr[]", length)
+        wrs = ffi.new(f"struct ibv_{direction}_wr[]", length)
         for index in range(length - 1):
             wrs[index].next = wrs + index + 1
         wrong = length - 2
         wrs[wrong].num_sge = claim
         wrs[wrong].sg_list = ffi.NULL if claim == 2 else sges
-        bad = ffi.new(f"struct ibv_{kind}_wr **")
-        assert getattr(lib, f"ibv_post_{kind}")(near._live(), wrs, bad) == errno.EINVAL
+        bad = ffi.new(f"struct ibv_{direction}_wr **")
+        assert getattr(lib, f"ibv_post_{direction}")(near._live(), wrs, bad) == errno.EINVAL
         assert bad[0] == wrs + wrong
 
 
@@ -294,8 +294,8 @@ def shortage(monkeypatch):
     return plant
 
 
-def test_send_that_lacked_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
-    """As it was posted, and before what was posted after it."""
+def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
+    """Unchanged, and before later posts."""
     from rdmapost.providers.soft0.engine import qp as queuepair
 
     with (
@@ -310,7 +310,7 @@ def test_send_that_lacked_memory_even_to_fail_is_carried_out_later(context, capl
         writes = [
             rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey) for n in range(3)
         ]
-        # It is attempted, attempted again, and given up.
+        # Each time it is attempted, attempted again, and given up.
         left = shortage(queuepair.QueuePair, "complete_send", 3 * 5)
         near.post_send(writes[:2])
         assert left == [12]
@@ -325,7 +325,7 @@ def test_send_that_lacked_memory_even_to_fail_is_carried_out_later(context, capl
         assert not caplog.records
 
 
-def test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another(context, monkeypatch):
+def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
     from rdmapost.providers.soft0.engine import qp as queuepair
     from rdmapost.providers.soft0.engine import requester
 
@@ -355,7 +355,7 @@ def test_queue_pair_that_keeps_lacking_memory_does_not_hold_up_another(context, 
         assert [wc.qp_num for wc in cq.wait(1, 5)] == [near.qp_num]
 
 
-def test_retry_that_lacked_memory_is_made_later(context, caplog, shortage):
+def test_retry_without_memory_is_made_later(context, caplog, shortage):
     from rdmapost.providers.soft0.engine import device
 
     with (

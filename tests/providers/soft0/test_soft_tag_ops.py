@@ -18,7 +18,7 @@ server = small_server
 # ---- operations -------------------------------------------------------------------
 
 
-def test_removed_entry_matches_no_more(server):
+def test_removed_entry_no_longer_matches(server):
     add = server.add(1, recv_wr_id=5)
     server.srq.post_srq_ops(rp.TagDel(wr_id=6, handle=add.handle))
     wc = server.one()
@@ -29,7 +29,7 @@ def test_removed_entry_matches_no_more(server):
     assert server.one().wr_id == 500
 
 
-def test_entry_that_a_message_took_meanwhile_cannot_be_removed(server):
+def test_entry_consumed_by_a_message_cannot_be_removed(server):
     """The message's completion comes first, and the TAG_DEL ends with TM_ERR."""
     add = server.add(1, recv_wr_id=5)
     server.client.eager(1)
@@ -42,14 +42,14 @@ def test_entry_that_a_message_took_meanwhile_cannot_be_removed(server):
     assert server.client.peer.state is QPState.RTS
 
 
-def test_entry_is_removed_once(server):
+def test_entry_cannot_be_removed_twice(server):
     add = server.add(1)
     server.srq.post_srq_ops([rp.TagDel(wr_id=1, handle=add.handle)] * 2)
     assert [wc.status for wc in server.cq.wait(2)] == [WCStatus.SUCCESS, WCStatus.TM_ERR]
 
 
-def test_handle_whose_completion_has_been_polled_is_refused(server):
-    """By then a driver may have given its number to another entry."""
+def test_handle_of_a_polled_entry_is_refused(server):
+    """By then a driver may have reused its number for another entry."""
     add = server.add(1)
     server.client.eager(1)
     server.one()
@@ -73,7 +73,7 @@ def test_old_handle_never_names_a_new_entry(server):
     assert (server.one().wr_id, server.bytes(5)) == (7, b"whole")
 
 
-def test_removal_that_fails_removes_nothing(stack, pd):
+def test_failed_removal_removes_nothing(stack, pd):
     """Unchecked: only the device knows that the handle is stale."""
     server = Server(stack, pd, checked=False)
     handles = []
@@ -91,7 +91,7 @@ def test_removal_that_fails_removes_nothing(stack, pd):
     assert server.one().wr_id == 7
 
 
-def test_handle_belongs_to_one_queue(stack, pd, server):
+def test_handle_of_another_queue_is_refused(stack, pd, server):
     """Drivers take the number as an index: not even an unchecked post gets through."""
     for checked in (True, False):
         other = Server(stack, pd, checked=checked)
@@ -101,7 +101,7 @@ def test_handle_belongs_to_one_queue(stack, pd, server):
         assert other.srq.outstanding_ops == 0
 
 
-def test_signaled_says_whether_an_operation_completes(server):
+def test_signaled_decides_whether_an_operation_completes(server):
     server.srq.post_srq_ops(
         [
             rp.TagAdd(wr_id=1, tag=1, flags=0),
@@ -115,7 +115,7 @@ def test_signaled_says_whether_an_operation_completes(server):
     assert server.srq.outstanding_ops == 0
 
 
-def test_handles_of_a_list_of_operations(server):
+def test_each_tag_add_of_a_list_gets_its_own_handle(server):
     adds = [rp.TagAdd(tag=i, recv_wr_id=i, flags=0) for i in range(5)]
     server.srq.post_srq_ops(adds)
     assert len({repr(add.handle) for add in adds}) == 5
@@ -131,7 +131,7 @@ def test_handles_of_a_list_of_operations(server):
         assert server.one().wr_id == tag
 
 
-def test_unsignaled_removal_is_known_with_the_next_completion(server):
+def test_unsignaled_removal_is_retired_by_the_next_completion(server):
     add = server.add(1)
     server.srq.post_srq_ops(rp.TagDel(handle=add.handle, flags=0))
     assert server.srq.outstanding_tags == 1
@@ -140,7 +140,7 @@ def test_unsignaled_removal_is_known_with_the_next_completion(server):
     assert (server.srq.outstanding_tags, server.srq.outstanding_ops) == (0, 0)
 
 
-def test_full_list_is_refused_by_name(server):
+def test_tag_add_to_a_full_list_is_refused_by_name(server):
     """A slot comes free once the completion of its message has been polled."""
     for tag in range(8):
         server.add(tag, recv_wr_id=tag)
@@ -154,7 +154,7 @@ def test_full_list_is_refused_by_name(server):
 
 
 class Unwilling(rp.TagAdd):
-    """Takes no handle."""
+    """Refuses its handle."""
 
     __slots__ = ("error",)
 
@@ -169,7 +169,7 @@ class Unwilling(rp.TagAdd):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_post_error_is_raised_also_where_a_tag_add_takes_no_handle(stack, pd, checked):
+def test_post_error_is_raised_although_a_tag_add_refuses_its_handle(stack, pd, checked):
     """What was posted must be reported; why the handle could not be set is its context."""
     server = Server(stack, pd, max_num_tags=2, checked=checked)
     adds = [Unwilling(tag=i, wr_id=i) for i in range(4)]
@@ -183,7 +183,7 @@ def test_post_error_is_raised_also_where_a_tag_add_takes_no_handle(stack, pd, ch
     assert server.srq.outstanding_tags == 2
 
 
-def test_interrupt_in_the_middle_of_giving_a_handle_comes_out_before_a_post_error(stack, pd):
+def test_interrupt_while_a_handle_is_set_is_raised_instead_of_the_post_error(stack, pd):
     server = Server(stack, pd, max_num_tags=1)
     adds = [Unwilling(tag=i, wr_id=i) for i in range(2)]
     adds[0].error = KeyboardInterrupt()
@@ -194,7 +194,7 @@ def test_interrupt_in_the_middle_of_giving_a_handle_comes_out_before_a_post_erro
     server.one()
 
 
-def test_error_of_a_tag_add_that_takes_no_handle_is_raised_where_all_went_in(server):
+def test_error_of_a_tag_add_that_refuses_its_handle_is_raised_after_a_complete_post(server):
     add = Unwilling(tag=1, wr_id=1)
     add.error = KeyError(1)
     with pytest.raises(KeyError):
@@ -203,7 +203,7 @@ def test_error_of_a_tag_add_that_takes_no_handle_is_raised_where_all_went_in(ser
     assert server.srq.outstanding_tags == 1
 
 
-def test_full_list_of_the_device(stack, pd):
+def test_device_refuses_an_entry_beyond_max_num_tags_with_enomem(stack, pd):
     server = Server(stack, pd, max_num_tags=2, checked=False)
     adds = [rp.TagAdd(tag=i, recv_wr_id=i, wr_id=i) for i in range(4)]
     with pytest.raises(rp.PostError) as caught:
@@ -220,7 +220,7 @@ def test_full_list_of_the_device(stack, pd):
     server.srq.post_srq_ops(adds[2])
 
 
-def test_full_queue_of_operations_is_refused_by_name(server):
+def test_operation_on_a_full_operation_queue_is_refused_by_name(server):
     server.srq.post_srq_ops([rp.TagSync(wr_id=i) for i in range(8)])
     with pytest.raises(rp.PostError, match="the queue is full: max_ops=8") as caught:
         server.srq.post_srq_ops(rp.TagSync())
@@ -229,7 +229,7 @@ def test_full_queue_of_operations_is_refused_by_name(server):
     server.srq.post_srq_ops(rp.TagSync())
 
 
-def test_unsignaled_operations_fill_the_devices_queue(stack, pd):
+def test_unsignaled_operations_fill_the_devices_operation_queue(stack, pd):
     """Their slots come free with a later signaled one, as on a send queue."""
     server = Server(stack, pd, max_ops=2, checked=False)
     server.srq.post_srq_ops([rp.TagSync(flags=0), rp.TagSync(flags=0)])
@@ -238,7 +238,7 @@ def test_unsignaled_operations_fill_the_devices_queue(stack, pd):
     assert (caught.value.errno, caught.value.index) == (errno.ENOMEM, 0)
 
 
-def test_operations_are_checked_before_they_are_posted(server, pd, context, stack):
+def test_invalid_tag_operations_are_refused_before_they_are_posted(server, pd, context, stack):
     mr = server.mr
     foreign = stack.enter_context(rp.MR(stack.enter_context(rp.PD(context)), 64))
     read_only = stack.enter_context(rp.MR(pd, 64, rp.Access.REMOTE_READ))
@@ -260,14 +260,14 @@ def test_operations_are_checked_before_they_are_posted(server, pd, context, stac
         with pytest.raises(rp.PostError, match=words) as caught:
             server.srq.post_srq_ops([rp.TagAdd(tag=0), op])
         assert (caught.value.index, caught.value.posted) == (1, 1)
-        # What came before it stands.
+        # Earlier operations remain posted.
         assert server.one().opcode is WCOpcode.TM_ADD
         assert server.srq.outstanding_tags == 1
         server.client.eager(0)
         server.one()
 
 
-def test_wrong_operations_end_with_an_errno(stack, pd):
+def test_invalid_unchecked_tag_operations_are_refused_with_an_errno(stack, pd):
     server = Server(stack, pd, checked=False)
     mr = server.mr
     with pytest.raises(rp.PostError) as caught:
@@ -282,7 +282,7 @@ def test_wrong_operations_end_with_an_errno(stack, pd):
 # ---- memory -----------------------------------------------------------------------
 
 
-def test_tagged_buffer_stays_alive_until_its_message_is_there(server, pd):
+def test_tagged_buffer_is_held_until_its_message_has_arrived(server, pd):
     mr = rp.MR(pd, 64)
     server.srq.post_srq_ops(rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0))
     with pytest.raises(rp.InUseError, match="wr_id 77"):
@@ -296,7 +296,7 @@ def test_tagged_buffer_stays_alive_until_its_message_is_there(server, pd):
     mr.close()
 
 
-def test_tagged_buffer_is_free_when_its_removal_is_known(server, pd):
+def test_tagged_buffer_is_released_when_its_removal_completes(server, pd):
     mr = rp.MR(pd, 64)
     add = rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0)
     server.srq.post_srq_ops([add])
@@ -307,7 +307,7 @@ def test_tagged_buffer_is_free_when_its_removal_is_known(server, pd):
     mr.close()
 
 
-def test_buffer_of_a_message_that_is_still_coming_is_not_free(server, pd):
+def test_tagged_buffer_is_held_while_its_message_is_arriving(server, pd):
     """The TAG_DEL came too late; its completion says nothing about the data."""
     mr = rp.MR(pd, 16384, ALL)
     add = rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0)
@@ -330,7 +330,7 @@ def test_buffer_of_a_message_that_is_still_coming_is_not_free(server, pd):
     mr.close()
 
 
-def test_closing_the_queue_frees_its_buffers(stack, pd):
+def test_closing_a_tag_matching_queue_releases_its_buffers(stack, pd):
     server = Server(stack, pd, clients=1)
     server.add(1)
     for client in server.clients:
@@ -340,7 +340,7 @@ def test_closing_the_queue_frees_its_buffers(stack, pd):
     server.mr.close()
 
 
-def test_removal_that_came_too_late_removes_no_other_entry(stack, pd):
+def test_late_removal_removes_no_other_entry(stack, pd):
     """However often the entry's slot has been reused meanwhile."""
     server = Server(stack, pd, max_num_tags=8, max_ops=1024)
     late = server.add(5, size=64, recv_wr_id=6, flags=0)

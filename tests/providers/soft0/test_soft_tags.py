@@ -35,7 +35,7 @@ server = small_server
 # ---- the queue --------------------------------------------------------------------
 
 
-def test_what_a_tag_matching_queue_is_made_of(server):
+def test_tag_matching_queue_reports_its_type_sizes_and_cq(server):
     srq = server.srq
     assert str(srq) == "TM SRQ of 16 work requests"
     assert (srq.srq_type, srq.max_num_tags, srq.max_ops, srq.cq) == (SRQType.TM, 8, 8, server.cq)
@@ -44,7 +44,7 @@ def test_what_a_tag_matching_queue_is_made_of(server):
         _ = srq.srq_num
 
 
-def test_what_it_needs_is_asked_for_by_name(pd, cq, context, stack):
+def test_tag_matching_queue_without_what_it_needs_is_refused_by_name(pd, cq, context, stack):
     tagged = stack.enter_context(rp.CQ(context, tm_info=True))
     for options, words in (
         ({}, "an SRQ of type TM needs a CQ"),
@@ -66,12 +66,12 @@ def test_only_rc_queue_pairs_match_tags(server, pd, cq):
             rp.QP(pd, qp_type, cq, srq=server.srq)
 
 
-def test_its_cq_cannot_be_closed_before_it(server):
+def test_cq_of_a_tag_matching_queue_cannot_be_closed_first(server):
     with pytest.raises(rp.InUseError, match="TM SRQ of 16 work requests"):
         server.cq.close()
 
 
-def test_queue_without_a_list_says_so(pd, stack):
+def test_tag_operation_on_a_queue_without_a_matching_list_is_refused(pd, stack):
     srq = stack.enter_context(rp.SRQ(pd))
     for op in (rp.TagAdd(), rp.TagDel(), rp.TagSync()):
         with pytest.raises(rp.PostError, match=r"no matching list; .*SRQType\.TM") as caught:
@@ -84,7 +84,7 @@ def test_queue_without_a_list_says_so(pd, stack):
 # ---- eager messages ---------------------------------------------------------------
 
 
-def test_message_goes_to_the_buffer_of_its_tag(server):
+def test_message_goes_to_the_buffer_with_its_tag(server):
     """The payload without the header; the tag and the sender's data in the completion."""
     add = server.add(0x1234_5678_9ABC_DEF0, wr_id=1, recv_wr_id=2)
     assert isinstance(add.handle, rp.TagHandle)
@@ -98,8 +98,8 @@ def test_message_goes_to_the_buffer_of_its_tag(server):
     assert server.srq.outstanding_tags == 0
 
 
-def test_first_entry_that_matches_is_taken(server):
-    """In list order, whatever else would match; the mask says which bits count."""
+def test_first_matching_entry_is_used(server):
+    """The first in list order; the mask selects the bits that are compared."""
     server.add(0x10, 0, mask=0xF0, recv_wr_id=1)
     server.add(0x12, SLOT, recv_wr_id=2)
     server.add(0, 2 * SLOT, mask=0, recv_wr_id=3)
@@ -110,7 +110,7 @@ def test_first_entry_that_matches_is_taken(server):
         assert server.bytes(1, (wr_id - 1) * SLOT) == bytes([wr_id])
 
 
-def test_tag_of_every_width_matches(server):
+def test_tags_of_up_to_64_bits_match(server):
     for tag in (0, 1, (1 << 64) - 1, 1 << 63):
         server.add(tag, recv_wr_id=tag)
         server.client.eager(tag)
@@ -118,7 +118,7 @@ def test_tag_of_every_width_matches(server):
         assert (wc.wr_id, wc.tm_tag) == (tag, tag)
 
 
-def test_payload_is_scattered(server):
+def test_tagged_payload_is_scattered_over_the_sges(server):
     mr = server.mr
     server.srq.post_srq_ops(rp.TagAdd(tag=1, sg_list=[mr[0:3], mr[100:200]], flags=0))
     server.client.eager(1, b"abcdefgh")
@@ -126,7 +126,7 @@ def test_payload_is_scattered(server):
     assert (server.bytes(4), server.bytes(6, 100)) == (b"abc\0", b"defgh\0")
 
 
-def test_inline_message_matches(server):
+def test_message_sent_inline_matches(server):
     server.add(1, recv_wr_id=4)
     data = rp.SGE.from_buffer(tmh(EAGER, 1) + b"inline")
     flags = rp.SendFlags.SIGNALED | rp.SendFlags.INLINE
@@ -135,7 +135,7 @@ def test_inline_message_matches(server):
     assert server.bytes(6) == b"inline"
 
 
-def test_header_may_be_spread_over_buffers(server):
+def test_message_header_may_span_send_buffers(server):
     client, message = server.client, tmh(EAGER, 77, 3) + b"xyz"
     client.mr.buffer[:5], client.mr.buffer[100:114] = message[:5], message[5:]
     server.add(77)
@@ -145,7 +145,7 @@ def test_header_may_be_spread_over_buffers(server):
     assert server.bytes(3) == b"xyz"
 
 
-def test_immediate_data_comes_too(server):
+def test_tagged_message_delivers_its_immediate_data(server):
     server.add(5)
     server.client.mr.buffer[:16] = tmh(EAGER, 5)
     server.client.qp.post_send(rp.SendWithImm(server.client.mr[:16], imm_data=0x0102_0304))
@@ -154,8 +154,8 @@ def test_immediate_data_comes_too(server):
     assert wc.wc_flags == MATCHED | WCFlags.WITH_IMM
 
 
-def test_message_of_many_packets_completes_twice(server):
-    """It matches on the first packet, and is complete on the last (tag_matching.md)."""
+def test_tagged_message_of_several_packets_completes_twice(server):
+    """The first packet reports the match, the last the data (tag_matching.md)."""
     server.add(1, size=16384, recv_wr_id=6)
     data = bytes(i % 251 for i in range(10000))
     server.client.eager(1, data, 8)
@@ -168,7 +168,7 @@ def test_message_of_many_packets_completes_twice(server):
     assert server.bytes(10000) == data
 
 
-def test_message_for_a_buffer_that_is_too_small(server):
+def test_message_longer_than_its_tagged_buffer_fails_on_both_sides(server):
     server.add(1, size=4, recv_wr_id=3)
     assert server.client.eager(1, b"12345") is WCStatus.REM_INV_REQ_ERR
     wc = server.one()
@@ -177,7 +177,7 @@ def test_message_for_a_buffer_that_is_too_small(server):
     assert server.srq.outstanding_tags == 0
 
 
-def test_tagged_buffer_with_a_wrong_key(stack, pd):
+def test_tagged_buffer_with_a_wrong_key_fails_the_message(stack, pd):
     server = Server(stack, pd, checked=False)
     server.srq.post_srq_ops(rp.TagAdd(tag=1, sg_list=rp.SGE(server.mr.addr, 8, 0xDEAD)))
     assert server.client.eager(1, b"x") is WCStatus.REM_OP_ERR
@@ -188,7 +188,7 @@ def test_tagged_buffer_with_a_wrong_key(stack, pd):
     st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=8),
     st.lists(st.integers(0, 7), max_size=12),
 )
-def test_matching_is_as_a_plain_search_says(context, entries, messages):
+def test_matching_agrees_with_a_linear_search(context, entries, messages):
     """Against a list that is searched from its beginning."""
     with contextlib.ExitStack() as stack:
         server = Server(stack, stack.enter_context(rp.PD(context)), max_num_tags=8)
@@ -214,7 +214,7 @@ def test_matching_is_as_a_plain_search_says(context, entries, messages):
 
 
 def test_unexpected_message_is_delivered_whole(server):
-    """As TM_RECV without flags, header and all, into the next receive of the queue."""
+    """As TM_RECV without flags, with its header, to the queue's next receive."""
     server.post_receives()
     server.add(1)
     assert server.client.eager(2, b"what", 31) is WCStatus.SUCCESS
@@ -226,8 +226,8 @@ def test_unexpected_message_is_delivered_whole(server):
     assert (server.srq.outstanding, server.srq.outstanding_tags) == (0, 1)
 
 
-def test_unexpected_message_without_a_receive_waits(server):
-    """The sender is told to retry, and finally gives up; it is not counted."""
+def test_unexpected_message_without_a_receive_is_retried_and_not_counted(server):
+    """The sender retries and finally gives up."""
     assert server.client.eager(2) is WCStatus.RNR_RETRY_EXC_ERR
     server.add(3)
     assert server.cq.poll() == []
@@ -247,8 +247,8 @@ def test_message_matches_an_entry_that_was_added_while_it_waited(stack, pd):
 
 
 @pytest.mark.parametrize("message", [b"", b"\0", tmh(NO_TAG, 5) + b"text", tmh(FIN, 5)])
-def test_message_that_is_not_to_be_matched(server, message):
-    """Neither looked up nor counted; a FIN is for software too."""
+def test_no_tag_and_fin_messages_are_neither_matched_nor_counted(server, message):
+    """They go to software, as does a FIN."""
     server.post_receives()
     server.add(5)
     assert server.client.send(message) is WCStatus.SUCCESS
@@ -279,7 +279,7 @@ def test_malformed_message_breaks_the_connection(server, message):
     assert server.cq.poll() == []
 
 
-def test_write_with_immediate_takes_a_receive_of_the_queue(server):
+def test_write_with_immediate_consumes_a_receive_of_the_tag_matching_queue(server):
     server.post_receives()
     server.client.qp.post_send(
         rp.RdmaWriteWithImm(
@@ -301,7 +301,7 @@ def unexpected(server: Server, count: int = 1) -> None:
         assert server.one().wc_flags == NO_FLAGS
 
 
-def test_entry_added_behind_an_unexpected_message_is_held(server):
+def test_entry_added_after_an_unexpected_message_is_held(server):
     """A later message must not overtake the one that software has not seen yet."""
     unexpected(server)
     add = rp.TagAdd(wr_id=1, recv_wr_id=2, tag=0xDEAD, sg_list=server.mr[:8])
@@ -316,7 +316,7 @@ def test_entry_added_behind_an_unexpected_message_is_held(server):
 
 
 @pytest.mark.parametrize("how", ["sync", "add", "del"])
-def test_any_operation_with_the_right_count_releases_what_is_held(server, how):
+def test_any_operation_with_the_right_count_releases_held_entries(server, how):
     early = server.add(0x1, recv_wr_id=1)
     unexpected(server, 3)
     server.srq.post_srq_ops(rp.TagAdd(recv_wr_id=2, tag=2, sg_list=server.mr[:8], flags=0))
@@ -343,13 +343,13 @@ def test_wrong_count_asks_for_another_sync(server, count):
     assert server.one().wc_flags == NO_FLAGS
 
 
-def test_device_counts_in_16_bits(server):
+def test_device_counts_unexpected_messages_in_16_bits(server):
     unexpected(server, 2)
     server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=(1 << 16) + 2))
     assert server.one().wc_flags == NO_FLAGS
 
 
-def test_entries_from_before_still_match(server):
+def test_entries_added_before_an_unexpected_message_still_match(server):
     server.add(1, recv_wr_id=7)
     unexpected(server)
     server.client.eager(1)
@@ -368,7 +368,7 @@ def test_held_entry_can_be_removed(server):
 # ---- several queue pairs, and the CQ ----------------------------------------------
 
 
-def test_one_list_serves_all_queue_pairs(stack, pd):
+def test_matching_list_serves_all_queue_pairs_of_its_srq(stack, pd):
     server = Server(stack, pd, clients=3)
     for tag in range(6):
         server.add(tag, tag * SLOT, recv_wr_id=tag)
@@ -380,8 +380,8 @@ def test_one_list_serves_all_queue_pairs(stack, pd):
         assert server.bytes(1, tag * SLOT) == bytes([number])
 
 
-def test_more_completions_than_are_polled_at_once(server):
-    """The device hands them out in batches; none gets lost between them."""
+def test_small_polls_of_a_tag_matching_cq_lose_no_completion(server):
+    """The device returns completions in batches; none is lost between them."""
     server.srq.post_srq_ops([rp.TagSync(wr_id=i) for i in range(8)])
     found = []
     while len(found) < 8:
@@ -392,8 +392,8 @@ def test_more_completions_than_are_polled_at_once(server):
     assert server.cq.poll() == []
 
 
-def test_ordinary_completions_are_the_same_on_such_a_cq(pd, context, stack):
-    """It also serves queue pairs, with every field of a plain CQ."""
+def test_cq_with_tm_info_reports_ordinary_completions_in_full(pd, context, stack):
+    """It also serves queue pairs, with every field that a CQ without tm_info reports."""
     seen = []
     for tm_info in (False, True):
         cq = stack.enter_context(rp.CQ(context, 256, tm_info=tm_info))
@@ -426,7 +426,7 @@ def test_ordinary_completions_are_the_same_on_such_a_cq(pd, context, stack):
     assert seen[0] == seen[1]
 
 
-def test_completion_event_wakes_who_sleeps_on_it(server):
+def test_completion_event_wakes_a_sleeper_on_a_tag_matching_cq(server):
     found: list[rp.WC] = []
     waiter = threading.Thread(target=lambda: found.extend(server.cq.wait(1, 10)))
     waiter.start()
@@ -436,7 +436,7 @@ def test_completion_event_wakes_who_sleeps_on_it(server):
     assert [wc.wr_id for wc in found] == [5]
 
 
-def test_completions_of_a_closed_queue_are_delivered(stack, pd):
+def test_completions_of_a_closed_tag_matching_queue_are_delivered(stack, pd):
     server = Server(stack, pd)
     server.add(1, recv_wr_id=3)
     server.client.eager(1)

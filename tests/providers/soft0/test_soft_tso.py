@@ -70,10 +70,10 @@ def expect_segments(
     ("size", "mss"), [(1, 1460), (1460, 1460), (1461, 1460), (10000, 1460), (50, 7), (0, 100)]
 )
 @pytest.mark.parametrize("vlan", [b"", VLAN], ids=["untagged", "vlan"])
-def test_tso_on_a_raw_queue_pair(raw, name, size, mss, vlan):
-    kind, make = HEADERS[name]
+def test_tso_on_a_raw_queue_pair_sends_frames_with_correct_headers(raw, name, size, mss, vlan):
+    ethertype, make = HEADERS[name]
     flags, seq = FIN | PSH | ACK | CWR, 0xFFFF_FF00
-    head = ETHERNET + vlan + kind
+    head = ETHERNET + vlan + ethertype
     payload = bytes(i * 7 % 251 for i in range(size))
     wc = raw.tso(head + make(flags, seq), payload, mss)
     assert (wc.check().opcode, wc.wr_id, wc.byte_len) == (WCOpcode.TSO, 2, 0)
@@ -84,15 +84,15 @@ def test_tso_on_a_raw_queue_pair(raw, name, size, mss, vlan):
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_tso_on_ud_sends_messages(ud, name):
+def test_tso_on_ud_sends_ip_over_infiniband_messages(ud, name):
     """Each is a separate datagram, with a GRH in front, and with the IPoIB header."""
-    kind, make = HEADERS[name]
+    ethertype, make = HEADERS[name]
     payload = bytes(i * 3 % 253 for i in range(5000))
     flags = PSH | ACK | SYN
-    wc = ud.tso(kind + b"\0\0" + make(flags, 5), payload, 1000)
+    wc = ud.tso(ethertype + b"\0\0" + make(flags, 5), payload, 1000)
     assert (wc.status, wc.opcode) == (WCStatus.SUCCESS, WCOpcode.TSO)
     messages = ud.received()
-    assert {message[:4] for message, _ in messages} == {kind + b"\0\0"}
+    assert {message[:4] for message, _ in messages} == {ethertype + b"\0\0"}
     assert {flags for _, flags in messages} == {WCFlags.IP_CSUM_OK}
     expect_segments([message[4:] for message, _ in messages], payload, 1000, flags, 5)
 
@@ -104,18 +104,20 @@ def test_tso_on_ud_sends_messages(ud, name):
     flags=st.integers(0, 255),
     data=st.integers(0, 255),
 )
-def test_segments_of_any_payload_add_up(raw, size, mss, seq, flags, data):
+def test_tso_segments_reassemble_to_any_payload(raw, size, mss, seq, flags, data):
     payload = bytes([data]) * size
     raw.tso(ETHERNET + IPV4 + ipv4(6, tcp(seq=seq, flags=flags)), payload, mss).check()
     expect_segments([frame[14:] for frame, _ in raw.received()], payload, mss, flags, seq)
 
 
 @pytest.mark.parametrize(
-    ("kind", "packet"), [(IPV4, ipv4(17, udp())), (IPV6, ipv6(17, udp()))], ids=["udp4", "udp6"]
+    ("ethertype", "packet"),
+    [(IPV4, ipv4(17, udp())), (IPV6, ipv6(17, udp()))],
+    ids=["udp4", "udp6"],
 )
-def test_udp_is_cut_into_datagrams(raw, kind, packet):
+def test_tso_cuts_udp_into_datagrams(raw, ethertype, packet):
     """Every one of them has the whole UDP header."""
-    raw.tso(ETHERNET + kind + packet, bytes(range(250)), 100).check()
+    raw.tso(ETHERNET + ethertype + packet, bytes(range(250)), 100).check()
     found = [Parsed(frame[14:]) for frame, _ in raw.received()]
     assert [one.payload for one in found] == [
         bytes(range(100)),
@@ -124,7 +126,7 @@ def test_udp_is_cut_into_datagrams(raw, kind, packet):
     ]
 
 
-def test_payload_may_come_from_several_buffers(raw):
+def test_tso_payload_may_span_buffers(raw):
     raw.mr.buffer[:300] = bytes(i % 256 for i in range(300))
     hdr = ETHERNET + IPV4 + ipv4(6, tcp())
     sg_list = [raw.mr[200:300], raw.mr[0:50], raw.mr[50:51]]
@@ -150,7 +152,7 @@ BAD_HEADERS = {
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
-def test_header_that_cannot_be_used(raw, name):
+def test_tso_with_an_unusable_header_sends_nothing(raw, name):
     hdr, status = BAD_HEADERS[name]
     payload = b"x" if name == "ethernet-cut-short" else bytes(3000)
     assert raw.tso(hdr, payload, 1000).status is status
@@ -159,19 +161,19 @@ def test_header_that_cannot_be_used(raw, name):
     assert raw.a.state is rp.QPState.SQE
 
 
-def test_payload_that_is_too_long(raw):
+def test_tso_payload_above_the_limit_fails(raw):
     assert raw.tso(TCP4, bytes((1 << 18) + 1), 9000).status is WCStatus.LOC_LEN_ERR
     assert raw.received() == []
 
 
-def test_segment_that_is_too_long_for_the_link(raw, ud):
+def test_tso_segment_longer_than_the_link_allows_fails(raw, ud):
     assert raw.tso(TCP4, bytes(9000), 8961).status is WCStatus.LOC_LEN_ERR
     assert ud.tso(IPV4 + b"\0\0" + TCP4[14:], bytes(9000), 4053).status is WCStatus.LOC_LEN_ERR
     assert raw.received() == ud.received() == []
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RAW_PACKET, QPType.UD])
-def test_largest_segments(stack, pd, cq, qp_type):
+def test_tso_sends_segments_of_the_largest_size(stack, pd, cq, qp_type):
     link = Link(stack, pd, cq, qp_type)
     raw = qp_type is QPType.RAW_PACKET
     mss, head = (8960, ETHERNET + IPV4) if raw else (4052, IPV4 + b"\0\0")
@@ -179,19 +181,19 @@ def test_largest_segments(stack, pd, cq, qp_type):
     assert [len(packet) for packet, _ in link.received()] == [len(head) + 40 + mss] * 2
 
 
-def test_header_that_is_longer_than_the_queue_pair_takes(raw, stack, pd, cq):
+def test_tso_header_above_max_tso_header_is_refused(raw, stack, pd, cq):
     hdr = ETHERNET + IPV4 + ipv4(6, tcp(options=bytes(40)))
-    for made, most in (
+    for made, limit in (
         (rp.QP(pd, QPType.RAW_PACKET, cq, max_tso_header=len(hdr) - 1), len(hdr) - 1),
         (rp.QP(pd, QPType.RAW_PACKET, cq), 0),
     ):
         with stack.enter_context(made) as qp:
             qp.connect()
-            with pytest.raises(rp.PostError, match=f"hdr has 94 bytes.*max_tso_header={most}"):
+            with pytest.raises(rp.PostError, match=f"hdr has 94 bytes.*max_tso_header={limit}"):
                 qp.post_send(rp.TSO(raw.mr[:100], hdr=hdr, mss=10))
 
 
-def test_mss_of_zero(pd, cq, raw):
+def test_tso_with_mss_0_is_refused_by_name_and_by_the_device(pd, cq, raw):
     """Refused by name; and by the device, if unchecked."""
     with pytest.raises(rp.PostError, match=r"mss=0 is not in 1\.\.65535"):
         raw.a.post_send(rp.TSO(raw.mr[:100], hdr=TCP4, mss=0))
@@ -207,7 +209,7 @@ def test_mss_of_zero(pd, cq, raw):
         cq.wait(1)[0].check()
 
 
-def test_tso_header_is_for_types_that_have_tso(pd, cq):
+def test_max_tso_header_is_refused_for_types_without_tso(pd, cq):
     with pytest.raises(ValueError, match="RC queue pairs have no TSO"):
         rp.QP(pd, QPType.RC, cq, max_tso_header=64)
     with pytest.raises(ValueError, match=r"max_tso_header=65536 is not in 0\.\.65535"):

@@ -42,7 +42,7 @@ def test_every_opcode_is_checked_on_every_qp_type_of_the_table() -> None:
     assert len(rows) == len(EXPECTED)
 
 
-def test_all_pass_on_the_software_device(results: dict[tuple[str, str], Result]) -> None:
+def test_every_check_passes_on_the_software_device(results: dict[tuple[str, str], Result]) -> None:
     assert set(results) == EXPECTED
     assert [result for result in results.values() if result.status != "pass"] == []
 
@@ -170,8 +170,10 @@ def test_any_wrong_byte_in_a_segment_is_found(qp_type: QPType) -> None:
 
 
 def test_missing_and_swapped_segments_are_found() -> None:
-    payload, kind = bytes(range(100)), QPType.UD
-    right = segments(kind, payload, 50)
-    hdr = frames.tcp(kind)
-    assert frames.what_is_wrong(right[:1], hdr, kind, payload, 50) == ("1 segments arrived, not 2")
-    assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, kind, payload, 50))
+    payload, qp_type = bytes(range(100)), QPType.UD
+    right = segments(qp_type, payload, 50)
+    hdr = frames.tcp(qp_type)
+    assert frames.what_is_wrong(right[:1], hdr, qp_type, payload, 50) == (
+        "1 segments arrived, not 2"
+    )
+    assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, qp_type, payload, 50))

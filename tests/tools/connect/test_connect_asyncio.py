@@ -1,4 +1,4 @@
-"""Serving and dialling with asyncio: the same protocol, and the same ways to break it."""
+"""Serving and dialling with asyncio: the same protocol and the same malformed clients."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import threading
 import warnings
 
 import pytest
-from support import LIMIT
+from support import LIMIT, prints, run_python
 from support.ports import HOST, free_port, impostor, read_to_end
 from support.serving import STAGES, hello
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect.protocol_messages import encode
+
+
+def test_dir_of_connect_lists_every_public_name_before_asyncio_is_imported() -> None:
+    listed = prints("from rdmapost import connect; print(*dir(connect))").split()
+    assert listed == sorted(connect.__all__)
+    assert {"AsyncConnection", "AsyncServer", "adial", "aserve"} <= {*listed}
 
 
 def test_asyncio_client_and_server_exchange_messages_and_memory(context: rp.Context) -> None:
@@ -77,7 +83,7 @@ def test_asyncio_server_serves_good_silent_and_malformed_clients_at_once(
             found = await asyncio.gather(*(asyncio.to_thread(work, address) for _ in range(4)))
             assert found == [b"hi"] * 4
             assert json.loads(await garbage.readline())["code"] == "format"
-            # The one that says nothing has its time.
+            # The silent one times out.
             assert json.loads(await reader.readline())["code"] == "timeout"
             for w in (writer, other):
                 w.close()
@@ -177,7 +183,7 @@ async def _call(peer: connect.AsyncConnection, method: str) -> object:
 
 @pytest.mark.parametrize("method", ["report", "look", "close"])
 def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, method: str) -> None:
-    """It says so, and works on in its own."""
+    """And it still works in its own."""
 
     async def main() -> None:
         async with (
@@ -210,13 +216,47 @@ def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
         if method != "close":
             with pytest.raises(RuntimeError, match="is closed"):
                 asyncio.run(peer.close())
-        # The server is not left in the belief that the client is there.
+        # The server notices that the client has gone.
         assert left.wait(LIMIT)
         assert peer.qp.closed
         assert peer.closed
         asyncio.run(peer.close())
         del peer
         gc.collect()
+
+
+def test_sys_exit_in_on_event_of_aserve_ends_the_program_after_its_tasks_clean_up() -> None:
+    """Though each event would raise it, those of the cleanup too."""
+    ended = run_python(
+        """
+import asyncio, sys, rdmapost as rp
+from rdmapost import connect
+
+def on_event(event):
+    print(type(event).__name__)
+    sys.exit(3)
+
+async def main(context):
+    try:
+        async with await connect.aserve(context, port=0, on_event=on_event) as server:
+            await asyncio.to_thread(visit, server.address[:2])
+            await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(0.05)
+        print("cleaned up")
+
+def visit(address):
+    try:
+        connect.dial(context, *address).close()
+    except connect.ConnectError:
+        pass
+
+with rp.open_device("soft0") as context:
+    asyncio.run(main(context))
+"""
+    )
+    assert (ended.stdout.split("\n", 1), ended.stderr) == (["Joined", "cleaned up\n"], "")
+    assert ended.returncode == 3
 
 
 def test_asyncio_server_can_be_closed_in_another_event_loop(context: rp.Context) -> None:
@@ -232,15 +272,15 @@ def test_asyncio_server_can_be_closed_in_another_event_loop(context: rp.Context)
     asyncio.run(main(), debug=True)
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, steps: int) -> None:
-    """After any number of the event loop's steps; a listener left to the collector warns."""
+@pytest.mark.parametrize("iterations", range(6))
+def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, iterations: int) -> None:
+    """After any number of iterations of the event loop; a listener left to the collector warns."""
     port = free_port()
     threads = threading.active_count()
 
     async def main() -> None:
         task = asyncio.create_task(connect.aserve(context, port=port))
-        for _ in range(steps):
+        for _ in range(iterations):
             await asyncio.sleep(0)
         task.cancel()
         (server,) = await asyncio.gather(task, return_exceptions=True)

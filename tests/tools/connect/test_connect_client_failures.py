@@ -131,7 +131,7 @@ def test_a_program_that_exits_or_is_killed_without_closing_ends_cleanly(
     code = """
 import os, sys, warnings, rdmapost as rp
 from rdmapost import connect
-# Python says so of every socket that is left open.
+# Python warns of every socket left open.
 warnings.simplefilter("ignore", ResourceWarning)
 with rp.open_device(sys.argv[1]) as context:
     kept = connect.serve(context, port=0), rp.PD(context)

@@ -87,7 +87,7 @@ def test_a_connection_evicted_by_a_flood_gets_a_busy_error(serve: Callable[..., 
     with flood(served, "idle", MORE_THAN_PENDING) as result:
         event = served.until(connect.Refused)
         assert event.code == "busy"
-        assert "too many connections wait at this server" in event.text
+        assert "too many pending connections at this server" in event.text
     assert result.answers["busy"] > 0
 
 
@@ -180,7 +180,7 @@ def test_concurrent_long_looks_use_one_core_and_do_not_delay_new_clients(
         assert peer.look(0, 16).data == bytes(16)
         done = [sock for sock in socks if _answered(sock)]
     assert len(done) < len(socks) // 2
-    # One of the looking threads runs at a time; a few are between two pieces.
+    # One of the threads that read memory runs at a time; a few are between two pieces.
     assert statistics.median(_running() for _ in range(200)) <= len(socks) / 2
     for sock in socks:
         received = b""

@@ -20,7 +20,7 @@ from support.serving import Served, both_servers
 
 import rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.tcp import show_address
+from rdmapost.tools.tcp import name_of
 
 serve = both_servers
 
@@ -82,7 +82,7 @@ def test_a_dropped_connection_releases_everything_at_once_with_one_warning(
     """Without the collector of cycles, and with one warning."""
     served = serve()
     peer = served.dial()
-    where, dropped = show_address(served.server.address), weakref.ref(peer)
+    where, dropped = name_of(served.server.address), weakref.ref(peer)
     qp, mr = peer.qp, peer.mr
     qp.post_recv(rp.RecvWR(mr[:64]))
     peer.look()
@@ -111,7 +111,7 @@ def test_asyncio_a_connection_dropped_in_another_thread_releases_everything(
     async def main() -> None:
         held = [await connect.adial(served.context, *served.server.address[:2])]
         await held[0].look()
-        where, dropped, qp = show_address(served.server.address), weakref.ref(held[0]), held[0].qp
+        where, dropped, qp = name_of(served.server.address), weakref.ref(held[0]), held[0].qp
         with pytest.warns(ResourceWarning) as warned:
             await asyncio.to_thread(held.clear)
         messages = [str(one.message) for one in warned]

@@ -40,8 +40,8 @@ serve = servers
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "not the exchange of rdmapost"),
-        (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not the exchange"),
+        (b"GET / HTTP/1.1\r\n\r\n", "not rdmapost's protocol"),
+        (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not rdmapost's protocol"),
         (b"{}\n", "does not say which version"),
         (b"{nonsense}\n", "not a line with one JSON object"),
         (b'{"rdmapost":1,"type":"hello"}\n', "hello lacks its field token"),
@@ -288,7 +288,7 @@ def test_dial_times_out_where_the_server_sends_nothing(context: rp.Context) -> N
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [
-        (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not the exchange"),
+        (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not rdmapost's protocol"),
         (b'{"type":"ready"}\n', "'ready' came, and not offer or error"),
         (b"{" + b" " * 5000, "longer than 4096 bytes"),
         (b'{"type":"off', "closed the connection in the middle of a message"),

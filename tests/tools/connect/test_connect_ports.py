@@ -158,7 +158,7 @@ def test_the_error_for_a_refused_connection_has_its_errno(context: rp.Context) -
 
 
 def test_the_error_for_a_host_that_cannot_be_found_has_no_errno(context: rp.Context) -> None:
-    """What getaddrinfo gives is none."""
+    """getaddrinfo's codes are not errnos."""
     with pytest.raises(connect.ConnectError, match="cannot be found") as caught:
         connect.serve(context, "nowhere.invalid", 0)
     assert caught.value.errno is None
@@ -231,12 +231,12 @@ print(refused > 2, refused < 12)
 def test_dial_without_descriptors_names_the_cause_and_leaves_none_open() -> None:
     swept = """
 server.close()
-nobody = port
+unused = port
 before = open_fds()
 refused = 0
 for left in range(12):
     try:
-        assert attempt(lambda: connect.dial(context, port=nobody), left) is None
+        assert attempt(lambda: connect.dial(context, port=unused), left) is None
         refused += 1
     except AssertionError as error:
         assert "refused the connection" in str(error), error
@@ -257,7 +257,7 @@ idle = socket.create_connection(("127.0.0.1", port))
 another = socket.socket()
 idle.settimeout(60)
 with few(0):
-    # The server can accept no more, and drops the oldest that has not sent its hello.
+    # The server cannot accept more, and drops the oldest that has not sent its hello.
     another.connect(("127.0.0.1", port))
     print(idle.recv(MAX_LINE).decode())
 idle.close()
@@ -274,7 +274,7 @@ context.close()
     )
     assert done.returncode == 0, done.stderr
     assert "the server cannot accept connections: Too many open files" in done.stdout
-    assert "too many connections" not in done.stdout
+    assert "too many pending connections" not in done.stdout
 
 
 # ---- copies ----------------------------------------------------------------------------

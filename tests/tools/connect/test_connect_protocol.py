@@ -1,4 +1,4 @@
-"""The exchange without a network: its messages, both state machines, and invalid messages.
+"""The protocol without a network: its messages, both state machines, and invalid messages.
 
 Each of 100,000 malformed inputs is refused by name, or is a valid message after all.
 """
@@ -14,7 +14,6 @@ import pytest
 
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
-from rdmapost.tools.connect.fabric import why_unreachable
 from rdmapost.tools.connect.host_port import is_loopback
 from rdmapost.tools.connect.protocol import (
     ClientProtocol,
@@ -44,7 +43,8 @@ from rdmapost.tools.connect.protocol_messages import (
     parse_line,
 )
 from rdmapost.tools.connect.server_state import check_token
-from rdmapost.tools.tcp import show_address
+from rdmapost.tools.fabric import why_unreachable
+from rdmapost.tools.tcp import name_of
 
 MALFORMED = 100_000
 """Inputs of the fuzz test."""
@@ -245,7 +245,7 @@ def test_a_line_longer_than_the_limit_is_refused(ended: bytes) -> None:
 def test_another_protocol_is_recognised_at_its_first_byte(first: bytes) -> None:
     protocol = ServerProtocol()
     protocol.receive(first)
-    with pytest.raises(ProtocolError, match="not the exchange of rdmapost"):
+    with pytest.raises(ProtocolError, match="not rdmapost's protocol"):
         protocol.next_message()
 
 
@@ -368,7 +368,7 @@ def test_the_client_accepts_the_answer_to_its_question() -> None:
 def test_the_client_refuses_the_answer_to_another_question() -> None:
     protocol = ClientProtocol()
     protocol.ask(HELLO)
-    with pytest.raises(ConnectError, match="still to come"):
+    with pytest.raises(ConnectError, match="not yet answered"):
         protocol.ask(Ready())
     protocol.receive(encode(Nothing(0)))
     with pytest.raises(ProtocolError, match="'nothing' came, and not offer or error"):
@@ -483,13 +483,13 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
         protocol.receive(data)
         try:
             while (message := protocol.next_message()) is not None:
-                # What is let through is a message of the exchange, whole and in its ranges.
+                # A message that is accepted is complete and within its ranges.
                 assert read(encode(message), type(message)) == message
                 read_all += 1
         except ProtocolError as error:
             refused += 1
             codes.add(error.code)
-            # The refusal itself can be sent, and is no longer than what a message can hold.
+            # The refusal itself can be sent, and fits into a message.
             longest = max(longest, len(str(error)), len(encode(Error("format", str(error)))) // 4)
     assert refused > MALFORMED // 2
     assert read_all > 100
@@ -514,7 +514,7 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
 )
 def test_parse_address_reads_host_and_port(text: str, host: str, port: int) -> None:
     assert parse_address(text) == (host, port)
-    shown = show_address((host, port))
+    shown = name_of((host, port))
     assert parse_address(shown) == (host, port)
 
 
@@ -566,8 +566,8 @@ def test_soft_devices_of_two_processes_are_unreachable_with_a_reason() -> None:
     assert why_unreachable("soft:soft0:1-a", "soft:soft0:1-a") is None
     both = why_unreachable("soft:soft0:1-a", "soft:soft0:2-b")
     assert both is not None
-    assert both.startswith("the server uses soft0 and the client uses soft0: ")
+    assert both.startswith("the server's soft0 exists only in its own process")
     client = why_unreachable("verbs", "soft:soft0:2-b")
     assert client is not None
-    assert client.startswith("the client uses soft0: that device lives in one process")
+    assert client.startswith("the client's soft0 exists only in its own process")
     assert why_unreachable("verbs", "something else") is not None

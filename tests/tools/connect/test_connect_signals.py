@@ -26,7 +26,7 @@ from rdmapost.tools.connect import server_threads as threads_module
 
 serve = servers
 SOON = 5.0
-"""Seconds; what waits in vain for the server waits more than 10."""
+"""Seconds; a wait for a server that cannot end takes more than 10."""
 
 
 @pytest.fixture
@@ -64,11 +64,11 @@ class At:
     """
 
     def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
-        self._files, self._closed_in_question, self._action = files, nth, action
+        self._files, self._left, self._action = files, nth, action
 
     @property
     def reached(self) -> bool:
-        return self._closed_in_question <= 0
+        return self._left <= 0
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
@@ -83,7 +83,7 @@ class At:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            self._closed_in_question -= 1
+            self._left -= 1
             if self.reached:
                 self._action()
         return self._trace
@@ -112,7 +112,7 @@ def server_threads() -> list[str]:
 
 
 def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
-    """Call it with 1, 2, 3, ... until it reports that there is no such moment."""
+    """Call it with 1, 2, 3, ... until it reports that it ended before that moment."""
     nth = 1
     while once(nth):
         nth += step
@@ -287,7 +287,7 @@ def test_the_finalizer_of_a_server_needs_no_globals(
     with monkeypatch.context() as at_exit, warns:
         at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
         # The interpreter's exit removes them, and so does this.
-        for name in ("os", "warnings", "show_address"):
+        for name in ("os", "warnings", "name_of"):
             at_exit.setattr(server_module, name, None)
             at_exit.setattr(threads_module, name, None, raising=False)
         del server
@@ -471,6 +471,33 @@ def test_a_question_interrupted_at_any_moment_does_not_block_the_next(
     each_moment(once, 3)
 
 
+def test_a_question_interrupted_as_it_gets_its_turn_does_not_block_the_next(
+    serve: Callable[..., Served],
+) -> None:
+    """Even while the exception is kept, and its traceback with it."""
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_return" and getattr(function, "__self__", None) is peer._turns:
+            sys.setprofile(None)
+            raise Interrupted
+
+    with serve().dial(timeout=1.0) as peer:
+        kept: list[BaseException] = []
+        sys.setprofile(profile)
+        try:
+            peer.look(0, 4)
+        except Interrupted as error:
+            kept.append(error)
+        finally:
+            sys.setprofile(None)
+        assert kept
+        answers: list[bytes] = []
+        asker = threading.Thread(target=lambda: answers.append(peer.look(0, 4).data))
+        asker.start()
+        asker.join(LIMIT)
+        assert answers == [bytes(4)]
+
+
 def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     serve: Callable[..., Served],
 ) -> None:
@@ -502,16 +529,16 @@ def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
 
 
 @pytest.mark.parametrize("raised", [TimeoutError, OSError, StopIteration])
-def test_what_a_handler_raises_while_a_connection_is_made_comes_out_as_it_is(
+def test_what_a_handler_raises_while_a_connection_is_made_propagates_unchanged(
     context: rp.Context, raised: type[Exception]
 ) -> None:
-    """It is neither the socket's error nor the server's answer."""
+    """It is not mistaken for the socket's error or the server's answer."""
 
     def handle(*_: object) -> None:
         raise raised("a handler's")
 
     before = signal.signal(signal.SIGALRM, handle)
-    # It is connected by the kernel, and nobody answers.
+    # The kernel connects it, and nothing answers.
     with socket.create_server(("127.0.0.1", 0)) as mute:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.2)

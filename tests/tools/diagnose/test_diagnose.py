@@ -84,7 +84,7 @@ def test_finding_is_a_dataclass_with_named_fields(rc):
 # ---- states -----------------------------------------------------------------------
 
 
-def test_reset_and_init_are_found(unconnected):
+def test_queue_pair_in_reset_or_init_is_a_problem(unconnected):
     a, b = unconnected.a, unconnected.b
     assert wrong(a) == ["qp-state"]
     assert "in RESET" in named(a.diagnose(), "qp-state").evidence
@@ -101,6 +101,29 @@ def test_peer_left_in_init_is_found(unconnected):
     finding = named(unconnected.a.diagnose(), "peer-state")
     assert finding.severity == "problem"
     assert "is in INIT: it does not receive" in finding.evidence
+
+
+@pytest.mark.parametrize("to", [QPState.RESET, QPState.ERR], ids=lambda state: state.name)
+def test_ud_peer_without_a_qkey_is_a_peer_to_connect_and_no_qkey_mismatch(connect, to):
+    """A queue pair has none before INIT."""
+    pair = connect(QPType.UD, to=QPState.RESET)
+    pair.a.connect()
+    if to is QPState.ERR:
+        pair.b.to_err()
+    findings = pair.a.diagnose(pair.b)
+    assert "qkey-mismatch" not in [finding.name for finding in findings]
+    remedy = {"RESET": "peer.connect()", "ERR": "peer.to_reset() and peer.connect()"}
+    assert named(findings, "peer-state").remedy == remedy[to.name]
+    # Nor is its own, as long as it has none.
+    assert "qkey-mismatch" not in [finding.name for finding in pair.b.diagnose(pair.a)]
+
+
+def test_qkey_that_a_message_must_carry_is_found(connect):
+    pair = connect(QPType.UD, to=QPState.RESET)
+    pair.a.connect()
+    pair.b.connect(qkey=5)
+    finding = named(pair.a.diagnose(pair.b), "qkey-mismatch")
+    assert (finding.severity, finding.remedy) == ("warning", "Send(..., remote_qkey=0x5)")
 
 
 def test_receiver_in_rtr_is_a_warning(unconnected):
@@ -248,7 +271,7 @@ def test_unusual_attributes_are_warnings(unconnected):
     assert "min_rnr_timer=0 (0.655 s): 0 means the longest" in finding.evidence
 
 
-def test_more_reads_than_the_peer_takes_are_found(unconnected):
+def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
     join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 2})
     finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
     assert "max_rd_atomic=8, and the peer's max_dest_rd_atomic=2" in finding.evidence
@@ -258,12 +281,12 @@ def test_more_reads_than_the_peer_takes_are_found(unconnected):
 
 
 def test_gid_that_is_not_the_peers_is_found(context, unconnected):
-    """Both are the port's GIDs, of two kinds."""
+    """Both are the port's GIDs, of two types."""
     port = context.query_port(1)
     needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs that addresses are made of", context)
     a, b = unconnected.a, unconnected.b
     others = [entry.gid for entry in context.query_gid_table() if entry.gid.is_link_local]
-    needs(others and not b.gid.gid.is_link_local, "second GID of another kind", context)
+    needs(others and not b.gid.gid.is_link_local, "second GID of another type", context)
     wanted = dataclasses.replace(b.endpoint(), gid=others[0])
     try:
         a.connect(wanted)
@@ -279,7 +302,7 @@ def test_gid_that_is_not_the_peers_is_found(context, unconnected):
     assert any(f"{b} has {b.gid.gid}" in finding.evidence for finding in found)
 
 
-def test_gid_that_nobody_has_is_found(context, unconnected):
+def test_gid_of_no_device_is_found(context, unconnected):
     needs(context.kind == "soft", "network that ends here", context)
     a, b = unconnected.a, unconnected.b
     a.connect(dataclasses.replace(b.endpoint(), gid=rp.GID("::ffff:10.9.9.9")))
@@ -299,7 +322,7 @@ def test_link_local_gid_is_a_warning(context, stack, pd, cq):
     assert warned & {"gid-link-local", "gid-roce-v1"}
 
 
-def test_gid_index_that_is_not_there_is_found(context, stack, pd, cq):
+def test_gid_index_that_the_port_lacks_is_found(context, stack, pd, cq):
     qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=200))
     finding = named(qp.diagnose(), "gid-wrong")
     assert finding.severity == "problem"
@@ -404,7 +427,7 @@ def test_cq_that_is_too_small_is_found(context, pd, stack):
     qp.to_reset()
 
 
-def test_receives_of_a_shared_queue_count(pd, cq, stack):
+def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
     srq = stack.enter_context(rp.SRQ(pd, 8))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     a = stack.enter_context(rp.QP(pd, QPType.RC, cq))
@@ -436,7 +459,7 @@ def test_queue_pair_of_the_parent_process_is_a_problem(context):
     assert said == "0 False"
 
 
-# ---- the whole way ----------------------------------------------------------------
+# ---- a send that fails ------------------------------------------------------------
 
 
 def test_send_that_nothing_answers_is_explained(context, unconnected):

@@ -1,4 +1,4 @@
-"""Diagnosing the machine: its limits, and trees of files that stand for other machines."""
+"""Diagnosing the machine: its limits, and file trees that represent other machines."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_missing_device_is_a_finding():
     assert diagnose_machine("nosuch0")
 
 
-def test_device_that_the_environment_names_is_looked_at(monkeypatch):
+def test_device_that_the_environment_names_is_diagnosed(monkeypatch):
     monkeypatch.setenv("RDMAPOST_DEVICE", "soft0")
     assert "soft0 port 1" in [f.about for f in diagnose_machine()]
 
@@ -152,7 +152,7 @@ def test_modules_and_device_nodes_are_found(roce):
     assert named(findings, "permission").about.endswith("dev/infiniband/uverbs0")
     evidence = named(findings, "port-active").evidence
     assert evidence == "roce7 port 1 is ACTIVE (LinkUp), Ethernet, eth7"
-    # libibverbs has not heard of it.
+    # libibverbs does not list it.
     assert named(findings, "provider-missing").severity == "problem"
 
 
@@ -205,7 +205,7 @@ def test_routes_and_network_devices_are_read(roce):
     assert not system.netdev_is_up("eth7")
 
 
-def test_network_device_behind_the_port_is_looked_at(roce):
+def test_network_device_of_the_port_is_checked(roce):
     """The software device's port, as if it were on eth7."""
     write(roce, {"sys/class/infiniband/soft0/parent": "eth7"})
     finding = named(diagnose_machine("soft0", root=roce), "mtu-mismatch")
@@ -222,8 +222,8 @@ def test_network_device_behind_the_port_is_looked_at(roce):
 @pytest.mark.parametrize(
     ("source", "dgid", "netdev", "name", "says"),
     [
-        ("10.0.0.5", "::ffff:10.0.0.9", "eth7", "way", "over eth7, directly"),
-        ("10.0.0.5", "::ffff:192.0.2.1", "eth7", "way", "through 10.0.0.1"),
+        ("10.0.0.5", "::ffff:10.0.0.9", "eth7", "route", "over eth7, directly"),
+        ("10.0.0.5", "::ffff:192.0.2.1", "eth7", "route", "through 10.0.0.1"),
         ("10.0.0.5", "::ffff:10.1.0.9", "eth7", "gid-wrong", "goes through eth8"),
         ("172.16.0.5", "::ffff:10.1.0.9", "eth8", "gid-wrong", "is in 10.1.0.0/16"),
         ("10.0.0.5", "fd00::1", "eth7", "gid-wrong", "is IPv4, and the peer's fd00::1 is IPv6"),
@@ -237,8 +237,8 @@ def test_route_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
     )
     write(roce, {"sys/class/net/eth8/mtu": "1500"})
     entry = rp.GIDTableEntry(3, rp.GID(f"::ffff:{source}"), rp.GIDType.ROCE_V2, netdev)
-    (finding,) = check_route(entry, rp.GID(dgid), [entry], "verbs", System(roce), "a queue pair")
-    assert (finding.name, finding.severity) == (name, "ok" if name == "way" else "problem")
+    finding = check_route(entry, rp.GID(dgid), [entry], "verbs", System(roce))
+    assert (finding.name, finding.severity) == (name, "ok" if name == "route" else "problem")
     assert says in finding.evidence
 
 
@@ -246,7 +246,7 @@ def test_address_without_a_route_is_found(roce):
     (roce / "proc/net/route").write_text("Iface\tDestination\n")
     entry = rp.GIDTableEntry(3, rp.GID("::ffff:10.0.0.5"), rp.GIDType.ROCE_V2, "eth7")
     peer = rp.GID("::ffff:192.0.2.1")
-    (finding,) = check_route(entry, peer, [entry], "verbs", System(roce), "a queue pair")
+    finding = check_route(entry, peer, [entry], "verbs", System(roce))
     assert finding.name == "gid-wrong"
     assert finding.evidence == "there is no route from GID 3 (::ffff:10.0.0.5) to 192.0.2.1"
 

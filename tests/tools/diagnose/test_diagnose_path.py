@@ -45,23 +45,22 @@ def system(tmp_path: pathlib.Path) -> System:
 
 
 def entry(
-    gid: str, index: int = 0, kind: GIDType | None = GIDType.ROCE_V2, ndev: str = ""
+    gid: str, index: int = 0, gid_type: GIDType | None = GIDType.ROCE_V2, ndev: str = ""
 ) -> rp.GIDTableEntry:
-    return rp.GIDTableEntry(index, rp.GID(gid), kind, ndev)
+    return rp.GIDTableEntry(index, rp.GID(gid), gid_type, ndev)
 
 
 def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Finding:
     """Diagnose the first GID of a table, or its value when it was chosen."""
     first = table[0]
     chosen = rp.GIDChoice(first.index, first.gid, first.gid_type, "the only one")
-    [finding] = check_gid(dataclasses.replace(chosen, **changed), list(table), system, "a port")
-    return finding
+    return check_gid(dataclasses.replace(chosen, **changed), list(table), system)
 
 
 # ---- ports ------------------------------------------------------------------------
 
 
-def test_port_that_is_down_wants_its_network_device_up(system, port):
+def test_remedy_for_an_ethernet_port_that_is_down_is_its_network_device(system, port):
     down = dataclasses.replace(port, state=PortState.DOWN, phys_state=3)
     finding = named(check_port(ROCE, down, system), "port-down")
     assert finding.severity == "problem"
@@ -71,7 +70,7 @@ def test_port_that_is_down_wants_its_network_device_up(system, port):
     assert finding.remedy.startswith("ip link set NETDEV up")
 
 
-def test_infiniband_port_wants_a_subnet_manager(system, port):
+def test_remedy_for_an_infiniband_port_that_is_down_is_a_subnet_manager(system, port):
     attr = dataclasses.replace(port, link_layer=LinkLayer.INFINIBAND, state=PortState.INIT)
     [finding] = check_port(ROCE, attr, system)
     assert finding.name == "port-down"
@@ -133,13 +132,12 @@ def test_link_local_gid_reaches_its_own_segment_only(system):
     assert about_gid(system, local, entry(V4, 2)).remedy == f"gid_index=2, GID 2 ({V4})"
 
 
-# ---- the way ----------------------------------------------------------------------
+# ---- the route --------------------------------------------------------------------
 
 
 def route_finding(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
     mine = entry(source, ndev="eth7")
-    [finding] = check_route(mine, rp.GID(dgid), [mine], kind, system, "a queue pair")
-    return finding
+    return check_route(mine, rp.GID(dgid), [mine], kind, system)
 
 
 def test_link_local_gid_on_one_side_only_is_a_problem(system):
@@ -153,7 +151,7 @@ def test_link_local_gid_on_one_side_only_is_a_problem(system):
     )
 
 
-def test_software_device_reaches_itself_alone(system):
+def test_software_device_reaches_only_itself(system):
     finding = route_finding("fd00::5", "fd00::9", system, "soft")
     assert (finding.name, finding.severity) == ("gid-wrong", "problem")
     assert "which only reaches its own" in finding.evidence
@@ -161,16 +159,16 @@ def test_software_device_reaches_itself_alone(system):
 
 def test_route_over_ipv6_is_not_looked_up(system):
     finding = route_finding("fd00::5", "fd00::9", system)
-    assert (finding.name, finding.severity) == ("way", "info")
+    assert (finding.name, finding.severity) == ("route", "info")
     assert finding.evidence.endswith("not looked up")
 
 
-def test_another_address_of_this_device_may_be_in_another_network(system):
+def test_gid_of_this_device_in_another_network_is_a_warning(system):
     routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
     system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
     mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
-    [finding] = check_route(mine, other.gid, [mine, other], "verbs", system, "a queue pair")
+    finding = check_route(mine, other.gid, [mine, other], "verbs", system)
     assert (finding.name, finding.severity) == ("gid-wrong", "warning")
     assert "on the same device is not" in finding.evidence
-    [finding] = check_route(mine, mine.gid, [mine, other], "verbs", system, "a queue pair")
+    finding = check_route(mine, mine.gid, [mine, other], "verbs", system)
     assert finding.evidence == f"from GID 0 ({V4}) to {V4}, on this device"

@@ -67,7 +67,7 @@ def ids(one: object) -> str:
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=str)
-def test_every_member_has_a_text(member: enum.Enum) -> None:
+def test_every_member_of_an_enumeration_is_explained(member: enum.Enum) -> None:
     (found,) = explain(member)
     assert (found.name, found.number) == (member.name, member.value)
     assert len(found.meaning) > 40

@@ -1,7 +1,8 @@
-"""Ping-pong's handshake: what the stock programs send, and garbage of every kind."""
+"""Ping-pong's handshake: what the stock programs send, and any sort of garbage."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import socket
 
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from support.pingpong_runs import MESSAGE
 
 import rdmapost as rp
-from rdmapost.pingpong import Address, PingpongError
-from rdmapost.tools.pingpong.handshake import DONE, Handshake, HandshakeConnection, name_of
+from rdmapost import pingpong
+from rdmapost.pingpong import Address, PingpongError, name_of
+from rdmapost.tools.pingpong.handshake import DONE, Handshake, HandshakeConnection
 
 
 def test_an_address_is_encoded_as_the_stock_programs_do():
@@ -47,21 +49,21 @@ def test_every_address_is_read_from_pieces_of_any_size(lid, qpn, psn, gid, piece
 def malformed(rng: random.Random) -> bytes:
     """Return something that a peer may send: garbage, or a valid message with faults."""
     whole = bytearray(MESSAGE + DONE)
-    kind = rng.randrange(7)
-    if kind == 0:
+    fault = rng.randrange(7)
+    if fault == 0:
         return rng.randbytes(rng.randint(1, 80))
-    if kind == 1:
+    if fault == 1:
         return rng.choice(
             [b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\0", b"done\0"]
         )
-    if kind == 2:
+    if fault == 2:
         return bytes(whole[: rng.randrange(len(whole))])
-    if kind == 3:
+    if fault == 3:
         whole[rng.randrange(len(whole))] = rng.randrange(256)
-    elif kind == 4:
+    elif fault == 4:
         at = rng.randrange(len(whole))
         whole[at:at] = rng.randbytes(rng.randint(1, 4))
-    elif kind == 5:
+    elif fault == 5:
         at = rng.randrange(len(whole))
         del whole[at : at + rng.randint(1, 4)]
     else:
@@ -70,7 +72,7 @@ def malformed(rng: random.Random) -> bytes:
 
 
 def test_a_malformed_handshake_is_refused_or_incomplete():
-    """Each is refused, incomplete, or valid; there is no other outcome."""
+    """Each is refused, incomplete, or valid."""
     rng = random.Random(52)
     refused = incomplete = accepted = 0
     for _ in range(100_000):
@@ -116,7 +118,7 @@ def test_a_malformed_handshake_over_a_connection_ends_at_once():
                 line.done()
             except PingpongError:
                 continue
-            # Bytes after the exchange are not read.
+            # Bytes after the handshake are not read.
             assert data[51:57] == b"\0" + DONE
 
 
@@ -137,8 +139,16 @@ def test_the_error_for_a_malformed_handshake_names_what_was_expected(sent, stage
 
 @pytest.mark.parametrize("data", [b"", MESSAGE[:-1], MESSAGE + b"\0", MESSAGE.replace(b":", b";")])
 def test_decode_refuses_a_message_that_is_not_an_address(data):
-    with pytest.raises(ValueError, match="not an address of the pingpong exchange"):
+    with pytest.raises(ValueError, match="not an address of the pingpong handshake"):
         Address.decode(data)
+
+
+@pytest.mark.parametrize("name", pingpong.__all__)
+def test_public_names_are_pickled_under_rdmapost_pingpong(name):
+    public = getattr(pingpong, name)
+    if not isinstance(public, int):
+        assert pickle.loads(pickle.dumps(public)) is public
+        assert public.__module__ == "rdmapost.pingpong"
 
 
 def test_name_of_writes_ipv4_ipv6_and_mapped_addresses():

@@ -48,14 +48,14 @@ BAD_SERVERS = {
     "garbage": (answer(b"220 mail ESMTP\r\n"), r"does not speak .*: b'220 mail ESMTP"),
     "no gid": (
         answer(b"0000:000011:abcdef:" + 32 * b"0" + b"\0"),
-        "sent no GID, and on Ethernet .* start it with -g INDEX",
+        "sent no GID, which Ethernet .* needs: start it with -g INDEX",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", BAD_SERVERS)
-def test_a_client_names_what_is_wrong_with_its_server(context, kind):
-    does, why = BAD_SERVERS[kind]
+@pytest.mark.parametrize("fault", BAD_SERVERS)
+def test_a_client_names_what_is_wrong_with_its_server(context, fault):
+    does, why = BAD_SERVERS[fault]
     with (
         impostor(does) as (_, port),
         Pingpong(context, timeout=0.5) as side,
@@ -71,14 +71,14 @@ def test_a_client_names_what_is_wrong_with_its_server(context, kind):
     [
         (b"", r"did not send its address within 0\.5 s"),
         (MESSAGE[:9], r"did not send its address \(9 of 52 bytes came\) within 0\.5 s"),
-        (b"GET / HTTP/1.0\r\n", "does not speak the exchange"),
+        (b"GET / HTTP/1.0\r\n", "does not speak the handshake"),
         (MESSAGE[:19] + 32 * b"0" + b"\0", "sent no GID"),
         (MESSAGE, r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"d", r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"nope!", 'does not speak .* came instead of "done"'),
-        # It goes silently.
+        # It leaves without a word.
         (None, r"closed the connection.* instead of sending its address"),
-        # It completes the exchange, and then does nothing.
+        # It completes the handshake, and then does nothing.
         (MESSAGE + DONE, r"no message from .* within 0\.5 s, from the start"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_validating_server_reports_a_client_that_does_not_mark_pages(context):
     assert isinstance(ends.client, Result)
     assert isinstance(ends.server, PingpongError)
     assert "the data is wrong: 1 of 4096 bytes, the first at 0: 0x7b, not 0x00" in str(ends.server)
-    assert "was the client told to validate" in str(ends.server)
+    assert "does the client validate" in str(ends.server)
 
 
 @pytest.mark.parametrize("is_server", [False, True])

@@ -15,21 +15,18 @@ if TYPE_CHECKING:
     from .device import Device
     from .queue import WorkQueue
 
-__all__ = ["NO_TAG", "Channel", "CompletionQueue", "Entry", "EventQueue", "tm_info"]
-
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
-_wc = Struct("@QIIIIIIIIHHBB0Q").pack
+_wc = Struct("@QII4x5I4xBx0Q").pack  # the other members are always 0
 
 Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, bytes]"
-"""A completion queue entry: the fields of ``struct ibv_wc`` (wr_id, status, opcode, vendor_err,
-byte_len, imm_data or invalidated_rkey, qp_num, src_qp, wc_flags, pkey_index, slid, sl,
-dlid_path_bits); the queue whose slots it frees; how many; whether it was solicited; and its
-``struct ibv_wc_tm_info``."""
+"""A completion queue entry: the fields of ``struct ibv_wc`` that the device sets (wr_id, status,
+opcode, byte_len, imm_data or invalidated_rkey, qp_num, src_qp, wc_flags, sl); the queue whose slots
+it frees; how many; whether it was solicited; and its ``struct ibv_wc_tm_info``."""
 
 tm_info = Struct("@QI0Q").pack
 """The tag and application context in a tag-matching message's entry."""
 NO_TAG = tm_info(0, 0)
-"""The same in any other entry."""
+"""That of any other entry."""
 
 
 _Event = TypeVar("_Event")
@@ -39,7 +36,7 @@ class _EventSource(native.Record, Generic[_Event]):
     """Events behind a file descriptor, which is readable when one is pending.
 
     The descriptor is a timer. It fires at once for an event, and when a parked work request is due
-    for a retry: a sleeper then comes back and makes progress, so that no thread is needed.
+    for a retry: that wakes a sleeper, which makes progress, so the device needs no thread.
     """
 
     def __init__(self, device: Device) -> None:
@@ -74,7 +71,7 @@ class _EventSource(native.Record, Generic[_Event]):
 
 
 class Channel(_EventSource["CompletionQueue"]):
-    """A completion channel; each event is the completion queue concerned."""
+    """A completion channel; each event is a completion queue."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -89,9 +86,9 @@ class CompletionQueue(native.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        pending: what a poll, in C, takes: a completion's bytes, the queue whose slots it frees, and
-            how many.
-        armed: for what to raise an event: 0 nothing, 1 solicited completions, 2 any.
+        pending: what a poll, in C, removes: a completion's bytes, the queue whose slots it frees,
+            and how many.
+        armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
     """
 
     def __init__(self, capacity: int, channel: Channel | None) -> None:
@@ -101,7 +98,7 @@ class CompletionQueue(native.DeviceQueue):
         self.handle: Any = None
         self.users = 0
         self.overrun = False
-        """Whether it has had no room for an entry; reported once."""
+        """Whether an entry found no room; reported once."""
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if the queue overruns."""
@@ -134,7 +131,7 @@ class EventQueue(_EventSource["tuple[EventType, Any]"]):
         """Drop the events about an object's struct, as the kernel does when it is destroyed."""
         self.drop(lambda event: event[1] is element)
 
-    def tell_overrun(self, cq: CompletionQueue) -> None:
+    def report_overrun(self, cq: CompletionQueue) -> None:
         """Add an event the first time that a completion queue overruns."""
         if not cq.overrun:
             cq.overrun = True

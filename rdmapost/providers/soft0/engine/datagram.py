@@ -1,4 +1,4 @@
-"""Unreliable datagrams: addressed one by one, with a GRH in front, dropped silently."""
+"""Unreliable datagrams: each has its own address and a GRH in front, and may be dropped."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from ....enums import Opcode, SendFlags, WCFlags, WCStatus
 from ....posting.rules import MULTICAST_QPN
 from ....standard.wire import GRH_BYTES, IPV4_MAPPED
 from . import offload
-from .memory import Fault, copy, gather
+from .memory import Fault, gather
 from .packets import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import WQE
-
-__all__ = ["AddressHandle", "deliver", "flags_of", "send", "send_segmented"]
 
 _UDP = 17
 _BESIDE_PAYLOAD = 8 + 12 + 8 + 4
@@ -84,7 +82,7 @@ def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
 
 
 def _ip_header(address: AddressHandle, size: int) -> bytes:
-    """Return what precedes the payload in a receive: the IP header of the RoCE v2 packet.
+    """Return the IP header of the RoCE v2 packet, which precedes the payload in a receive.
 
     An IPv4 header takes the last 20 of the 40 bytes.
     """
@@ -113,14 +111,8 @@ def _ip_header(address: AddressHandle, size: int) -> bytes:
     return bytes(GRH_BYTES - _IPV4.size) + header(checksum)
 
 
-def deliver(request: Request, segments: Segments) -> None:
-    """Write a datagram, IP header first, into a receive's buffers, which have room for it."""
-    copy([request.grh, *request.data], segments)
-
-
 def flags_of(request: Request) -> int:
-    """Return IP_CSUM_OK for a received IP-over-InfiniBand message with correct checksums, else
-    0."""
+    """Return IP_CSUM_OK for an IP-over-InfiniBand message with correct checksums, else 0."""
     if not request.data or bytes(request.data[0][:1]) not in _ETHERTYPE_STARTS:
         return 0
     right = offload.checksums_are_right(gather(request.data), offload.ipoib)

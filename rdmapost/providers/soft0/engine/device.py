@@ -1,47 +1,40 @@
-"""The device: what it can do, what it holds, and what carries its messages."""
+"""The device: its objects, the wire between its queue pairs, and its progress."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from typing import Any
 
 from ...._binding import native
 from ....enums import MTU
 from . import requester, responder
 from .completion import Channel, EventQueue
-from .faults import FaultPlan
+from .faults import FaultPlan, PlannedFaults
 from .memory import Memory
 from .packets import Ack, Request
-from .planned import PlannedFaults
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
 from .table import Table
-
-__all__ = ["Device", "OpenDevice", "ready"]
 
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
 
 ready: list[QueuePair | SharedReceiveQueue] = []
-"""What has work to do after the verb or step; C takes it from here."""
-
-
-def _as_it_is(wr_id: int) -> int:
-    return wr_id
+"""What has work to do after the verb or step; C empties it."""
 
 
 class OpenDevice(native.Record):
     """One open context of the device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, struct: Any) -> None:
+        self.struct = struct
+        """The struct around the context; a pointer to a part does not keep the whole."""
         self.events = EventQueue(device)
-        self.wr_id_of: Callable[[int], int | None] = _as_it_is
-        self.faults = PlannedFaults(lambda wr_id: self.wr_id_of(wr_id))
-        """What will go wrong on purpose."""
+        self.faults = PlannedFaults()
         self.plan = FaultPlan(self.faults)
-        """The users' interface to those."""
+        """The users' interface to the faults."""
 
 
 class Device(native.Record):
@@ -55,8 +48,8 @@ class Device(native.Record):
         gids: its GID table.
         port_mtu: the active MTU of its port.
         memory: its keys.
-        qps, srqs: what exists, by number.
-        channels, event_queues: their descriptors wake sleepers when something is due.
+        qps, srqs: its queue pairs and SRQs, by number.
+        channels, event_queues: their descriptors wake sleepers when a retry is due.
         parked: queue pairs whose next request will be retried later.
     """
 
@@ -79,14 +72,14 @@ class Device(native.Record):
     # ---- the wire -----------------------------------------------------------
 
     def transmit(self, request: Request, dgid: bytes | None) -> Ack | None:
-        """Carry a request to its queue pair and return the answer, if any comes."""
+        """Deliver a request to its queue pair and return the acknowledgement, if any."""
         if dgid is not None and dgid not in self.gids:
             return None
         qp = self.qps.get(request.dest_qpn)
         return None if qp is None else responder.receive(qp, request)
 
     def attach(self, qp: QueuePair, group: bytes) -> None:
-        """Let a queue pair receive what is sent to a multicast group."""
+        """Attach a queue pair to a multicast group."""
         self.groups[group] = self.groups.get(group, frozenset()) | {qp}
 
     def detach(self, qp: QueuePair, group: bytes) -> bool:
@@ -101,18 +94,18 @@ class Device(native.Record):
         return True
 
     def multicast(self, request: Request, dgid: bytes) -> None:
-        """Carry a datagram to every queue pair that is attached to the group."""
+        """Deliver a datagram to every queue pair that is attached to the group."""
         for qp in list(self.groups.get(dgid, ())):
             responder.receive(qp, request)
 
     # ---- progress -----------------------------------------------------------
 
     def park(self, qp: QueuePair) -> None:
-        """Come back to a queue pair when its next attempt is due."""
+        """Start a queue pair again when its next attempt is due."""
         self._set_parked(self.parked | {qp})
 
     def unpark(self, qp: QueuePair) -> None:
-        """Do not come back to a queue pair."""
+        """Undo park."""
         if qp in self.parked:
             self._set_parked(self.parked - {qp})
 
@@ -125,14 +118,14 @@ class Device(native.Record):
             source.signal()
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
-        """Have what is posted to it carried out after the verb or step."""
+        """Have a queue's work requests carried out after the verb or step."""
         native.on_commit(native.start, worker)
 
     def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
-        """Carry out one of the pending work requests; return whether to come again.
+        """Carry out one pending work request of a worker; return whether to call again.
 
         Args:
-            worker: whose; None means what is parked and due.
+            worker: None starts the queue pairs that are parked and due.
         """
         if isinstance(worker, QueuePair):
             return requester.step(worker)
@@ -146,13 +139,13 @@ class Device(native.Record):
         return False
 
     def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
-        """Fail the work request that a step could not carry out; return whether to come again."""
+        """Fail the work request that a step could not carry out; return whether to call again."""
         if isinstance(worker, QueuePair):
             return requester.give_up(worker)
         return worker is not None and bool(worker.tags.give_up())
 
     def nanoseconds_until_due(self) -> int:
-        """Return when something parked is due next; 0 when nothing is parked."""
+        """Return the time to the next retry; 0 when nothing is parked."""
         if not self.parked:
             return 0
         return max(1, int((self._due - time.monotonic()) * 1e9))

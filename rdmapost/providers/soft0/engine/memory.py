@@ -1,8 +1,7 @@
 """Memory regions, memory windows, and every check before a byte is touched.
 
-Nothing here takes an address at its word: an access names a key, and the key's
-region or window must cover the range, belong to the protection domain and
-grant the operation.
+An access names a key. The key's region or window must cover the range, belong to
+the protection domain and grant the operation.
 """
 
 from __future__ import annotations
@@ -14,18 +13,6 @@ from ...._binding import native
 from ....enums import Access, MWType, WCStatus
 from .packets import Segments
 from .table import Table
-
-__all__ = [
-    "Fault",
-    "Memory",
-    "ProtectionDomain",
-    "Region",
-    "RemoteFault",
-    "Window",
-    "copy",
-    "gather",
-]
-
 
 _LOCAL_WRITE = int(Access.LOCAL_WRITE)
 _ZERO_BASED = int(Access.ZERO_BASED)
@@ -45,7 +32,7 @@ class RemoteFault(Exception):
 
 
 class ProtectionDomain:
-    """Which regions, windows and queue pairs may be used together."""
+    """Regions, windows and queue pairs work only with those of the same domain."""
 
     __slots__ = ()
 
@@ -70,11 +57,11 @@ class Region(native.Record):
 
 
 class Window(native.Record):
-    """A memory window, unbound until it has a region."""
+    """A memory window, unbound while it has no region."""
 
     __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
 
-    # Properties of what it is bound to; unused without a region.
+    # Of the bound range; unset without a region.
     addr: int
     length: int
     access: int
@@ -106,7 +93,7 @@ _STALE_STEP = 0x3F
 
 
 class Memory(native.Record):
-    """The keys of a device and what they stand for."""
+    """The keys of a device, and their regions and windows."""
 
     def __init__(self) -> None:
         self.regions_by_lkey: dict[int, Region] = Table()
@@ -139,7 +126,7 @@ class Memory(native.Record):
         region.valid = False
 
     def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
-        """Make an unbound window."""
+        """Return a new unbound window."""
         window = Window(pd, mw_type, self._new_key())
         self._by_rkey[window.rkey] = window
         return window
@@ -166,12 +153,11 @@ class Memory(native.Record):
             pd: the queue's protection domain.
             sges: (addr, length, lkey) each; length 0 means 2^31.
             write: whether the device will write there.
-            size: how many bytes are wanted, from the first on; SGEs beyond them are not checked.
-                All unless given.
+            size: how many bytes are needed; SGEs after them are not checked. Default: all.
 
         Raises:
             Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong; LOC_LEN_ERR: the SGEs
-                hold fewer than that.
+                are shorter than size.
         """
         segments: Segments = []
         regions = self.regions_by_lkey
@@ -269,7 +255,7 @@ class Memory(native.Record):
         window.bind(region, addr, length, access, qpn)
 
     def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:
-        """Invalidate a region's or a type 2 window's key; return whether that was possible."""
+        """Invalidate a region's or a type 2 window's key; return False if that is not allowed."""
         target = self._by_rkey.get(key) or self.regions_by_lkey.get(key)
         if target is None or target.pd is not pd:
             return False
@@ -295,10 +281,10 @@ def gather(source: Segments) -> bytes:
 def copy(source: Segments, target: Segments) -> None:
     """On commit, copy all of the source into the target, which is at least as long."""
     if len(source) == len(target) == 1:
-        piece, into = source[0], target[0]
-        if len(piece) != len(into):
-            into = into[: len(piece)]
-        native.on_commit(setitem, into, _ALL, piece)
+        piece, room = source[0], target[0]
+        if len(piece) != len(room):
+            room = room[: len(piece)]
+        native.on_commit(setitem, room, _ALL, piece)
     else:
         _copy_pieces(source, target)
 

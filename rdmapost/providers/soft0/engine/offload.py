@@ -14,23 +14,13 @@ from ....enums import WCStatus
 from ....standard.wire import checksum_residue
 from .memory import Fault
 
-__all__ = [
-    "MAX_TSO",
-    "Link",
-    "checksums_are_right",
-    "ethernet",
-    "fill_checksums",
-    "ipoib",
-    "segments",
-]
-
 MAX_TSO = 1 << 18
 """Payload bytes of one TSO work request."""
 
 _Bytes = bytes | bytearray
 
 Link = Callable[[bytes], tuple[int, int]]
-"""Finds what a packet carries: where it starts, and its EtherType (0: too short to say)."""
+"""Finds a packet's network header: its offset, and its EtherType (0: the packet is too short)."""
 
 _IPV4, _IPV6 = 0x0800, 0x86DD
 _VLAN_TAGS = frozenset({0x8100, 0x88A8})
@@ -45,18 +35,18 @@ _FIN_PSH, _CWR = 0x09, 0x80
 
 
 def ethernet(frame: bytes) -> tuple[int, int]:
-    """Find what an Ethernet frame carries, after its VLAN tags."""
+    """Find the network header of an Ethernet frame, after its VLAN tags."""
     at = 12
     while len(frame) >= at + 2:
-        kind = int.from_bytes(frame[at : at + 2])
-        if kind not in _VLAN_TAGS:
-            return at + 2, kind
+        ethertype = int.from_bytes(frame[at : at + 2])
+        if ethertype not in _VLAN_TAGS:
+            return at + 2, ethertype
         at += 4
     return at, 0
 
 
 def ipoib(message: bytes) -> tuple[int, int]:
-    """Find what an IP-over-InfiniBand message carries (RFC 4391): EtherType, two bytes of zero."""
+    """Find the network header of an IP-over-InfiniBand message, after 4 bytes (RFC 4391)."""
     if len(message) < 4 or message[2:4] != b"\0\0":
         return 4, 0
     return 4, int.from_bytes(message[:2])
@@ -72,20 +62,20 @@ class _Headers(NamedTuple):
     ip: int
     transport: int
     protocol: int
-    """_TCP or _UDP, or 0 if the transport checksum is not ours to touch."""
+    """_TCP or _UDP, or 0 if the transport checksum must stay unchanged."""
 
 
 def _headers(packet: bytes, link: Link) -> _Headers | None:
-    """Find the headers of a packet; None if it carries no IP."""
-    at, kind = link(packet)
+    """Find the headers of a packet; None if it is not IP."""
+    at, ethertype = link(packet)
     left = len(packet) - at
-    if kind == _IPV4 and left >= _IPV4_SIZE and packet[at] >> 4 == 4:
+    if ethertype == _IPV4 and left >= _IPV4_SIZE and packet[at] >> 4 == 4:
         size = (packet[at] & 0xF) * 4
         if not _IPV4_SIZE <= size <= left:
             return None
         fragment = int.from_bytes(packet[at + 6 : at + 8]) & _FRAGMENT
         return _Headers(4, at, at + size, 0 if fragment else _known(packet[at + 9]))
-    if kind == _IPV6 and left >= _IPV6_SIZE and packet[at] >> 4 == 6:
+    if ethertype == _IPV6 and left >= _IPV6_SIZE and packet[at] >> 4 == 6:
         following, end = packet[at + 6], at + _IPV6_SIZE
         while following in _SKIPPED and end + 8 <= len(packet):
             following, end = packet[end], end + 8 + packet[end + 1] * 8
@@ -98,7 +88,7 @@ def _known(protocol: int) -> int:
 
 
 def _packet_end(packet: _Bytes, headers: _Headers) -> int:
-    """Return where the IP packet ends by its own account; the frame may have padding after it."""
+    """Return where the IP packet ends by its length field; padding may follow."""
     at = headers.ip
     if headers.version == 4:
         return at + int.from_bytes(packet[at + 2 : at + 4])
@@ -157,7 +147,7 @@ def _fill(out: bytearray, headers: _Headers, end: int) -> None:
         _pseudo_header(out, headers, end - transport) + checksum_residue(out[transport:end])
     )
     if headers.protocol == _UDP:
-        # 0 means that there is none, so it is sent in its other form.
+        # 0 would mean "no checksum", so 0 is sent in its other form.
         value = value or 0xFFFF
     out[field : field + 2] = value.to_bytes(2)
 
@@ -174,7 +164,7 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
         if checksum_residue(packet[at:transport]):
             return False
         if headers.protocol == _UDP and packet[transport + 6 : transport + 8] == b"\0\0":
-            # A sender need not compute it on IPv4.
+            # Optional on IPv4.
             return True
     size = end - transport
     return (
@@ -193,13 +183,13 @@ def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes
 
     Args:
         hdr: link header, IPv4 or IPv6, and TCP or UDP; nothing after it.
-        link: the kind of link header.
-        payload: what follows the header; none at all makes one packet.
+        link: the link header's format.
+        payload: what follows the header; an empty one makes one packet.
         mss: payload bytes in a packet.
 
     Raises:
-        Fault: LOC_QP_OP_ERR: the mss is 0, or the header is none of these; LOC_LEN_ERR: it is
-            shorter or longer than its headers say, or the payload is longer than MAX_TSO.
+        Fault: LOC_QP_OP_ERR: the mss is 0, or the header has another format; LOC_LEN_ERR: hdr is
+            shorter or longer than its headers, or the payload is longer than MAX_TSO.
     """
     headers = _headers(hdr, link)
     if not mss or headers is None or not headers.protocol:

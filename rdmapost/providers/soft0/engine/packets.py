@@ -1,6 +1,6 @@
-"""What queue pairs say to each other: a request, and its acknowledgement.
+"""The messages between queue pairs: a request, and its acknowledgement.
 
-Requester and responder share nothing but these messages; a wire could connect them.
+Requester and responder share only these messages; a wire could connect them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from typing import Any
 
 from ....enums import QPType
 
-__all__ = ["Ack", "AckKind", "Request", "Segments", "size_of"]
-
 Segments = list[Any]
 """Bytes in memory: memoryviews of registered memory, or the device's own bytes."""
 
 
 class Request:
-    """A message from a requester, whole: segmentation is not modelled."""
+    """A whole message from a requester: segmentation is not modelled."""
 
-    # Most requests change only two or three of these.
+    # Requests usually change only two or three of these.
     solicited = False
     imm: int | None = None
     """Immediate data as the work request holds it, in network order."""
@@ -45,11 +43,11 @@ class Request:
         self.length = length
 
 
-class AckKind(IntEnum):
-    """The kinds of answer."""
+class AckType(IntEnum):
+    """ACK, RNR NAK, and the NAKs for errors."""
 
     ACK = 0
-    """Done."""
+    """The request succeeded."""
     RNR_NAK = 1
     """No receive is posted; try again after the timer."""
     NAK_INVALID_REQUEST = 2
@@ -61,14 +59,14 @@ class AckKind(IntEnum):
 
 
 class Ack:
-    """A responder's answer on a reliable service."""
+    """A responder's acknowledgement on a reliable service."""
 
-    __slots__ = ("data", "kind", "rnr_timer", "value")
+    __slots__ = ("data", "rnr_timer", "type", "value")
 
     def __init__(
-        self, kind: AckKind, *, rnr_timer: int = 0, data: Segments | None = None, value: int = 0
+        self, ack_type: AckType, *, rnr_timer: int = 0, data: Segments | None = None, value: int = 0
     ) -> None:
-        self.kind = kind
+        self.type = ack_type
         self.rnr_timer = rnr_timer
         """Encoded as min_rnr_timer."""
         self.data = data
@@ -77,7 +75,7 @@ class Ack:
         """What an atomic found."""
 
 
-ACK = Ack(AckKind.ACK)
+ACK = Ack(AckType.ACK)
 
 
 def size_of(segments: Segments) -> int:

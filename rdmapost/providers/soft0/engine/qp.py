@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .device import Device
     from .memory import ProtectionDomain
 
-__all__ = ["ACCESS_FLAGS", "ATTRIBUTE_RANGES", "QueuePair"]
-
 _COMPLETES_AS: dict[int, WCOpcode] = {
     int(Opcode.RDMA_WRITE): WCOpcode.RDMA_WRITE,
     int(Opcode.RDMA_WRITE_WITH_IMM): WCOpcode.RDMA_WRITE,
@@ -40,16 +38,15 @@ ACCESS_FLAGS = 0x3FF003FF
 """The access flags of the kernel's ABI (enum ib_uverbs_access_flags). A queue pair accepts any of
 them; those that grant a peer nothing have no effect."""
 
-ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
+_ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
     **RANGES,
     "port_num": (1, 1),
     "pkey_index": (0, 0),
     "max_rd_atomic": (0, 16),
     "max_dest_rd_atomic": (0, 16),
-    "qp_access_flags": (0, ACCESS_FLAGS),
     "path_mig_state": (0, 0),
 }
-"""What ibv_modify_qp accepts, both ends included."""
+"""The lowest and highest values that ibv_modify_qp accepts."""
 
 
 class QueuePair(native.Record):
@@ -93,7 +90,7 @@ class QueuePair(native.Record):
 
     def _forget(self) -> None:
         self.attr: dict[str, Any] = {}
-        """What has been set; each step requires all that the next state needs."""
+        """Set by modify, which requires all attributes that the new state needs."""
         self.begin_attempts()
         self.established = False
 
@@ -113,11 +110,9 @@ class QueuePair(native.Record):
         if mask & ~(allowed | QPAttrMask.STATE | QPAttrMask.CUR_STATE):
             return False
         for name, value in attrs.items():
-            low, high = ATTRIBUTE_RANGES.get(name, (value, value))
+            low, high = _ATTRIBUTE_RANGES.get(name, (value, value))
             if not low <= value <= high:
                 return False
-        if attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
-            return False
         self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
@@ -176,36 +171,20 @@ class QueuePair(native.Record):
         if queue.silent:
             queue.silent = 0
         opcode = _COMPLETES_AS.get(wqe.opcode, _WC_SEND)
-        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, 0, 0, 0, 0, 0)
+        fields = (wqe.wr_id, status, opcode, byte_len, 0, self.number, 0, 0, 0)
         self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
 
-    def complete_recv(
-        self,
-        wqe: Any,
-        status: WCStatus,
-        *,
-        opcode: WCOpcode = WCOpcode.RECV,
-        byte_len: int = 0,
-        flags: int = 0,
-        queue: WorkQueue | None = None,
-        cq: CompletionQueue | None = None,
-    ) -> None:
-        """Retire a receive work request of this queue pair, or of the given queue."""
-        fields = (wqe.wr_id, status, opcode, 0, byte_len, 0, self.number, 0, flags, 0, 0, 0, 0)
-        entry = (fields, self.rq if queue is None else queue, 1, False, NO_TAG)
-        self.push(self.recv_cq if cq is None else cq, entry)
-
     def push(self, cq: CompletionQueue, entry: Entry) -> None:
-        """Put an entry on a completion queue; one that is full breaks the queue pair."""
+        """Put an entry on a completion queue; an overrun breaks the queue pair."""
         if cq.add(entry):
             return
-        self.context.events.tell_overrun(cq)
+        self.context.events.report_overrun(cq)
         self.fail(EventType.QP_FATAL)
 
     # ---- failing ------------------------------------------------------------
 
     def fail(self, event: EventType | None = None) -> None:
-        """Enter the error state, and report an event about it."""
+        """Enter the error state, and report the event."""
         if self.state is _ERR:
             return
         self._set_state(_ERR)
@@ -244,7 +223,9 @@ class QueuePair(native.Record):
     def flush_receives(self) -> None:
         """Complete the receive queue with flush errors."""
         while self.rq.pending:
-            self.complete_recv(self.rq.take(), WCStatus.WR_FLUSH_ERR)
+            wr_id = self.rq.take().wr_id
+            fields = (wr_id, WCStatus.WR_FLUSH_ERR, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
+            self.push(self.recv_cq, (fields, self.rq, 1, False, NO_TAG))
 
     def grants(self, access: int) -> bool:
         """Whether the queue pair grants a peer this at all."""

@@ -11,21 +11,19 @@ if TYPE_CHECKING:
     from .completion import CompletionQueue
     from .memory import ProtectionDomain
 
-__all__ = ["WQE", "SharedReceiveQueue", "WorkQueue", "XRCDomain"]
-
 WQE = native.WQE
 """A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
-ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not have
+ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not use
 are garbage. ``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data
 copied when it was posted, ``ah``, ``window`` and ``region`` are the objects named, and ``owner`` is
-told how it ended, if it is the device's own (tags)."""
+notified of its end if it is the device's own (tags)."""
 
 
 class WorkQueue(native.DeviceQueue):
     """A queue of work requests with a fixed number of slots.
 
-    A slot is taken by the post, which is in C. It comes free only when a completion that shows its
-    work request as done has been polled: hardware knows no more than its consumer says.
+    The post, in C, takes a slot. The slot becomes free only when a completion that retires its work
+    request has been polled, as on hardware.
 
     Attributes:
         pending: the work requests not yet done.
@@ -58,7 +56,7 @@ class WorkQueue(native.DeviceQueue):
 
 
 class XRCDomain(native.Record):
-    """Which XRC targets and XRC shared receive queues may be used together."""
+    """XRC targets work only with the XRC shared receive queues of the same domain."""
 
     __slots__ = ("handle", "inode", "opened", "users")
 
@@ -72,20 +70,6 @@ class XRCDomain(native.Record):
 
 class SharedReceiveQueue(native.Record):
     """Receives that many queue pairs share."""
-
-    __slots__ = (
-        "context",
-        "cq",
-        "handle",
-        "limit",
-        "number",
-        "ops",
-        "pd",
-        "queue",
-        "tags",
-        "users",
-        "xrcd",
-    )
 
     def __init__(
         self, context: Any, pd: ProtectionDomain, depth: int, max_sge: int, number: int

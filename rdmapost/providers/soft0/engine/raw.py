@@ -1,4 +1,4 @@
-"""Raw packets: whole Ethernet frames, received by every other raw queue pair of the device."""
+"""Raw packets: Ethernet frames, received by every other raw queue pair of the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import WQE
 
-__all__ = ["flags_of", "send", "send_segmented"]
-
 ETHERNET_HEADER = 14
 MAX_FRAME = 9000 + ETHERNET_HEADER
 
 
 def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
-    """Send one frame unchanged, but with checksums if the work request asks for them.
+    """Send one frame, with its checksums filled in if the work request asks for that.
 
     Raises:
         Fault: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
@@ -59,6 +57,6 @@ def _send_frame(qp: QueuePair, frame: bytes) -> None:
 
 
 def flags_of(request: Request) -> int:
-    """Return the completion flags of a received frame: IP_CSUM_OK, or none."""
+    """Return IP_CSUM_OK for a received frame with correct checksums, else 0."""
     right = offload.checksums_are_right(gather(request.data), offload.ethernet)
     return int(WCFlags.IP_CSUM_OK) if right else 0

@@ -1,9 +1,9 @@
 """The requester: carries out the send queue, in order, one request at a time.
 
 A request goes out as a message, and its acknowledgement decides how the work request completes.
-What must be retried later is parked until it is due; the device comes back to it on any post, poll
-or wake-up by an event descriptor. FENCE needs no code: a request starts when the one before it is
-done.
+A queue pair whose request must be retried is parked until the retry is due; any later post, poll or
+wake-up by an event descriptor makes the attempt. FENCE needs no code: a request starts when the
+previous one is done.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from ....posting.rules import MAX_MSG_SIZE
 from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
 from .memory import Fault, copy
-from .packets import Ack, AckKind, Request, Segments, size_of
+from .packets import ACK, Ack, AckType, Request, Segments, size_of
 from .qp import QueuePair
 from .queue import WQE
 
-__all__ = ["give_up", "step"]
-
 _NAK_STATUS = {
-    AckKind.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
-    AckKind.NAK_REMOTE_ACCESS: WCStatus.REM_ACCESS_ERR,
-    AckKind.NAK_REMOTE_OPERATIONAL: WCStatus.REM_OP_ERR,
+    AckType.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
+    AckType.NAK_REMOTE_ACCESS: WCStatus.REM_ACCESS_ERR,
+    AckType.NAK_REMOTE_OPERATIONAL: WCStatus.REM_OP_ERR,
 }
 
 _SOLICITED = int(SendFlags.SOLICITED)
@@ -36,7 +34,7 @@ _WITH_IMM = frozenset({int(Opcode.SEND_WITH_IMM), int(Opcode.RDMA_WRITE_WITH_IMM
 _RTS, _SQE = QPState.RTS, QPState.SQE
 _UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
 _SEND, _SEND_WITH_INV = int(Opcode.SEND), int(Opcode.SEND_WITH_INV)
-_SUCCESS, _ACK = WCStatus.SUCCESS, AckKind.ACK
+_SUCCESS, _ACK_TYPE = WCStatus.SUCCESS, AckType.ACK
 
 
 class _Parked(Exception):
@@ -44,7 +42,7 @@ class _Parked(Exception):
 
 
 def step(qp: QueuePair) -> bool:
-    """Carry out the request at the head of the send queue; return whether to come again."""
+    """Carry out the request at the head of the send queue; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
         return False
@@ -78,7 +76,7 @@ def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
     if qp.due:
         qp.begin_attempts()
     if not qp.sq.pending:
-        # It was flushed as a consequence of itself, on a queue pair that sends to itself.
+        # On a queue pair that sends to itself, the request has flushed itself.
         return
     qp.sq.take()
     qp.complete_send(wqe, status, byte_len)
@@ -146,10 +144,10 @@ def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
 
 
 def _room(wqe: WQE) -> int:
-    """Return the size of the local buffers of a work request that fetches something.
+    """Return the size of the local buffers of a read or an atomic.
 
-    As in hardware, they are checked only when the answer arrives: what the responder has done by
-    then stays done.
+    As on hardware, their keys are checked only when the response arrives, after the responder has
+    carried out the request.
     """
     if wqe.inline is not None:
         # An inline copy cannot be written to.
@@ -234,37 +232,35 @@ _BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
 
 # ---- what comes back --------------------------------------------------------
 
-_NOTHING = Ack(AckKind.ACK)
-
 
 def _exchange(qp: QueuePair, request: Request) -> Ack:
     """Send a request and return its acknowledgement.
 
     Raises:
-        Fault: the responder refused, or the attempts are used up.
-        _Parked: it did not answer, or was not ready; attempts are left.
+        Fault: the responder sent a NAK, or the attempts are used up.
+        _Parked: it did not respond, or was not ready; attempts are left.
     """
     if qp.reliable and qp.retries > qp.attr["retry_cnt"]:
         # The last attempt has timed out too.
         raise Fault(WCStatus.RETRY_EXC_ERR)
     ack = qp.device.transmit(request, qp.attr["dgid"])
     if not qp.reliable:
-        return _NOTHING
+        return ACK
     if ack is None:
         timeout = qp.attr["timeout"]
         if not timeout:
-            # For ever: retry now and then, as the peer may come up.
+            # Wait for ever: retry now and then, as the peer may come up.
             _try_again(qp, 0.1)
         qp.retries += 1
         _try_again(qp, ack_timeout(timeout))
-    if ack.kind is _ACK:
+    if ack.type is _ACK_TYPE:
         return ack
-    if ack.kind is AckKind.RNR_NAK:
+    if ack.type is AckType.RNR_NAK:
         if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
             raise Fault(WCStatus.RNR_RETRY_EXC_ERR)
         qp.rnr_retries += 1
         _try_again(qp, rnr_timer(ack.rnr_timer))
-    raise Fault(_NAK_STATUS[ack.kind])
+    raise Fault(_NAK_STATUS[ack.type])
 
 
 def _try_again(qp: QueuePair, seconds: float) -> NoReturn:

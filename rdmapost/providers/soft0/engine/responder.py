@@ -1,6 +1,7 @@
-"""The responder: carries out one request and answers it.
+"""The responder: carries out one request and acknowledges it.
 
-An unreliable service has no answers: what cannot be carried out is dropped silently.
+An unreliable service has no acknowledgements: a request that cannot be carried out is dropped
+silently.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ....standard.wire import GRH_BYTES
 from . import datagram, raw
 from .completion import NO_TAG
 from .memory import Fault, RemoteFault, copy
-from .packets import ACK, Ack, AckKind, Request, Segments
+from .packets import ACK, Ack, AckType, Request, Segments
 from .queue import SharedReceiveQueue, WorkQueue
 
 if TYPE_CHECKING:
@@ -22,13 +23,11 @@ if TYPE_CHECKING:
     from .memory import ProtectionDomain
     from .qp import QueuePair
 
-__all__ = ["Receive", "consume_receive", "fill", "not_ready", "receive", "refuse"]
-
 _RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 
-_INVALID_REQUEST = Ack(AckKind.NAK_INVALID_REQUEST)
-_REMOTE_ACCESS = Ack(AckKind.NAK_REMOTE_ACCESS)
-_REMOTE_OPERATIONAL = Ack(AckKind.NAK_REMOTE_OPERATIONAL)
+_INVALID_REQUEST = Ack(AckType.NAK_INVALID_REQUEST)
+_REMOTE_ACCESS = Ack(AckType.NAK_REMOTE_ACCESS)
+_REMOTE_OPERATIONAL = Ack(AckType.NAK_REMOTE_OPERATIONAL)
 
 _MASK64 = (1 << 64) - 1
 _UINT64 = Struct("=Q")
@@ -43,7 +42,7 @@ _UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
 
 
 def receive(qp: QueuePair, request: Request) -> Ack | None:
-    """Carry out a request; return the acknowledgement, or None if there is none."""
+    """Carry out a request; return the acknowledgement, or None if none is sent."""
     if qp.state not in _RECEIVES or qp.peer_type is not request.qp_type:
         return None
     if qp.connected:
@@ -65,7 +64,7 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
 
 
 def refuse(qp: QueuePair) -> Ack:
-    """Answer an invalid request; it breaks the connection."""
+    """Return the NAK for an invalid request, which breaks the connection."""
     if qp.reliable:
         qp.fail(EventType.QP_REQ_ERR)
     return _INVALID_REQUEST
@@ -80,15 +79,15 @@ of its memory, and where it completes."""
 
 
 def not_ready(qp: QueuePair) -> Ack | None:
-    """Answer that no receive is posted."""
-    return Ack(AckKind.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
+    """Return the RNR NAK, or None on an unreliable service."""
+    return Ack(AckType.RNR_NAK, rnr_timer=qp.attr["min_rnr_timer"]) if qp.reliable else None
 
 
 def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
     """Return the shared receive queue that a request draws from, or None for the QP's own.
 
     Raises:
-        RemoteFault: an XRC request names none in this domain.
+        RemoteFault: the domain has no SRQ of the number in an XRC request.
     """
     if qp.type is not _XRC_RECV:
         return qp.srq
@@ -99,7 +98,7 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
 
 
 def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
-    """Take the next receive; None if there is none."""
+    """Remove and return the next receive; None if none is posted."""
     srq = shared_queue(qp, request)
     queue = qp.rq if srq is None else srq.queue
     faults = qp.context.faults
@@ -144,7 +143,7 @@ def fill(
     try:
         segments = qp.device.memory.local(pd, wqe.sges, True, byte_len)
         if datagrams:
-            datagram.deliver(request, segments)
+            copy([request.grh, *request.data], segments)
             flags = _GRH | datagram.flags_of(request)
         elif request.data:
             copy(request.data, segments)
@@ -160,24 +159,10 @@ def fill(
     elif request.invalidate_rkey is not None and not status:
         imm, flags = request.invalidate_rkey, flags | _WITH_INV
         if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey):
-            # The message itself succeeded: it is acknowledged, and only the responder learns of the
-            # failure and breaks.
+            # The message itself succeeded and is acknowledged; only the responder breaks.
             status = WCStatus.REM_INV_REQ_ERR
-    fields = (
-        wqe.wr_id,
-        status,
-        opcode,
-        0,
-        byte_len,
-        imm,
-        qp.number,
-        request.src_qpn if datagrams else 0,
-        flags,
-        0,
-        0,
-        request.sl,
-        0,
-    )
+    src_qp = request.src_qpn if datagrams else 0
+    fields = (wqe.wr_id, status, opcode, byte_len, imm, qp.number, src_qp, flags, request.sl)
     qp.push(cq, (fields, queue, 1, request.solicited, tag_info))
     if status:
         qp.fail()
@@ -190,7 +175,7 @@ def fill(
 def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
     """Return the memory that a request names, for an access that its key must grant."""
     if not size:
-        # An empty message touches nothing, so its key is not checked.
+        # An empty message accesses no memory, so its key is not checked.
         return []
     srq = shared_queue(qp, request) if qp.type is _XRC_RECV else None
     pd = qp.pd if srq is None else srq.pd
@@ -211,21 +196,8 @@ def _write(qp: QueuePair, request: Request) -> Ack | None:
         return not_ready(qp)
     copy(request.data, target)
     wqe, queue, _, cq = taken
-    fields = (
-        wqe.wr_id,
-        _SUCCESS,
-        WCOpcode.RECV_RDMA_WITH_IMM,
-        0,
-        request.length,
-        request.imm,
-        qp.number,
-        0,
-        _WITH_IMM,
-        0,
-        0,
-        0,
-        0,
-    )
+    size, imm, opcode = request.length, request.imm, WCOpcode.RECV_RDMA_WITH_IMM
+    fields = (wqe.wr_id, _SUCCESS, opcode, size, imm, qp.number, 0, _WITH_IMM, 0)
     qp.push(cq, (fields, queue, 1, request.solicited, NO_TAG))
     return ACK
 
@@ -234,7 +206,7 @@ def _read(qp: QueuePair, request: Request) -> Ack | None:
     if not qp.grants(_REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
     source = _target(qp, request, request.length, _REMOTE_READ)
-    return Ack(AckKind.ACK, data=source)
+    return Ack(AckType.ACK, data=source)
 
 
 def _atomic(qp: QueuePair, request: Request) -> Ack | None:
@@ -243,14 +215,14 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     if request.remote_addr % 8:
         return refuse(qp)
     [target] = _target(qp, request, 8, _REMOTE_ATOMIC)
-    # The device's lock makes this atomic with respect to all that it does.
+    # The device's lock makes this atomic.
     old: int
     (old,) = _UINT64.unpack(target)
     if request.opcode == Opcode.ATOMIC_FETCH_AND_ADD:
         copy([_UINT64.pack((old + request.compare) & _MASK64)], [target])
     elif old == request.compare:
         copy([_UINT64.pack(request.swap)], [target])
-    return Ack(AckKind.ACK, value=old)
+    return Ack(AckType.ACK, value=old)
 
 
 _BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {

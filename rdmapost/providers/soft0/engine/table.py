@@ -6,8 +6,6 @@ from typing import Any
 
 from ...._binding import native
 
-__all__ = ["Table"]
-
 _ABSENT = object()
 
 

@@ -2,15 +2,15 @@
 
 A message starts with a header (TMH). Its tag is looked up in the matching list. If an entry
 matches, the payload goes into the entry's buffers; if none does, the message is unexpected and
-goes, header and all, into the queue's next receive.
+goes, with its header, to the queue's next receive.
 
 Software may be about to add an entry while a message that it would match is already waiting among
 the unexpected ones; a later message must not overtake it. So both sides count unexpected messages,
 and entries added while the counts differ are held: they match nothing until an operation brings a
 count that agrees (phase synchronisation, ibv_post_srq_ops(3)).
 
-A rendezvous request carries no payload but says where it is (RVH). The device itself fetches it
-with an RDMA READ, on the queue pair that received the request, and answers with a FIN.
+A rendezvous request has the payload's address instead of the payload (RVH). The device itself
+fetches it with an RDMA READ, on the queue pair that received the request, and sends a FIN.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from ....standard.wire import TMH, TMHOpcode
 from .completion import NO_TAG, Entry, tm_info
 from .memory import Fault, gather
 from .memory import copy as copy_bytes
-from .packets import ACK, Ack, AckKind, Request, Segments, size_of
+from .packets import ACK, Ack, AckType, Request, Segments, size_of
 from .queue import WQE, WorkQueue
-from .responder import Receive, consume_receive, fill, not_ready, refuse
+from .responder import consume_receive, fill, not_ready, refuse
 
 if TYPE_CHECKING:
+    from .completion import CompletionQueue
     from .memory import ProtectionDomain
     from .qp import QueuePair
     from .queue import SharedReceiveQueue
-
-__all__ = ["MAX_NUM_TAGS", "MAX_OPS", "MAX_RNDV_HEADER", "MatchingList"]
 
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
@@ -44,8 +43,8 @@ MAX_RNDV_HEADER = 64
 _RVH = Struct("!QII")  # va, rkey, len
 _COUNT_MASK = 0xFFFF
 """The bits of an unexpected_cnt that the device keeps."""
-_MOST_UNSEEN = 0x3FFF
-"""How many unexpected messages software may lag behind before their completions ask for a sync."""
+_MAX_UNHANDLED = 0x3FFF
+"""With this many unexpected messages unhandled, completions ask for a sync."""
 
 _SIGNALED, _TM_SYNC = int(OpsFlags.SIGNALED), int(OpsFlags.TM_SYNC)
 _SYNC_REQ = int(WCFlags.TM_SYNC_REQ)
@@ -72,15 +71,21 @@ class MatchingList(native.Record):
     """The matching list of a shared receive queue, and its operations.
 
     Attributes:
-        slots: the places in the list; one comes free when the completion of
-            the message that took its entry has been polled, or by a TAG_DEL.
+        slots: the list's capacity; a slot becomes free when the completion of the
+            message that consumed its entry has been polled, or by a TAG_DEL.
         ops: the operations.
     """
 
     def __init__(
-        self, srq: SharedReceiveQueue, max_num_tags: int, max_ops: int, max_sge: int
+        self,
+        srq: SharedReceiveQueue,
+        cq: CompletionQueue,
+        max_num_tags: int,
+        max_ops: int,
+        max_sge: int,
     ) -> None:
         self.srq = srq
+        self.cq = cq
         self.slots = WorkQueue(max_num_tags, max_sge)
         self.ops = WorkQueue(max_ops, 0)
         self.ops.prompt = True
@@ -88,14 +93,14 @@ class MatchingList(native.Record):
         self._entries: dict[int, _Entry] = {}
         """By handle, in matching order; replaced, never changed in place."""
         self._held: frozenset[int] = frozenset()
-        """The handles of the entries that match nothing yet."""
+        """The handles of the entries that may not match yet."""
         self._seen = 0
         self._handled = 0
 
     # ---- operations ---------------------------------------------------------
 
     def step(self) -> bool:
-        """Carry out the first posted operation; return whether to come again."""
+        """Carry out the first posted operation; return whether to call again."""
         if self.ops.pending:
             self._carry_out(self.ops.take())
         return bool(self.ops.pending)
@@ -115,9 +120,9 @@ class MatchingList(native.Record):
             self._entries = {**self._entries, op.handle: entry}
             self._held |= {op.handle}
         elif op.opcode == OpsOpcode.TAG_DEL and not self._remove(op.handle):
-            # A message has matched it meanwhile.
+            # A message has consumed the entry.
             status = WCStatus.TM_ERR
-        if self._in_phase():
+        if not self._behind():
             self._held = frozenset()
         self._complete_op(op, status)
 
@@ -136,37 +141,32 @@ class MatchingList(native.Record):
         """Return how many unexpected messages software has not reported as handled."""
         return (self._seen - self._handled) & _COUNT_MASK
 
-    def _in_phase(self) -> bool:
-        return self._behind() == 0
-
     def _complete_op(self, op: WQE, status: WCStatus) -> None:
         if not op.flags & _SIGNALED:
             self.ops.silent += 1
             return
         frees, self.ops.silent = self.ops.silent + 1, 0
-        flags = 0 if self._in_phase() else _SYNC_REQ
+        flags = _SYNC_REQ if self._behind() else 0
         opcode = _COMPLETES_AS[OpsOpcode(op.opcode)]
-        fields = (op.wr_id, status, opcode, 0, 0, 0, 0, 0, flags, 0, 0, 0, 0)
+        fields = (op.wr_id, status, opcode, 0, 0, 0, 0, flags, 0)
         self._push((fields, self.ops, frees, False, NO_TAG))
 
     def _push(self, entry: Entry) -> None:
-        cq = self.srq.cq
-        assert cq is not None
-        if not cq.add(entry):
-            self.srq.context.events.tell_overrun(cq)
+        if not self.cq.add(entry):
+            self.srq.context.events.report_overrun(self.cq)
 
     # ---- messages -----------------------------------------------------------
 
     def receive(self, qp: QueuePair, request: Request) -> Ack | None:
-        """Handle a message received on a queue pair of this shared receive queue."""
+        """Handle a message to a queue pair of this shared receive queue."""
         head, payload = _split(request.data, TMH.size)
-        kind = head[0] if head else TMHOpcode.NO_TAG
-        if kind in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
+        opcode = head[0] if head else TMHOpcode.NO_TAG
+        if opcode in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
             return self._deliver(qp, request, WCOpcode.TM_NO_TAG)
-        if kind not in (TMHOpcode.EAGER, TMHOpcode.RNDV) or len(head) < TMH.size:
+        if opcode not in (TMHOpcode.EAGER, TMHOpcode.RNDV) or len(head) < TMH.size:
             return refuse(qp)
         _, app_ctx, tag = TMH.unpack(head)
-        rendezvous = kind == TMHOpcode.RNDV
+        rendezvous = opcode == TMHOpcode.RNDV
         if rendezvous and not TMH.size + _RVH.size <= request.length <= MAX_RNDV_HEADER:
             return refuse(qp)
         handle = self._match(tag)
@@ -200,7 +200,7 @@ class MatchingList(native.Record):
         return fill(qp, request, taken, opcode, flags, tag_info)
 
     def _unexpected(self, qp: QueuePair, request: Request) -> Ack | None:
-        flags = _SYNC_REQ if self._behind() >= _MOST_UNSEEN else 0
+        flags = _SYNC_REQ if self._behind() >= _MAX_UNHANDLED else 0
         ack = self._deliver(qp, request, WCOpcode.TM_RECV, flags)
         if ack is ACK:
             self._seen += 1
@@ -213,48 +213,23 @@ class MatchingList(native.Record):
         message.data, message.length = payload, request.length - TMH.size
         flags = _MATCH | _DATA_VALID
         if request.length > 128 << qp.attr["path_mtu"]:
-            # It matches on its first packet, and is complete on its last.
+            # The first packet reports the match, the last the data.
             self._complete_match(qp, entry, tag_info)
             flags, tag_info = _DATA_VALID, NO_TAG
-        return fill(qp, message, self._taken(entry), WCOpcode.TM_RECV, flags, tag_info)
-
-    def _taken(self, entry: _Entry) -> Receive:
-        srq = self.srq
-        assert srq.cq is not None
-        return entry, self.slots, srq.pd, srq.cq
+        taken = entry, self.slots, self.srq.pd, self.cq
+        return fill(qp, message, taken, WCOpcode.TM_RECV, flags, tag_info)
 
     def _complete_match(self, qp: QueuePair, entry: _Entry, tag_info: bytes) -> None:
-        fields = (
-            entry.wr_id,
-            WCStatus.SUCCESS,
-            WCOpcode.TM_RECV,
-            0,
-            0,
-            0,
-            qp.number,
-            0,
-            _MATCH,
-            0,
-            0,
-            0,
-            0,
-        )
-        # The entry keeps its place in the list until its data has arrived.
+        fields = (entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, qp.number, 0, _MATCH, 0)
+        # The entry keeps its slot until its data has arrived.
         self._push((fields, self.slots, 0, False, tag_info))
 
     def complete(
         self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
     ) -> None:
         """Complete a tagged receive, however its message ended."""
-        qp.complete_recv(
-            entry,
-            status,
-            opcode=WCOpcode.TM_RECV,
-            byte_len=byte_len,
-            flags=flags,
-            queue=self.slots,
-            cq=self.srq.cq,
-        )
+        fields = (entry.wr_id, status, WCOpcode.TM_RECV, byte_len, 0, qp.number, 0, flags, 0)
+        qp.push(self.cq, (fields, self.slots, 1, False, NO_TAG))
 
     # ---- rendezvous ---------------------------------------------------------
 
@@ -267,10 +242,10 @@ class MatchingList(native.Record):
         except Fault as fault:
             self.complete(qp, entry, fault.status, 0, 0)
             qp.fail()
-            return Ack(AckKind.NAK_REMOTE_OPERATIONAL)
+            return Ack(AckType.NAK_REMOTE_OPERATIONAL)
         room = size_of(segments)
         if size > room:
-            # Software fetches the data; the buffer tells it from where.
+            # Software fetches the data, from where the headers in the buffer say.
             headers = message[: min(TMH.size + _RVH.size, room)]
             if headers:
                 copy_bytes([headers], segments)
@@ -284,11 +259,7 @@ class MatchingList(native.Record):
 
 
 class _Rendezvous:
-    """The device's own work on a send queue: fetch the data, then report it.
-
-    Attributes:
-        pd: the protection domain of the buffers.
-    """
+    """The device's own work requests on a send queue: fetch the data, then send a FIN."""
 
     def __init__(self, tags: MatchingList, qp: QueuePair, entry: _Entry, size: int) -> None:
         self.pd: ProtectionDomain = tags.srq.pd
@@ -300,7 +271,7 @@ class _Rendezvous:
     def start(self, va: int, rkey: int, headers: bytes) -> None:
         """Put an RDMA READ and the FIN on the queue pair's send queue.
 
-        They are carried out once the request's acknowledgement is on its way.
+        They are carried out once the request has been acknowledged.
         """
         read, fin = WQE(), WQE()
         read.wr_id = fin.wr_id = _NOBODYS
@@ -315,12 +286,12 @@ class _Rendezvous:
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:
-        """React to the end of one of the two."""
+        """Handle the end of one of the two."""
         if wqe.opcode == Opcode.RDMA_READ:
             outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS
             self._tags.complete(self._qp, self._entry, outcome, self._size, _DATA_VALID)
         if status not in (WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR):
-            # No send work request of the consumer will show why the queue pair broke.
+            # No completion would show the consumer why the queue pair broke.
             self._qp.fail(EventType.QP_FATAL)
 
 
@@ -328,7 +299,7 @@ class _Rendezvous:
 
 
 def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
-    """Return up to `size` first bytes of a message, and the rest."""
+    """Return the first bytes of a message, up to a size, and the rest."""
     head = b""
     rest: Segments = []
     for piece in data:

@@ -86,7 +86,7 @@ class TwoFaced:
 
 
 @isolated(silent=True)
-def test_flags_whose_int_and_index_differ_are_checked_as_they_are_posted(device):
+def test_flags_whose_int_and_index_differ_are_checked_by_the_posted_value(device):
     """INLINE by one of them: more than max_inline_data is never handed to the device as inline."""
     rig = Rig(device)
     plain, inline = int(SendFlags.SIGNALED), int(SendFlags.SIGNALED | SendFlags.INLINE)
@@ -111,7 +111,7 @@ def test_flags_whose_int_and_index_differ_are_checked_as_they_are_posted(device)
 
 
 @isolated(silent=True)
-def test_flags_that_change_as_they_are_read_are_read_once(soft):
+def test_flags_that_change_when_read_are_read_once(soft):
     """The first reading counts: a write that is INLINE at the second is not."""
     rig = Rig(soft)
     flags = [int(SendFlags.SIGNALED)] + [int(SendFlags.SIGNALED | SendFlags.INLINE)] * 9
@@ -147,7 +147,7 @@ HEADER = bytes(range(14)) + struct.pack("!BBHHHBBH4s4s", 0x45, 0, 40, 7, 0, 64, 
 
 @pytest.mark.parametrize("kind", ["H-array", "I-view", "2-D"])
 @isolated(silent=True)
-def test_tso_header_counts_in_bytes(kind, soft):
+def test_tso_header_is_measured_in_bytes(kind, soft):
     """A header of items that are wider is as long as its bytes, in the check and in the frames."""
     rig = Rig(soft)
     header = bytes(54)
@@ -234,7 +234,7 @@ def test_bounds_of_a_region_cannot_be_set(name, soft):
 
 
 @isolated(silent=True)
-def test_widened_region_does_not_widen_what_may_be_posted(soft):
+def test_changed_region_attributes_do_not_widen_its_bounds(soft):
     """Whatever is written to its attributes, the bounds that were registered count."""
     rig = Rig(soft)
     memory = bytearray(b"\xaa" * 64 + bytes(64) + b"\xbb" * 64)
@@ -256,7 +256,7 @@ def test_widened_region_does_not_widen_what_may_be_posted(soft):
 
 
 @isolated()
-def test_prepared_list_whose_parts_are_deleted_never_crashes(soft):
+def test_prepared_list_with_deleted_attributes_never_crashes(soft):
     """Each attribute of it that can be deleted is; what remains posts, or raises."""
     names = [
         name
@@ -281,7 +281,7 @@ def test_prepared_list_whose_parts_are_deleted_never_crashes(soft):
 
 
 @isolated(silent=True)
-def test_foreign_object_that_claims_a_class_is_not_read_as_a_struct(soft):
+def test_object_with_a_false_class_is_not_read_as_a_struct(soft):
     """``__class__`` can be anything; what a field reads and writes has to be it."""
     rig = Rig(soft)
     batch = rig.a.prepare(rig.write(1))
@@ -335,7 +335,7 @@ def test_negative_number_of_completions_is_refused_by_name(verb, device):
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["on", "off"])
 @isolated(silent=True)
-def test_collector_stays_as_the_caller_has_set_it(wanted, soft):
+def test_garbage_collector_stays_as_the_caller_set_it(wanted, soft):
     """Before a post or a poll, and also where it is set in the middle of one."""
     import weakref
 

@@ -1,5 +1,5 @@
-"""The one-shots from one machine to ``rdmapost serve`` on the other: each of them across, what is
-not exposed, the other side killed at each step, and its link down and up again."""
+"""The commands that post from one machine to ``rdmapost serve`` on the other: each of them, what is
+not exposed, the peer killed at each stage, and its link down and up again."""
 
 from __future__ import annotations
 
@@ -78,33 +78,35 @@ def serve(peer: str, device: rp.Context) -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def serving(peer: str, device: rp.Context) -> Iterator[Serving]:
-    """One for all tests that leave it as it was: each client has memory of its own."""
+    """Start one server for all tests that do not change it: each client has its own memory."""
     with servers(peer) as start:
         yield start()
 
 
-def shot(*args: str, timeout: str = "20") -> Ran:
+def command(*args: str, timeout: str = "20") -> Ran:
     return run(*args, "-d", DEVICE, "--timeout", timeout)
 
 
 def done(*args: str) -> dict[str, Any]:
     """Run a command that must succeed; return its document."""
-    ran = shot(*args, "--json")
+    ran = command(*args, "--json")
     assert (ran.code, ran.err) == (0, "")
     assert ran.doc["status"] == "SUCCESS"
     return ran.doc
 
 
 def works(serving: Serving) -> None:
-    """It still serves."""
+    """Assert that it still serves."""
     assert done("send", serving.where, "--data", "still here")["received"] == "still here"
 
 
-# ---- each of them -------------------------------------------------------------
+# ---- each command -------------------------------------------------------------
 
 
 @TYPES
-def test_send(serving: Serving, qp_type: str) -> None:
+def test_send_is_reported_with_data_and_immediate_on_both_sides(
+    serving: Serving, qp_type: str
+) -> None:
     doc = done("send", serving.where, "--data", "over there", "--imm", "0x12", "--qp-type", qp_type)
     assert (doc["peer"], doc["received"], doc["imm_data"]) == (serving.where, "over there", 18)
     arrived = serving.event("arrived")
@@ -113,7 +115,9 @@ def test_send(serving: Serving, qp_type: str) -> None:
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
-def test_write(serving: Serving, qp_type: str) -> None:
+def test_write_changes_the_exposed_memory_and_its_immediate_is_reported(
+    serving: Serving, qp_type: str
+) -> None:
     doc = done(
         "write",
         serving.where,
@@ -131,20 +135,20 @@ def test_write(serving: Serving, qp_type: str) -> None:
     assert (changed["offset"], changed["data"]) == (16, "abcabcabc")
     assert done("write", serving.where, "--data", "x", "--imm", "7")["imm_data"] == 7
     assert serving.event("arrived")["opcode"] == "RECV_RDMA_WITH_IMM"
-    # The next test must not take it for its own.
+    # Otherwise the next test would take it.
     serving.event("left")
 
 
-def test_read(serve: Serve) -> None:
-    where = serve("--data", "what stands there").where
-    assert done("read", where, "--size", "17")["received"] == "what stands there"
+def test_read_returns_the_exposed_memory(serve: Serve) -> None:
+    where = serve("--data", "served from there").where
+    assert done("read", where, "--size", "17")["received"] == "served from there"
     doc = done("read", where, "--offset", "5", "--size", "6", "--count", "2")
-    assert doc["received"] == "stands"
-    # Through this type of queue pair it may not read, and so it is not told what stands there.
+    assert doc["received"] == "d from"
+    # A UC queue pair cannot read, so the server does not reveal the contents.
     assert "received" not in done("write", where, "--data", "x", "--qp-type", "uc")
 
 
-def test_atomic(serving: Serving) -> None:
+def test_atomic_returns_the_old_values_and_changes_the_memory(serving: Serving) -> None:
     at = ["--offset", "64"]
     doc = done("atomic", "fetch-add", serving.where, "--add", "5", "--count", "3", *at)
     assert (doc["olds"], doc["new"]) == ([0, 5, 10], 15)
@@ -152,27 +156,26 @@ def test_atomic(serving: Serving) -> None:
     assert (doc["old"], doc["new"]) == (0, 99)
 
 
-def test_many_and_large(serve: Serve) -> None:
-    """More bytes than a packet, and than the receives have in all."""
+def test_transfers_larger_than_a_packet_and_than_all_receives_succeed(serve: Serve) -> None:
     serving = serve("--size", "1M", "--count", "8", "--receive-size", "4096")
     assert done("send", serving.where, "--size", "4096", "--count", "60")["count"] == 60
     assert done("write", serving.where, "--size", "1M")["byte_len"] == 1 << 20
     assert done("read", serving.where, "--size", "256K", "--count", "2")["byte_len"] == 1 << 18
 
 
-def test_what_is_not_exposed(serve: Serve) -> None:
+def test_a_wrong_token_and_a_write_to_read_only_memory_are_refused(serve: Serve) -> None:
     serving = serve("--access", "read", "--token", "secret")
-    ran = shot("read", serving.where, "--token", "Secret")
+    ran = command("read", serving.where, "--token", "Secret")
     assert ran.code == 1
     assert "token" in ran.err
-    ran = shot("write", serving.where, "--token", "secret", "--json")
+    ran = command("write", serving.where, "--token", "secret", "--json")
     assert ran.code == 1
-    # The queue pair does not take it, and then rxe says the second.
+    # rxe reports the second.
     assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
     assert done("read", serving.where, "--token", "secret")["byte_len"] == 4096
 
 
-def test_it_ends_cleanly(serve: Serve) -> None:
+def test_a_server_ends_cleanly_on_sigterm(serve: Serve) -> None:
     serving = serve()
     works(serving)
     serving.remote.signal(signal.SIGTERM)
@@ -185,7 +188,7 @@ def test_it_ends_cleanly(serve: Serve) -> None:
 
 
 def refusal(ran: Ran, start: float) -> str:
-    """Return the one error that a command must say, in time."""
+    """Return the one error that a command must print, in time."""
     assert time.monotonic() - start < float(PATIENCE) + 3
     assert ran.code == 1
     assert len(ran.err.splitlines()) == 1
@@ -193,18 +196,20 @@ def refusal(ran: Ran, start: float) -> str:
     return ran.err
 
 
-def test_server_stopped_in_the_exchange(serving: Serving) -> None:
-    """It is there, as its kernel takes the connection, and says nothing."""
+def test_a_stopped_server_times_out(serving: Serving) -> None:
+    """Its kernel accepts the connection, and nothing answers."""
     serving.remote.signal(signal.SIGSTOP)
     start = time.monotonic()
-    ran = shot("send", serving.where, timeout=PATIENCE)
+    ran = command("send", serving.where, timeout=PATIENCE)
     assert f"did not answer within {PATIENCE} s" in refusal(ran, start)
     serving.remote.signal(signal.SIGCONT)
     works(serving)
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "ud"])
-def test_server_killed_when_connected(peer: str, device: rp.Context, serve: Serve, qp_type: str):
+def test_a_client_reports_a_server_killed_after_connecting(
+    peer: str, device: rp.Context, serve: Serve, qp_type: str
+):
     serving = serve()
     with connect.dial(
         device, peer, serving.port, qp_type=rp.QPType[qp_type.upper()], timeout=float(PATIENCE)
@@ -218,9 +223,9 @@ def test_server_killed_when_connected(peer: str, device: rp.Context, serve: Serv
             connection.report()
         assert time.monotonic() - start < float(PATIENCE) + 3
     assert "\n" not in str(caught.value)
-    # For the next one it has been killed before the exchange.
+    # The next client cannot connect.
     start = time.monotonic()
-    ran = shot("send", serving.where, timeout=PATIENCE)
+    ran = command("send", serving.where, timeout=PATIENCE)
     assert "refused the connection: start 'rdmapost serve' there" in refusal(ran, start)
 
 
@@ -228,13 +233,13 @@ SERVER = """
 import os, signal, sys, rdmapost as rp
 from rdmapost import connect
 
-def tell(event):
+def on_event(event):
     if type(event).__name__ == sys.argv[1]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 with (
     rp.open_device("rxe0") as context,
-    connect.serve(context, "10.0.1.2", 0, on_event=tell) as server,
+    connect.serve(context, "10.0.1.2", 0, on_event=on_event) as server,
 ):
     print(server.address[1], flush=True)
     signal.pause()
@@ -243,15 +248,17 @@ with (
 
 @pytest.mark.parametrize("qp_type", ["rc", "ud"])
 @pytest.mark.parametrize("step", ["Joined", "Arrived", "Left"])
-def test_server_killed_at_a_step(peer: str, device: rp.Context, step: str, qp_type: str) -> None:
-    """It has made everything and not offered it, has the message, or has taken everything back."""
+def test_a_client_reports_a_server_killed_at_an_event(
+    peer: str, device: rp.Context, step: str, qp_type: str
+) -> None:
+    """It has not made its offer yet, or it has the message, or it has released everything."""
     with Remote("python", "-c", SERVER, step) as server:
         port = server.until("out", r"^\d+$")
         start = time.monotonic()
-        ran = shot("send", f"{peer}:{port}", "--qp-type", qp_type, timeout=PATIENCE)
+        ran = command("send", f"{peer}:{port}", "--qp-type", qp_type, timeout=PATIENCE)
         assert server.ended().status == -signal.SIGKILL
     if step == "Left":
-        # All that was wanted is done, and nobody needs the goodbye.
+        # Only the goodbye is missing.
         assert (ran.code, ran.err) == (0, "")
     else:
         assert f"{peer}:{port}" in refusal(ran, start)
@@ -273,15 +280,15 @@ with rp.open_device("rxe0") as context, connect.dial(context, "10.0.1.1", port) 
 """
 
 
-def test_clients_killed(peer: str, device: rp.Context) -> None:
-    """The server is here; it sees each client go, and serves the next."""
+def test_a_server_notices_killed_clients_and_serves_the_next(peer: str, device: rp.Context) -> None:
+    """The server is on this machine."""
     left: queue.Queue[connect.Left] = queue.Queue()
 
-    def tell(event: connect.Event) -> None:
+    def on_event(event: connect.Event) -> None:
         if isinstance(event, connect.Left):
             left.put(event)
 
-    with connect.serve(device, "10.0.1.1", 0, on_event=tell) as server:
+    with connect.serve(device, "10.0.1.1", 0, on_event=on_event) as server:
         port = server.address[1]
         for step in ("connected", "sent", "posting"):
             with Remote("python", "-c", CLIENT, str(port), step) as client:
@@ -295,11 +302,13 @@ def test_clients_killed(peer: str, device: rp.Context) -> None:
             assert left.get(timeout=LIMIT).reason == "done"
 
 
-def test_clients_that_are_none(peer: str, serve: Serve) -> None:
+def test_silent_and_malformed_clients_are_refused_while_others_are_served(
+    peer: str, serve: Serve
+) -> None:
     serving = serve("--timeout", "1")
     for says in (b"", b'{"type": "hel', b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection((peer, serving.port), LIMIT) as stranger:
-            stranger.sendall(says)
+        with socket.create_connection((peer, serving.port), LIMIT) as sock:
+            sock.sendall(says)
             works(serving)
             serving.event("refused")
 
@@ -307,16 +316,17 @@ def test_clients_that_are_none(peer: str, serve: Serve) -> None:
 # ---- the link -----------------------------------------------------------------
 
 
-def test_link_down_and_up(serving: Serving) -> None:
-    """While it is down a command says so in time; when it is up, all is as before."""
+def test_a_command_fails_in_time_while_the_link_is_down_and_succeeds_once_it_is_up(
+    serving: Serving,
+) -> None:
     path = f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}"
     netdev = said("cat", path).strip()
-    # It waits a little: the agent's answer has to go over the same link.
+    # It waits a little: the agent's answer needs the same link.
     script = f"sleep 0.3; ip link set {netdev} down; sleep 12; ip link set {netdev} up"
     with Remote("sh", "-e", "-c", script) as link:
         wait_for_no_link()
         start = time.monotonic()
-        ran = shot("send", serving.where, timeout="3")
+        ran = command("send", serving.where, timeout="3")
         assert serving.where in refusal(ran, start)
         assert link.ended().status == 0
     works(serving)

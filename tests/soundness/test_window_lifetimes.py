@@ -61,7 +61,7 @@ TYPES = ["TYPE_2", "TYPE_1"]
 
 @pytest.mark.parametrize("mw_type", TYPES)
 @isolated(silent=True)
-def test_write_through_a_window_never_lands_in_other_memory(mw_type, device):
+def test_write_through_a_window_of_a_dropped_region_hits_no_other_memory(mw_type, device):
     """The region and its buffer have been dropped, and memory of the same size is asked for."""
     rig, mw, addr, _ = bound(device, mw_type)
     gc.collect()
@@ -88,7 +88,7 @@ def test_window_holds_its_region_until_it_is_closed(mw_type, device):
 
 
 @isolated(warnings="ignore")
-def test_window_of_another_queue_pair_keeps_a_dropped_one_no_longer(device):
+def test_dropped_queue_pair_without_a_bind_is_closed_despite_anothers_window(device):
     """A queue pair to which no bind has been posted closes with its last reference."""
     rig, mw, *_ = bound(device, "TYPE_2")
     cq = rp.CQ(rig.context)
@@ -101,7 +101,7 @@ def test_window_of_another_queue_pair_keeps_a_dropped_one_no_longer(device):
 
 
 @isolated(warnings="ignore", timeout=30)
-def test_parent_of_a_queue_pair_that_bound_a_window_and_is_dropped_can_be_closed(device):
+def test_parents_of_a_dropped_queue_pair_with_a_bound_window_can_be_closed(device):
     """By any thread, while the main thread waits and another window is bound."""
     rig, mw, *_ = bound(device, "TYPE_2")
     failed: list[BaseException] = []
@@ -131,7 +131,7 @@ def test_parent_of_a_queue_pair_that_bound_a_window_and_is_dropped_can_be_closed
 
 @pytest.mark.parametrize("first", ["later", "earlier"])
 @isolated(silent=True)
-def test_window_that_two_queue_pairs_bind_holds_the_region_that_it_is_bound_to(first, soft):
+def test_window_bound_by_two_queue_pairs_holds_its_current_region(first, soft):
     """Whichever of the two completions is polled first."""
     rig = Rig(soft)
     cqs = [rp.CQ(rig.context), rp.CQ(rig.context)]
@@ -163,7 +163,7 @@ def test_window_that_two_queue_pairs_bind_holds_the_region_that_it_is_bound_to(f
 
 
 @isolated(silent=True)
-def test_window_holds_the_region_of_a_bind_that_was_posted_first_and_carried_out_last(soft):
+def test_window_holds_the_region_of_the_bind_that_was_carried_out_last(soft):
     """It waits behind a message for which the peer has no receive."""
     rig = Rig(soft)
     cqs = [rp.CQ(rig.context) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_window_holds_the_region_of_a_bind_that_was_posted_first_and_carried_out
 
 
 @isolated(silent=True)
-def test_window_that_is_bound_elsewhere_lets_the_first_region_go(device):
+def test_window_bound_to_another_region_releases_the_first(device):
     """A window of type 1 is bound anew without an invalidation."""
     rig, mw, _, ref = bound(device, "TYPE_1")
     bind(rig, mw, rig.mr)
@@ -232,7 +232,7 @@ def held_until_closed(rig: Rig, mw: rp.MW, ref: weakref.ref[Memory]) -> None:
 
 
 @isolated(silent=True)
-def test_window_whose_bind_fails_holds_what_it_was_bound_to(device):
+def test_window_whose_bind_fails_holds_its_previous_region(device):
     """A window of type 2 that is bound cannot be bound anew; the other region is let go."""
     rig, mw, _, ref = bound(device, "TYPE_2")
     memory = Memory(SIZE)
@@ -255,7 +255,7 @@ def test_window_whose_bind_fails_holds_what_it_was_bound_to(device):
 
 
 @isolated(silent=True)
-def test_window_holds_both_regions_where_nobody_knows_how_its_bind_ended(device):
+def test_window_holds_both_regions_after_a_bind_with_unknown_outcome(device):
     """It waits behind a message for which there is no receive, and the queue pair is reset."""
     rig, mw, _, ref = bound(device, "TYPE_1")
     memory = Memory(SIZE)
@@ -276,7 +276,7 @@ def test_window_holds_both_regions_where_nobody_knows_how_its_bind_ended(device)
 
 
 @isolated(silent=True)
-def test_bind_that_nobody_asked_the_completion_of_is_known_by_a_later_one(device):
+def test_unsignaled_bind_is_retired_by_a_later_completion(device):
     """The window of type 2 was bound without a completion; a write after it completes."""
     rig = Rig(device)
     mw, memory = rp.MW(rig.pd, MWType.TYPE_2), Memory(SIZE)
@@ -288,7 +288,7 @@ def test_bind_that_nobody_asked_the_completion_of_is_known_by_a_later_one(device
 
 
 @isolated(silent=True)
-def test_window_that_is_unbound_lets_its_region_go(device):
+def test_unbound_window_releases_its_region(device):
     """A window of type 1 is unbound by a bind of no bytes, when that has completed."""
     rig, mw, _, ref = bound(device, "TYPE_1")
     rig.b.bind_mw(mw, rig.mr, rig.mr.addr, 0)
@@ -311,7 +311,7 @@ def test_region_under_an_invalidated_window_can_be_closed(device):
 
 @pytest.mark.parametrize("mw_type", TYPES)
 @isolated(silent=True)
-def test_region_under_a_bound_window_is_not_closed(mw_type, device):
+def test_closing_a_region_with_a_bound_window_is_refused(mw_type, device):
     """It stays whole; after the window it closes."""
     rig = Rig(device)
     mw = rp.MW(rig.pd, MWType[mw_type])
@@ -342,7 +342,7 @@ class Refuses:
 
 
 @isolated(silent=True, warnings="always")
-def test_region_that_could_not_be_deregistered_keeps_its_memory_and_says_so(soft):
+def test_collected_region_that_cannot_be_deregistered_keeps_its_memory_and_warns(soft):
     """It is collected, the device refuses, and its key still leads to its memory."""
     rig = Rig(soft)
     memory = Memory(SIZE)
@@ -365,7 +365,7 @@ def test_region_that_could_not_be_deregistered_keeps_its_memory_and_says_so(soft
 
 
 @isolated(silent=True, warnings="always")
-def test_queue_pair_that_could_not_be_destroyed_keeps_its_memory(soft):
+def test_collected_queue_pair_that_cannot_be_destroyed_keeps_its_memory(soft):
     """It is collected with a receive outstanding: a message may still come into that."""
     rig = Rig(soft)
     memory = Memory(SIZE)
@@ -392,7 +392,7 @@ def test_queue_pair_that_could_not_be_destroyed_keeps_its_memory(soft):
 
 
 @isolated(silent=True)
-def test_dropped_queue_pair_that_bound_a_window_holds_no_region_of_its_receives(device):
+def test_dropped_queue_pair_with_a_bound_window_releases_the_regions_of_its_receives(device):
     """Its close is left to the main thread, which may not come to it."""
     rig = Rig(device)
     mr = rp.MR(rig.pd, SIZE)
