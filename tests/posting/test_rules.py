@@ -1427,6 +1427,8 @@ def test_prepared_datagram_keeps_a_qp_number(soft, unchecked, opcode):
             item.remote_qpn = qpn
     item.remote_qpn = 0xFFFFFE
     assert item.remote_qpn == 0xFFFFFE
+    item.remote_qkey = 0xFFFFFFFE
+    assert item.remote_qkey == 0xFFFFFFFE
     [item] = unchecked.qp(UD).prepare(unchecked.valid(opcode, UD))
     item.remote_qpn = 1 << 24
     [send] = soft.qp().prepare(rp.Send(soft.mr[:8]))
