@@ -1,13 +1,13 @@
 /*
  * A second way into the shim, beside cffi, for calls that never block.
  *
- * cffi releases the GIL around every call. Posting and polling wait for
- * nothing, and with a busy thread around, getting the GIL back takes a thousand
- * times as long as they do, so these functions keep it. They also take a third
- * of the time, because they make no cdata. Addresses come from rdmapost alone,
- * never from its callers.
+ * cffi releases the GIL around every call. Posting and polling never block, and
+ * while another thread is busy, reacquiring the GIL takes a thousand times as
+ * long as the call, so these functions keep it. They also take a third of the
+ * time, because they create no cdata. Addresses come only from rdmapost, never
+ * from its callers.
  *
- * The functions are in the module that cffi makes: its own init function is
+ * The functions are in the module that cffi generates: its own init function is
  * renamed (build_ffi.py), and the one below calls it.
  */
 #include "handles/handle.h"
@@ -20,7 +20,7 @@ int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int fl
 	int failed = !made || PyModule_AddObjectRef(module, strrchr(name, '.') + 1, made);
 
 	if (type)
-		*type = made; /* held for ever */
+		*type = made; /* never released */
 	else
 		Py_XDECREF(made);
 	return failed ? -1 : 0;
@@ -51,7 +51,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		return NULL;
 	}
 #ifdef Py_GIL_DISABLED
-	/* Tested without one, too (CONTRIBUTING.md), but not enough to rely on. */
+	/* Also tested without a GIL (CONTRIBUTING.md), but not enough to rely on. */
 	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
 		Py_CLEAR(module);
 #endif

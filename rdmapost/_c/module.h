@@ -14,11 +14,11 @@
 PyObject *rp_cffi_init(void);
 
 /*
- * Without a GIL: RP_BEGIN and RP_END delimit a critical section on an object, and words are
- * atomic. With one, every thread that touches any of these holds it.
+ * Without a GIL, RP_BEGIN and RP_END delimit a critical section on an object, and operations on
+ * words are atomic. With a GIL, every thread that touches any of these holds it.
  */
 #ifdef Py_GIL_DISABLED
-#define RP_READS_SLOTS 0 /* another thread may set one right now */
+#define RP_READS_SLOTS 0 /* another thread may be writing to one */
 #define RP_BEGIN(object) Py_BEGIN_CRITICAL_SECTION((PyObject *)(object))
 #define RP_END() Py_END_CRITICAL_SECTION()
 #define RP_LOAD(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)
@@ -48,7 +48,7 @@ static inline int rp_swap_word(uint64_t *at, uint64_t *old, uint64_t new)
 #endif
 }
 
-/* Return a new reference to a dict's value for a key; NULL, without an exception, if none. */
+/* Return a new reference to a dict's value for a key, or NULL without an exception. */
 static inline PyObject *rp_dict_get(PyObject *dict, PyObject *key)
 {
 	PyObject *found;
@@ -73,8 +73,8 @@ static inline PyObject *rp_dict_get(PyObject *dict, PyObject *key)
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL }
 
 /*
- * Make a type, keep it for ever in `type` unless that is NULL, and add it to the module
- * under the part of its name after the last dot.
+ * Create a type and add it to the module under the last part of its dotted name. Unless `type`
+ * is NULL, store the type there and never release it.
  */
 int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int flags,
 		PyType_Slot *slots, PyObject **type);
@@ -83,26 +83,26 @@ int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int fl
 void rp_free(PyObject *self);
 
 /*
- * ---- lock.c: the lock of a queue ----------------------------------------
+ * ---- lock.c: a queue's lock ----------------------------------------
  *
- * None of our Python code runs while a thread holds one, so waits are short, and only a device
- * that calls Python in its ibv_post_send can make a thread ask for it twice. (The soft
- * device's own lock is another matter; see soft0/verb.c.)
+ * rdmapost runs no Python code while a thread holds one, so waits are short, and a thread tries
+ * to acquire one twice only if a device's ibv_post_send calls Python. (The soft device's own lock
+ * differs; see soft0/verb.c.)
  */
 
 struct rp_thread;
 
 struct rp_lock {
-	uint64_t owner; /* the mark of the thread that holds it, or 0 */
+	uint64_t owner; /* the owning thread's mark, or 0 */
 	int waiting; /* threads */
 	unsigned int woken; /* the process in which a woken waiter is about to retry, or 0 */
-	PyThread_type_lock given; /* what they sleep on */
+	PyThread_type_lock given; /* waiters block on it */
 };
 
 int rp_init_lock(struct rp_lock *lock); /* 0, or -1 with an exception */
 void rp_free_lock(struct rp_lock *lock);
 
-/* Waits, without the GIL, for another thread's; 0, or -1 with an exception if this one has it. */
+/* Acquire, releasing the GIL to wait; 0, or -1 with an exception if this thread owns the lock. */
 int rp_take(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 
@@ -115,7 +115,7 @@ struct rp_settled {
 	struct ibv_wc_tm_info tm;
 	int has_tm;
 	PyObject *wr_id; /* the caller's */
-	PyObject *made; /* the WC once it is made, else NULL */
+	PyObject *made; /* the WC, once created, else NULL */
 };
 
 /* Return a new WC, or NULL with an exception. */
@@ -124,17 +124,17 @@ PyObject *rp_make_completion(const struct rp_settled *settled);
 /* Raise VerbsError; returns NULL. */
 PyObject *rp_raise_verbs(const char *verb, int code);
 
-/* ---- slots.c: attributes that a class keeps in __slots__ ---------------- */
+/* ---- slots.c: attributes stored in __slots__ -------------------------- */
 
 struct rp_slot {
 	PyObject *name;
 	Py_ssize_t offset; /* in the object; 0 if unknown */
 };
 
-/* Find a slot's offset in a class's objects; 0, or -1 with an exception. */
+/* Find a slot's offset in a class's instances; 0, or -1 with an exception. */
 int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot);
 
-/* The slot in an object of exactly that class; NULL if unknown, or not to be read directly. */
+/* The slot's address in an instance of exactly that class; NULL if it must be read by name. */
 static inline PyObject **rp_slot_at(PyObject *object, const struct rp_slot *slot)
 {
 	return RP_READS_SLOTS && slot->offset ?
@@ -146,7 +146,7 @@ static inline int rp_has_type(PyObject *object, PyObject *type)
 	return (PyObject *)Py_TYPE(object) == type;
 }
 
-/* ---- the types and functions of each file: 0, or -1 with an exception --- */
+/* ---- each file's types and functions: 0, or -1 with an exception ------- */
 
 int rp_add_in_flight(PyObject *module);
 int rp_add_completions(PyObject *module);

@@ -1,4 +1,4 @@
-/* The life of a handle (handle.h). */
+/* A handle's lifetime (handle.h). */
 #include "handles/handle.h"
 
 #include <pthread.h>
@@ -15,15 +15,15 @@ enum {
 	MAX_ARGS = 8,
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
-	RETRIES_NS = 500000000, /* of a close that finds no room */
+	RETRIES_NS = 500000000, /* of a close handed to the main thread */
 };
 
-/* Who put a close off. */
+/* Who deferred a close. */
 enum { NOBODY, BY_CALLER, BY_FINALIZER };
 
 /*
- * A handle's state. BEGUN: its constructor is preparing what MAKING takes. DESTROYED: its closer
- * has yet to call _forget().
+ * A handle's state. BEGUN: its constructor is preparing the arguments of _make(). DESTROYED: its
+ * closer has yet to call _forget().
  */
 enum { NEW, BEGUN, MAKING, OPEN, DESTROYED, GONE };
 
@@ -31,7 +31,7 @@ PyObject *rp_handle_type;
 int rp_exiting;
 PyObject *(*rp_progress)(void);
 
-/* Given by rdmapost/resources/resource.py, and held for ever. */
+/* Provided by rdmapost/resources/resource.py; never released. */
 static struct {
 	PyObject *closed; /* ClosedError */
 	PyObject *error; /* RdmaError */
@@ -69,7 +69,7 @@ static void after_fork(void)
 	struct rp_thread *me = rp_thread();
 
 	process++;
-	/* The rest is the parent's. */
+	/* Everything else belongs to the parent process. */
 	*me = (struct rp_thread){ .mark = (uint64_t)process << 32 | (uint32_t)me->mark };
 	its_own.mark = me->mark;
 }
@@ -89,7 +89,7 @@ static void set_state(struct rp_handle *h, char state)
 	__atomic_store_n(&h->state, state, __ATOMIC_SEQ_CST);
 }
 
-/* Whether there is nothing to close here. */
+/* Whether there is nothing to close in this process. */
 static int is_done(const struct rp_handle *h)
 {
 	int state = state_of(h);
@@ -136,7 +136,7 @@ void rp_raise(PyObject *exception)
 {
 	PyObject *before = rp_take_exception();
 
-	/* Unless set explicitly, its context is the exception being handled. */
+	/* This makes the exception being handled its context; `before`, if any, replaces that. */
 	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
 	if (before)
 		PyException_SetContext(exception, before);
@@ -157,7 +157,7 @@ void rp_handler_raised(void)
 		rp_raise_later(rp_take_exception());
 }
 
-/* Set its value in the dict of open handles, or with NULL remove it; 0, or -1. */
+/* Set a handle's value in the dict of open handles, or remove it if NULL; 0, or -1. */
 static int list_as(struct rp_handle *h, PyObject *value)
 {
 	PyObject *key = PyLong_FromVoidPtr(h);
@@ -173,7 +173,7 @@ static void unlist(struct rp_handle *h)
 {
 	struct error error = save_error();
 
-	/* If memory ran out, it stays: readers skip closed handles. */
+	/* If memory runs out, the entry stays: readers skip closed handles. */
 	if (list_as(h, NULL))
 		PyErr_Clear();
 	restore_error(error);
@@ -181,7 +181,7 @@ static void unlist(struct rp_handle *h)
 
 /* ---- users ---------------------------------------------------------------- */
 
-/* Add a user to the word of an open handle; whether it was open. */
+/* Add a user to an open handle's `word`. Returns whether the handle was open. */
 static int enter(struct rp_handle *h, uint64_t user)
 {
 	uint64_t word = load(&h->word);
@@ -189,7 +189,7 @@ static int enter(struct rp_handle *h, uint64_t user)
 	do {
 		if (h->process != process)
 			return 0;
-		/* Until it is destroyed, its closer may use it but create nothing on it. */
+		/* Until the struct is destroyed, the closer may use it but create no children. */
 		if (word & SHUT &&
 		    (user == CHILD || !h->releasing || h->closer != this_thread()))
 			return 0;
@@ -287,8 +287,8 @@ void rp_unname(struct rp_handle *h)
 static int64_t bound_windows; /* in total */
 
 /*
- * A region that a window may be bound to. `serial` and `done` are from one counter: when the bind was
- * posted, and when its completion was seen.
+ * A region that a window may be bound to. `serial` (the bind was posted) and `done` (its completion
+ * was seen) come from one counter.
  */
 struct rp_bound {
 	struct rp_handle *mr;
@@ -319,7 +319,7 @@ static void unbind(struct rp_bound *bound)
 	}
 }
 
-/* Whether a bind of `queue` is certainly carried out before another. */
+/* Whether a region was certainly bound before the bind that `queue` posted as `serial`. */
 static int precedes(const struct rp_bound *bound, uint64_t queue, uint64_t serial)
 {
 	return bound->done < serial || (bound->queue == queue && bound->serial < serial);
@@ -333,7 +333,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queu
 	if (state_of(mw) != OPEN || mw->process != process)
 		return;
 	if (mr) {
-		/* If memory runs out, the region is held for ever. */
+		/* If memory runs out, the region is never released. */
 		new = PyMem_Malloc(sizeof(*new));
 		RP_ADD(&mr->windows, 1);
 		RP_ADD(&bound_windows, 1);
@@ -377,12 +377,12 @@ void rp_raise_forked(void)
 			"the process was forked in the middle of a verb; open the device again");
 }
 
-/* ---- what provider functions return --------------------------------------- */
+/* ---- provider functions' results ------------------------------------------ */
 
-/* Raise a function's failure: an errno, its negative, or -1 with the errno that cffi saved. */
+/* Raise a failed call's error: `code` is an errno, its negative, or -1 with cffi's saved errno. */
 static void raise_failed(PyObject *function, long code)
 {
-	/* Read at once: another cffi call may change it. */
+	/* Read errno first: another cffi call may change it. */
 	PyObject *number = code == -1 ? PyObject_GetAttrString(python.ffi, "errno") :
 					PyLong_FromLong(labs(code));
 
@@ -391,7 +391,7 @@ static void raise_failed(PyObject *function, long code)
 	Py_XDECREF(number);
 }
 
-/* Whether a call that returns 0, an errno, its negative, or -1 with errno succeeded. */
+/* Whether a call succeeded that returns 0, an errno, its negative, or -1 with errno set. */
 static int succeeded(PyObject *function, PyObject *result)
 {
 	long code;
@@ -406,16 +406,16 @@ static int succeeded(PyObject *function, PyObject *result)
 	return 0;
 }
 
-/* ---- making --------------------------------------------------------------- */
+/* ---- creating ------------------------------------------------------------- */
 
-/* Leave the first `count` of a tuple of parents. */
+/* Stop being a child of the first `count` parents. */
 static void leave_parents(PyObject *parents, Py_ssize_t count)
 {
 	for (Py_ssize_t i = 0; i < count; i++)
 		leave((struct rp_handle *)PyTuple_GetItem(parents, i), CHILD);
 }
 
-/* Become a child of each; 0, or -1 with an exception. */
+/* Become a child of each parent; 0, or -1 with an exception. */
 static int join_parents(PyObject *parents)
 {
 	Py_ssize_t count = PyTuple_Size(parents);
@@ -436,9 +436,9 @@ static int join_parents(PyObject *parents)
 }
 
 /*
- * Call a function with each handle replaced by its struct. The handles are in
- * use meanwhile. `self`, unless NULL, replaces the first argument. `uses` has
- * room for MAX_ARGS.
+ * Call a function with each handle argument replaced by its struct. The handles
+ * stay in use until the caller ends `uses`, which has room for MAX_ARGS. `self`,
+ * unless NULL, replaces the first argument.
  */
 static PyObject *call(PyObject *function, PyObject *self, PyObject *args, struct rp_use *uses,
 		      int *used)
@@ -476,8 +476,8 @@ static void end_uses(struct rp_use *uses, int used)
 }
 
 /*
- * Check that what was made has the struct type of the class and of each of its bases: the device is
- * given it as that. Runs no Python code; 0, or -1 with an exception.
+ * Check that a new struct has the type required by the handle's class and each base class, because
+ * the device receives it as that type. Runs no Python code; 0, or -1 with an exception.
  */
 static int check_struct(const struct rp_handle *h, PyObject *made)
 {
@@ -500,19 +500,19 @@ static int check_struct(const struct rp_handle *h, PyObject *made)
 	return wrong ? -1 : 0;
 }
 
-/* The interpreter is exiting: leave it open, and let nothing touch it. */
+/* The interpreter is exiting: leave the handle open, but admit no users. */
 static void give_up(struct rp_handle *h)
 {
 	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
 }
 
-/* Destroy what no handle has taken over; an exception stays set. */
+/* Destroy a struct that no handle owns; an exception already set stays set. */
 static void unmake(struct rp_handle *h, PyObject *made)
 {
 	struct error error = save_error();
 	PyObject *done = NULL;
 
-	/* Memory has just run out, perhaps, and may be there again. */
+	/* A call may fail for lack of memory; retry, since some may have been freed. */
 	for (int i = 0; !done && i < MOST_INTERRUPTS; i++) {
 		PyErr_Clear();
 		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
@@ -523,7 +523,7 @@ static void unmake(struct rp_handle *h, PyObject *made)
 	restore_error(error);
 }
 
-/* Take over what was made; 0, or -1 with an exception and nothing made. */
+/* Take ownership of a new struct, or destroy it on failure; 0, or -1 with an exception. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
 	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
@@ -542,14 +542,14 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 	}
 	h->cdata = Py_NewRef(made);
 	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
-	/* From now on it can be closed. */
+	/* From here on the handle can be closed. */
 	set_state(h, OPEN);
 	if (rp_exiting == RP_CLOSED_ALL)
 		give_up(h);
 	return 0;
 }
 
-/* Release all that it holds, but stay among its parents' children. */
+/* Release every reference that a handle holds, but remain its parents' child. */
 static void drop_held(struct rp_handle *h, char state)
 {
 	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps };
@@ -563,7 +563,7 @@ static void drop_held(struct rp_handle *h, char state)
 	RP_END();
 	h->cdata = h->destroy = h->parents = h->keeps = NULL;
 	set_state(h, state);
-	/* Handles that this leaves unreferenced are closed afterwards. */
+	/* Handles that this leaves unreferenced are closed when the use is popped. */
 	rp_push_use(rp_thread(), h, &use);
 	unbind(bound);
 	for (size_t i = 0; i < sizeof(held) / sizeof(held[0]); i++)
@@ -572,7 +572,7 @@ static void drop_held(struct rp_handle *h, char state)
 	restore_error(error);
 }
 
-/* Become the handle of what a function returns; a new reference to that, or NULL. */
+/* Call `create` and own the struct it returns. Returns a new reference to its cdata, or NULL. */
 static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 {
 	struct rp_use uses[MAX_ARGS], own;
@@ -585,7 +585,7 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 	listed = PyWeakref_NewRef((PyObject *)h, NULL);
 	if (listed && !list_as(h, listed)) {
 		made = call(create, NULL, args, uses, &used);
-		/* From here until the handle has it, no Python code runs. */
+		/* No Python code runs from here until the handle owns the struct. */
 		if (made && take_made(h, create, made))
 			Py_CLEAR(made);
 		if (!made)
@@ -611,7 +611,7 @@ static void raise_made(PyObject *self)
 		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
 }
 
-/* _begin_making(): a constructor begins, if no other has. */
+/* _begin_making(): mark the constructor as begun; raise if another has. */
 static PyObject *handle_begin(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -625,7 +625,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* _end_making(well): it has ended; if nothing was made, another may begin. */
+/* _end_making(well): the constructor has ended; if it created no struct, another may begin. */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -638,8 +638,8 @@ static PyObject *handle_end(PyObject *self, PyObject *well)
 }
 
 /*
- * _make(create, args, destroy, parents, keeps=None, access=0): call create with
- * args and become the handle of what it returns, a child of each parent.
+ * _make(create, args, destroy, parents, keeps=None, access=0): call create with args
+ * and take ownership of the struct it returns, as a child of each parent.
  */
 static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -676,7 +676,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 
 /* ---- using ---------------------------------------------------------------- */
 
-/* _verb(function, *args): call it with this handle's struct and args. */
+/* _verb(function, *args): call function with this handle's struct and args. */
 static PyObject *handle_verb(PyObject *self, PyObject *args)
 {
 	struct rp_use uses[MAX_ARGS];
@@ -691,7 +691,7 @@ static PyObject *handle_verb(PyObject *self, PyObject *args)
 	return result;
 }
 
-/* Return a reference that it holds, or NULL without an exception if it is closed. */
+/* Return a new reference to an object that a handle holds, or NULL (no exception) if closed. */
 static PyObject *get_held(struct rp_handle *h, PyObject *const *held)
 {
 	PyObject *value;
@@ -703,7 +703,7 @@ static PyObject *get_held(struct rp_handle *h, PyObject *const *held)
 	return value;
 }
 
-/* _live(): the struct, or ClosedError. */
+/* _live(): return the struct, or raise ClosedError. */
 static PyObject *handle_live(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -744,7 +744,7 @@ static PyObject *get_unfinished(PyObject *self, void *unused)
 	return PyBool_FromLong(maker_of(self) != 0);
 }
 
-/* Whether this thread is in the middle of its constructor, or no constructor has begun. */
+/* Whether this thread is in the handle's constructor, or no constructor has begun. */
 static PyObject *get_making(PyObject *self, void *unused)
 {
 	(void)unused;
@@ -772,7 +772,7 @@ static int ask(struct rp_handle *h, const char *method)
 	return done ? 0 : -1;
 }
 
-/* A wait for other threads; bounded at exit. */
+/* A wait for other threads, with a time limit at exit. */
 struct pause {
 	long us; /* of the next sleep */
 	long all_us;
@@ -780,7 +780,7 @@ struct pause {
 
 /*
  * Sleep briefly and check for signals; 0, -1 with an exception, or 1 to stop: time is up, or this
- * is the child of a fork, without the threads it waits for.
+ * is a forked child, which lacks the threads it waits for.
  */
 static int sleep_on(const struct rp_handle *h, struct pause *pause)
 {
@@ -796,7 +796,7 @@ static int sleep_on(const struct rp_handle *h, struct pause *pause)
 	return PyErr_CheckSignals() ? -1 : h->process != process;
 }
 
-/* Become its closer, if it has none. */
+/* Become the handle's closer, if it has none. */
 static int claim(struct rp_handle *h)
 {
 	struct rp_thread *me = rp_thread();
@@ -816,7 +816,7 @@ static void end_claim(struct rp_handle *h)
 	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Mark whether all that this thread is closing waits for another thread's close. */
+/* Mark every handle that this thread is closing as waiting, or not, for another thread's close. */
 static void set_stalled(char stalled)
 {
 	for (struct rp_handle *h = rp_thread()->closing; h; h = h->outer)
@@ -824,8 +824,8 @@ static void set_stalled(char stalled)
 }
 
 /*
- * Become its closer, waiting while another thread is. A thread in the middle of a close does not
- * wait for a closer that itself waits, or both might for ever: it leaves the handle to that one.
+ * Become the handle's closer, waiting for any other to finish. To avoid a deadlock, a thread in the
+ * middle of a close leaves the handle to its closer if that closer is itself waiting.
  */
 static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 {
@@ -844,8 +844,8 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 }
 
 /*
- * Become its closer and admit no new users. Returns 0; 1 if it is closed, this thread is
- * closing it already, it is left to another, or time is up; -1 with an exception.
+ * Become the handle's closer and admit no new users. Returns 0; 1 if it is closed, already being
+ * closed by this thread, or left to another closer, or if time is up; -1 with an exception.
  */
 static int shut(struct rp_handle *h, struct pause *pause)
 {
@@ -865,7 +865,7 @@ again:
 		end_claim(h);
 		if (state_of(h) == GONE)
 			return 1;
-		/* It raises, or has closed a child that only waited for its finalizer to retry. */
+		/* Raises, or closes children that were only waiting for a finalizer to retry. */
 		if (ask(h, "_refuse_children"))
 			return -1;
 		goto again;
@@ -873,10 +873,10 @@ again:
 	return 0;
 }
 
-/* All that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
+/* Do everything that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
 static int release(struct rp_handle *h, struct pause *pause)
 {
-	/* Waiting threads are in the middle of a verb. */
+	/* A thread that waits on the handle is in the middle of a verb. */
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
@@ -888,11 +888,11 @@ static int release(struct rp_handle *h, struct pause *pause)
 	h->releasing = 1;
 	if (ask(h, "_release"))
 		return -1;
-	/* It raises, or has closed queues that were only waiting to be closed. */
+	/* Raises, or closes the queues that were only waiting to be closed. */
 	while (load(&h->posted)) {
 		if (!ask(h, "_refuse_posted"))
 			continue;
-		/* The last completion may have come meanwhile. */
+		/* The last completion may have arrived meanwhile. */
 		if (load(&h->posted) || !PyErr_ExceptionMatches(python.in_use))
 			return -1;
 		PyErr_Clear();
@@ -924,8 +924,8 @@ static int destroy(struct rp_handle *h)
 }
 
 /*
- * Call _forget() until it completes, then release all that is held. The device has destroyed the
- * object, whatever is raised: the first exception stays set.
+ * Call _forget() until it completes, then release every reference. The device has already destroyed
+ * the object, so an exception does not stop this; the first one stays set.
  */
 static void finish(struct rp_handle *h)
 {
@@ -943,7 +943,7 @@ static void finish(struct rp_handle *h)
 	restore_error(first);
 }
 
-/* Close it, now; 0, or -1 with an exception. */
+/* Close a handle now; 0, or -1 with an exception. */
 static int close_now(struct rp_handle *h)
 {
 	struct pause pause = { 1, 0 };
@@ -960,13 +960,13 @@ static int close_now(struct rp_handle *h)
 	if (stopped) /* it stays open after all */
 		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	end_claim(h);
-	/* After a fork in the middle of it, there is nothing to close here. */
+	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != process && PyErr_ExceptionMatches(python.error))
 		PyErr_Clear();
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Keep what the device refused to destroy, its memory and its parents until the process ends. */
+/* The device refused to destroy it: keep it, its memory and its parents until the process ends. */
 static void keep(struct rp_handle *h)
 {
 	struct error error = save_error();
@@ -992,7 +992,7 @@ static int close_later(void *object)
 	return 0;
 }
 
-/* Have the main thread close it soon; whether it will. */
+/* Ask the main thread to close a handle soon. Returns whether it will. */
 static int put_off_to_main(struct rp_handle *h)
 {
 	int64_t now = rp_now_ns();
@@ -1009,8 +1009,8 @@ static int put_off_to_main(struct rp_handle *h)
 }
 
 /*
- * Close a handle on no caller's behalf; 0, or -1 with an exception. An exception from one attempt
- * but not the next was a signal handler's: its thread gets it later, after rp_deliver_soon().
+ * Close a handle when there is no caller to raise to; 0, or -1 with an exception. An exception that
+ * does not recur on the next attempt came from a signal handler: it is passed to rp_raise_later().
  */
 static int close_insistently(struct rp_handle *h)
 {
@@ -1019,12 +1019,12 @@ static int close_insistently(struct rp_handle *h)
 
 	for (int i = 1; failed && i < MOST_INTERRUPTS; i++) {
 		known = PyErr_ExceptionMatches(python.error);
-		/* What looks like the device's refusal may be a handler's exception: try again. */
+		/* An apparent refusal by the device may be a handler's exception: retry. */
 		refusals += known && h->refused;
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
 		    (PyErr_ExceptionMatches(python.in_use) && is_busy(h)))
 			break;
-		/* Or its last user left meanwhile without closing it, because we were. */
+		/* An InUseError is stale here: the last user has left, and left the close to us. */
 		if (PyErr_ExceptionMatches(python.in_use) || first ||
 		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
@@ -1032,7 +1032,7 @@ static int close_insistently(struct rp_handle *h)
 			first = rp_take_exception();
 		failed = close_now(h);
 	}
-	/* A failure every time is not a handler's. */
+	/* An error that recurs on every attempt is not a handler's. */
 	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, python.error)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
@@ -1047,10 +1047,10 @@ static void close_quietly(struct rp_handle *h)
 
 	Py_INCREF((PyObject *)h);
 	if (close_insistently(h)) {
-		/* The stack is too deep, or memory ran out: retry until there is room. */
+		/* Short of stack or memory: retry in the main thread, for RETRIES_NS. */
 		put_off = rp_lacks_room(PyErr_Occurred()) && put_off_to_main(h);
 		known = PyErr_ExceptionMatches(python.error);
-		/* If it is in use again, its last user closes it. */
+		/* If the handle is in use again, its last user closes it. */
 		if (!put_off && state_of(h) == OPEN && !is_busy(h))
 			keep(h);
 		if (!put_off && !known)
@@ -1062,7 +1062,7 @@ static void close_quietly(struct rp_handle *h)
 	restore_error(error);
 }
 
-/* Take the first handle whose close was put off; a reference, or NULL. */
+/* Pop the first handle whose close was deferred; returns a reference, or NULL. */
 static struct rp_handle *next_put_off(struct rp_thread *me, char *who)
 {
 	struct rp_handle *h = me->first_put_off;
@@ -1085,13 +1085,13 @@ static size_t count_put_off(const struct rp_thread *me)
 	return count;
 }
 
-/* Close what this thread put off. A handle in use by a later one is retried after that. */
+/* Run this thread's deferred closes. A handle that a later one uses is retried after that. */
 void rp_close_put_off(void)
 {
 	struct error error = save_error();
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
-	size_t in_use = 0; /* refusals since one was last closed */
+	size_t in_use = 0; /* refusals since the last close that succeeded */
 	char who;
 
 	me->draining = 1;
@@ -1174,7 +1174,7 @@ static void handle_finalize(PyObject *self)
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	/*
 	 * A device may take minutes to destroy a queue pair through which a window is bound. If the
-	 * window is in the same garbage, let it be closed first.
+	 * window is in the same garbage cycle, let it close first.
 	 */
 	if (!(RP_LOAD(&h->binds) && RP_LOAD(&bound_windows) && put_off_to_main(h)))
 		close_abandoned(h);
@@ -1190,8 +1190,8 @@ static void handle_dealloc(PyObject *self)
 	if (state_of(h) == OPEN)
 		unlist(h);
 	/*
-	 * If it is open, the interpreter is exiting and the device still has it, so what it
-	 * depends on must stay.
+	 * If it is still open, the interpreter is exiting and the device still uses the
+	 * struct, so the objects that the struct depends on must stay.
 	 */
 	if (state_of(h) != OPEN || h->process != process) {
 		Py_XDECREF(h->cdata);
@@ -1256,9 +1256,9 @@ static PyType_Slot handle_slots[] = {
 /* ---- finalizers in Python -------------------------------------------------- */
 
 /*
- * Call _finalize() until it completes: a signal handler may raise in the middle of it, and that
- * exception, which a __del__ would lose, is raised later, in the main thread. A failure that is not
- * a handler's comes every time.
+ * Call _finalize() until it completes: a signal handler may raise in the middle of it, and a
+ * __del__ would lose that exception, so it is raised later, in the main thread. An exception that
+ * recurs on every attempt is not a handler's.
  */
 static void finalizer_finalize(PyObject *self)
 {
@@ -1290,7 +1290,7 @@ static PyType_Slot finalizer_slots[] = {
 	{ 0, NULL },
 };
 
-/* ---- for Python ----------------------------------------------------------- */
+/* ---- functions for Python ------------------------------------------------- */
 
 /* importing(): raise ImportError in a second interpreter, or for a second copy of the package. */
 static PyObject *importing(PyObject *self, PyObject *unused)
@@ -1298,8 +1298,8 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	/*
-	 * Handles are per process. Newer Pythons run the module's own init in the main
-	 * interpreter.
+	 * Handles are per process. The module's own init cannot check this: newer Pythons
+	 * run it in the main interpreter.
 	 */
 	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
 		PyErr_SetString(PyExc_ImportError,
@@ -1317,7 +1317,7 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 
 /*
  * describe_handles(ClosedError, RdmaError, InUseError, failed, ffi, to_number, open, type_of,
- * structs), held for ever
+ * structs): store these; never released
  */
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
@@ -1330,8 +1330,8 @@ static PyObject *describe_handles(PyObject *self, PyObject *args)
 }
 
 /*
- * exiting(closed_all): the interpreter is about to close all handles, or has tried to. It gives up
- * those that are still open: threads that will be gone may hold the locks that a close needs.
+ * exiting(closed_all): the interpreter is about to close all handles, or has tried to. Those still
+ * open after that are left open: threads that no longer run may hold the locks that a close needs.
  */
 static PyObject *exiting(PyObject *self, PyObject *closed_all)
 {
@@ -1354,7 +1354,7 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* in_verb(): whether this thread is in the middle of a verb, where a close is put off. */
+/* in_verb(): whether this thread is in the middle of a verb, where a close is deferred. */
 static PyObject *in_verb(PyObject *self, PyObject *unused)
 {
 	(void)self;

@@ -1,8 +1,8 @@
 /*
  * A queue's lock, held while posting to it or polling it.
  *
- * A prepared post takes some thirty nanoseconds, and a mutex would add ten. So it is one word,
- * plus something for waiters to sleep on.
+ * A prepared post takes some thirty nanoseconds, and a mutex would add ten. So the lock is one
+ * word, plus a PyThread lock for waiters to block on.
  */
 #include "handles/handle.h"
 
@@ -20,7 +20,7 @@ int rp_take(struct rp_lock *lock)
 				"this thread is in the middle of a post to the same queue");
 		return -1;
 	}
-	/* A release after this sees the waiter. */
+	/* Any release after this sees the waiter. */
 	RP_ADD(&lock->waiting, 1);
 	while (!rp_try_for(lock, rp_thread())) {
 		Py_BEGIN_ALLOW_THREADS
@@ -53,7 +53,7 @@ int rp_init_lock(struct rp_lock *lock)
 		PyErr_NoMemory();
 		return -1;
 	}
-	/* Taken until the first wake-up. */
+	/* Held until the first wake-up. */
 	PyThread_acquire_lock(lock->given, WAIT_LOCK);
 	return 0;
 }

@@ -1,10 +1,10 @@
 /*
- * Reading attributes that a class keeps in __slots__.
+ * Reading attributes stored in __slots__.
  *
- * Asking Python for one costs ten times as much as reading it, and a post reads
- * ten. A slot's offset is found by trying: a value is set the usual way, and
- * searched for in the object. On a Python that keeps it elsewhere, it is looked
- * up by name.
+ * Looking one up by name costs ten times as much as reading memory, and a post
+ * reads ten. A slot's offset is found by experiment: a value is set the usual way,
+ * and searched for in the object. If Python stores it elsewhere, the attribute is
+ * looked up by name.
  */
 #include "module.h"
 
@@ -44,7 +44,7 @@ int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot)
 	PyObject *size = PyObject_GetAttrString(type, "__basicsize__");
 	int failed = -1;
 
-	slot->name = PyUnicode_InternFromString(name); /* held for ever */
+	slot->name = PyUnicode_InternFromString(name); /* never released */
 	if (object && size && slot->name)
 		failed = search(object, PyLong_AsSsize_t(size), slot);
 	Py_XDECREF(size);

@@ -2,11 +2,11 @@
  * libibverbs, loaded at first use instead of linked.
  *
  * FUNCTIONS lists every exported function that we call: its result, name,
- * parameters, arguments, and the value that says "this library does not have
- * it" (errno is EOPNOTSUPP then); E are those that return an errno, V those that
- * return nothing.  It generates the table of pointers, and forwarders with the
- * functions' own names and hidden visibility, so that the header's inlines and
- * the generated binding link against them unchanged.
+ * parameters, arguments, and the value returned if the library lacks it (with
+ * errno set to EOPNOTSUPP). E marks functions that return an errno, V those that
+ * return nothing. The list generates the table of pointers, and forwarders with
+ * the functions' own names and hidden visibility, so that the header's inlines
+ * and the generated binding link against them unchanged.
  *
  * dlsym gives the default version of each symbol; names that start with
  * IBVERBS_PRIVATE_ are never used.  The library stays open for the life of
@@ -112,7 +112,7 @@ FUNCTIONS(FORWARD, FORWARD_VOID)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static void *library;
 
-/* POSIX lets a data pointer carry a function; ISO C only through memory. */
+/* POSIX lets a data pointer hold a function's address; ISO C requires a copy through memory. */
 static void find(const char *name, void *pointer)
 {
 	void *symbol = dlsym(library, name);
@@ -220,7 +220,7 @@ int rp_get_async_event(struct ibv_context *context,
 		return -1;
 	}
 	failed = ibv_get_async_event(context, event);
-	/* At once: an object with an unacknowledged event cannot be destroyed. */
+	/* Acknowledge at once: an object with an unacknowledged event cannot be destroyed. */
 	if (!failed)
 		ibv_ack_async_event(event);
 	return failed;
@@ -236,7 +236,7 @@ int rp_query_port(struct ibv_context *context, uint8_t port_num,
 
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 {
-	/* Drivers follow every pointer, even the region's in a bind of length 0. */
+	/* Drivers dereference every pointer, even the region's in a bind of length 0. */
 	if (!qp || !mw || !bind || !bind->bind_info.mr)
 		return EINVAL;
 	if (!mw->context || mw->context != qp->context ||

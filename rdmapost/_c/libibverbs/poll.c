@@ -71,7 +71,7 @@ static int poll_until(struct queue from, struct ibv_wc *wc,
 		int n = poll_once(from, max - got, wc + got, tm ? tm + got : NULL);
 
 		if (n < 0 || n > max - got) {
-			/* What was polled before the failure is not lost. */
+			/* Do not lose the completions polled before the failure. */
 			if (got)
 				return got;
 			errno = EIO;

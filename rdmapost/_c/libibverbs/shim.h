@@ -64,7 +64,7 @@ int rp_has_symbol(const char *name);
 struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);
 
-/* ibv_create_cq without its context's pointer. */
+/* ibv_create_cq without a cq_context. */
 struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
 			    struct ibv_comp_channel *channel, int comp_vector);
 
@@ -73,7 +73,7 @@ struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
 			       struct ibv_comp_channel *channel,
 			       int comp_vector);
 
-/* ibv_get_async_event and ibv_ack_async_event in one: no interrupt between them. */
+/* ibv_get_async_event and ibv_ack_async_event in one call: no signal handler between them. */
 int rp_get_async_event(struct ibv_context *context,
 		       struct ibv_async_event *event);
 
@@ -81,7 +81,7 @@ int rp_get_async_event(struct ibv_context *context,
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr);
 
-/* ibv_bind_mw, which the header has only as an inline; no pointer may be NULL. */
+/* ibv_bind_mw, which the header defines only as an inline; no pointer may be NULL. */
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
 static inline int64_t rp_now_ns(void)
@@ -96,16 +96,16 @@ static inline int64_t rp_now_ns(void)
 
 /*
  * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`
- * nanoseconds until there are `min` of them.  Returns their number, or -1
+ * nanoseconds to get at least `min`. Returns the number polled, or -1
  * with errno set.
  */
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 
 /*
- * The same for an extended CQ, which also has the tag and the sender's data
- * of a tag-matching message: they go into `tm`, which is as long as `wc`.
- * pkey_index cannot be read there and is 0.
+ * The same for an extended CQ, which also reports a tag-matching message's tag
+ * and the sender's data: they go into `tm`, which is as long as `wc`.
+ * An extended CQ does not report pkey_index, which is set to 0.
  */
 int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
 		  struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns);

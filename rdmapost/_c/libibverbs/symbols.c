@@ -1,7 +1,7 @@
 /*
- * The posting calls as real symbols.  Each is the header's own inline, so the
- * ABI of the context's ops table is the header's business and not ours.
- * shim.h gives these six default visibility; all else in the module is hidden.
+ * The posting calls as real symbols. Each calls the header's own inline, so only
+ * the header depends on the ABI of the context's ops table. shim.h gives these six
+ * default visibility; everything else in the module is hidden.
  */
 #include "libibverbs/shim.h"
 

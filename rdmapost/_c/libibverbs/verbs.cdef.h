@@ -1,13 +1,13 @@
 /*
- * What rdmapost uses of <infiniband/verbs.h>, for cffi.
+ * The parts of <infiniband/verbs.h> that rdmapost uses, for cffi.
  *
  * Structs are declared in full, so that their layout is verified against the
  * header at build time; "...;" is used only where a struct is private beyond
- * the named fields or grows from release to release. Enumerators are listed
- * where the oldest supported header (rdma-core 44) has them, and verified too.
+ * the named fields or grows from release to release. Only enumerators that the
+ * oldest supported header (rdma-core 44) has are listed; they are verified too.
  *
- * It is one file because it is a list, read beside the one header it describes;
- * the structs refer to each other, so parts would depend on their order.
+ * It is one file because it is a list, read beside the one header it describes,
+ * and because the structs refer to each other, which would fix the files' order.
  */
 
 /* ---- addresses ---------------------------------------------------------- */

@@ -5,13 +5,13 @@
 
 enum { FIELDS = 16, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 
-/* What WCs are made from, given by rdmapost/resources/cq.py. */
+/* Used to create WCs; provided by rdmapost/resources/cq.py. */
 static struct {
 	PyObject *type; /* the class, a tuple */
-	PyObject *flag_type; /* makes a member from any number */
+	PyObject *flag_type; /* creates a member from any number */
 	PyObject *verbs_error;
 	newfunc new_tuple;
-	/* Members by number; a number without one has the stand-in. */
+	/* Members indexed by number; unknown numbers map to a placeholder. */
 	PyObject *statuses[STATUSES], *opcodes[OPCODES], *flags[FLAGS];
 } made_of;
 
@@ -97,7 +97,7 @@ PyObject *rp_raise_verbs(const char *verb, int code)
 	return NULL;
 }
 
-/* Read the members of a dict by number into an array; 0, or -1 with an exception. */
+/* Copy a dict of members into an array indexed by number; 0, or -1 with an exception. */
 static int read_members(PyObject *dict, PyObject *other, PyObject **members, long count)
 {
 	PyObject *key, *value;
@@ -105,12 +105,12 @@ static int read_members(PyObject *dict, PyObject *other, PyObject **members, lon
 	long index;
 
 	for (index = 0; index < count; index++)
-		members[index] = Py_NewRef(other); /* held for ever */
+		members[index] = Py_NewRef(other); /* never released */
 	while (PyDict_Next(dict, &at, &key, &value)) {
 		index = PyLong_AsLong(key);
 		if (PyErr_Occurred())
 			return -1;
-		/* Except for flags, the last one is the stand-in. */
+		/* The last entry is the placeholder, except in `flags`. */
 		if (index < 0 || index >= count - (members != made_of.flags)) {
 			PyErr_SetString(PyExc_ValueError, "out of range");
 			return -1;
@@ -139,7 +139,7 @@ static PyObject *make_completions_of(PyObject *self, PyObject *args)
 	    read_members(opcodes, Py_None, made_of.opcodes, OPCODES) ||
 	    read_members(flags, Py_None, made_of.flags, FLAGS))
 		return NULL;
-	made_of.type = Py_NewRef(type); /* these three are held for ever */
+	made_of.type = Py_NewRef(type); /* these three are never released */
 	Py_INCREF(made_of.flag_type);
 	Py_INCREF(made_of.verbs_error);
 	made_of.new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);

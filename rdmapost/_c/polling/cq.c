@@ -1,14 +1,13 @@
 /*
  * Polling a completion queue, and waiting for its events.
  *
- * Polled completions are settled at once, without running Python, and join the
- * backlog. They become WCs only after the lock is released: making them may run
- * finalizers and raise anything. Those that are then not delivered go back to
- * the front.
+ * Polled completions are matched with their work requests at once, without running Python, and
+ * appended to the backlog. They become WCs only after the lock is released, because creating them
+ * may run finalizers and raise any exception. Undelivered ones return to the front.
  *
- * Waiting threads are in a list, each with its own eventfd to be woken by. One
- * of them, the leader, also sleeps on the completion channel. If asyncio tasks
- * wait, their event loop does that (rdmapost/resources/aio.py).
+ * Waiting threads are kept in a list, each with its own eventfd. One of them, the leader, also
+ * sleeps on the completion channel. If asyncio tasks are waiting, their event loop does that
+ * instead (rdmapost/resources/aio.py).
  */
 #include "posting/inflight.h"
 
@@ -23,7 +22,7 @@ enum { BATCH = 64 };
 /* In ms; a signal just before the sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
-/* Between looks of a thread while tasks wait, whose event loop may be stopped or blocked. */
+/* A thread polls this often while tasks lead: their event loop may be stopped or blocked. */
 enum { LOOK_NS = 20000000 };
 
 /* How long a wait leaves completions to the waits that began before it. */
@@ -211,7 +210,7 @@ static int tell(PyObject *function)
 	return done ? 0 : -1;
 }
 
-/* Tell the leading event loop to look, or to step down if it is closed; 0, or -1. */
+/* Notify the leading event loop to poll, or to give up the lead if it is closed; 0, or -1. */
 static int tell_tasks(struct poller *p)
 {
 	PyObject *tasks;
@@ -472,7 +471,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int most
 /* `count`, if they and `promised` more are available, else none; with `fewer`, up to `count`. */
 struct order {
 	uint64_t count, promised;
-	const struct waiter *after; /* leave what earlier waits than this want, too; NULL for none */
+	const struct waiter *after; /* waits that began before it come first; NULL for none */
 	int fewer;
 	int64_t spin_ns;
 	int error; /* of polling */

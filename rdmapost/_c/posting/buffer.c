@@ -45,9 +45,9 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 /*
- * Do not show it a memoryview: the collector clears one even while its buffer is
- * held, and releasing the buffer then crashes. What it is not shown it does not
- * collect.
+ * Do not visit a memoryview: the collector clears one even while its buffer is
+ * exported, and releasing the buffer then crashes. It does not clear objects that
+ * are not visited.
  */
 static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
 {

@@ -69,9 +69,9 @@ static inline int rp_reserve(struct rp_in_flight *q, size_t count)
 }
 
 /*
- * Record what is about to be posted, for which there is room, and return its
- * ticket; a list's other tickets follow it. Takes over the references and the
- * naming (rp_name) of what is held.
+ * Record a work request that is about to be posted; the caller has reserved a free slot. Returns
+ * its ticket; the other work requests in a list have the tickets that follow. Takes over the
+ * references, and the rp_name() calls, for the objects that the record holds.
  */
 struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *ticket);
 

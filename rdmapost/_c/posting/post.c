@@ -143,7 +143,7 @@ static void record(struct queue *q, struct post *post, struct request *r)
 	r->wr_id = NULL;
 	held = rp_held_until_done(q, r);
 	if (held == r->held) {
-		/* A window is used again once the device has returned. */
+		/* The window is needed again after the device's post returns. */
 		r->held = r->mw ? Py_NewRef(held) : NULL;
 		r->named = 0;
 	} else if (held) {
@@ -423,8 +423,8 @@ static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struc
 }
 
 /*
- * None, or NULL with an exception that says how many were posted: `raised`, unless NULL, with any that
- * is set as its context.
+ * Return None, or NULL with an exception that has the number of work requests posted. That is
+ * `raised`, with any exception already set as its context, or, if `raised` is NULL, the one set.
  */
 static PyObject *answer(PyObject *raised, const struct post *post, int64_t posted)
 {
@@ -531,7 +531,7 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	return answer(raised, post, outcome.posted);
 }
 
-/* Whether it is a handle; nearly always of the same class. */
+/* Whether the object is a handle. Its class is cached: it is nearly always the same. */
 static int is_owner(struct queue *q, PyObject *object)
 {
 	PyObject *type = (PyObject *)Py_TYPE(object);

@@ -165,7 +165,7 @@ PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint64_
 
 /* ---- read.c ------------------------------------------------------------- */
 
-/* The class of a work request, also for a subclass, or NULL. */
+/* Return the work request class that `type` is or derives from, or NULL. */
 const struct kind *rp_find_kind(struct queue *q, PyTypeObject *type);
 
 static inline const struct kind *rp_kind_of(struct queue *q, PyTypeObject *type)
@@ -195,7 +195,7 @@ static inline int rp_read_int(PyObject *value, uint64_t most, uint64_t *number)
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t most,
 		   uint64_t *number);
 
-/* Read another sg_list for one of a post's work requests into a separate post; as rp_read. */
+/* Read a new sg_list for one of a post's work requests into another post; returns as rp_read. */
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
 /* A request's SGEs: in the record, and as a Python tuple. */

@@ -260,8 +260,8 @@ static int let_go(PyObject *self)
 }
 
 /*
- * Release it all before the collector clears anything in the same garbage:
- * whatever names a region last closes it, and the region must be intact then.
+ * Release everything before the collector clears any object in the same cycle: dropping the last
+ * reference to a region closes it, and the region must still be intact then.
  */
 static void prepared_finalize(PyObject *self)
 {
@@ -331,7 +331,7 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	/* A list still being made is closed by its maker, if its owner is closed by then. */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
-	/* By now, posts in progress have their references; others cannot get what is released. */
+	/* Posts in progress hold their own references; later ones see that the list is closed. */
 	if (rp_take(&p->queue->lock))
 		return NULL;
 	RP_BEGIN(p);
@@ -559,7 +559,7 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	return wr_id;
 }
 
-/* Replace a wr_id, if posts still carry `from`; whether they do, or -1. */
+/* Replace a wr_id if `from` is still what the list posts. Returns whether it was, or -1. */
 static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
 {
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
@@ -699,7 +699,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 	if (!p || !value)
 		return refuse_change(p, "sg_list");
 	r = &p->post.requests[item->index];
-	/* Reading may close the list; these keep what else is read. */
+	/* Reading may run code that closes the list; `wr` and `held` keep its objects alive. */
 	wr = get_wr(p, r, &held);
 	if (!wr)
 		return -1;

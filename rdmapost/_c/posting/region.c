@@ -1,9 +1,8 @@
 /*
- * mr[a:b]: making an SGE from a region (rdmapost/resources/memory.py), as for nearly
- * every work request.
+ * mr[a:b]: creating an SGE from a region (rdmapost/resources/memory.py), which nearly
+ * every work request needs.
  *
- * Anything but two numbers within the region is left to MR._slice, which
- * reports what is wrong.
+ * Anything but two numbers within the region goes to MR._slice, which reports errors.
  */
 #include "posting/post.h"
 
@@ -14,7 +13,7 @@ static struct {
 	struct rp_slot addr, length, lkey;
 } made_of;
 
-/* Takes over the references to the numbers, any of which may be NULL. */
+/* Steals the references to the numbers, any of which may be NULL. */
 static PyObject *make(PyObject *addr, PyObject *length, PyObject *lkey, PyObject *owner)
 {
 	PyObject *tuple = NULL, *args = NULL, *sge = NULL;
@@ -39,7 +38,7 @@ PyObject *rp_make_sge(uint64_t addr, uint64_t length, uint32_t lkey, PyObject *o
 		    PyLong_FromUnsignedLong(lkey), owner);
 }
 
-/* Read start and stop of a slice without a step; 0 for anything else. */
+/* Read the start and stop of a slice that has no step; returns 0 for anything else. */
 static int read_bounds(PyObject *bounds, Py_ssize_t *start, Py_ssize_t *stop)
 {
 	PyObject *none;
@@ -63,7 +62,7 @@ static PyObject *get(PyObject *self, const struct rp_slot *slot)
 	return value;
 }
 
-/* Read a 64-bit number; whether it was one. */
+/* Read a 64-bit number. Returns whether it was one. */
 static int get_number(PyObject *self, const struct rp_slot *slot, uint64_t *number)
 {
 	PyObject *value = get(self, slot);
@@ -90,7 +89,7 @@ static PyObject *region_slice(PyObject *self, PyObject *bounds)
 
 static PyMethodDef slice_method = { "__getitem__", region_slice, METH_O, NULL };
 
-/* make_sges(MR, SGE): make the function above MR.__getitem__. */
+/* make_sges(MR, SGE): install region_slice() as MR.__getitem__. */
 static PyObject *make_sges(PyObject *self, PyObject *args)
 {
 	PyObject *mr, *sge, *method;
@@ -103,7 +102,7 @@ static PyObject *make_sges(PyObject *self, PyObject *args)
 	    rp_find_slot(mr, "_length", &made_of.length) ||
 	    rp_find_slot(mr, "_lkey", &made_of.lkey))
 		return NULL;
-	made_of.sge = Py_NewRef(sge); /* held for ever */
+	made_of.sge = Py_NewRef(sge); /* never released */
 	made_of.step = PyUnicode_InternFromString("step");
 	made_of.new_tuple = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
 	method = PyDescr_NewMethod((PyTypeObject *)mr, &slice_method);

@@ -1,4 +1,4 @@
-/* The handle of a matching-list entry; posting a TAG_ADD makes it, a TAG_DEL names it. */
+/* A matching-list entry's handle: posting a TAG_ADD creates it, and a TAG_DEL names it. */
 #include "posting/post.h"
 
 PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t ticket, uint64_t serial,

@@ -1,10 +1,9 @@
 /*
  * A fast __init__ for the work requests, which are dataclasses.
  *
- * The one that dataclasses generates gets its arguments by way of a tuple and a
- * dict, and unpacks them as a Python function does. This one reads them
- * directly. Whatever it does not understand it leaves to the other, which
- * reports what is wrong.
+ * The __init__ that dataclasses generates gets its arguments as a tuple and a dict,
+ * and unpacks them as a Python function does. This one reads them directly. Calls
+ * that it does not handle go to the generated one, which reports errors.
  */
 #include "module.h"
 
@@ -12,8 +11,8 @@ enum { CLASSES = 24, FIELDS = 12 };
 
 struct class {
 	PyObject *type;
-	PyObject *init; /* what dataclasses made */
-	Py_ssize_t positional; /* leading fields that may be */
+	PyObject *init; /* the one that dataclasses generated */
+	Py_ssize_t positional; /* leading fields that may be positional */
 	Py_ssize_t fields;
 	struct rp_slot slot[FIELDS];
 	PyObject *otherwise[FIELDS]; /* defaults */
@@ -22,7 +21,7 @@ struct class {
 static struct class classes[CLASSES];
 static int known;
 
-/* Assign to a slot; the caller then drops *value. 0, or -1 with an exception. */
+/* Assign to a slot and leave a reference to release in *value; 0, or -1 with an exception. */
 static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **value)
 {
 	PyObject **at = rp_slot_at(object, slot), *old;
@@ -35,7 +34,7 @@ static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **val
 	return 0;
 }
 
-/* Unpack the arguments, borrowed; 0 if that is not for this function. */
+/* Unpack the arguments as borrowed references; 0 for a call that is not handled here. */
 static int read_arguments(const struct class *class, PyObject *args,
 			  PyObject *kwargs, PyObject **values)
 {
@@ -70,8 +69,8 @@ static int init_slowly(const struct class *class, PyObject *self, PyObject *args
 }
 
 /*
- * Set every field. Old values are dropped last: their finalizers can free whatever the caller
- * refers to, the arguments included.
+ * Set every field. Old values are released last, because their finalizers may free anything that
+ * the caller has borrowed, including the arguments.
  */
 static int set_fields(PyObject *self, const struct class *class, PyObject **values)
 {
@@ -113,8 +112,8 @@ static int read_field(struct class *class, Py_ssize_t i, PyObject *field)
 }
 
 /*
- * quick_init(type, init, positional, fields): a class and its own __init__; how
- * many leading fields are positional; each field's name and default.
+ * quick_init(type, init, positional, fields): register a class, its generated __init__,
+ * the number of leading positional fields, and each field's name and default.
  */
 static PyObject *quick_init(PyObject *self, PyObject *args)
 {
@@ -135,7 +134,7 @@ static PyObject *quick_init(PyObject *self, PyObject *args)
 			return NULL;
 	Py_INCREF(class.type);
 	Py_INCREF(class.init);
-	classes[known++] = class; /* held for ever */
+	classes[known++] = class; /* never released */
 	Py_RETURN_NONE;
 }
 

@@ -1,11 +1,11 @@
 /*
- * The C side of the soft device: a context whose operations are ours.
+ * The C side of the soft device: a context with our own operations.
  *
- * The posting symbols follow qp->context->ops, so a context made here receives
- * exactly what a NIC's driver would. Exported libibverbs functions must never
- * see it: they reach into a private part that it does not have.
+ * The posting symbols call through qp->context->ops, so a context created here
+ * receives exactly what a NIC's driver would. It must never be passed to exported
+ * libibverbs functions: they access private data that it does not have.
  *
- * Work requests are copied here, whole, and carried out in Python.
+ * Work requests are copied in full here, and executed in Python.
  */
 #include "soft0/soft_device.h"
 
@@ -24,11 +24,11 @@ struct wqe {
 		struct ibv_recv_wr recv;
 		struct ibv_ops_wr op;
 	} wr; /* as posted; its pointers are no longer valid */
-	unsigned int opcode, flags; /* of a send or an operation */
+	unsigned int opcode, flags; /* for a send or an operation */
 	PyObject *sges; /* a tuple of (addr, length, lkey) */
 	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
-	PyObject *ah, *window, *region; /* what its handles stood for then, or NULL */
-	PyObject *owner; /* told how it ended, if it is the device's own */
+	PyObject *ah, *window, *region; /* the objects with its handles at that time, or NULL */
+	PyObject *owner; /* receives the status, if the device itself posted it */
 };
 
 static PyObject *wqe_type;
@@ -56,7 +56,7 @@ static PyMemberDef wqe_members[] = {
 	{ NULL, 0, 0, 0, NULL },
 };
 
-/* Drop what the members of an object refer to, and the object. */
+/* Release the objects that an object's members refer to, and free it. */
 static void release(PyObject *self, const PyMemberDef *member)
 {
 	for (; member->name; member++)
@@ -78,20 +78,20 @@ static PyType_Slot wqe_slots[] = {
 
 /* ---- queues -------------------------------------------------------------- */
 
-/* A work queue; or a completion queue, which uses few of these. */
+/* A work queue, or a completion queue, which uses few of these fields. */
 struct queue {
 	PyObject_HEAD
 	PyObject *pending; /* a deque of WQEs not yet done, or of entries not yet polled */
-	unsigned int armed; /* for what to raise an event: 0 (nothing) or one of those below */
+	unsigned int armed; /* which entries raise an event: 0 (none), or one of those below */
 	unsigned int depth, max_sge, max_inline, max_tso_header;
-	unsigned int used; /* slots */
-	unsigned int silent; /* done without a completion; their slots await one */
-	unsigned int last_handle; /* of a matching list's entries */
-	unsigned int refuses; /* the errno of every post, or 0 */
-	unsigned int prompt; /* posts are carried out, not left to wait for a message */
-	PyObject *faults; /* for sends: which are to fail on purpose (soft0/faults.c) */
-	PyObject *slots; /* for operations: the queue whose slots a matching list's entries take */
-	unsigned int hidden; /* entries at its end that a verb in progress may still take back */
+	unsigned int used; /* occupied slots */
+	unsigned int silent; /* WQEs done without a completion; the next one frees their slots */
+	unsigned int last_handle; /* given to a matching-list entry */
+	unsigned int refuses; /* the errno with which every post fails, or 0 */
+	unsigned int prompt; /* posts are executed at once, rather than waiting for a message */
+	PyObject *faults; /* for sends: the injected failures (soft0/faults.c) */
+	PyObject *slots; /* for operations: the queue whose slots matching-list entries occupy */
+	unsigned int hidden; /* entries at the end that a verb in progress may still roll back */
 };
 
 enum { ARMED_SOLICITED = 1, ARMED_NEXT };
@@ -129,7 +129,7 @@ static PyType_Slot queue_slots[] = {
 	{ 0, NULL },
 };
 
-/* A queue of the object that a handle stands for, as a new reference; NULL if it has none. */
+/* Return a new reference to a queue of the object with this handle, or NULL if it has none. */
 static struct queue *find_queue(uint32_t handle, enum rp_name name)
 {
 	PyObject *found = rp_soft_part(handle, name);
@@ -144,7 +144,7 @@ static int is_full(const struct queue *queue)
 	return queue->used >= queue->depth;
 }
 
-/* Take slots of a queue, or free them if `slots` is negative. */
+/* Occupy slots in a queue, or free them if `slots` is negative. */
 static void use_slots(struct queue *queue, int slots)
 {
 	queue->used += (unsigned int)slots;
@@ -165,7 +165,7 @@ static PyObject *soft_use_slots(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* posted(queue): a tuple of what is in it. */
+/* posted(queue): return its contents as a tuple. */
 static PyObject *soft_posted(PyObject *self, PyObject *args)
 {
 	PyObject *queue, *posted;
@@ -179,7 +179,7 @@ static PyObject *soft_posted(PyObject *self, PyObject *args)
 	return posted;
 }
 
-/* clear(queue), for on_commit: empty it, and free its slots. */
+/* clear(queue), for on_commit: empty the queue and free its slots. */
 static PyObject *soft_clear(PyObject *self, PyObject *args)
 {
 	PyObject *queue, *pending, *posted, *done;
@@ -189,7 +189,7 @@ static PyObject *soft_clear(PyObject *self, PyObject *args)
 		return NULL;
 	pending = ((struct queue *)queue)->pending;
 	rp_data_lock();
-	/* So that nothing is deallocated under the lock. */
+	/* Keep the items alive, so that nothing is deallocated under the lock. */
 	posted = PySequence_Tuple(pending);
 	PyErr_Clear();
 	done = PyObject_CallMethod(pending, "clear", NULL);
@@ -199,7 +199,7 @@ static PyObject *soft_clear(PyObject *self, PyObject *args)
 	return done;
 }
 
-/* resize(queue, depth): change its number of slots, unless more are taken; whether it did. */
+/* resize(queue, depth): set the number of slots; returns False if more are in use. */
 static PyObject *soft_resize(PyObject *self, PyObject *args)
 {
 	PyObject *queue, *depth;
@@ -221,14 +221,14 @@ static PyObject *soft_resize(PyObject *self, PyObject *args)
 
 static void arm(struct queue *queue, unsigned int how)
 {
-	/* Do not narrow a pending request for any entry. */
+	/* A solicited-only request does not replace one for any entry. */
 	if (how > queue->armed)
 		queue->armed = how;
 }
 
-/* ---- entries of a completion queue --------------------------------------- */
+/* ---- completion queue entries -------------------------------------------- */
 
-/* Take the last one back. */
+/* Remove the last entry, to undo soft_add(). */
 static PyObject *withdraw(PyObject *self, PyObject *cq)
 {
 	struct queue *queue = (struct queue *)cq;
@@ -301,8 +301,8 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 }
 
 /*
- * set_timer(fd, events, ns), for on_commit: make a timer fire at once if there are events by then,
- * else after `ns`; 0 is never.
+ * set_timer(fd, events, ns), for on_commit: make a timer fire at once if events are queued by then,
+ * else after `ns`; 0 disarms it.
  */
 static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 {
@@ -394,7 +394,7 @@ static int read_send(struct wqe *wqe, const struct queue *queue, enum ibv_qp_typ
 	return 0;
 }
 
-/* TAG_ADD takes one of the list's slots and sets tm.handle; TAG_DEL must name one it has given. */
+/* TAG_ADD uses one of the list's slots and sets tm.handle; TAG_DEL must name a handle it set. */
 static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr *op)
 {
 	struct queue *list = (struct queue *)queue->slots;
@@ -415,19 +415,19 @@ static int read_op(struct wqe *wqe, const struct queue *queue, struct ibv_ops_wr
 
 /* ---- posting ------------------------------------------------------------- */
 
-/* Queue a WQE, taking its slots; 0 or an errno. */
+/* Queue a WQE and occupy its slots; 0 or an errno. */
 static int put_in(struct queue *queue, struct wqe *wqe, int adds)
 {
 	if (rp_append(queue->pending, (PyObject *)wqe))
 		return ENOMEM;
 	use_slots(queue, 1);
-	/* An operation that adds an entry takes a slot of the matching list, too. */
+	/* An operation that adds an entry also occupies a slot in the matching list. */
 	if (adds)
 		use_slots((struct queue *)queue->slots, 1);
 	return 0;
 }
 
-/* Make a WQE for a queue with room; NULL with an errno in *code. */
+/* Create a WQE, or return NULL with an errno in *code, for instance if the queue is full. */
 static struct wqe *new_wqe(const struct queue *queue, int *code)
 {
 	struct wqe *wqe;
@@ -472,10 +472,10 @@ static int take_in(enum posts what, enum ibv_qp_type type, struct queue *queue, 
 }
 
 /*
- * A post is accepted without the device's lock, even in the middle of a verb. No Python code runs
- * meanwhile, so the device has posts in the order in which they were recorded. So allocations must
- * not collect garbage; no other code runs before that is restored. (Without a GIL the collector
- * does not run in the middle of C, and the data lock keeps other threads out.)
+ * A post is accepted without the device's lock, even in the middle of a verb. No Python code may
+ * run meanwhile, so that the device has the posts in the order in which they were recorded. So the
+ * collector is disabled, and enabled again before any other code runs. (Without a GIL it does not
+ * run in the middle of C, and the data lock keeps other threads out.)
  */
 struct quiet {
 	PyGILState_STATE gil;
@@ -499,7 +499,7 @@ static void end_quietly(struct quiet quiet)
 	PyGILState_Release(quiet.gil);
 }
 
-/* Returns 0, or an errno and in *bad the first that is refused. */
+/* Returns 0, or an errno with the first work request refused in *bad. */
 static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
 {
 	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
@@ -508,12 +508,12 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	int code = queue ? 0 : EINVAL;
 
 	rp_data_lock();
-	/* It runs after the post, and does no harm if nothing was accepted. */
+	/* The work runs after the post, and is harmless if nothing was accepted. */
 	if (queue && queue->prompt)
 		code = rp_soft_start(handle);
 	while (wr && !code) {
 		code = take_in(what, type, queue, wr);
-		/* All three kinds have `next` there. */
+		/* All three structs have `next` at the same offset. */
 		if (!code)
 			wr = ((struct ibv_recv_wr *)wr)->next;
 	}
@@ -525,7 +525,7 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	return code;
 }
 
-/* A window of type 1 gets a new key at once. */
+/* A type 1 window gets a new rkey at once. */
 static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
 {
 	struct quiet quiet = begin_quietly();
@@ -580,22 +580,22 @@ static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_o
 
 /* ---- polling ------------------------------------------------------------ */
 
-/* The bytes of an entry, which is (bytes, work queue, number of slots it frees). */
+/* The bytes of a CQ entry, which is a tuple (bytes, work queue, number of slots it frees). */
 struct entry {
 	struct ibv_wc wc;
 	struct ibv_wc_tm_info tm;
 };
 
-/* Count the completions that no verb in progress may still take back. */
+/* Count the completions that no verb in progress may still roll back. */
 static Py_ssize_t count_entries(const struct queue *cq)
 {
-	/* Read first: without the lock the count may be too high, but not too low. */
+	/* Read this first: without the lock the count may be too high, but not too low. */
 	Py_ssize_t hidden = RP_LOAD(&cq->hidden);
 
 	return PyObject_Size(cq->pending) - hidden;
 }
 
-/* Take up to `most` completions, with tags if `tm` is given; -1 if there is no such CQ. */
+/* Dequeue up to `most` completions, with tags if `tm` is not NULL; -1 for an unknown CQ. */
 static int poll(uint32_t handle, int most, struct ibv_wc *wc, struct ibv_wc_tm_info *tm)
 {
 	struct quiet quiet = begin_quietly();
@@ -747,7 +747,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft(PyObject *module)
 {
-	withdraws = PyCFunction_New(&withdraw_method, NULL); /* held for ever */
+	withdraws = PyCFunction_New(&withdraw_method, NULL); /* never released */
 	return !withdraws ||
 	       rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,
 			   &wqe_type) ||

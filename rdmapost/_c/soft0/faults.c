@@ -1,7 +1,7 @@
 /*
- * Posts made to fail on purpose.
+ * Injected post failures.
  *
- * A post looks here with its queue's lock held, so it reads plain C numbers: a user cannot
+ * A post checks for one with its queue's lock held, so it reads plain C numbers: a user cannot
  * replace them, and no Python code runs.
  */
 #include "soft0/soft_device.h"
@@ -13,11 +13,11 @@ struct fault {
 
 struct post_faults {
 	PyObject_HEAD
-	/* For all that follows. No Python code runs under it, so taking it does not fail. */
+	/* Protects the fields below. No Python code runs under it, so acquiring cannot fail. */
 	struct rp_lock lock;
-	struct fault *faults; /* by descending number: the next is the last */
+	struct fault *faults; /* by descending number: the next fault is the last one */
 	size_t count, room;
-	uint64_t posted; /* sends posted while any fault is planned */
+	uint64_t posted; /* sends posted while any fault is pending */
 };
 
 static PyObject *faults_type;
@@ -62,8 +62,8 @@ static int reserve(struct post_faults *f)
 }
 
 /*
- * add(after, errno): have a send fail once `after` others have been let through. The caller has
- * checked that they are in 0..2^63-1 and 1..4095.
+ * add(after, errno): fail the send that follows `after` others. The caller has checked that
+ * `after` is in 0..2^63-1 and errno in 1..4095.
  */
 static PyObject *faults_add(PyObject *self, PyObject *args)
 {
@@ -94,7 +94,7 @@ static PyObject *faults_add(PyObject *self, PyObject *args)
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-/* clear(): let every post work again. */
+/* clear(): cancel all pending faults. */
 static PyObject *faults_clear(PyObject *self, PyObject *unused)
 {
 	struct post_faults *f = FAULTS(self);

@@ -1,11 +1,11 @@
 /*
- * The soft device's journal: what a verb changes, until it is committed.
+ * The soft device's journal: a verb's changes, until they are committed.
  *
- * It is three lists of calls, each a tuple of a callable and its arguments: those that undo what
- * has been done, those that do what cannot be undone (copy bytes, write to a descriptor), and
- * those that come last and let polls see the new completions. All call C functions, so that no
- * signal handler runs in the middle. With no journal active, the first are not noted, and the
- * others are made at once.
+ * It is three lists of calls, each a tuple of a callable and its arguments: `undo` reverts changes,
+ * `later` does things that cannot be undone (copy bytes, write to a descriptor), and `last` makes
+ * the new completions visible to polls. All calls are to C functions, so that no signal handler
+ * runs in the middle. With no journal active, undo calls are not recorded, and the others are made
+ * at once.
  */
 #include "soft0/soft_device.h"
 
@@ -53,7 +53,7 @@ PyObject *rp_shift(PyObject *list)
 	return first;
 }
 
-/* This may drop the last reference to anything, so nothing may be in progress. */
+/* This may release the last reference to any object, so nothing may be in progress. */
 static void clear(PyObject *list)
 {
 	Py_ssize_t size = PyList_Size(list);
@@ -62,7 +62,7 @@ static void clear(PyObject *list)
 		PyList_SetSlice(list, 0, size, NULL);
 }
 
-/* Takes the reference; 0, or -1 with an exception. */
+/* Record a call, stealing the reference; 0, or -1 with an exception. */
 static int note(PyObject *list, PyObject *call)
 {
 	int failed = !call || PyList_Append(list, call);
@@ -126,7 +126,7 @@ void rp_journal_rollback(void)
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
 		PyObject *done = rp_call(PyList_GetItem(undo, i - 1));
 
-		/* What was noted but not done cannot be undone. */
+		/* A change that was recorded but not made cannot be undone. */
 		if (!done)
 			PyErr_Clear();
 		Py_XDECREF(done);
@@ -160,9 +160,9 @@ static PyType_Slot record_slots[] = {
 	{ 0, NULL },
 };
 
-/* ---- what Python calls --------------------------------------------------- */
+/* ---- functions for Python ------------------------------------------------ */
 
-/* undo(callable, *args): note what undoes the next change; harmless if that is not made. */
+/* undo(callable, *args): record what undoes the next change; harmless if it is not made. */
 static PyObject *journal_undo(PyObject *self, PyObject *call)
 {
 	(void)self;
@@ -191,7 +191,7 @@ static PyObject *at_the_end(PyObject *self, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-/* Note that back(argument) undoes what gave the result; if noting fails, undo it now. */
+/* Record that back(argument) undoes the call that returned `result`; if that fails, undo now. */
 static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 {
 	if (result && rp_is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
@@ -203,7 +203,7 @@ static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
 	return result;
 }
 
-/* made(undo, callable, *args): call it; undo(result) reverts it. */
+/* made(undo, callable, *args): call callable; undo(result) reverts that. */
 static PyObject *made(PyObject *self, PyObject *args)
 {
 	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result;
@@ -238,7 +238,7 @@ static PyObject *take(PyObject *self, PyObject *deque)
 	return item;
 }
 
-/* forget(entries, queue): drop the completions of a work queue; for on_commit. */
+/* forget(entries, queue): drop a work queue's completions; for on_commit. */
 static PyObject *forget(PyObject *self, PyObject *args)
 {
 	PyObject *entries, *queue, *entry = Py_None;

@@ -21,13 +21,13 @@ struct rp_soft_cq_ex {
 	struct ibv_wc_tm_info tm;
 };
 
-/* Give a zeroed context its operations; return its public part. */
+/* Set a zeroed context's operations; return its public part. */
 struct ibv_context *rp_soft_context_init(struct verbs_context *whole);
 
-/* Give an extended CQ, zeroed but for the common part, its operations. */
+/* Set the operations of an extended CQ that is zeroed except for the common part. */
 void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq);
 
-/* Whether this thread is in the middle of a verb of the soft device. */
+/* Whether this thread is in the middle of a soft device verb. */
 int rp_soft_busy(void);
 
 #endif

@@ -1,13 +1,12 @@
 /*
  * Shared by the soft device's files.
  *
- * Its rules are written in Python (rdmapost/providers/soft0/engine/), and a signal handler may raise between any two
- * bytecodes. So each change to the device's state is noted before it is made, with the call that
- * undoes it, and what cannot be undone waits for the end. Then C, in which no handler runs, makes
- * either the undo calls or the waiting ones (soft0/journal.c).
+ * The device is written in Python (rdmapost/providers/soft0/engine/), where a signal handler may
+ * raise between any two bytecodes. So the call that undoes a change to the device's state is
+ * journaled before the change is made, and actions that cannot be undone are deferred. Then C, in
+ * which no handler runs, makes either the undo calls or the deferred ones (soft0/journal.c).
  *
- * A verb holds the device's lock from its first step to its last, and everything below is used
- * under it.
+ * A verb holds the device's lock from start to finish; everything below is used under it.
  */
 #ifndef RDMAPOST_SOFT_DEVICE_H
 #define RDMAPOST_SOFT_DEVICE_H
@@ -17,11 +16,11 @@
 #include "soft0/soft.h"
 
 /*
- * Data verbs do not take that lock. A function in C that touches what they share with the device (a
- * queue, the lists of soft0/verb.c) keeps the GIL from its first step to its last; without a GIL it
- * holds this lock, which is recursive. Only C runs under it, and never waits for a queue's lock or
- * the device's. A thread that waits for it leaves its critical sections, so they may be entered
- * under it.
+ * Data verbs do not acquire that lock. A C function that touches data that they share with the
+ * device (a queue, the lists in soft0/verb.c) holds the GIL throughout; without a GIL it holds this
+ * lock, which is recursive. Only C runs under it, and never waits for a queue's lock or the
+ * device's. A thread that waits for this lock leaves its critical sections, so the owner may enter
+ * them.
  */
 #ifdef Py_GIL_DISABLED
 void rp_data_lock(void);
@@ -44,23 +43,23 @@ extern PyObject *rp_names[NAMES];
 
 /* Make a call, which is a tuple of a callable and its arguments; NULL if it raised. */
 PyObject *rp_call(PyObject *call);
-/* Put an item at the end of a list or a deque; 0, or -1 without an exception. */
+/* Append an item to a list or a deque; 0, or -1 without an exception. */
 int rp_append(PyObject *queue, PyObject *item);
-/* Take the first of a list; NULL if it is empty. */
+/* Remove and return a list's first item; NULL if the list is empty. */
 PyObject *rp_shift(PyObject *list);
 
-/* Begin to note changes; commit them; roll them back, keeping an exception that is set. */
+/* Begin to journal changes; commit them; roll them back, preserving the current exception. */
 void rp_journal_begin(void);
 void rp_journal_commit(void);
 void rp_journal_rollback(void);
-/* After a fork: forget what was noted. */
+/* Discard the journal, as after a fork. */
 void rp_journal_forget(void);
 
-/* Whether this thread's changes are noted. */
+/* Whether this thread's changes are journaled. */
 int rp_is_journaled(void);
-/* Note a call that undoes a change; 0, or -1 with an exception. */
+/* Journal a call that undoes a change, stealing the reference; 0, or -1 with an exception. */
 int rp_note_undo(PyObject *call);
-/* Note a completion queue whose entries polls will see at the end of the commit; likewise. */
+/* Journal a CQ whose new entries polls see once committed; 0, or -1 with an exception. */
 int rp_note_added(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */
@@ -68,16 +67,16 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
 /* ---- soft0/context.c ---------------------------------------------------------------- */
 
-/* Let polls take all entries of a completion queue. */
+/* Make all entries in a completion queue visible to polls. */
 void rp_show(PyObject *cq);
 /* ---- soft0/faults.c ------------------------------------------------------- */
 
-/* Count a send; the errno with which it must fail on purpose, or 0. `faults` may be NULL. */
+/* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
 /* ---- soft0/verb.c: the lock, and what runs under it ----------------------- */
 
-/* The parts of the device, given by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
+/* The parts of the device, provided by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
 	OBJECTS, READY, STEP, GIVE_UP, TELL, RESET, REFUSE,
 	SETATTR, DELATTR, POP, PARTS
@@ -87,17 +86,17 @@ PyObject *rp_soft_given(enum rp_part which);
 /* A device has been opened: from now on, posts and polls run its pending work. */
 void rp_soft_opened(void);
 
-/* A part of what a handle stands for, as a new reference; NULL where there is none. */
+/* A new reference to the object with this handle (NAMES) or to its attribute; NULL if none. */
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 
 /*
- * Make a call as one step that no signal handler cuts short. Returns the call's result or, if
- * the device failed, that of giving up; -1 if it had no memory for either, and nothing has
- * changed.
+ * Make a call as one transaction, which completes even if a signal handler raises. Returns the
+ * call's result; if the device failed, the result of completing the work request with an error; or
+ * -1 if there was no memory for either, with nothing changed.
  */
 long rp_soft_step(PyObject *call);
 
-/* Have the device do the pending work of a handle's object; 0 or ENOMEM. */
+/* Schedule the pending work of the object with this handle; 0 or ENOMEM. */
 int rp_soft_start(uint32_t handle);
 
 #endif

@@ -1,26 +1,26 @@
 /*
- * What runs under the soft device's lock: verbs, and the work they start.
+ * The code that runs under the soft device's lock: verbs, and the work they start.
  *
- * A control verb is one step: what its Python function raises comes out of it, with nothing
- * changed. The work that data verbs start is done in steps too, one for each work request; there an
- * exception is either a signal handler's, and the step is retried, or a fault in the device. A
- * retry on another thread tells which, because handlers run in the main thread only.
+ * A control verb is one step: if its Python function raises, the exception propagates and nothing
+ * has changed. The work that data verbs start also runs in steps, one for each work request; there
+ * an exception is either a signal handler's, and the step is retried, or a bug in the device. A
+ * retry on another thread tells which, because handlers run only in the main thread.
  */
 #include "soft0/soft_device.h"
 
 #include <time.h>
 #include <unistd.h>
 
-static PyObject *parts; /* what soft_device was given, held for ever */
+static PyObject *parts; /* soft_device()'s arguments; never released */
 
-static struct rp_lock lock; /* held while Python runs, too: ask rp_soft_busy() first */
+static struct rp_lock lock; /* also held while Python runs: check rp_soft_busy() first */
 static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
-static int broken; /* there is a fault to report */
-static int forked; /* the state is the parent process's */
+static int broken; /* a bug in the device must be reported */
+static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
-static int under_way; /* 1 while one of READY is being done, for which no other thread need wait */
-static int gc_paused; /* by run_elsewhere(); it was on before */
+static int under_way; /* 1 while a READY object's work runs; others need not wait for it */
+static int gc_paused; /* by run_elsewhere(), having been enabled */
 
 PyObject *rp_soft_given(enum rp_part which)
 {
@@ -34,8 +34,8 @@ int rp_soft_busy(void)
 
 #ifdef Py_GIL_DISABLED
 static PyMutex data_lock;
-static uint64_t data_owner; /* the mark of the thread that holds it, or 0 */
-static int data_depth; /* times taken */
+static uint64_t data_owner; /* the owning thread's mark, or 0 */
+static int data_depth; /* times acquired */
 
 void rp_data_lock(void)
 {
@@ -56,7 +56,7 @@ void rp_data_unlock(void)
 	PyMutex_Unlock(&data_lock);
 }
 
-/* Its holder in the parent does not exist here. */
+/* A thread that owned it in the parent does not exist here. */
 static void free_data_lock(void)
 {
 	data_lock = (PyMutex){ 0 };
@@ -85,7 +85,7 @@ static int deliver(void *unused)
 	return -1;
 }
 
-/* Have an exception raised in this thread when the verb is over; takes the reference. */
+/* Have an exception raised in this thread after the verb; steals the reference. */
 void rp_raise_later(PyObject *exception)
 {
 	int waits = 0;
@@ -97,7 +97,7 @@ void rp_raise_later(PyObject *exception)
 	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
 		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
 	if (gettid() != getpid())
-		/* It came by PyThreadState_SetAsyncExc, and leaves that way. */
+		/* PyThreadState_SetAsyncExc raised it; raise it again the same way. */
 		PyThreadState_SetAsyncExc(PyThread_get_thread_ident(),
 					  (PyObject *)Py_TYPE(exception));
 	else if (!waits && PyList_Append(raised, exception))
@@ -111,8 +111,8 @@ void rp_raise_later(PyObject *exception)
 struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
-	int failed; /* the result comes from giving up */
-	int starved; /* there was no memory even to give up */
+	int failed; /* `result` is GIVE_UP's */
+	int starved; /* there was no memory even for GIVE_UP */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
 };
@@ -130,7 +130,7 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
-/* Where no handler runs, an exception is a fault in the device. */
+/* Where no signal handler runs, an exception is a bug in the device. */
 static void attempt_again(struct errand *errand)
 {
 	PyObject *object, *error, *call;
@@ -162,10 +162,10 @@ static void run_elsewhere(void *argument)
 	struct errand *errand = argument;
 	PyGILState_STATE gil = PyGILState_Ensure();
 
-	/* Finalizers here would wait for locks that the sender holds. */
+	/* Finalizers that ran in this thread would wait for locks held by the sender. */
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
-	/* It holds the waiting sender's locks. */
+	/* Own the waiting sender's locks. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand);
 	rp_stand_for(NULL);
@@ -174,7 +174,7 @@ static void run_elsewhere(void *argument)
 	PyThread_release_lock(errand->done);
 }
 
-/* Attempt it again on a separate thread; whether that was possible. */
+/* Retry the call on a separate thread. Returns whether that was possible. */
 static int send(struct errand *errand)
 {
 	int sent;
@@ -205,7 +205,7 @@ long rp_soft_step(PyObject *call)
 	first = errand.result ? NULL : rp_take_exception();
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
-	/* On another thread it had stack or memory enough and has succeeded: not the caller's concern. */
+	/* The caller need not know: the retry had enough stack or memory. */
 	if (errand.failed || (first && !doomed && rp_lacks_room(first)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
@@ -219,7 +219,7 @@ long rp_soft_step(PyObject *call)
 	return said;
 }
 
-/* Do part of an object's pending work; whether there is more, or -1 if out of memory. */
+/* Do one step of an object's pending work; whether there is more, or -1 if out of memory. */
 static long work(PyObject *object)
 {
 	PyObject *call = PyTuple_Pack(2, rp_soft_given(STEP), object);
@@ -243,7 +243,7 @@ static int is_due(void)
 	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec >= when;
 }
 
-/* One of the objects with pending work, as a new reference; NULL if there are no more. */
+/* Return a new reference to an object with pending work, or NULL if there are no more. */
 static PyObject *ready_at(Py_ssize_t at)
 {
 	PyObject *ready = rp_soft_given(READY), *object = NULL;
@@ -255,7 +255,7 @@ static PyObject *ready_at(Py_ssize_t at)
 	return object;
 }
 
-/* Take one out, to which the caller has a reference; 0, or -1. */
+/* Remove an object, to which the caller holds a reference; 0, or -1. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;
@@ -267,7 +267,7 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
-/* Work that lacked memory stays listed, for the next verb. */
+/* Do the pending work. Work that ran out of memory stays listed, for the next verb. */
 static void carry_on(void)
 {
 	PyObject *object;
@@ -286,7 +286,7 @@ static void carry_on(void)
 	}
 }
 
-/* Take the lock, and do what is due by now. */
+/* Acquire the lock, and do the work that is due. */
 static void enter(void)
 {
 	PyObject *call, *left;
@@ -311,7 +311,7 @@ static void enter(void)
 	}
 }
 
-/* Do what has become possible, and release the lock. */
+/* Do the work that has become possible, and release the lock. */
 static void leave(void)
 {
 	PyObject *told;
@@ -329,15 +329,15 @@ static void leave(void)
 	}
 }
 
-/* Have the main thread raise what handlers raised. */
+/* Make the main thread raise the signal handlers' exceptions. */
 void rp_deliver_soon(void)
 {
-	/* If there is no room for a pending call, the next verb's end tries again. */
+	/* If the queue of pending calls is full, retry when the next verb ends. */
 	if (PyList_Size(raised) > 0)
 		Py_AddPendingCall(deliver, NULL);
 }
 
-/* Carry out what has been posted and what is due; in the middle of a verb, leave that to it. */
+/* Do posted work and work that is due; in the middle of a verb, leave that to the verb. */
 static PyObject *progress(void)
 {
 	PyObject *first;
@@ -348,7 +348,7 @@ static PyObject *progress(void)
 		enter();
 		leave();
 	}
-	/* Also a control verb's: a thread waiting in C may never get to deliver it. */
+	/* Also a control verb's exception: a thread waiting in C may never deliver it. */
 	if (!PyList_Size(raised))
 		return NULL;
 	first = gettid() == getpid() ? rp_shift(raised) : NULL;
@@ -361,7 +361,7 @@ void rp_soft_opened(void)
 	rp_progress = progress;
 }
 
-/* The forking thread continues what it was doing; no others exist. */
+/* The forking thread continues what it was doing; no other threads exist. */
 static void after_fork(void)
 {
 	forked = 1;
@@ -400,7 +400,7 @@ int rp_soft_start(uint32_t handle)
 	return failed ? ENOMEM : 0;
 }
 
-/* verb(function, *args): call it as one step: all of it happens, or nothing and it raises. */
+/* verb(function, *args): call function as one step, which succeeds or raises with no effect. */
 static PyObject *verb(PyObject *self, PyObject *call)
 {
 	PyObject *result, *type, *value, *trace;
@@ -421,7 +421,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	return result;
 }
 
-/* run_device(): run its pending work, as posts and polls do when they hold no lock. */
+/* run_device(): do the device's pending work, as posts and polls do when they hold no lock. */
 static PyObject *run_device(PyObject *self, PyObject *unused)
 {
 	PyObject *raised_now = progress();
@@ -433,7 +433,7 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 	return raised_now ? NULL : Py_NewRef(Py_None);
 }
 
-/* after_fork(): resume what a thread missing from the child had suspended; needs the GIL. */
+/* after_fork(): resume the collector if a thread that the child lacks paused it; needs the GIL. */
 static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -442,18 +442,18 @@ static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* come_back(seconds): have the device look at what is due then; for on_commit. */
+/* come_back(seconds): schedule the device to run at that time; for on_commit. */
 static PyObject *come_back(PyObject *self, PyObject *seconds)
 {
 	double when = PyFloat_AsDouble(seconds);
 
 	(void)self;
-	/* One ns more, so as not to look too early, in vain. */
+	/* One ns more, so that the device does not run too early. */
 	RP_STORE(&due, when < 0 ? -1 : (int64_t)(when * 1e9) + 1);
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* start(object): have its pending work done; for on_commit. */
+/* start(object): schedule its pending work; for on_commit. */
 static PyObject *start(PyObject *self, PyObject *object)
 {
 	int failed;
@@ -489,7 +489,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_verb(PyObject *module)
 {
-	raised = PyList_New(0); /* held for ever */
+	raised = PyList_New(0); /* never released */
 	if (!raised || rp_init_lock(&lock) || pthread_atfork(NULL, NULL, after_fork))
 		return -1;
 	return PyModule_AddFunctions(module, functions);
