@@ -179,6 +179,10 @@ class ServerThreads:
             stop_listening(self._listener)
             if hasattr(self, "_stop"):
                 self._stop.close()
+            # The collector may finalize it before the Server, and it would warn.
+            if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
+                with suppress(OSError):
+                    lifeline.close()
             with suppress(RdmaError):
                 self._device_hold.close()
         finally:
