@@ -286,7 +286,7 @@ class QP(PostTarget, struct="ibv_qp"):
 
     @property
     def gid(self) -> GIDChoice:
-        """The local GID that it uses, and why that one (choose_gid).
+        """The local GID in use, and why it was chosen (see choose_gid).
 
         Raises:
             RdmaError: the port has none, or not the one asked for.
@@ -368,7 +368,7 @@ class QP(PostTarget, struct="ibv_qp"):
         return read_qp_attr(raw)
 
     def modify(self, **attrs: Any) -> None:
-        """Change attributes; the mask is made of those that are passed.
+        """Change attributes; the attribute mask is derived from the ones given.
 
         Args:
             attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
@@ -463,12 +463,12 @@ class QP(PostTarget, struct="ibv_qp"):
             min_rnr_timer: how long the peer waits before it tries again when no receive
                 is posted, encoded as in the man page; 12 is 0.64 ms.
             max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
-                None is what the device can do, at most 16.
+                None for the device's limit, up to 16.
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint, or another argument is not an integer.
-            ValueError: the peer's endpoint is missing, or as in modify.
+            TypeError: remote is not an Endpoint, or another argument is not an integer.
+            ValueError: remote is missing, or an attribute is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -512,8 +512,8 @@ class QP(PostTarget, struct="ibv_qp"):
                 0..31; 14 is 67 ms, 0 waits for ever.
             retry_cnt: retries after that, 0..7.
             rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
-            max_rd_atomic: how many reads and atomics it may have outstanding; None is
-                what the device can do, at most 16.
+            max_rd_atomic: how many reads and atomics it may have outstanding; None for
+                the device's limit, up to 16.
 
         Raises:
             TypeError: an argument is not an integer.

@@ -188,7 +188,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return error
 
     def _take_read(self) -> bytes:
-        """Return what has been read, and read on; nothing at the end."""
+        """Return the bytes that have been read, and start the next read; b"" at end of file."""
         data = b"" if self._reading.cancelled() else self._reading.result()
         if data:
             self._read_on()
@@ -251,14 +251,14 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     async def close(self) -> None:
         """Notify the server, and close everything; do nothing if already closed.
 
-        Other tasks' questions end with a ConnectError. In the child of a fork it does nothing: its
-        parent has the connection.
+        Other tasks' pending requests raise ConnectError. Does nothing in the child of a fork: the
+        connection belongs to the parent.
 
         Raises:
             VerbsError: the device refused.
-            RuntimeError: it belongs to another event loop, and nothing is done; or its
-                event loop was closed before it; everything is released, without notifying the
-                server.
+            RuntimeError: the connection belongs to another event loop (nothing is closed), or
+                its event loop has been closed (everything is released, but the server is not
+                notified).
         """
         if self._pid != os.getpid():
             return

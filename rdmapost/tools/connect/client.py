@@ -50,8 +50,8 @@ def dial(
     """Connect a queue pair to a server's.
 
     Args:
-        context: an open device, which must reach the server's: soft0 reaches
-            only servers of the same process.
+        context: an open device that can reach the server's: soft0 reaches only
+            servers in the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
         token: the one that the server requires.
@@ -217,9 +217,9 @@ class Connection(BaseConnection, ClosesOnExit):
             time.sleep(0.002)
 
     def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
-        """Do what a session yields, and return its answer.
+        """Perform a session's I/O requests, and return the server's answer.
 
-        If leaving, do not end when close() is called: this is its goodbye.
+        If leaving, do not stop when close() is called: close() itself is saying goodbye.
         """
         # Whether it is known what has been sent and received.
         self._consistent = False

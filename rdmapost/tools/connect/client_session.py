@@ -1,7 +1,7 @@
-"""The client's side of a connection: its questions and the server's answers; no I/O.
+"""The client's side of a connection: its requests and the server's answers, without I/O.
 
-Both clients drive the same generators: each value yielded is what to do next, and the outcome is
-sent back.
+The threaded and the asyncio client drive the same generators: each yielded value is the next I/O
+operation, and its outcome is sent back.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class LineReader:
         self._searched = 0
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they come, in pieces of any size."""
+        """Feed received bytes, in chunks of any size."""
         self._pending += data
 
     def next_line(self) -> bytes | None:

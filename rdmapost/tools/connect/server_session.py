@@ -183,7 +183,7 @@ class ServerSession:
             yield from self._answer_report()
 
     def _continue_look(self) -> Iterator[Message]:
-        """Continue a look; at its end, yield what was seen."""
+        """Read the next piece of memory for a look; after the last piece, yield the answer."""
         if self._look is None or self.over:
             return
         try:

@@ -127,9 +127,9 @@ class Pingpong(ResourceHolder):
         with self._stack.closed_on_error() as stack:
             self._pd = stack.add(PD(context))
             self._cq = stack.add(CQ(context, rx_depth + 1))
-            # What its work requests name is closed after the queue pair. That is not reset before:
-            # in RESET Soft-RoCE drops what it was about to send, the last acknowledgement included,
-            # and the peer would report this side as dead.
+            # Resources used by its work requests are closed after the queue pair. Do not reset the
+            # queue pair first: in RESET, Soft-RoCE drops unsent packets, including the last
+            # acknowledgement, and the peer would report a timeout.
             self._opened = stack.add(ResourceStack())
             self._qp = stack.add(
                 QP(
@@ -189,7 +189,7 @@ class Pingpong(ResourceHolder):
 
         Args:
             listener: a listening socket (``listen``); closed when a client has connected.
-            wait: seconds to wait for a client; None waits as long as it takes.
+            wait: seconds to wait for a client; None for no limit.
             progress: called with 0 when the handshake is done, then occasionally with
                 the number of messages received.
 
@@ -215,7 +215,7 @@ class Pingpong(ResourceHolder):
     # ---- before ---------------------------------------------------------------
 
     def _begin(self, *, is_client: bool) -> None:
-        """Get the memory, and post the receives: the peer may send as soon as it knows us."""
+        """Register the memory and post the receives, before the peer learns our address."""
         if self._ran:
             raise RdmaError("a Pingpong runs once; make another one")
         self._ran = True
@@ -302,10 +302,10 @@ class Pingpong(ResourceHolder):
     def _exchange_messages(
         self, send: bool, progress: Callable[[int], None] | None
     ) -> tuple[array[int], float]:
-        """Send the message back and forth, beginning if `send`.
+        """Send the message back and forth; the side with `send` begins.
 
         Returns:
-            the times of the round trips, and the seconds from the first to the last.
+            the round-trip times in ns, and the total time in seconds.
         """
         clock, qp, message, iters = time.perf_counter_ns, self._qp, self._message, self.iters
         next_completions = self._sleep if self._events else self._spin

@@ -42,7 +42,7 @@ class _Parked(Exception):
 
 
 def step(qp: QueuePair) -> bool:
-    """Carry out the request at the head of the send queue; return whether to call again."""
+    """Execute the work request at the head of the send queue; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
         return False
@@ -66,7 +66,7 @@ def step(qp: QueuePair) -> bool:
 
 
 def give_up(qp: QueuePair) -> bool:
-    """Fail the request at the head of the send queue, which the device could not carry out."""
+    """Fail the request at the head of the send queue, which the device could not execute."""
     if qp.sq.pending:
         _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
     return bool(qp.sq.pending)
