@@ -70,9 +70,9 @@ async def adial(
 
 
 class AsyncConnection(BaseConnection, AsyncClosesOnExit):
-    """A connection to a server; ``adial`` makes it.
+    """A connection to a server; ``adial`` creates it.
 
-    A question (report, look) that is cancelled, by asyncio.timeout() for instance,
+    A request (report, look) that is cancelled, by asyncio.timeout() for instance,
     leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
     event loop; await ``cq.completions`` there.  It belongs to the event loop that
     ``adial`` ran in: elsewhere report, look and close raise RuntimeError.
@@ -119,8 +119,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             if self._writer is None or (self._closing.done() and not leaving):
                 raise ConnectError("the connection is closed", "lost")
             try:
-                question = self._session.ask(message, more_time)
-                return await self._drive(self._writer, question, leaving)
+                request = self._session.ask(message, more_time)
+                return await self._drive(self._writer, request, leaving)
             except ConnectError:
                 # close() still has to say goodbye.
                 if not self._closing.done() or leaving:
@@ -207,8 +207,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             TypeError, ValueError, ClosedError, ConnectError: as there.
             RuntimeError: it belongs to another event loop, or its event loop is closed.
         """
-        question, wait = self._ask_report(index, timeout)
-        answer = await self._ask(question, wait + MARGIN_S)
+        request, wait = self._ask_report(index, timeout)
+        answer = await self._ask(request, wait + MARGIN_S)
         return answer if isinstance(answer, Arrival) else None
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:

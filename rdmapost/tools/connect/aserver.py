@@ -128,7 +128,7 @@ class _Opening:
 
 
 class AsyncServer(BaseServer, AsyncClosesOnExit):
-    """A running server; ``aserve`` makes it.
+    """A running server; ``aserve`` creates it.
 
     It ends with the event loop at the latest.
 

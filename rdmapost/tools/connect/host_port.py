@@ -20,7 +20,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
 
     Raises:
         TypeError: text is not a str.
-        ValueError: it is not of this form.
+        ValueError: the text does not have this form.
     """
     expect("text", text, str)
     if text.startswith("["):
