@@ -25,7 +25,7 @@ from .rules import too_long_a_list
 class PreparedWR(native.PreparedItem):
     """One work request of a batch; changes to its fields take effect from the next post.
 
-    ``batch[index]`` makes it.
+    ``batch[index]`` creates it.
 
     It exposes the fields that can change between posts.
     A number that does not fit raises ValueError, and so does what the checks of

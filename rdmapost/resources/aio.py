@@ -69,14 +69,14 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
     Args:
         cq: the CQ.
         count: how many.
-        timeout: seconds; None waits as long as it takes.
+        timeout: seconds; None for no limit.
 
     Raises:
         WaitTimeout: fewer came; those stay for the next poll or wait.
         TypeError: an argument is of another type.
         ValueError: count is negative, or timeout is NaN.
-        RdmaError: a thread sleeps on the same CQ or channel, or tasks of another event loop do.
-        ClosedError: the CQ is closed, now or while it waits.
+        RdmaError: a thread or another event loop is already waiting on the same CQ or channel.
+        ClosedError: the CQ is closed, or is closed during the wait.
         VerbsError: the device failed.
     """
     # Its module imports this one, so the class itself cannot be imported here.
@@ -117,16 +117,16 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
 
     Args:
         channel: the channel.
-        timeout: seconds to wait; None waits as long as it takes.
+        timeout: seconds to wait; None for no limit.
 
     Returns:
-        The CQ, or None when no event came in time.
+        The CQ, or None if no event came in time.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: timeout is NaN.
-        RdmaError: a thread sleeps on the channel, or tasks of another event loop do.
-        ClosedError: the channel is closed, now or while it waits.
+        RdmaError: a thread or another event loop is already waiting on the channel.
+        ClosedError: the channel is closed, or is closed during the wait.
         VerbsError: the device failed.
 
     See ibv_get_cq_event(3).
@@ -140,10 +140,10 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
 
     Args:
         context: an open device.
-        timeout: seconds to wait for one; None waits as long as it takes.
+        timeout: seconds to wait for one; None for no limit.
 
     Returns:
-        The event, or None when none came in time.
+        The event, or None if none came in time.
 
     Raises:
         TypeError: an argument is of another type.

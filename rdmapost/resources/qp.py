@@ -315,7 +315,7 @@ class QP(PostTarget, struct="ibv_qp"):
             traffic_class: 0..255.
 
         Raises:
-            TypeError: remote is no Endpoint.
+            TypeError: remote is not an Endpoint.
         """
         expect("remote", remote, Endpoint)
         port = self.pd.context.query_port(self.port_num)
@@ -338,7 +338,7 @@ class QP(PostTarget, struct="ibv_qp"):
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint.
+            TypeError: remote is not an Endpoint.
             ValueError: a number does not fit.
             ClosedError: the PD is closed.
             VerbsError: the device refused.
@@ -431,7 +431,8 @@ class QP(PostTarget, struct="ibv_qp"):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: access has bits that are not in Access; or as in modify.
+            ValueError: access has bits that are not in Access, or the transition or an attribute
+                is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -468,7 +469,8 @@ class QP(PostTarget, struct="ibv_qp"):
 
         Raises:
             TypeError: remote is not an Endpoint, or another argument is not an integer.
-            ValueError: remote is missing, or an attribute is invalid (see modify).
+            ValueError: remote is missing, or the transition or an attribute is invalid (see
+                modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -504,7 +506,7 @@ class QP(PostTarget, struct="ibv_qp"):
     ) -> None:
         """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
 
-        With the defaults it gives up after about half a second without an
+        With the defaults a send fails after about half a second without an
         acknowledgement, or after six retries while the peer has no receive.
 
         Args:
@@ -517,7 +519,7 @@ class QP(PostTarget, struct="ibv_qp"):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: as in modify.
+            ValueError: the transition or an attribute is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -556,10 +558,10 @@ class QP(PostTarget, struct="ibv_qp"):
             more: other options of to_rtr and to_rts.
 
         Raises:
-            TypeError: remote is no Endpoint, another argument is not an integer, or there
+            TypeError: remote is not an Endpoint, another argument is not an integer, or there
                 is no such option.
-            ValueError: the peer's endpoint is missing, the queue pair is connected to
-                another one or was put into ERR by to_err(), or as in modify.
+            ValueError: remote is missing, the queue pair is connected to another peer or was
+                put into ERR by to_err(), or the transition or an attribute is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused, as it does if an error has put the queue pair into ERR.
 
@@ -581,7 +583,7 @@ class QP(PostTarget, struct="ibv_qp"):
         """Drain the send queue; sends posted from now on are held.
 
         Raises:
-            ValueError: as in modify.
+            ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -593,7 +595,7 @@ class QP(PostTarget, struct="ibv_qp"):
         """Bring the queue pair to ERR: outstanding work requests complete with WR_FLUSH_ERR.
 
         Raises:
-            ValueError: as in modify.
+            ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -609,7 +611,7 @@ class QP(PostTarget, struct="ibv_qp"):
         there for the next poll or wait.  Receives of an SRQ stay posted.
 
         Raises:
-            ValueError: as in modify.
+            ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 

@@ -305,13 +305,13 @@ class Loopback(ResourceHolder):
     # ---- waiting ------------------------------------------------------------
 
     def sent(self, count: int = 1) -> list[WC]:
-        """Wait for completions of what the local side posted.
+        """Wait for completions of the local side's work requests.
 
         Args:
             count: how many.
 
         Raises:
-            WaitTimeout: they did not come in time.
+            WaitTimeout: fewer completions came in time.
         """
         return self._wait(self.local, count, "the posted work requests did not complete")
 
@@ -322,7 +322,7 @@ class Loopback(ResourceHolder):
             count: how many.
 
         Raises:
-            WaitTimeout: they did not come in time.
+            WaitTimeout: fewer completions came in time.
         """
         return self._wait(self.remote, count, "nothing arrived at the remote queue pair")
 

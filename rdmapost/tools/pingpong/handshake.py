@@ -79,13 +79,13 @@ class Address:
 
 
 class Handshake:
-    """What one side receives, in order; no I/O.
+    """What one side receives, in order, without I/O.
 
-    A wrong byte is refused when it comes, and not when the message is complete. The client sends
+    A wrong byte is refused as it arrives, not when the message is complete. The client sends
     first, and receives no "done".
 
     Attributes:
-        peer: the peer's address, once it has come.
+        peer: the peer's address, once received.
     """
 
     __slots__ = ("_is_client", "_received", "peer")
@@ -97,7 +97,7 @@ class Handshake:
 
     @property
     def needed(self) -> int:
-        """Bytes that are still to come; 0 at the end."""
+        """Bytes still missing; 0 at the end."""
         whole = len(_TEMPLATE) if self._is_client else len(_TEMPLATE) + len(DONE)
         return whole - len(self._received)
 
@@ -152,7 +152,7 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
 
     Raises:
         TypeError: port is not an integer.
-        ValueError: it is not in 0..65535.
+        ValueError: port is not in 0..65535.
         PingpongError: the address is not available, or the port is in use.
     """
     port = within("port", port, 0, 65535)
@@ -237,7 +237,7 @@ class HandshakeConnection(ClosesOnExit):
         self._read(0)
 
     def _read(self, leave: int) -> None:
-        """Receive until so many bytes are left to come."""
+        """Receive until only `leave` bytes are missing."""
         handshake = self._handshake
         end = time.monotonic() + self._timeout
         while (needed := handshake.needed - leave) > 0:

@@ -40,32 +40,32 @@ class Pingpong(ResourceHolder):
     Args:
         context: an open device.
         qp_type: RC, UC or UD; that of the peer.
-        size: bytes of a message, at least 1, and on UD at most the port's MTU; 4096
-            unless given, on UD 1024, as in the stock programs.  The same on both sides.
+        size: bytes of a message, at least 1, and on UD at most the port's MTU; by default
+            4096, on UD 1024, like the stock programs.  The same on both sides.
         iters: messages each way, at least 1; the same on both sides.
         rx_depth: receives that are posted at a time, at least 1.
-        mtu: the path MTU of RC and UC, the same on both sides; 1024 unless given, as in
-            the stock programs, or less where the port has less.
-        validate: look at the data at the end.  The client marks the start of every page
-            with 0, as ``-c`` of the stock programs does; so a server that looks needs a
-            client that validates, too.
-        events: sleep until a completion is announced; else poll without a pause.
+        mtu: the path MTU of RC and UC, the same on both sides; by default 1024, like the
+            stock programs, or the port's active MTU if that is smaller.
+        validate: check the data at the end.  The client marks the start of every page
+            with 0, like ``-c`` of the stock programs, so a server that validates needs a
+            client that does, too.
+        events: sleep until a completion event; otherwise poll continuously.
         sl: service level, 0..15.
         port_num: the local port, from 1.
-        gid_index: the local GID; chosen by choose_gid unless given.  On InfiniBand the
-            peer gets it only when it is given.
+        gid_index: the local GID; by default choose_gid chooses it.  On InfiniBand the peer
+            gets it only if it is given.
         timeout: seconds for each step of the handshake, and for each message.
 
     Attributes:
         size: bytes of a message.
         iters: messages each way.
         local: the address sent to the peer.
-        remote: that of the peer; None until it is known.
+        remote: the peer's address; None until it is known.
         gid_index: the local GID of that address, or None.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number is out of range, or the type is another one.
+        ValueError: a number is out of range, or the type is not supported.
         RdmaError: the port has no GID, or not the one asked for.
         VerbsError: the device refused.
     """
@@ -166,7 +166,7 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: the server cannot be reached, breaks the handshake, does
                 not answer, or has gone; or the data is not what was sent.
-            RdmaError: it has run before.
+            RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=True)
@@ -199,7 +199,7 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: no client came, it breaks the handshake or has gone; or
                 the data is not that of a client that validates.
-            RdmaError: it has run before.
+            RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=False)

@@ -116,7 +116,7 @@ class QueuePair(native.Record):
         self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
-            # Requests are carried out when posted, so the queue has drained already.
+            # Requests are executed when posted, so the queue has drained already.
             self.context.events.push(EventType.SQ_DRAINED, self.handle)
         return True
 

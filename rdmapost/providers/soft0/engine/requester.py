@@ -1,4 +1,4 @@
-"""The requester: carries out the send queue, in order, one request at a time.
+"""The requester: executes the send queue, in order, one request at a time.
 
 A request goes out as a message, and its acknowledgement decides how the work request completes.
 A queue pair whose request must be retried is parked until the retry is due; any later post, poll or
@@ -147,7 +147,7 @@ def _room(wqe: WQE) -> int:
     """Return the size of the local buffers of a read or an atomic.
 
     As on hardware, their keys are checked only when the response arrives, after the responder has
-    carried out the request.
+    executed the request.
     """
     if wqe.inline is not None:
         # An inline copy cannot be written to.
