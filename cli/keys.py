@@ -83,8 +83,8 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
 def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     """Invalidate the key of a type 2 memory window (LOCAL_INV).
 
-    The window is bound and written through first, and a write with its key is
-    tried again afterwards.
+    Before that, bind the window and write through it; afterwards, check that a
+    write with the same key fails.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder

@@ -394,7 +394,7 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
         ) -> Any:
             given = sum(source is not None for source in (data, data_file, size))
             if given > 1:
-                usage_error("--data, --data-file and --size exclude each other; give one of them")
+                usage_error("--data, --data-file and --size are mutually exclusive")
             if not given:
                 size = size_unless_given
             return function(payload=payload_of(data, data_file, size), **options)

@@ -119,11 +119,11 @@ def pingpong(
 ) -> None:
     """Send a message back and forth between two hosts, and time it.
 
-    Without HOST it is a server that waits for one client; with HOST it is the
-    client of the server there.  The other side may also be a program from
-    ibverbs-utils: ibv_rc_pingpong, ibv_uc_pingpong or ibv_ud_pingpong, which on
-    RoCE needs its GID (-g INDEX).  Both sides need the same --size, --iters and
-    --mtu.
+    Without HOST, act as the server and wait for one client; with HOST, connect
+    to the server there.  The other side can also be a program from
+    ibverbs-utils: ibv_rc_pingpong, ibv_uc_pingpong or ibv_ud_pingpong.  On RoCE
+    those need a GID index (-g INDEX).  Both sides need the same --size, --iters
+    and --mtu.
 
     A server listens on every address, like ibv_rc_pingpong, because its client
     is on another machine; it accepts one connection and exposes no memory.  The

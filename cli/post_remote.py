@@ -94,7 +94,7 @@ def _post(out: Output, connection: Connection, wrs: Sequence[SendWR]) -> list[WC
         wcs, shown = post_and_wait(out, connection.qp, connection.cq, wrs, connection.wait)
     except WaitTimeout:
         raise WaitTimeout(
-            f"what was posted did not complete within {connection.timeout:g} s"
+            f"the posted work requests did not complete within {connection.timeout:g} s"
         ) from None
     if shown.status is WCStatus.REM_ACCESS_ERR:
         # The server has said what it permits, and this was something else.

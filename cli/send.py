@@ -59,7 +59,7 @@ def send(
     from .results import send_flags, show, source, verify
 
     if invalidate and imm is not None:
-        usage_error("--imm and --invalidate exclude each other; give one of them")
+        usage_error("--imm and --invalidate are mutually exclusive")
     if peer is not None:
         from .post_remote import send_to
 

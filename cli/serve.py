@@ -158,7 +158,7 @@ def serve(
     from .target import open_target
 
     if data is not None and data_file is not None:
-        usage_error("--data and --data-file exclude each other; give one of them")
+        usage_error("--data and --data-file are mutually exclusive")
     check_token(token)
     content = payload_of(data or "", data_file, None)
     if size is None:

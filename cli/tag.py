@@ -102,7 +102,7 @@ def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, ta
 
     with _tags(out, target, settings, OpsOpcode.TAG_SYNC, payload) as pair:
         if _send(out, pair, payload, tag)["matched"]:
-            raise RdmaError("a message matched without a buffer")
+            raise RdmaError("a message matched although no buffer was added")
         wc = _operate(out, pair, _buffer(pair, payload, tag), WCOpcode.TM_ADD)
         asked = bool(wc.wc_flags & WCFlags.TM_SYNC_REQ)
         _operate(out, pair, TagSync(wr_id=2, unexpected_cnt=1), WCOpcode.TM_SYNC)

@@ -64,7 +64,7 @@ def index(name: str, given: Any, expected: str = "int") -> int:
 
 
 def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> int:
-    """Return an argument that is an integer of any type, in a range, as an int.
+    """Convert an argument of any integer type to int, and check its range.
 
     Args:
         minimum, maximum: the range, both included; None is no bound.

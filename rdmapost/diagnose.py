@@ -1,4 +1,4 @@
-"""Why a queue pair, or the machine, does not work."""
+"""Diagnose problems with a queue pair or the machine."""
 
 from .tools import alias
 from .tools import diagnose as _implementation

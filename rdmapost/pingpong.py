@@ -1,4 +1,4 @@
-"""Ping-pong with ibv_rc_pingpong and its like, and with itself."""
+"""Ping-pong, compatible with ibv_rc_pingpong and its UC and UD versions."""
 
 from .tools import alias
 from .tools import pingpong as _implementation

@@ -25,7 +25,7 @@ from .rules import too_long_a_list
 class PreparedWR(native.PreparedItem):
     """One work request of a batch; changes to its fields take effect from the next post.
 
-    ``batch[index]`` makes it.
+    ``batch[index]`` creates it.
 
     It exposes the fields that can change between posts.
     A number that does not fit raises ValueError, and so does what the checks of
@@ -50,7 +50,7 @@ class PreparedWR(native.PreparedItem):
 
 @functools.cache
 def _class_for(wr_type: type) -> type[PreparedWR]:
-    """Return the class for prepared work requests of a class, with its fields."""
+    """Return the PreparedWR subclass for a work request class, with its number fields."""
     numbers = {
         name: native.Number(wr_type, index) for name, index in NUMBER_FIELDS[wr_type].items()
     }
@@ -58,10 +58,10 @@ def _class_for(wr_type: type) -> type[PreparedWR]:
 
 
 class Batch(native.Prepared):
-    """A list of work requests that is posted again and again; ``qp.prepare`` makes it.
+    """A list of work requests that can be posted repeatedly; ``qp.prepare`` creates it.
 
-    It is checked once, and a post of it costs one call.  The memory regions,
-    windows and address handles that it names stay open until it is closed;
+    It is checked once, and posting it takes one call.  The memory regions,
+    windows and address handles that it uses stay open until it is closed;
     closing its queue pair closes it.
 
     ``post()`` posts the whole list.  Unlike post_send and post_recv, which post what fits,
@@ -91,7 +91,7 @@ class Batch(native.Prepared):
 
     def __getitem__(self, index: int) -> PreparedWR:
         if isinstance(index, slice):
-            raise TypeError("a prepared list has no slices; take its work requests one by one")
+            raise TypeError("a prepared list cannot be sliced; index it one at a time")
         at, count = whole_number("index", index), len(self)
         if not -count <= at < count:
             raise IndexError(f"index {at} is not in a {self}")

@@ -56,7 +56,7 @@ class GIDEntry(NamedTuple):
 
 
 class Provider(Protocol):
-    """What executes the control verbs of a family of devices."""
+    """Executes the control verbs for one family of devices."""
 
     kind: str
     spin_ns: int
@@ -79,8 +79,8 @@ class Provider(Protocol):
         """Get and acknowledge the next event, if any is pending.
 
         Args:
-            events: receives it, under a new key, in the same step: an interrupt
-                cannot lose it.
+            events: where it is stored, under a new key, atomically with reading it, so that
+                an interrupt cannot lose it.
         """
         ...
 
@@ -89,7 +89,7 @@ class Provider(Protocol):
         ...
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
-        """Return the plan of the faults to inject."""
+        """Return the device's fault injection plan."""
         ...
 
     def alloc_pd(self, context: Any) -> Any: ...
@@ -119,8 +119,8 @@ class Provider(Protocol):
         """Get and acknowledge an event of a non-blocking channel.
 
         Args:
-            events: receives the address of its CQ's struct, in the same step: an interrupt
-                cannot lose it.
+            events: where the address of its CQ's struct is stored, atomically with reading the
+                event, so that an interrupt cannot lose it.
 
         Returns:
             True, or None if no event is pending.

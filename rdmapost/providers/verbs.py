@@ -1,4 +1,4 @@
-"""The control verbs of real devices, by libibverbs."""
+"""The control verbs for real devices, through libibverbs."""
 
 from __future__ import annotations
 

@@ -69,14 +69,14 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
     Args:
         cq: the CQ.
         count: how many.
-        timeout: seconds; None waits as long as it takes.
+        timeout: seconds; None for no limit.
 
     Raises:
         WaitTimeout: fewer came; those stay for the next poll or wait.
         TypeError: an argument is of another type.
         ValueError: count is negative, or timeout is NaN.
-        RdmaError: a thread sleeps on the same CQ or channel, or tasks of another event loop do.
-        ClosedError: the CQ is closed, now or while it waits.
+        RdmaError: a thread or another event loop is already waiting on the same CQ or channel.
+        ClosedError: the CQ is closed, or is closed during the wait.
         VerbsError: the device failed.
     """
     # Its module imports this one, so the class itself cannot be imported here.
@@ -117,16 +117,16 @@ async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ
 
     Args:
         channel: the channel.
-        timeout: seconds to wait; None waits as long as it takes.
+        timeout: seconds to wait; None for no limit.
 
     Returns:
-        The CQ, or None when no event came in time.
+        The CQ, or None if no event came in time.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: timeout is NaN.
-        RdmaError: a thread sleeps on the channel, or tasks of another event loop do.
-        ClosedError: the channel is closed, now or while it waits.
+        RdmaError: a thread or another event loop is already waiting on the channel.
+        ClosedError: the channel is closed, or is closed during the wait.
         VerbsError: the device failed.
 
     See ibv_get_cq_event(3).
@@ -140,16 +140,16 @@ async def get_async_event(context: Context, timeout: float | None = None) -> Asy
 
     Args:
         context: an open device.
-        timeout: seconds to wait for one; None waits as long as it takes.
+        timeout: seconds to wait for one; None for no limit.
 
     Returns:
-        The event, or None when none came in time.
+        The event, or None if none came in time.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: timeout is NaN.
-        RdmaError: a thread sleeps for the device's events, or tasks of another event loop do.
-        ClosedError: the device is closed, now or while it waits.
+        RdmaError: a thread or another event loop is already waiting for the device's events.
+        ClosedError: the device is closed, or is closed during the wait.
         VerbsError: the device failed.
 
     See ibv_get_async_event(3).
@@ -174,7 +174,7 @@ async def _next_event(
 
 
 async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]) -> bool:
-    """Wait until events have been taken, or time is up; return whether it is."""
+    """Wait until events have been taken, or the timeout expires; return whether it expired."""
     waiter = _Waiter(1)
     try:
         place.join(waiter, None if deadline is None else deadline - place.loop.time())
@@ -322,7 +322,7 @@ class _Place:
         return not self.loop.is_closed() and bool(self.waiting())
 
     def __call__(self) -> None:
-        """Have the tasks check again, from any thread; stop if none is waiting."""
+        """Wake the tasks to poll again, from any thread; stop() if none is waiting."""
         if self.in_use():
             try:
                 self.loop.call_soon_threadsafe(self.deliver_or_fail)
@@ -538,7 +538,7 @@ def _place(owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlac
 
 
 def _queue_of(cq: CQ) -> _Queue:
-    """Return where tasks of this event loop wait for a CQ."""
+    """Return this event loop's wait queue for a CQ."""
     if cq.channel is None:
         return _place(cq, _Queue)
     channel = _place(cq.channel, _Channel)

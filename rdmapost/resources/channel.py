@@ -80,16 +80,16 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         that call: completions that came in between are not reported.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes.
+            timeout: seconds to wait; None for no limit.
 
         Returns:
-            The CQ, or None when no event came in time.
+            The CQ, or None if no event came in time.
 
         Raises:
             TypeError: timeout is not a number.
             ValueError: timeout is NaN.
             RdmaError: asyncio tasks wait for its events.
-            ClosedError: the channel is closed, or another thread closes it.
+            ClosedError: the channel is closed, or is closed during the wait.
             VerbsError: the device failed.
 
         See ibv_get_cq_event(3).

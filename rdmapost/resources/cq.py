@@ -65,7 +65,7 @@ class WC(NamedTuple):
         """Return the completion if its status is SUCCESS.
 
         Raises:
-            CompletionError: it is not.
+            CompletionError: its status is another one.
         """
         if self.status:
             raise CompletionError(
@@ -264,7 +264,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
         Args:
             count: how many.
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds; None for no limit.
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
@@ -272,7 +272,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
-            ClosedError: the CQ is closed, now or while it waits.
+            ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
         """
         if self.channel is not None:
@@ -306,16 +306,16 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
         Args:
             count: how many.
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds; None for no limit.
 
         Raises:
             WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
                 if the CQ is known to have overrun, and so has lost completions.
             TypeError: count or timeout is not a number.
             ValueError: count is negative, or timeout is NaN.
-            RdmaError: a thread sleeps on the same CQ or channel, or tasks of another
-                event loop do.
-            ClosedError: the CQ is closed, now or while it waits.
+            RdmaError: a thread or another event loop is already waiting on the same CQ
+                or channel.
+            ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
         """
         from .aio import completions  # asyncio takes long to import

@@ -35,8 +35,8 @@ class GID(bytes):
         value: 16 bytes (or another buffer of them), or text such as "fe80::1" or "::ffff:10.0.0.1".
 
     Raises:
-        TypeError: it is of another type.
-        ValueError: it is neither.
+        TypeError: value is neither bytes-like nor text.
+        ValueError: value is not 16 bytes, or not an IPv6 address.
     """
 
     def __new__(cls, value: bytes | str) -> GID:
@@ -245,7 +245,7 @@ def _open_active() -> Context:
 
 
 class Context(EventSource, struct="ibv_context"):
-    """An open device (ibv_open_device(3)); open_device() makes it.
+    """An open device (ibv_open_device(3)); open_device() creates it.
 
     Attributes:
         name: the device's name.
@@ -382,7 +382,7 @@ class Context(EventSource, struct="ibv_context"):
         """The faults to inject (rdmapost.providers.soft0.engine.faults.FaultPlan), on soft0 only.
 
         Raises:
-            UnsupportedError: it is a real device.
+            UnsupportedError: this is a real device.
             ClosedError: the device is closed.
         """
         # The plan lives as long as the device: it must not keep the context open.
@@ -408,7 +408,7 @@ def query_device_ex(context: Context) -> Any:
 
 
 def provider_of(context: Context) -> Provider:
-    """Return what carries out the control verbs of a device."""
+    """Return the provider of a device's control verbs."""
     return context._provider
 
 

@@ -44,16 +44,16 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
 
     Args:
         context: an open device.
-        timeout: seconds to wait for one; None waits as long as it takes.
+        timeout: seconds to wait for one; None for no limit.
 
     Returns:
-        The event, or None when none came in time.
+        The event, or None if none came in time.
 
     Raises:
         TypeError: an argument is of another type.
         ValueError: timeout is NaN.
         RdmaError: asyncio tasks wait for the events of the device.
-        ClosedError: the device is closed, or another thread closes it.
+        ClosedError: the device is closed, or is closed during the wait.
         VerbsError: the device failed.
 
     See ibv_get_async_event(3).

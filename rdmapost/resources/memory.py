@@ -103,7 +103,7 @@ class MR(Postable, struct="ibv_mr"):
             from_buffer shows as numbers does not say so); or another argument is of the
             wrong type.
         ValueError: it is empty or not contiguous; or access has bits that are not
-            in Access, or flags that exclude each other.
+            in Access, or mutually exclusive flags.
         MemoryError: the bytes cannot be allocated.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to try.
@@ -327,7 +327,7 @@ def _allocate(size: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, size)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{size} bytes for a region cannot be allocated: {error}") from None
+        raise MemoryError(f"cannot allocate {size} bytes for a region: {error}") from None
 
 
 def _bytes_of(memory: Any) -> memoryview:

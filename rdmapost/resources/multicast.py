@@ -19,7 +19,7 @@ _numbers = itertools.count()
 class MulticastGroups:
     """The groups that a queue pair is or may be attached to.
 
-    Between a verb and the note of it another thread may do the opposite, so a call takes out only
+    Between a verb and the record of it another thread may do the opposite, so a call takes out only
     what had come to an end before its verb began: the verb came after those.
     """
 
@@ -31,7 +31,7 @@ class MulticastGroups:
         returned, False where it was interrupted, None while it runs."""
 
     def attach(self, verb: Callable[[GID, int], object], group: Group) -> None:
-        """Call the verb that attaches to a group, and note what became of it."""
+        """Call the verb that attaches to a group, and record whether it succeeded."""
         before = self._ended(group)
         number = next(_numbers)
         # Before the call, which an interrupt may end.
@@ -48,7 +48,7 @@ class MulticastGroups:
         self._take_out(before)
 
     def detach(self, verb: Callable[[GID, int], object], group: Group) -> None:
-        """Call the verb that detaches from a group, and note that it did."""
+        """Call the verb that detaches from a group, and record it."""
         before = self._ended(group)
         verb(*group)
         self._take_out(before)

@@ -109,7 +109,7 @@ def _holder(queue: native.InFlight, targets: list[PostTarget]) -> str:
 
 
 def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
-    """Go through a queue's outstanding work requests: the wr_id, and what each holds."""
+    """Iterate over a queue's outstanding work requests: the wr_id of each, and what it holds."""
     index = 0
     while (entry := queue.entry(index)) is not None:
         yield entry

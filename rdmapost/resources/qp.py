@@ -286,7 +286,7 @@ class QP(PostTarget, struct="ibv_qp"):
 
     @property
     def gid(self) -> GIDChoice:
-        """The local GID that it uses, and why that one (choose_gid).
+        """The local GID in use, and why it was chosen (see choose_gid).
 
         Raises:
             RdmaError: the port has none, or not the one asked for.
@@ -315,7 +315,7 @@ class QP(PostTarget, struct="ibv_qp"):
             traffic_class: 0..255.
 
         Raises:
-            TypeError: remote is no Endpoint.
+            TypeError: remote is not an Endpoint.
         """
         expect("remote", remote, Endpoint)
         port = self.pd.context.query_port(self.port_num)
@@ -338,7 +338,7 @@ class QP(PostTarget, struct="ibv_qp"):
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint.
+            TypeError: remote is not an Endpoint.
             ValueError: a number does not fit.
             ClosedError: the PD is closed.
             VerbsError: the device refused.
@@ -368,7 +368,7 @@ class QP(PostTarget, struct="ibv_qp"):
         return read_qp_attr(raw)
 
     def modify(self, **attrs: Any) -> None:
-        """Change attributes; the mask is made of those that are passed.
+        """Change attributes; the attribute mask is derived from the ones given.
 
         Args:
             attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
@@ -431,7 +431,8 @@ class QP(PostTarget, struct="ibv_qp"):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: access has bits that are not in Access; or as in modify.
+            ValueError: access has bits that are not in Access, or the transition or an attribute
+                is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -463,12 +464,13 @@ class QP(PostTarget, struct="ibv_qp"):
             min_rnr_timer: how long the peer waits before it tries again when no receive
                 is posted, encoded as in the man page; 12 is 0.64 ms.
             max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
-                None is what the device can do, at most 16.
+                None for the device's limit, up to 16.
             sl, traffic_class: as in path_to.
 
         Raises:
-            TypeError: remote is no Endpoint, or another argument is not an integer.
-            ValueError: the peer's endpoint is missing, or as in modify.
+            TypeError: remote is not an Endpoint, or another argument is not an integer.
+            ValueError: remote is missing, or the transition or an attribute is invalid (see
+                modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -504,7 +506,7 @@ class QP(PostTarget, struct="ibv_qp"):
     ) -> None:
         """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
 
-        With the defaults it gives up after about half a second without an
+        With the defaults a send fails after about half a second without an
         acknowledgement, or after six retries while the peer has no receive.
 
         Args:
@@ -512,12 +514,12 @@ class QP(PostTarget, struct="ibv_qp"):
                 0..31; 14 is 67 ms, 0 waits for ever.
             retry_cnt: retries after that, 0..7.
             rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
-            max_rd_atomic: how many reads and atomics it may have outstanding; None is
-                what the device can do, at most 16.
+            max_rd_atomic: how many reads and atomics it may have outstanding; None for
+                the device's limit, up to 16.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: as in modify.
+            ValueError: the transition or an attribute is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -556,10 +558,10 @@ class QP(PostTarget, struct="ibv_qp"):
             more: other options of to_rtr and to_rts.
 
         Raises:
-            TypeError: remote is no Endpoint, another argument is not an integer, or there
+            TypeError: remote is not an Endpoint, another argument is not an integer, or there
                 is no such option.
-            ValueError: the peer's endpoint is missing, the queue pair is connected to
-                another one or was put into ERR by to_err(), or as in modify.
+            ValueError: remote is missing, the queue pair is connected to another peer or was
+                put into ERR by to_err(), or the transition or an attribute is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused, as it does if an error has put the queue pair into ERR.
 
@@ -581,7 +583,7 @@ class QP(PostTarget, struct="ibv_qp"):
         """Drain the send queue; sends posted from now on are held.
 
         Raises:
-            ValueError: as in modify.
+            ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -593,7 +595,7 @@ class QP(PostTarget, struct="ibv_qp"):
         """Bring the queue pair to ERR: outstanding work requests complete with WR_FLUSH_ERR.
 
         Raises:
-            ValueError: as in modify.
+            ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
@@ -609,7 +611,7 @@ class QP(PostTarget, struct="ibv_qp"):
         there for the next poll or wait.  Receives of an SRQ stay posted.
 
         Raises:
-            ValueError: as in modify.
+            ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 

@@ -25,7 +25,7 @@ XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 def why_misfit(
     qp_type: QPType, pd: PD, srq: SRQ | None, xrcd: XRCD | None, max_tso_header: int
 ) -> str | None:
-    """Name an argument that the type does not have, or one that it needs; or return None."""
+    """Say which argument the type does not support or lacks; return None if they all suit it."""
     name, elsewhere = qp_type.name, "on another open device than the PD"
     if srq is not None and srq.pd.context is not pd.context:
         return f"the SRQ was created {elsewhere}"
@@ -43,7 +43,7 @@ def why_misfit(
             "a queue pair"
         )
     if srq is not None and srq.srq_type is SRQType.TM and qp_type is not QPType.RC:
-        return f"tag matching is for RC queue pairs, not {name}"
+        return f"tag matching requires an RC queue pair, not {name}"
     if max_tso_header and qp_type not in QP_TYPES_BY_OPCODE[Opcode.TSO]:
         return f"{name} queue pairs have no TSO, so max_tso_header cannot be given"
     if not 0 <= max_tso_header <= 0xFFFF:

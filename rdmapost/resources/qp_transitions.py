@@ -1,4 +1,4 @@
-"""Attributes of a queue pair's transitions: what they are made of, and why they are refused."""
+"""Queue pair transitions: compute their attributes, and explain why one is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fill_attributes(raw: Any, attrs: dict[str, Any]) -> None:
 
 
 def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
-    """Return what a peer may be allowed to do through a queue pair, of what is wanted."""
+    """Return the requested access flags that the queue pair's type and the device support."""
     if qp_type is QPType.UC:
         # UC has no reads and atomics, and drivers refuse their flags.
         return access & ~(Access.REMOTE_READ | Access.REMOTE_ATOMIC)
@@ -53,7 +53,7 @@ def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
 
 
 def refuse_another_peer(qp: str, now: QPAttr, remote: Endpoint) -> None:
-    """Raise ValueError for a peer other than the one that RTR has set."""
+    """Raise ValueError for a peer other than the one set in the transition to RTR."""
     path = now.ah_attr
     by_gid = path.dgid is not None
     if now.dest_qp_num == remote.qpn and (

@@ -113,7 +113,7 @@ class Resource(native.Handle, ClosesOnExit):
                     setattr(cls, name, _fixed(name, base.__dict__[name]))
 
     def _refuse_inherited(self) -> None:
-        """Refuse a resource inherited across a fork, where a closed one is not refused."""
+        """Refuse a resource inherited across a fork, in a method that accepts closed ones."""
         if self.closed and self._pid not in (0, os.getpid()):
             self._live()
 
@@ -268,7 +268,7 @@ def open_handles() -> list[Any]:
 
 
 def close_dropped(handles: Iterable[Any]) -> bool:
-    """Close those that nothing refers to any more; return whether any is closed."""
+    """Close the handles that nothing refers to any more; return whether any was closed."""
     dropped = [handle for handle in handles if handle._abandoned]
     for handle in dropped:
         close_quietly(handle)

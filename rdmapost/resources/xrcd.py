@@ -11,14 +11,14 @@ from .resource import Resource
 
 
 class XRCD(Resource, struct="ibv_xrcd"):
-    """An XRC domain, whose XRC targets may use its XRC shared receive queues.
+    """An XRC domain: its XRC_RECV queue pairs deliver to its XRC shared receive queues.
 
     Args:
         context: an open device.
         fd: an open file, by whose inode other processes find the same domain;
             -1 for a new domain that no other process shares, whatever oflags says.
-        oflags: os.O_CREAT makes the domain if the file has none; os.O_EXCL with
-            it refuses one that is there already.
+        oflags: os.O_CREAT creates the domain if the file has none; with os.O_EXCL,
+            fail if it already exists.
 
     Raises:
         TypeError: an argument is of another type.

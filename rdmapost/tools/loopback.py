@@ -240,11 +240,11 @@ class Loopback(ResourceHolder):
     # ---- receiving ----------------------------------------------------------
 
     def receive(self, length: int, count: int = 1) -> None:
-        """Post receives on the remote side, one after the other in its memory.
+        """Post receives on the remote side, with consecutive buffers in its memory.
 
         Args:
-            length: bytes of message that each holds.
-            count: how many; their wr_id counts from 1.
+            length: the message bytes that each can hold.
+            count: the number of receives; wr_id starts at 1.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -305,15 +305,15 @@ class Loopback(ResourceHolder):
     # ---- waiting ------------------------------------------------------------
 
     def sent(self, count: int = 1) -> list[WC]:
-        """Wait for completions of what the local side posted.
+        """Wait for completions of the local side's work requests.
 
         Args:
             count: how many.
 
         Raises:
-            WaitTimeout: they did not come in time.
+            WaitTimeout: fewer completions came in time.
         """
-        return self._wait(self.local, count, "what was posted did not complete")
+        return self._wait(self.local, count, "the posted work requests did not complete")
 
     def arrived(self, count: int = 1) -> list[WC]:
         """Wait for completions of the remote side.
@@ -322,7 +322,7 @@ class Loopback(ResourceHolder):
             count: how many.
 
         Raises:
-            WaitTimeout: they did not come in time.
+            WaitTimeout: fewer completions came in time.
         """
         return self._wait(self.remote, count, "nothing arrived at the remote queue pair")
 

@@ -58,10 +58,10 @@ class ResourceStack:
         self._enough = max(1, 2 * len(self._held))
 
     def close(self) -> None:
-        """Close everything; one that cannot be closed does not keep the others open.
+        """Close everything, continuing past failures.
 
         Raises:
-            Exception: the first that one of them raised.
+            Exception: the first exception that a close() raised.
         """
         failed: Exception | None = None
         for resource in reversed(self._held):

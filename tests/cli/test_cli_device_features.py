@@ -23,7 +23,7 @@ def lacks(context: rp.Context, **options: Any) -> str | None:
 
 
 def common(context: rp.Context, opcode: str, qp_type: str, byte_len: int) -> dict[str, Any]:
-    """Return what the document of every one-shot that went well starts with."""
+    """Return the fields that every successful post's JSON document starts with."""
     return {
         "device": context.name,
         "kind": context.kind,

@@ -317,8 +317,8 @@ def test_client_that_is_not_a_pingpong_is_reported_in_one_line(context):
     assert ran.code == 1
     last = ran.err.splitlines()[-1]
     assert re.fullmatch(
-        rf"rdmapost: {HOST}:\d+: it does not speak the handshake of ibv_rc_pingpong: "
-        r"b'GET / HTTP/1\.1.*' came instead of its address",
+        rf"rdmapost: {HOST}:\d+: it does not speak ibv_rc_pingpong's protocol: "
+        r"got b'GET / HTTP/1\.1.*' instead of its address",
         last,
     )
 

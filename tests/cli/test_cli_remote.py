@@ -1,4 +1,4 @@
-"""The one-shots with HOST: what they print, and their errors.
+"""The posting commands with HOST: their output and their errors.
 
 The server is in this process, on the same device.
 """
@@ -32,7 +32,7 @@ def serve(context: rp.Context) -> Iterator[Serve]:
         yield make
 
 
-# ---- the one-shots -----------------------------------------------------------
+# ---- the posting commands ----------------------------------------------------
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])

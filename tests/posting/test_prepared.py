@@ -697,7 +697,7 @@ def test_index_counts_from_either_end(rc):
     for wrong in (1.0, "1", None, Fraction(1)):
         with pytest.raises(TypeError, match=f"^index: expected int, got {type(wrong).__name__}"):
             batch[wrong]
-    with pytest.raises(TypeError, match=r"^a prepared list has no slices"):
+    with pytest.raises(TypeError, match=r"^a prepared list cannot be sliced"):
         batch[0:2]
 
 

@@ -360,9 +360,9 @@ def test_command_on_a_device_that_lies_fails_with_its_reason(on_null, command, w
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("send", "what was posted did not complete within 0.2 s"),
-        ("check", "what was posted did not complete within 0.2 s"),
-        ("doctor", "bytes to the same device: what was posted did not complete"),
+        ("send", "the posted work requests did not complete within 0.2 s"),
+        ("check", "the posted work requests did not complete within 0.2 s"),
+        ("doctor", "bytes to the same device: the posted work requests did not complete"),
     ],
 )
 def test_the_command_line_does_not_wait_for_ever(on_null, command, words):

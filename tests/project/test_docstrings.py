@@ -183,8 +183,8 @@ def test_class_documents_its_arguments(one: Documented) -> None:
         dataclasses.is_dataclass(cls) or hasattr(cls, "_fields") or "__init__" in vars(cls)
     ):
         return
-    if re.search(r"makes it\b|the names are the man page's", cls.__doc__):
-        # Its maker documents its arguments; the man page documents the fields.
+    if re.search(r"creates it\b|the names are the man page's", cls.__doc__):
+        # Its creator documents its arguments; the man page documents the fields.
         return
     takes = parameters(cls)
     said = named(cls, "Args", "Attributes")

@@ -245,7 +245,7 @@ def settled(text: str) -> str:
 
 
 def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
-    """serve in one process and a one-shot in another, as shown side by side."""
+    """serve in one process and a posting command in another, as shown side by side."""
     (session,) = (
         block
         for block in blocks("docs/two-hosts.md")

@@ -64,7 +64,7 @@ def test_size_of_a_region_is_a_number_of_any_type(pd):
 
 def test_region_that_no_memory_can_be_had_for(pd):
     for size in (1 << 62, 1 << 70):
-        with pytest.raises(MemoryError, match=f"{size} bytes for a region cannot be allocated"):
+        with pytest.raises(MemoryError, match=f"cannot allocate {size} bytes for a region"):
             rp.MR(pd, size)
 
 

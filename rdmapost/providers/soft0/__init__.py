@@ -1,4 +1,4 @@
-"""The soft device: its provider, and the engine that carries out what is posted."""
+"""The soft device: its provider, and the engine that executes what is posted."""
 
 from ..._binding import native, once
 from .state import parts

@@ -324,7 +324,7 @@ def _channel_of(channel: Any, name: str) -> Channel:
     """Return the channel that a struct represents.
 
     Raises:
-        VerbsError: it is destroyed.
+        VerbsError: the channel has been destroyed.
     """
     found = _channels.get(channel.fd)
     if found is None:

@@ -210,7 +210,7 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
     qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
     srq = bound(init.srq, name) if init.srq else None
     if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching needs RC")
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching requires RC")
     # An XRC queue pair lacks one or both.
     send_cq, recv_cq = (
         bound(cq, name) if cq else CompletionQueue(1, None) for cq in (init.send_cq, init.recv_cq)

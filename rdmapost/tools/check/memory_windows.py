@@ -179,7 +179,10 @@ def _done(pair: Loopback) -> list[WC]:
 
 
 def _bound_already(pair: Loopback, window: MW) -> None:
-    """Check that a window is bound: binding it again fails, and breaks the queue pair."""
+    """Check that a window is bound, by binding it again, which must fail.
+
+    This puts the queue pair into an error state.
+    """
     binder(pair).qp.post_send(bind_wr(pair, window, MARGIN, pair.local.mr.length, wr_id=8))
     (wc,) = _done(pair)
     if wc.status is WCStatus.SUCCESS:

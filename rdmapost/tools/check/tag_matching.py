@@ -121,7 +121,7 @@ def _is_unexpected(pair: Loopback, tag: int) -> None:
     message = _send(pair, tag, 0xFF)
     wc = _arrives(pair, tag, wr_id=30)
     if wc.wc_flags & MATCHED:
-        raise Failed("a message matched without an entry")
+        raise Failed("a message matched although no entry has its tag")
     same("byte_len", wc.byte_len, len(message))
     same_bytes("unexpected message", at(pair, _UNEXPECTED, len(message)), message)
 

@@ -117,7 +117,7 @@ class Acceptor:
         self._warned_at = 0.0
 
     def close(self) -> None:
-        """Release what run() would have, if it is never called."""
+        """Release the selector, which run() does on return, if run() is never called."""
         self._selector.close()
 
     def run(self) -> None:

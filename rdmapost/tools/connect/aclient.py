@@ -70,9 +70,9 @@ async def adial(
 
 
 class AsyncConnection(BaseConnection, AsyncClosesOnExit):
-    """A connection to a server; ``adial`` makes it.
+    """A connection to a server; ``adial`` creates it.
 
-    A question (report, look) that is cancelled, by asyncio.timeout() for instance,
+    A request (report, look) that is cancelled, by asyncio.timeout() for instance,
     leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
     event loop; await ``cq.completions`` there.  It belongs to the event loop that
     ``adial`` ran in: elsewhere report, look and close raise RuntimeError.
@@ -119,8 +119,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             if self._writer is None or (self._closing.done() and not leaving):
                 raise ConnectError("the connection is closed", "lost")
             try:
-                question = self._session.ask(message, more_time)
-                return await self._drive(self._writer, question, leaving)
+                request = self._session.ask(message, more_time)
+                return await self._drive(self._writer, request, leaving)
             except ConnectError:
                 # close() still has to say goodbye.
                 if not self._closing.done() or leaving:
@@ -188,7 +188,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return error
 
     def _take_read(self) -> bytes:
-        """Return what has been read, and read on; nothing at the end."""
+        """Return the bytes that have been read, and start the next read; b"" at end of file."""
         data = b"" if self._reading.cancelled() else self._reading.result()
         if data:
             self._read_on()
@@ -207,8 +207,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             TypeError, ValueError, ClosedError, ConnectError: as there.
             RuntimeError: it belongs to another event loop, or its event loop is closed.
         """
-        question, wait = self._ask_report(index, timeout)
-        answer = await self._ask(question, wait + MARGIN_S)
+        request, wait = self._ask_report(index, timeout)
+        answer = await self._ask(request, wait + MARGIN_S)
         return answer if isinstance(answer, Arrival) else None
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
@@ -251,14 +251,14 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     async def close(self) -> None:
         """Notify the server, and close everything; do nothing if already closed.
 
-        Other tasks' questions end with a ConnectError. In the child of a fork it does nothing: its
-        parent has the connection.
+        Other tasks' pending requests raise ConnectError. Does nothing in the child of a fork: the
+        connection belongs to the parent.
 
         Raises:
             VerbsError: the device refused.
-            RuntimeError: it belongs to another event loop, and nothing is done; or its
-                event loop was closed before it; everything is released, without notifying the
-                server.
+            RuntimeError: the connection belongs to another event loop (nothing is closed), or
+                its event loop has been closed (everything is released, but the server is not
+                notified).
         """
         if self._pid != os.getpid():
             return

@@ -128,7 +128,7 @@ class _Opening:
 
 
 class AsyncServer(BaseServer, AsyncClosesOnExit):
-    """A running server; ``aserve`` makes it.
+    """A running server; ``aserve`` creates it.
 
     It ends with the event loop at the latest.
 
@@ -151,9 +151,9 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         super()._finalize()
 
     async def close(self) -> None:
-        """Notify every client that the server is closing, and release what they have.
+        """Notify every client that the server is closing, and release their resources.
 
-        Do nothing if already closed, or in the child of a fork, whose parent has the server.
+        Do nothing if already closed, or in the child of a fork: the server belongs to the parent.
         """
         if self._threads.pid != os.getpid():
             return

@@ -31,9 +31,9 @@ from .protocol_messages import QP_TYPES, Hello, Look, Offer, Ready, Report
 class BaseConnection(native.Finalizer, NotCopied):
     """A queue pair of this device, connected to a server's.
 
-    ``post_send`` to ``qp``; ``**target(offset)`` are the fields of a work request
-    that name a place in the server's memory, and ``**address`` those that name
-    its queue pair in a message (UD; nothing elsewhere).
+    Post to ``qp``.  ``**target(offset)`` gives a work request's fields for an
+    offset in the server's memory; ``**address`` gives the fields that address the
+    server's queue pair on UD, and is empty for other types.
 
     Attributes:
         qp: the queue pair, in RTS.

@@ -50,8 +50,8 @@ def dial(
     """Connect a queue pair to a server's.
 
     Args:
-        context: an open device, which must reach the server's: soft0 reaches
-            only servers of the same process.
+        context: an open device that can reach the server's: soft0 reaches only
+            servers in the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
         token: the one that the server requires.
@@ -69,7 +69,7 @@ def dial(
         TypeError: an argument is of another type.
         ValueError: an argument is out of range.
         ConnectError: nothing listens there, or the server refused; the text says why.
-        ConnectTimeout: it did not answer in time.
+        ConnectTimeout: the server did not answer in time.
         ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.
     """
@@ -91,14 +91,14 @@ def dial(
     )
 
 
-class _Question:
-    """Held only by a local variable, while a question has its turn or waits for it."""
+class _Request:
+    """Held only by a local variable, while a request has its turn or waits for it."""
 
     __slots__ = ("__weakref__",)
 
 
-class _Turn(weakref.ref[_Question]):
-    """A place in the queue of questions, given up when its _Question is gone.
+class _Turn(weakref.ref[_Request]):
+    """A place in the queue of requests, given up when its _Request is gone.
 
     A lock would stay locked if a signal handler raised between its acquisition and the ``try``; a
     local variable is always released.
@@ -110,9 +110,9 @@ class _Turn(weakref.ref[_Question]):
 
 
 class Connection(BaseConnection, ClosesOnExit):
-    """A connection to a server; ``dial`` makes it.
+    """A connection to a server; ``dial`` creates it.
 
-    If a signal handler raises (KeyboardInterrupt) during a question (report, look), the connection
+    If a signal handler raises (KeyboardInterrupt) during a request (report, look), the connection
     stays usable: the late answer is dropped. In the rare case that it raises while bytes are sent
     or received, the connection is closed.
 
@@ -123,12 +123,12 @@ class Connection(BaseConnection, ClosesOnExit):
         self, context: Context, host: str, port: int, token: str | None, **options: Any
     ) -> None:
         self._socket: socket.socket | None = None
-        # One question at a time, from any thread.
+        # One request at a time, from any thread.
         self._turns: set[_Turn] = set()
         self._numbers = itertools.count()
         self._closing = False
-        # Closed in the middle of a question, whose end closes the descriptors.
-        self._closed_in_question = False
+        # Closed in the middle of a request, whose end closes the descriptors.
+        self._closed_in_request = False
         self._consistent = True
         self._closed_by = ""
         super().__init__(context, host, port, **options)
@@ -158,10 +158,10 @@ class Connection(BaseConnection, ClosesOnExit):
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         """Send a message and return the answer; without one, the connection is closed."""
         self._refuse_inherited()
-        question = _Question()
+        request = _Request()
         leaving = isinstance(message, Bye)
         try:
-            mine = self._enqueue(question)
+            mine = self._enqueue(request)
             self._await_turn(mine, self.timeout + more_time, leaving)
             if self._socket is None or (self._closing and not leaving):
                 raise ConnectError(f"the connection is closed{self._closed_by}", "lost")
@@ -172,7 +172,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 raise
         finally:
             # A traceback would keep the frame, and so the turn.
-            del question
+            del request
             self._abandon_if_closed()
 
     def _note_failure(self, error: BaseException, leaving: bool) -> None:
@@ -182,29 +182,29 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._disconnect()
         elif not self._consistent:
             # It is unknown what has been sent and received.
-            self._closed_by = f": {type(error).__name__} interrupted a question"
+            self._closed_by = f": {type(error).__name__} interrupted a request"
             self._disconnect()
 
-    def _enqueue(self, question: _Question) -> _Turn:
+    def _enqueue(self, request: _Request) -> _Turn:
         try:
             # A set, because discard needs the hash, which needs a referent: one call makes both.
-            (turn,) = set(map(_Turn, (question,), (self._turns.discard,)))
+            (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
             turn.number, turn.thread = next(self._numbers), get_ident()
             self._turns.add(turn)
             return turn
         finally:
             # As in _ask: a traceback would keep this frame, too.
-            del question
+            del request
 
     def _is_asking(self, mine: _Turn | None = None) -> bool:
-        """Return whether this thread is in the middle of a question, other than `mine`."""
+        """Return whether this thread is in the middle of a request, other than `mine`."""
         this = get_ident()
         return any(turn.thread == this and turn is not mine for turn in self._turns.copy())
 
     def _await_turn(self, mine: _Turn, limit: float, leaving: bool) -> None:
         if not leaving and self._is_asking(mine):
             raise ConnectError(
-                "this thread is in the middle of another question to the server", "busy"
+                "this thread is in the middle of another request to the server", "busy"
             )
         deadline = time.monotonic() + limit
         while any(
@@ -212,14 +212,14 @@ class Connection(BaseConnection, ClosesOnExit):
         ):
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
-                    f"other threads' questions to {self._session.where} took more than {limit:g} s"
+                    f"other threads' requests to {self._session.where} took more than {limit:g} s"
                 )
             time.sleep(0.002)
 
     def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
-        """Do what a session yields, and return its answer.
+        """Perform a session's I/O requests, and return the server's answer.
 
-        If leaving, do not end when close() is called: this is its goodbye.
+        If leaving, do not stop when close() is called: close() itself is saying goodbye.
         """
         # Whether it is known what has been sent and received.
         self._consistent = False
@@ -286,12 +286,12 @@ class Connection(BaseConnection, ClosesOnExit):
             ValueError: index is not in 1..2**64-1, or timeout is NaN.
             ClosedError: another process opened the connection.
             ConnectError: the server is gone, no longer has the report, the connection
-                was closed meanwhile, or a signal handler has interrupted another question
+                was closed meanwhile, or a signal handler has interrupted another request
                 of this thread.
-            ConnectTimeout: there was no answer in time, or other questions took too long.
+            ConnectTimeout: there was no answer in time, or other requests took too long.
         """
-        question, wait = self._ask_report(index, timeout)
-        answer = self._ask(question, wait + MARGIN_S)
+        request, wait = self._ask_report(index, timeout)
+        answer = self._ask(request, wait + MARGIN_S)
         return answer if isinstance(answer, Arrival) else None
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
@@ -310,8 +310,8 @@ class Connection(BaseConnection, ClosesOnExit):
             ValueError: that is outside the exposed memory.
             ClosedError: another process opened the connection.
             ConnectError: the server is gone, the connection was closed meanwhile, or a
-                signal handler has interrupted another question of this thread.
-            ConnectTimeout: there was no answer in time, or other questions took too long.
+                signal handler has interrupted another request of this thread.
+            ConnectTimeout: there was no answer in time, or other requests took too long.
         """
         seen = self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -326,11 +326,11 @@ class Connection(BaseConnection, ClosesOnExit):
         It becomes True at once, or within half a minute if the server's host has
         disappeared; the next request says why.  It is False while a request is pending.
         """
-        if self._pid != os.getpid() or self._closed_in_question:
+        if self._pid != os.getpid() or self._closed_in_request:
             return True
-        question = _Question()
+        request = _Request()
         try:
-            mine = self._enqueue(question)
+            mine = self._enqueue(request)
             if any(turn.number < mine.number for turn in self._turns.copy()):
                 return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
@@ -343,7 +343,7 @@ class Connection(BaseConnection, ClosesOnExit):
                     return True
             return False
         finally:
-            del question
+            del request
             self._abandon_if_closed()
 
     def _read_unasked(self, sock: socket.socket) -> bool:
@@ -362,7 +362,7 @@ class Connection(BaseConnection, ClosesOnExit):
     def close(self) -> None:
         """Notify the server, and close everything; do nothing if already closed.
 
-        When it returns, the server has released its side, unless it is gone. Questions in progress
+        When it returns, the server has released its side, unless it is gone. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
         In the child of a fork it does nothing: its parent has the connection.
 
@@ -382,12 +382,12 @@ class Connection(BaseConnection, ClosesOnExit):
                     self._wake.write((1).to_bytes(8, sys.byteorder))
                 self._leave(sock)
         finally:
-            if not (self._closed_in_question and self._turns):
+            if not (self._closed_in_request and self._turns):
                 self._abandon()
             self._stack.close()
 
     def _abandon_if_closed(self) -> None:
-        if self._closed_in_question and not self._turns:
+        if self._closed_in_request and not self._turns:
             self._abandon()
 
     def _abandon(self) -> None:
@@ -396,7 +396,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
     def _leave(self, sock: socket.socket) -> None:
         if (in_verb := native.in_verb()) or self._is_asking():
-            self._closed_in_question = True
+            self._closed_in_request = True
             # The server's release may have to wait for that verb.
             self._shut_down(sock, 0.0 if in_verb else self.timeout)
         else:
@@ -404,12 +404,12 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._ask(Bye())
 
     def _shut_down(self, sock: socket.socket, limit: float) -> None:
-        """Notify the server in the middle of a question; wait until it has gone."""
+        """Notify the server in the middle of a request; wait until it has gone."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):
             poller.register(sock, select.POLLIN)
-            # After half a question it could not be parsed.
+            # After half a request it could not be parsed.
             if self._consistent:
                 sock.send(encode(Bye()))
             sock.shutdown(socket.SHUT_WR)

@@ -1,7 +1,7 @@
-"""The client's side of a connection: its questions and the server's answers; no I/O.
+"""The client's side of a connection: its requests and the server's answers, without I/O.
 
-Both clients drive the same generators: each value yielded is what to do next, and the outcome is
-sent back.
+The threaded and the asyncio client drive the same generators: each yielded value is the next I/O
+operation, and its outcome is sent back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
 
 
 class ClientSession:
-    """Asks a server, HOST:PORT, one question at a time; the timeout is for each step."""
+    """Sends requests to a server, HOST:PORT, one at a time; the timeout is for each step."""
 
     def __init__(self, where: str, timeout: float) -> None:
         self.where = where
@@ -45,7 +45,7 @@ class ClientSession:
         The server may take more_time seconds in addition to the timeout.
         """
         if self.protocol.must_wait and not isinstance(message, Bye):
-            # The late answer to an interrupted question.
+            # The late answer to an interrupted request.
             yield from self._answer(self._timeout)
         data = encode(message)
         self.protocol.ask(message)
@@ -92,7 +92,7 @@ class ClientSession:
         )
 
     def is_over(self, data: bytes) -> bool:
-        """Take bytes that no question waits for; return whether they are the server's last."""
+        """Take bytes that no request waits for; return whether they are the server's last."""
         if data:
             # This may be a late answer.
             self.protocol.receive(data)

@@ -20,7 +20,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
 
     Raises:
         TypeError: text is not a str.
-        ValueError: it is not of this form.
+        ValueError: the text does not have this form.
     """
     expect("text", text, str)
     if text.startswith("["):
@@ -36,7 +36,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
         host, colon, after = text.partition(":")
         port = after if colon else None
     if not host or any(c.isspace() or not c.isprintable() for c in host):
-        raise ValueError(f"{text!r} has no host: it is HOST[:PORT]")
+        raise ValueError(f"{text!r} has no host; expected HOST[:PORT]")
     if port is None:
         return host, default_port
     if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535):

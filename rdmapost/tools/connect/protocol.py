@@ -41,14 +41,14 @@ class LineReader:
         self._searched = 0
 
     def feed(self, data: bytes) -> None:
-        """Take bytes as they come, in pieces of any size."""
+        """Feed received bytes, in chunks of any size."""
         self._pending += data
 
     def next_line(self) -> bytes | None:
         """Return the next whole line, without its newline, or None.
 
         Raises:
-            ProtocolError: what has come cannot become a valid line.
+            ProtocolError: the received bytes cannot become a valid line.
         """
         pending = self._pending
         if not pending:
@@ -170,10 +170,10 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 
 
 class ClientProtocol:
-    """The client's side: it asks, and the server answers, one question at a time.
+    """The client's side: it asks, and the server answers, one request at a time.
 
     A client that was interrupted while it waited may ask again: the server answers
-    both questions, and the late answer is dropped here.
+    both requests, and the late answer is dropped here.
     """
 
     def __init__(self) -> None:
@@ -184,17 +184,17 @@ class ClientProtocol:
     def ask(self, message: Message) -> None:
         """Note what is being sent, and so what can be received."""
         if self._asked and self._asked[-1] is not Report and not isinstance(message, Bye):
-            raise ConnectError("the server has not yet answered the previous question")
+            raise ConnectError("the server has not yet answered the previous request")
         self._asked.append(type(message))
 
     @property
     def answer_pending(self) -> bool:
-        """Whether the answer to a question has not come."""
+        """Whether the answer to a request has not come."""
         return bool(self._asked)
 
     @property
     def must_wait(self) -> bool:
-        """Whether an answer must come before the next question."""
+        """Whether an answer must come before the next request."""
         return bool(self._asked) and self._asked[-1] is Look
 
     def receive(self, data: bytes) -> None:
@@ -219,7 +219,7 @@ class ClientProtocol:
         """Drop late answers; return whether the server has sent an error."""
         while self._error is None and (message := self.next_message()) is not None:
             if isinstance(message, Error):
-                # The next question gets it.
+                # The next request gets it.
                 self._error = message
         return self._error is not None
 

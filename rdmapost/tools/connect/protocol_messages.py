@@ -17,8 +17,8 @@ A session, C being the client and S the server::
     S seen
     C bye       S bye: it has released everything
 
-A question that arrives while a report waits ends the wait: the report is answered with nothing, and
-then the question is answered.
+A request that arrives while a report waits ends the wait: the report is answered with nothing, and
+then the request is answered.
 
 Instead of any answer, the server may send an error, its last message.
 """

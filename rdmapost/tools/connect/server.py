@@ -203,7 +203,7 @@ class BaseServer(native.Finalizer, NotCopied):
 
 
 class Server(BaseServer, ClosesOnExit):
-    """A running server; ``serve`` makes it.
+    """A running server; ``serve`` creates it.
 
     Attributes:
         address: where it listens, (host, port, ...).

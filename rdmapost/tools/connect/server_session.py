@@ -183,7 +183,7 @@ class ServerSession:
             yield from self._answer_report()
 
     def _continue_look(self) -> Iterator[Message]:
-        """Continue a look; at its end, yield what was seen."""
+        """Read the next piece of memory for a look; after the last piece, yield the answer."""
         if self._look is None or self.over:
             return
         try:
@@ -203,7 +203,7 @@ class ServerSession:
         assert self._client is not None, "the session lets nothing else come before the hello"
         if self._look or (isinstance(message, Look) and self._protocol.lines.partial):
             # A client that does not read its answers cannot create work either.
-            raise ProtocolError("another question came before the answer to the last one")
+            raise ProtocolError("another request came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:
             # Nothing is waiting for that answer any longer.

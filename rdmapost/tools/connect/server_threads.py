@@ -111,8 +111,8 @@ class ServerThreads:
                 threads end when that is shut down, or when C closes it because the Server is gone,
                 even if a signal handler interrupts the finalizer.
         """
-        # Thread.start() waits, and what a signal handler raises there may be lost; so another
-        # thread does that.
+        # Thread.start() blocks, and a signal handler's exception in it may be lost, so it is called
+        # in another thread.
         done = _thread.allocate_lock()
         done.acquire()
         try:

@@ -1,7 +1,7 @@
-"""Why does it not work?  A checklist for queue pairs in use, and one for the machine.
+"""Diagnose why RDMA does not work: checks for live queue pairs, and for the machine.
 
-No check changes the state it inspects, and none raises: what cannot be inspected
-is a finding too.
+Checks never change state and never raise; a check that cannot run is reported as a
+finding.
 """
 
 from __future__ import annotations

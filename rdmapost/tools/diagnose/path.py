@@ -17,7 +17,7 @@ _ROCE_HEADERS = 64
 
 
 def uses_gids(context: Context, port: PortAttr) -> bool:
-    """Whether GIDs decide where the packets of a port go (RoCE)."""
+    """Whether the port routes packets by GID (RoCE)."""
     return port.link_layer is LinkLayer.ETHERNET and context.node_type is not NodeType.RNIC
 
 

@@ -1,4 +1,4 @@
-"""The handshake of ibv_rc_pingpong and its kin: addresses, as text over TCP.
+"""The handshake of ibv_rc_pingpong and its UC and UD versions: addresses, as text over TCP.
 
 The client sends its address, 52 bytes; the server connects its queue pair and
 answers with its own; the client connects its own and says "done".  That is all,
@@ -55,18 +55,18 @@ class Address:
     gid: GID
 
     def encode(self) -> bytes:
-        """Return its message: 52 bytes, the last of them 0."""
+        """Return the handshake message: 52 bytes, with a terminating NUL."""
         return b"%04x:%06x:%06x:%s\0" % (self.lid, self.qpn, self.psn, self.gid.hex().encode())
 
     @classmethod
     def decode(cls, message: bytes) -> Address:
-        """Read the message that ``encode`` gives.
+        """Read an address from a message that ``encode`` returns.
 
         Args:
             message: its bytes.
 
         Raises:
-            ValueError: it is not such a message.
+            ValueError: the message is malformed.
         """
         match = _MESSAGE.fullmatch(message)
         if match is None:
@@ -79,13 +79,13 @@ class Address:
 
 
 class Handshake:
-    """What one side receives, in order; no I/O.
+    """What one side receives, in order, without I/O.
 
-    A wrong byte is refused when it comes, and not when the message is complete. The client sends
+    A wrong byte is refused as it arrives, not when the message is complete. The client sends
     first, and receives no "done".
 
     Attributes:
-        peer: the peer's address, once it has come.
+        peer: the peer's address, once received.
     """
 
     __slots__ = ("_is_client", "_received", "peer")
@@ -97,7 +97,7 @@ class Handshake:
 
     @property
     def needed(self) -> int:
-        """Bytes that are still to come; 0 at the end."""
+        """Bytes still missing; 0 at the end."""
         whole = len(_TEMPLATE) if self._is_client else len(_TEMPLATE) + len(DONE)
         return whole - len(self._received)
 
@@ -111,7 +111,7 @@ class Handshake:
         return '"done"'
 
     def feed(self, data: bytes) -> None:
-        """Take bytes from the peer, in pieces of any size."""
+        """Feed bytes from the peer, in chunks of any size."""
         received, before = self._received, bytes(self._received)
         whole = len(received) + self.needed
         for byte in data:
@@ -127,8 +127,8 @@ class Handshake:
                     (0, "its address") if place < len(_TEMPLATE) else (len(_TEMPLATE), '"done"')
                 )
                 raise PingpongError(
-                    "it does not speak the handshake of ibv_rc_pingpong: "
-                    f"{(before + data)[start:][:40]!r} came instead of {stage}"
+                    "it does not speak ibv_rc_pingpong's protocol: "
+                    f"got {(before + data)[start:][:40]!r} instead of {stage}"
                 )
             received.append(byte)
         if self.peer is None and len(received) >= len(_TEMPLATE):
@@ -142,17 +142,18 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
     """Listen for one client.
 
     Args:
-        host: the local address; every one unless given, as the stock programs do: the
-            peer is another machine, takes one connection, and gets no access to memory.
-        port: the TCP port; 0 for one that is free.
+        host: the local address; by default all addresses, like the stock programs: the
+            peer is on another machine, there is only one connection, and no memory is
+            exposed.
+        port: the TCP port; 0 for any free one.
 
     Returns:
         The socket, for Pingpong.run_server().
 
     Raises:
         TypeError: port is not an integer.
-        ValueError: it is not in 0..65535.
-        PingpongError: this machine does not have the address, or it is in use.
+        ValueError: port is not in 0..65535.
+        PingpongError: the address is not available, or the port is in use.
     """
     port = within("port", port, 0, 65535)
     try:
@@ -169,8 +170,8 @@ def accept(
     """Accept one client, and close the listener.
 
     Args:
-        timeout: seconds for each of the client's messages.
-        wait: seconds to wait for the client; None waits as long as it takes.
+        timeout: seconds to wait for each of the client's messages.
+        wait: seconds to wait for the client; None for no limit.
     """
     try:
         listener.settimeout(wait)
@@ -225,7 +226,7 @@ class HandshakeConnection(ClosesOnExit):
             raise self._closed_error(reason(error)) from None
 
     def peer(self) -> Address:
-        """Return the peer's address when it has come."""
+        """Wait for the peer's address, and return it."""
         # "done" is not to be read before the answer has gone out.
         self._read(0 if self._is_client else len(DONE))
         assert self._handshake.peer is not None
@@ -236,7 +237,7 @@ class HandshakeConnection(ClosesOnExit):
         self._read(0)
 
     def _read(self, leave: int) -> None:
-        """Receive until so many bytes are left to come."""
+        """Receive until only `leave` bytes are missing."""
         handshake = self._handshake
         end = time.monotonic() + self._timeout
         while (needed := handshake.needed - leave) > 0:

@@ -1,6 +1,6 @@
-"""The data of a message: what a client sends, and what is wrong with the data that has come.
+"""Message data: what a client sends, and how received data differs from it.
 
-The stock programs mark the start of each page, and look at nothing else.
+The stock programs mark the first byte of each page, and check only those bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def payload(size: int, *, marked: bool) -> bytes:
 
 
 def what_is_wrong(found: bytes, *, is_server: bool) -> str:
-    """Compare received data with what a client that validates sends; return "" if it is right.
+    """Compare received data with what a validating client sends; return "" if it matches.
 
-    The peer may have smaller pages.
+    The peer's pages may be smaller. With is_server, the data comes from the client.
     """
     marks = found[:: mmap.PAGESIZE]
     wrong = len(marks) - marks.count(_PAGE_START)

@@ -40,32 +40,32 @@ class Pingpong(ResourceHolder):
     Args:
         context: an open device.
         qp_type: RC, UC or UD; that of the peer.
-        size: bytes of a message, at least 1, and on UD at most the port's MTU; 4096
-            unless given, on UD 1024, as in the stock programs.  The same on both sides.
+        size: bytes of a message, at least 1, and on UD at most the port's MTU; by default
+            4096, on UD 1024, like the stock programs.  The same on both sides.
         iters: messages each way, at least 1; the same on both sides.
         rx_depth: receives that are posted at a time, at least 1.
-        mtu: the path MTU of RC and UC, the same on both sides; 1024 unless given, as in
-            the stock programs, or less where the port has less.
-        validate: look at the data at the end.  The client marks the start of every page
-            with 0, as ``-c`` of the stock programs does; so a server that looks needs a
-            client that validates, too.
-        events: sleep until a completion is announced; else poll without a pause.
+        mtu: the path MTU of RC and UC, the same on both sides; by default 1024, like the
+            stock programs, or the port's active MTU if that is smaller.
+        validate: check the data at the end.  The client marks the start of every page
+            with 0, like ``-c`` of the stock programs, so a server that validates needs a
+            client that does, too.
+        events: sleep until a completion event; otherwise poll continuously.
         sl: service level, 0..15.
         port_num: the local port, from 1.
-        gid_index: the local GID; chosen by choose_gid unless given.  On InfiniBand the
-            peer gets it only when it is given.
+        gid_index: the local GID; by default choose_gid chooses it.  On InfiniBand the peer
+            gets it only if it is given.
         timeout: seconds for each step of the handshake, and for each message.
 
     Attributes:
         size: bytes of a message.
         iters: messages each way.
         local: the address sent to the peer.
-        remote: that of the peer; None until it is known.
+        remote: the peer's address; None until it is known.
         gid_index: the local GID of that address, or None.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: a number is out of range, or the type is another one.
+        ValueError: a number is out of range, or the type is not supported.
         RdmaError: the port has no GID, or not the one asked for.
         VerbsError: the device refused.
     """
@@ -127,9 +127,9 @@ class Pingpong(ResourceHolder):
         with self._stack.closed_on_error() as stack:
             self._pd = stack.add(PD(context))
             self._cq = stack.add(CQ(context, rx_depth + 1))
-            # What its work requests name is closed after the queue pair. That is not reset before:
-            # in RESET Soft-RoCE drops what it was about to send, the last acknowledgement included,
-            # and the peer would report this side as dead.
+            # Resources used by its work requests are closed after the queue pair. Do not reset the
+            # queue pair first: in RESET, Soft-RoCE drops unsent packets, including the last
+            # acknowledgement, and the peer would report a timeout.
             self._opened = stack.add(ResourceStack())
             self._qp = stack.add(
                 QP(
@@ -166,7 +166,7 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: the server cannot be reached, breaks the handshake, does
                 not answer, or has gone; or the data is not what was sent.
-            RdmaError: it has run before.
+            RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=True)
@@ -189,7 +189,7 @@ class Pingpong(ResourceHolder):
 
         Args:
             listener: a listening socket (``listen``); closed when a client has connected.
-            wait: seconds to wait for a client; None waits as long as it takes.
+            wait: seconds to wait for a client; None for no limit.
             progress: called with 0 when the handshake is done, then occasionally with
                 the number of messages received.
 
@@ -199,7 +199,7 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: no client came, it breaks the handshake or has gone; or
                 the data is not that of a client that validates.
-            RdmaError: it has run before.
+            RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=False)
@@ -215,7 +215,7 @@ class Pingpong(ResourceHolder):
     # ---- before ---------------------------------------------------------------
 
     def _begin(self, *, is_client: bool) -> None:
-        """Get the memory, and post the receives: the peer may send as soon as it knows us."""
+        """Register the memory and post the receives, before the peer learns our address."""
         if self._ran:
             raise RdmaError("a Pingpong runs once; make another one")
         self._ran = True
@@ -302,10 +302,10 @@ class Pingpong(ResourceHolder):
     def _exchange_messages(
         self, send: bool, progress: Callable[[int], None] | None
     ) -> tuple[array[int], float]:
-        """Send the message back and forth, beginning if `send`.
+        """Send the message back and forth; the side with `send` begins.
 
         Returns:
-            the times of the round trips, and the seconds from the first to the last.
+            the round-trip times in ns, and the total time in seconds.
         """
         clock, qp, message, iters = time.perf_counter_ns, self._qp, self._message, self.iters
         next_completions = self._sleep if self._events else self._spin

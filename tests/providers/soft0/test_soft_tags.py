@@ -62,7 +62,7 @@ def test_tag_matching_queue_without_what_it_needs_is_refused_by_name(pd, cq, con
 
 def test_only_rc_queue_pairs_match_tags(server, pd, cq):
     for qp_type in (QPType.UC, QPType.UD):
-        with pytest.raises(ValueError, match=f"for RC queue pairs, not {qp_type.name}"):
+        with pytest.raises(ValueError, match=f"requires an RC queue pair, not {qp_type.name}"):
             rp.QP(pd, qp_type, cq, srq=server.srq)
 
 

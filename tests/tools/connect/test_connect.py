@@ -113,7 +113,7 @@ def test_a_server_on_the_ipv6_loopback_serves_clients(serve: Callable[..., Serve
     served.works()
 
 
-def test_threads_may_ask_questions_on_one_connection_at_once(serve: Callable[..., Served]) -> None:
+def test_threads_may_send_requests_on_one_connection_at_once(serve: Callable[..., Served]) -> None:
     with serve(data=bytes(range(8))).dial() as peer:
         found: list[bytes] = []
 
@@ -204,7 +204,7 @@ def test_a_receive_that_fails_is_reported_to_server_and_client(
         assert peer.wait()[0].status is not WCStatus.SUCCESS
         arrival = served.until(connect.Arrived).arrival
         assert arrival.status is not WCStatus.SUCCESS
-        # And so is every later question, immediately.
+        # And so is every later request, immediately.
         again = peer.report(5, LIMIT)
         assert again is not None
         assert again.status is arrival.status

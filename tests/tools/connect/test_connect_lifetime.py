@@ -313,12 +313,12 @@ def test_a_child_cannot_use_its_parents_connection(what: str) -> None:
     assert " was opened by process " in in_a_child("assert peer.closed\n" + what)
 
 
-# ---- interrupted questions ------------------------------------------------------------
+# ---- interrupted requests -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [Interrupted, TimeoutError, OSError])
 @pytest.mark.parametrize("question", ["report", "look"])
-def test_an_interrupted_question_leaves_the_connection_usable(
+def test_an_interrupted_request_leaves_the_connection_usable(
     serve: Callable[..., Served], alarm: Alarm, question: str, error: type[BaseException]
 ) -> None:
     """An OSError from a signal handler is not taken for one of the connection."""
@@ -367,7 +367,7 @@ def test_a_late_answer_does_not_make_a_connection_look_closed(
 
 
 @pytest.mark.parametrize("question", ["report", "look"])
-def test_asyncio_a_cancelled_question_leaves_the_connection_usable(
+def test_asyncio_a_cancelled_request_leaves_the_connection_usable(
     serve: Callable[..., Served], question: str
 ) -> None:
     served = serve(size=1 << 28 if question == "look" else 4096)
@@ -393,7 +393,7 @@ def test_asyncio_a_cancelled_question_leaves_the_connection_usable(
 # ---- closed while another asks ----------------------------------------------------------
 
 
-def test_close_ends_the_question_of_another_thread(serve: Callable[..., Served]) -> None:
+def test_close_ends_the_request_of_another_thread(serve: Callable[..., Served]) -> None:
     served = serve()
     peer = served.dial()
     messages: list[Any] = []
@@ -418,7 +418,7 @@ def test_close_ends_the_question_of_another_thread(serve: Callable[..., Served])
     assert served.until(connect.Left).reason == "done"
 
 
-def test_asyncio_close_ends_the_question_of_another_task(serve: Callable[..., Served]) -> None:
+def test_asyncio_close_ends_the_request_of_another_task(serve: Callable[..., Served]) -> None:
     served = serve()
 
     async def main() -> None:

@@ -47,7 +47,7 @@ def test_a_client_that_was_dropped_is_closed_without_asking(serve: Callable[...,
         assert not peer.closed
         assert served.until(connect.Left).reason == "nothing came from the client within 0.3 s"
         assert peer.closed
-        # Seeing it does not take the error from the next question.
+        # Seeing it does not take the error from the next request.
         with pytest.raises(connect.ConnectError, match="nothing came from the client"):
             peer.look()
         assert peer.closed

@@ -186,31 +186,31 @@ def test_a_client_that_never_reads_its_answers_is_dropped(
     served = serve(timeout=1.0)
     with served.dial() as witness, raw_client(served, hello(context), Ready()) as sock:
         sock.settimeout(0.2)
-        questions = encode(Look(0, 4096)) * 500
+        requests = encode(Look(0, 4096)) * 500
         with contextlib.suppress(OSError):
             while True:
-                sock.sendall(questions)
+                sock.sendall(requests)
         left = served.until(connect.Left)
         assert left.client == 2
-        assert left.reason == "another question came before the answer to the last one"
+        assert left.reason == "another request came before the answer to the last one"
         assert witness.look(0, 1).data == b"\0"
     served.works()
 
 
 @pytest.mark.parametrize("second", [Report(2, 60_000), b"{"], ids=["report", "half"])
-def test_a_second_question_before_the_answer_to_a_look_is_refused(
+def test_a_second_request_before_the_answer_to_a_look_is_refused(
     serve: Callable[..., Served], context: rp.Context, second: Message | bytes
 ) -> None:
     served = serve()
     sent = [hello(context), Ready(), Look(0, 1), second]
     with raw_client(served, *sent) as sock:
         code, text = one_error(sock)
-    assert (code, text) == ("format", "another question came before the answer to the last one")
+    assert (code, text) == ("format", "another request came before the answer to the last one")
     served.works()
 
 
 @pytest.mark.parametrize(("second", "last"), [(Report(2, 0), "nothing"), (Look(0, 1), "seen")])
-def test_a_second_question_ends_the_wait_for_a_report(
+def test_a_second_request_ends_the_wait_for_a_report(
     serve: Callable[..., Served], context: rp.Context, second: Message, last: str
 ) -> None:
     served = serve()

@@ -350,7 +350,7 @@ def test_a_token_that_is_empty_or_too_long_is_refused(token: str) -> None:
     check_token(None)
 
 
-def test_the_client_accepts_the_answer_to_its_question() -> None:
+def test_the_client_accepts_the_answer_to_its_request() -> None:
     protocol = ClientProtocol()
     for asked, answer in (
         (HELLO, OFFER),
@@ -365,7 +365,7 @@ def test_the_client_accepts_the_answer_to_its_question() -> None:
         assert protocol.next_message() == answer
 
 
-def test_the_client_refuses_the_answer_to_another_question() -> None:
+def test_the_client_refuses_the_answer_to_another_request() -> None:
     protocol = ClientProtocol()
     protocol.ask(HELLO)
     with pytest.raises(ConnectError, match="not yet answered"):

@@ -103,7 +103,7 @@ def closes(context: rp.Context) -> bool:
 
 
 def is_asking(peer: connect.Connection) -> bool:
-    """Whether a question has been sent, and its answer has not come."""
+    """Whether a request has been sent, and its answer has not come."""
     return peer._session.protocol.answer_pending
 
 
@@ -336,7 +336,7 @@ def handling(action: Callable[[], object]) -> Iterator[Callable[[], None]]:
 
 
 def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threading.Thread:
-    """Do something once a question has been sent and its answer is waited for."""
+    """Do something once a request has been sent and its answer is waited for."""
 
     def wait() -> None:
         until(lambda: is_asking(peer) and peer._consistent)
@@ -413,7 +413,7 @@ def test_a_signal_handler_may_close_the_connection_at_any_moment(
     each_moment(once, 3)
 
 
-def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at_once(
+def test_a_request_in_a_signal_handler_that_interrupts_a_request_is_refused_at_once(
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
@@ -425,20 +425,20 @@ def test_a_question_in_a_signal_handler_that_interrupts_a_question_is_refused_at
         except connect.ConnectError as error:
             messages.append(str(error))
         assert not peer.closed
-        # What the interrupted question waits for.
+        # What the interrupted request waits for.
         peer.qp.post_send(rp.Send(peer.mr[:7]))
 
     with served.dial() as peer, handling(ask) as send:
         helper = when_asked(peer, send)
         arrival = peer.report(1, timeout=30)
         helper.join(LIMIT)
-        assert messages == ["this thread is in the middle of another question to the server"]
+        assert messages == ["this thread is in the middle of another request to the server"]
         assert arrival is not None
         assert arrival.byte_len == 7
         assert peer.look(0, 4).data == bytes(4)
 
 
-def test_a_question_interrupted_at_any_moment_does_not_block_the_next(
+def test_a_request_interrupted_at_any_moment_does_not_block_the_next(
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
@@ -464,14 +464,14 @@ def test_a_question_interrupted_at_any_moment_does_not_block_the_next(
             asker.join(LIMIT)
             assert answers[0] in (
                 bytes(4),
-                "the connection is closed: Interrupted interrupted a question",
+                "the connection is closed: Interrupted interrupted a request",
             )
         return at.reached
 
     each_moment(once, 3)
 
 
-def test_a_question_interrupted_as_it_gets_its_turn_does_not_block_the_next(
+def test_a_request_interrupted_as_it_gets_its_turn_does_not_block_the_next(
     serve: Callable[..., Served],
 ) -> None:
     """Even while the exception is kept, and its traceback with it."""
@@ -498,7 +498,7 @@ def test_a_question_interrupted_as_it_gets_its_turn_does_not_block_the_next(
         assert answers == [bytes(4)]
 
 
-def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
+def test_a_request_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
@@ -506,7 +506,7 @@ def test_a_question_waits_for_those_of_other_threads_no_longer_than_its_timeout(
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
         until(lambda: is_asking(peer))
-        with pytest.raises(connect.ConnectTimeout, match="other threads' questions"):
+        with pytest.raises(connect.ConnectTimeout, match="other threads' requests"):
             peer.look()
         peer.qp.post_send(rp.Send(peer.mr[:1]))
         asker.join(LIMIT)

@@ -45,7 +45,7 @@ BAD_SERVERS = {
     ),
     "silent": (read_to_end, r"did not send its address within 0\.5 s"),
     "drips": (drip, r"did not send its address \(\d+ of 52 bytes came\) within 0\.5 s"),
-    "garbage": (answer(b"220 mail ESMTP\r\n"), r"does not speak .*: b'220 mail ESMTP"),
+    "garbage": (answer(b"220 mail ESMTP\r\n"), r"does not speak .*: got b'220 mail ESMTP"),
     "no gid": (
         answer(b"0000:000011:abcdef:" + 32 * b"0" + b"\0"),
         "sent no GID, which Ethernet .* needs: start it with -g INDEX",
@@ -71,11 +71,11 @@ def test_a_client_names_what_is_wrong_with_its_server(context, fault):
     [
         (b"", r"did not send its address within 0\.5 s"),
         (MESSAGE[:9], r"did not send its address \(9 of 52 bytes came\) within 0\.5 s"),
-        (b"GET / HTTP/1.0\r\n", "does not speak the handshake"),
+        (b"GET / HTTP/1.0\r\n", "does not speak ibv_rc_pingpong's protocol"),
         (MESSAGE[:19] + 32 * b"0" + b"\0", "sent no GID"),
         (MESSAGE, r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"d", r'did not send "done" within 0\.5 s'),
-        (MESSAGE + b"nope!", 'does not speak .* came instead of "done"'),
+        (MESSAGE + b"nope!", 'does not speak .* got .* instead of "done"'),
         # It leaves without a word.
         (None, r"closed the connection.* instead of sending its address"),
         # It completes the handshake, and then does nothing.

@@ -118,7 +118,7 @@ class Device(native.Record):
             source.signal()
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
-        """Have a queue's work requests carried out after the verb or step."""
+        """Have a queue's work requests executed after the verb or step."""
         native.on_commit(native.start, worker)
 
     def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
@@ -139,7 +139,7 @@ class Device(native.Record):
         return False
 
     def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
-        """Fail the work request that a step could not carry out; return whether to call again."""
+        """Fail the work request that a step could not execute; return whether to call again."""
         if isinstance(worker, QueuePair):
             return requester.give_up(worker)
         return worker is not None and bool(worker.tags.give_up())

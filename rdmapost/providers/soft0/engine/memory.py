@@ -93,7 +93,7 @@ _STALE_STEP = 0x3F
 
 
 class Memory(native.Record):
-    """The keys of a device, and their regions and windows."""
+    """A device's memory keys, and the region or window that each one identifies."""
 
     def __init__(self) -> None:
         self.regions_by_lkey: dict[int, Region] = Table()

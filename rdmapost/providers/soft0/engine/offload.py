@@ -110,7 +110,7 @@ def _holds_transport(packet: _Bytes, headers: _Headers, end: int) -> bool:
 
 
 def _checksum(residue: int) -> int:
-    """Return the checksum of data whose words, not all of them 0, leave this residue."""
+    """Return the checksum of data that is not all zeros, given the sum of its words mod 0xFFFF."""
     return 0xFFFF - (residue % 0xFFFF or 0xFFFF)
 
 

@@ -116,7 +116,7 @@ class QueuePair(native.Record):
         self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
-            # Requests are carried out when posted, so the queue has drained already.
+            # Requests are executed when posted, so the queue has drained already.
             self.context.events.push(EventType.SQ_DRAINED, self.handle)
         return True
 
@@ -184,7 +184,7 @@ class QueuePair(native.Record):
     # ---- failing ------------------------------------------------------------
 
     def fail(self, event: EventType | None = None) -> None:
-        """Enter the error state, and report the event."""
+        """Move the queue pair to ERR, and report the asynchronous event, if any."""
         if self.state is _ERR:
             return
         self._set_state(_ERR)
@@ -209,7 +209,7 @@ class QueuePair(native.Record):
             self.context.events.push(EventType.QP_LAST_WQE_REACHED, self.handle)
 
     def flush_posted(self) -> None:
-        """Complete with flush errors what was posted in a state that flushes."""
+        """Complete with flush errors the work requests posted in ERR or SQE."""
         self.flush_sends()
         if self.state is _ERR and self.srq is None:
             self.flush_receives()
@@ -228,5 +228,5 @@ class QueuePair(native.Record):
             self.push(self.recv_cq, (fields, self.rq, 1, False, NO_TAG))
 
     def grants(self, access: int) -> bool:
-        """Whether the queue pair grants a peer this at all."""
+        """Whether the queue pair allows the peer this access."""
         return bool(self.attr["qp_access_flags"] & access)

@@ -26,13 +26,13 @@ class WorkQueue(native.DeviceQueue):
     request has been polled, as on hardware.
 
     Attributes:
-        pending: the work requests not yet done.
+        pending: the work requests not yet completed.
         depth: its number of slots.
         max_sge: SGEs in a work request.
         used: slots taken.
-        silent: unsignaled work requests that are done, and whose slots await a completion.
+        silent: completed unsignaled work requests, whose slots a later completion frees.
         refuses: the errno of every post, or 0.
-        prompt: whether posts are carried out, instead of waiting for a message.
+        prompt: whether posts are executed, instead of waiting for a message.
     """
 
     __slots__ = ()

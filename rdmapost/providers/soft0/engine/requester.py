@@ -1,4 +1,4 @@
-"""The requester: carries out the send queue, in order, one request at a time.
+"""The requester: executes the send queue, in order, one request at a time.
 
 A request goes out as a message, and its acknowledgement decides how the work request completes.
 A queue pair whose request must be retried is parked until the retry is due; any later post, poll or
@@ -42,7 +42,7 @@ class _Parked(Exception):
 
 
 def step(qp: QueuePair) -> bool:
-    """Carry out the request at the head of the send queue; return whether to call again."""
+    """Execute the work request at the head of the send queue; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
         return False
@@ -66,7 +66,7 @@ def step(qp: QueuePair) -> bool:
 
 
 def give_up(qp: QueuePair) -> bool:
-    """Fail the request at the head of the send queue, which the device could not carry out."""
+    """Fail the request at the head of the send queue, which the device could not execute."""
     if qp.sq.pending:
         _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
     return bool(qp.sq.pending)
@@ -147,7 +147,7 @@ def _room(wqe: WQE) -> int:
     """Return the size of the local buffers of a read or an atomic.
 
     As on hardware, their keys are checked only when the response arrives, after the responder has
-    carried out the request.
+    executed the request.
     """
     if wqe.inline is not None:
         # An inline copy cannot be written to.

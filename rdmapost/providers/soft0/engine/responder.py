@@ -1,6 +1,6 @@
-"""The responder: carries out one request and acknowledges it.
+"""The responder: executes one request and acknowledges it.
 
-An unreliable service has no acknowledgements: a request that cannot be carried out is dropped
+An unreliable service has no acknowledgements: a request that cannot be executed is dropped
 silently.
 """
 

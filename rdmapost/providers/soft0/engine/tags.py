@@ -106,7 +106,7 @@ class MatchingList(native.Record):
         return bool(self.ops.pending)
 
     def give_up(self) -> bool:
-        """Fail the first operation, which the device could not carry out."""
+        """Fail the first operation, which the device could not execute."""
         if self.ops.pending:
             self._complete_op(self.ops.take(), WCStatus.FATAL_ERR)
         return bool(self.ops.pending)
@@ -271,7 +271,7 @@ class _Rendezvous:
     def start(self, va: int, rkey: int, headers: bytes) -> None:
         """Put an RDMA READ and the FIN on the queue pair's send queue.
 
-        They are carried out once the request has been acknowledged.
+        They are executed once the request has been acknowledged.
         """
         read, fin = WQE(), WQE()
         read.wr_id = fin.wr_id = _NOBODYS
