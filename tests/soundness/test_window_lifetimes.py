@@ -129,6 +129,45 @@ def test_parents_of_a_dropped_queue_pair_with_a_bound_window_can_be_closed(devic
     rig.close()
 
 
+@pytest.mark.parametrize("dropped", ["references", "a reference cycle"])
+@isolated(warnings="ignore", timeout=60)
+def test_dropped_queue_pair_is_closed_with_its_windows_while_the_main_thread_waits(dropped, device):
+    """And everything that it kept open: the worker can close its device."""
+    failed: list[BaseException] = []
+    held: list[bool] = []
+
+    def drop(rig: Rig) -> weakref.ref[Memory]:
+        memory = Memory(SIZE)
+        mr, mw = rp.MR(rig.pd, memory, BINDABLE), rp.MW(rig.pd)
+        cq = rp.CQ(rig.context)
+        qp, peer = rp.QP(rig.pd, rp.QPType.RC, cq), rp.QP(rig.pd, rp.QPType.RC, cq)
+        qp.connect(peer.endpoint())
+        peer.connect(qp.endpoint())
+        qp.post_recv(rp.RecvWR(mr[:8]))
+        qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=8))
+        cq.wait(1)[0].check()
+        if dropped == "a reference cycle":
+            cycle: list[Any] = [qp, mr, mw]
+            cycle.append(cycle)
+        return weakref.ref(memory)
+
+    def use() -> None:
+        try:
+            rig = Rig(device)
+            refs = [drop(rig) for _ in range(3)]
+            gc.collect()
+            held.extend(ref() is not None for ref in refs)
+            rig.close()
+        except BaseException as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=use)
+    worker.start()
+    worker.join(50)
+    assert not failed, failed
+    assert held == [False] * 3
+
+
 @pytest.mark.parametrize("first", ["later", "earlier"])
 @isolated(silent=True)
 def test_window_bound_by_two_queue_pairs_holds_its_current_region(first, soft):

@@ -284,8 +284,6 @@ void rp_unname(struct rp_handle *h)
 
 /* ---- windows -------------------------------------------------------------- */
 
-static int64_t bound_windows; /* in total */
-
 /*
  * A region that a window may be bound to. `serial` (the bind was posted) and `done` (its completion
  * was seen) come from one counter.
@@ -293,7 +291,8 @@ static int64_t bound_windows; /* in total */
 struct rp_bound {
 	struct rp_handle *mr;
 	struct rp_bound *next;
-	uint64_t queue, serial, done;
+	struct rp_binder *binder;
+	uint64_t serial, done;
 	int sure;
 };
 
@@ -304,6 +303,69 @@ uint64_t rp_count_bind(void)
 	return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
 }
 
+void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
+{
+	if (h->binder)
+		return;
+	Py_INCREF(binder->queue);
+	RP_STORE(&h->binder, binder);
+}
+
+/*
+ * A device may take minutes to destroy a queue pair through which a window is bound. So an
+ * unreachable queue pair waits here until its windows, which may be in the same garbage cycle, are
+ * closed, or until the main thread runs bytecode. The list holds references.
+ */
+enum { MOST_HELD_BACK = 32 };
+static struct rp_handle *held_back;
+static int64_t count_held_back;
+
+static int binds_windows(struct rp_handle *h)
+{
+	struct rp_binder *binder = RP_LOAD(&h->binder);
+
+	return binder && RP_LOAD(&binder->windows) > 0;
+}
+
+static void push_held_back(struct rp_handle *h)
+{
+	h->behind = RP_LOAD(&held_back);
+	while (!__atomic_compare_exchange_n(&held_back, &h->behind, h, 0, __ATOMIC_SEQ_CST,
+					    __ATOMIC_SEQ_CST))
+		;
+	RP_ADD(&count_held_back, 1);
+}
+
+static int close_all_held_back(void *unused);
+
+/* Close those whose windows are closed, or all; may run any Python code. */
+static void close_held_back(int all)
+{
+	struct rp_handle *h = __atomic_exchange_n(&held_back, NULL, __ATOMIC_SEQ_CST), *behind;
+	int nobody_will = 0;
+
+	for (; h; h = behind) {
+		behind = h->behind;
+		RP_ADD(&count_held_back, -1);
+		if (!all && !is_done(h) && binds_windows(h)) {
+			push_held_back(h);
+			nobody_will |= Py_AddPendingCall(close_all_held_back, NULL) != 0;
+			continue;
+		}
+		close_abandoned(h);
+		Py_DECREF((PyObject *)h);
+	}
+	if (nobody_will)
+		close_held_back(1);
+}
+
+static int close_all_held_back(void *unused)
+{
+	(void)unused;
+	close_held_back(1);
+	return 0;
+}
+
 /* Release the regions that a window was bound to; may run any Python code. */
 static void unbind(struct rp_bound *bound)
 {
@@ -311,21 +373,25 @@ static void unbind(struct rp_bound *bound)
 		struct rp_bound *next = bound->next;
 
 		RP_ADD(&bound->mr->windows, -1);
-		RP_ADD(&bound_windows, -1);
+		RP_ADD(&bound->binder->windows, -1);
 		rp_look_after(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
+		Py_DECREF(bound->binder->queue);
 		PyMem_Free(bound);
 		bound = next;
 	}
+	if (RP_LOAD(&held_back))
+		close_held_back(0);
 }
 
-/* Whether a region was certainly bound before the bind that `queue` posted as `serial`. */
-static int precedes(const struct rp_bound *bound, uint64_t queue, uint64_t serial)
+/* Whether a region was certainly bound before the bind that `binder` posted as `serial`. */
+static int precedes(const struct rp_bound *bound, const struct rp_binder *binder, uint64_t serial)
 {
-	return bound->done < serial || (bound->queue == queue && bound->serial < serial);
+	return bound->done < serial || (bound->binder == binder && bound->serial < serial);
 }
 
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queue, uint64_t serial)
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_binder *binder,
+	     uint64_t serial)
 {
 	struct rp_bound *new = NULL, *old = NULL;
 	int late = 0;
@@ -336,13 +402,14 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queu
 		/* If memory runs out, the region is never released. */
 		new = PyMem_Malloc(sizeof(*new));
 		RP_ADD(&mr->windows, 1);
-		RP_ADD(&bound_windows, 1);
+		RP_ADD(&binder->windows, 1);
 		Py_INCREF((PyObject *)mr);
+		Py_INCREF(binder->queue);
 	}
 	RP_BEGIN(mw);
 	for (struct rp_bound *b, **at = &mw->bound; (b = *at);) {
-		late |= b->sure && b->queue == queue && b->serial > serial;
-		if (sure && precedes(b, queue, serial)) {
+		late |= b->sure && b->binder == binder && b->serial > serial;
+		if (sure && precedes(b, binder, serial)) {
 			*at = b->next;
 			b->next = old;
 			old = b;
@@ -353,7 +420,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queu
 	if (new) {
 		struct rp_bound **list = late ? &old : &mw->bound;
 
-		*new = (struct rp_bound){ mr, *list, queue, serial, rp_count_bind(), sure };
+		*new = (struct rp_bound){ mr, *list, binder, serial, rp_count_bind(), sure };
 		*list = new;
 	}
 	RP_END();
@@ -1162,8 +1229,12 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(h->destroy);
 	Py_VISIT(h->parents);
 	Py_VISIT(h->keeps);
-	for (struct rp_bound *b = h->bound; b; b = b->next)
+	for (struct rp_bound *b = h->bound; b; b = b->next) {
 		Py_VISIT((PyObject *)b->mr);
+		Py_VISIT(b->binder->queue);
+	}
+	if (h->binder)
+		Py_VISIT(h->binder->queue);
 	return 0;
 }
 
@@ -1172,12 +1243,12 @@ static void handle_finalize(PyObject *self)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	/*
-	 * A device may take minutes to destroy a queue pair through which a window is bound. If the
-	 * window is in the same garbage cycle, let it close first.
-	 */
-	if (!(RP_LOAD(&h->binds) && RP_LOAD(&bound_windows) && put_off_to_main(h)))
+	if (binds_windows(h) && RP_LOAD(&count_held_back) < MOST_HELD_BACK) {
+		push_held_back((struct rp_handle *)Py_NewRef(self));
+		close_held_back(0);
+	} else {
 		close_abandoned(h);
+	}
 }
 
 static void handle_dealloc(PyObject *self)
@@ -1199,6 +1270,8 @@ static void handle_dealloc(PyObject *self)
 		Py_XDECREF(h->parents);
 		Py_XDECREF(h->keeps);
 		unbind(h->bound);
+		if (h->binder)
+			Py_DECREF(h->binder->queue);
 	}
 	release_memory(self);
 	Py_DECREF(type);

@@ -27,10 +27,12 @@ struct rp_handle {
 	PyObject *keeps; /* memory that must outlive the struct */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
+	struct rp_handle *behind; /* in the list of those that wait for windows to close */
+	struct rp_binder *binder; /* its send queue's, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
-	int64_t first_try; /* when its close was first handed to the main thread, or 0 */
+	int64_t first_try; /* when its close first lacked memory or stack, or 0 */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* that process's */
@@ -42,7 +44,6 @@ struct rp_handle {
 	char refused; /* the device refused to destroy it */
 	char kept; /* so it is kept until the process ends */
 	char put_off; /* its close is deferred to the end of a verb: waits end now */
-	char binds; /* a window bind has been posted to it */
 };
 
 extern PyObject *rp_handle_type;
@@ -209,13 +210,23 @@ void rp_unname(struct rp_handle *handle);
 /* Number the next bind event: a bind is posted, or its completion is seen. */
 uint64_t rp_count_bind(void);
 
+/* A queue that windows are bound through. */
+struct rp_binder {
+	PyObject *queue; /* what this is part of */
+	int64_t windows; /* references from bound windows */
+};
+
 /*
- * The bind that `queue` posted as number `serial` has completed. If it succeeded (`sure`), the
+ * The bind that `binder` posted as number `serial` has completed. If it succeeded (`sure`), the
  * window releases the regions bound earlier; queues are not ordered with respect to each other, so
  * another queue's bind is earlier only if it had completed when this one was posted. The window now
  * also references `mr`, unless NULL. Both handles are named (rp_name). May run any Python code.
  */
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, uint64_t queue, uint64_t serial);
+void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_binder *binder,
+	     uint64_t serial);
+
+/* A window bind has been posted to a handle's queue. */
+void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 
 /* ---- lock.c, the fast path ------------------------------------------------ */
 

@@ -272,7 +272,7 @@ static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 }
 
 /* May run any Python code. */
-static void let_go(const struct rp_in_flight *q, struct rp_entry *entry)
+static void let_go(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	if (entry->state >= RP_BIND) {
 		PyObject *mr = PyTuple_GetItem(entry->held, 1);
@@ -281,7 +281,7 @@ static void let_go(const struct rp_in_flight *q, struct rp_entry *entry)
 		if (entry->state != RP_UNBIND)
 			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->held, 0),
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
-				entry->state != RP_BIND, q->base, entry->serial);
+				entry->state != RP_BIND, &q->binder, entry->serial);
 	}
 	rp_unname_all(entry->held);
 	Py_XDECREF(entry->held);
@@ -383,6 +383,7 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	if (!q)
 		return NULL;
 	q->in_order = in_order;
+	q->binder.queue = (PyObject *)q;
 	if (tagged != Py_None)
 		q->tagged = (struct rp_in_flight *)Py_NewRef(tagged);
 	/* No two queues of a process share one. */

@@ -38,6 +38,7 @@ struct rp_in_flight {
 	uint64_t done; /* of these */
 	uint64_t base; /* the queue's part of a ticket */
 	uint64_t begun; /* work requests done in the first entry */
+	struct rp_binder binder;
 	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */

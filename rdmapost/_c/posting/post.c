@@ -509,7 +509,7 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	if (outcome.code)
 		take_back_each(q, post, (size_t)taken, outcome.posted);
 	if (post->binds)
-		RP_STORE(&owner->binds, 1);
+		rp_note_binder(owner, &q->in_flight->binder);
 	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	raised = end_and_run(q, &turn, taken);
