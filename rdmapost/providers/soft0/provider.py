@@ -265,7 +265,7 @@ class SoftProvider:
         if made.channel is not None:
             made.channel.forget(made)
             made.channel.users -= 1
-        context_of(cq.context, "ibv_destroy_cq").events.forget(made.handle)
+        made.events.forget(made.handle)
         drop(cq, "ibv_destroy_cq")
 
     @verb
@@ -308,14 +308,14 @@ def _create_cq(
 ) -> Any:
     if not 1 <= cqe <= MAX_CQE or comp_vector:
         raise VerbsError(name, errno.EINVAL)
-    context_of(context, name)
+    events = context_of(context, name).events
     cq.context, cq.cqe = context, cqe
     behind = None
     if channel:
         cq.channel = channel
         behind = _channel_of(channel, name)
         behind.users += 1
-    made = CompletionQueue(cqe, behind)
+    made = CompletionQueue(cqe, behind, events)
     made.handle = cq
     return keep(cq, made, whole)
 

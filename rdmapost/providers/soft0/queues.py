@@ -211,13 +211,15 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
     srq = bound(init.srq, name) if init.srq else None
     if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
         raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching requires RC")
+    opened = context_of(context, name)
     # An XRC queue pair lacks one or both.
     send_cq, recv_cq = (
-        bound(cq, name) if cq else CompletionQueue(1, None) for cq in (init.send_cq, init.recv_cq)
+        bound(cq, name) if cq else CompletionQueue(1, None, opened.events)
+        for cq in (init.send_cq, init.recv_cq)
     )
     made = QueuePair(
         device,
-        context_of(context, name),
+        opened,
         next(device.numbers) & 0xFFFFFF,
         QPType(init.qp_type),
         bound(pd, name) if pd else ProtectionDomain(),

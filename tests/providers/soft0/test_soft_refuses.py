@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 
 import pytest
 from support import prints, soft_context
@@ -281,3 +282,31 @@ def test_cq_overrun_by_a_flush_is_reported():
         assert (found.event_type, found.element) == (EventType.CQ_ERR, cq)
         assert rp.get_async_event(context, 0) is None
         assert [wc.status for wc in cq.poll()] == [WCStatus.WR_FLUSH_ERR]
+
+
+def test_overrun_of_an_xrc_srqs_cq_is_reported_to_the_device_that_has_the_cq(tmp_path):
+    """The queue pair whose message overruns it is on another open device."""
+    file = os.open(tmp_path / "domain", os.O_CREAT | os.O_RDWR)
+    with (
+        rp.open_device("soft0") as near,
+        rp.open_device("soft0") as far,
+        contextlib.ExitStack() as on,
+    ):
+        pd, far_pd = on.enter_context(rp.PD(near)), on.enter_context(rp.PD(far))
+        xrcd = on.enter_context(rp.XRCD(near, file))
+        far_xrcd = on.enter_context(rp.XRCD(far, file))
+        cq, small = on.enter_context(rp.CQ(near, 64)), on.enter_context(rp.CQ(far, 2))
+        mr, far_mr = on.enter_context(rp.MR(pd, 64)), on.enter_context(rp.MR(far_pd, 64))
+        srq = on.enter_context(rp.SRQ(far_pd, srq_type=rp.SRQType.XRC, xrcd=far_xrcd, cq=small))
+        sender = on.enter_context(rp.QP(pd, QPType.XRC_SEND, cq))
+        target = on.enter_context(rp.QP(pd, QPType.XRC_RECV, cq, xrcd=xrcd))
+        sender.connect(target.endpoint())
+        target.connect(sender.endpoint())
+        for _ in range(3):
+            srq.post_srq_recv(rp.RecvWR(far_mr[:8]))
+            sender.post_send(rp.Send(mr[:8], remote_srqn=srq.srq_num))
+        found = event(far)
+        assert (found.event_type, found.element) == (EventType.CQ_ERR, small)
+        assert event(near).event_type is EventType.QP_FATAL
+        assert rp.get_async_event(near, 0) is None
+    os.close(file)

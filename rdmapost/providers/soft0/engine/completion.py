@@ -91,14 +91,16 @@ class CompletionQueue(native.DeviceQueue):
         armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
     """
 
-    def __init__(self, capacity: int, channel: Channel | None) -> None:
+    def __init__(self, capacity: int, channel: Channel | None, events: EventQueue) -> None:
         self.capacity = capacity
         self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
         self.channel = channel
+        self.events = events
+        """Its device's, which with XRC need not be that of what completes here."""
         self.handle: Any = None
         self.users = 0
         self.overrun = False
-        """Whether an entry found no room; reported once."""
+        """Whether an entry found no room."""
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if the queue overruns."""
@@ -113,6 +115,12 @@ class CompletionQueue(native.DeviceQueue):
                 native.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
             )
         return True
+
+    def report_overrun(self) -> None:
+        """Add an asynchronous event on the first overrun."""
+        if not self.overrun:
+            self.overrun = True
+            self.events.push(EventType.CQ_ERR, self.handle)
 
     def forget(self, queue: WorkQueue) -> None:
         """Drop the entries of a queue that is being destroyed or reset."""
@@ -130,9 +138,3 @@ class EventQueue(_EventSource["tuple[EventType, Any]"]):
     def forget(self, element: Any) -> None:
         """Drop the events about an object's struct, as the kernel does when it is destroyed."""
         self.drop(lambda event: event[1] is element)
-
-    def report_overrun(self, cq: CompletionQueue) -> None:
-        """Add an event the first time that a completion queue overruns."""
-        if not cq.overrun:
-            cq.overrun = True
-            self.push(EventType.CQ_ERR, cq.handle)

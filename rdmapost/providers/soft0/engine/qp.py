@@ -178,7 +178,7 @@ class QueuePair(native.Record):
         """Put an entry on a completion queue; an overrun breaks the queue pair."""
         if cq.add(entry):
             return
-        self.context.events.report_overrun(cq)
+        cq.report_overrun()
         self.fail(EventType.QP_FATAL)
 
     # ---- failing ------------------------------------------------------------

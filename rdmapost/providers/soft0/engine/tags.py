@@ -153,7 +153,7 @@ class MatchingList(native.Record):
 
     def _push(self, entry: Entry) -> None:
         if not self.cq.add(entry):
-            self.srq.context.events.report_overrun(self.cq)
+            self.cq.report_overrun()
 
     # ---- messages -----------------------------------------------------------
 
