@@ -64,7 +64,8 @@ class ResourceStack:
             Exception: the first exception that a close() raised.
         """
         failed: Exception | None = None
-        for resource in reversed(self._held):
+        # Another thread's add() may shorten the list meanwhile.
+        for resource in reversed(tuple(self._held)):
             try:
                 resource.close()
             except Exception as error:
