@@ -15,11 +15,11 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    # It is ignored in the background job of a script.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    sys.unraisablehook = _unraisable
     try:
+        # It is ignored in the background job of a script.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _unraisable
         from .app import app
 
         app()

@@ -40,7 +40,7 @@ def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent
     ``context.async_fd`` is readable when there is one.  If a signal handler
     raises (KeyboardInterrupt) after an event was taken and before it is
     returned, the next call returns it.  Events of a resource that is closed before
-    they are taken are dropped.
+    they are taken are dropped; others are kept until they are taken.
 
     Args:
         context: an open device.

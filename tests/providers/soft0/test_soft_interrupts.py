@@ -726,6 +726,14 @@ def run(
     setup: Callable[[Bench], Verb], at: int, act: Callable[[Bench], None], every: bool = False
 ) -> Result:
     """Run a verb with a signal before a bytecode, or before every one from there on."""
+    while True:
+        with contextlib.suppress(TooLate):
+            return attempt(setup, at, act, every)
+
+
+def attempt(
+    setup: Callable[[Bench], Verb], at: int, act: Callable[[Bench], None], every: bool
+) -> Result:
     b = Bench()
     signals: list[bool] = []
     out: BaseException | None = None
@@ -735,10 +743,7 @@ def run(
         act(b)
 
     try:
-        try:
-            call = setup(b)
-        except TooLate:
-            return run(setup, at, act, every)
+        call = setup(b)
         before = b.digest()
         with handler(handle), Struck(at, every) as struck:
             try:
