@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import ALL, prints
+from support import ALL, prints, resident
 from support.tap import Tap, open_tap
 
 import rdmapost as rp
@@ -367,6 +367,43 @@ def test_sges_of_one_region_need_not_be_adjacent(watched, order):
             (regions[name].addr + i, 4, regions[name].lkey) for i, name in enumerate(order)
         ]
         qp.to_reset()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_every_region_of_a_work_request_is_in_use_until_it_is_done(watched, count):
+    with contextlib.ExitStack() as stack:
+        regions = [stack.enter_context(rp.MR(watched.pd, 64, ALL)) for _ in range(count)]
+        qp = stack.enter_context(
+            rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.checked, max_recv_sge=count)
+        )
+        qp.to_init()
+        qp.post_recv(rp.RecvWR([mr[:4] for mr in regions]))
+        for mr in regions:
+            with pytest.raises(rp.InUseError, match="1 outstanding work request"):
+                mr.close()
+        qp.to_reset()
+
+
+def test_work_requests_of_many_regions_leave_resident_memory_where_it_was(watched):
+    with contextlib.ExitStack() as stack:
+        regions = [stack.enter_context(rp.MR(watched.pd, 64, ALL)) for _ in range(12)]
+        qp = stack.enter_context(
+            rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.checked, max_recv_sge=12)
+        )
+        qp.to_init()
+        receive = rp.RecvWR([mr[:4] for mr in regions])
+
+        def post(times: int) -> None:
+            for _ in range(times):
+                qp.post_recv(receive)
+                qp.to_reset()
+                qp.to_init()
+                watched.tap.chains.clear()
+
+        post(200)
+        before = resident()
+        post(8_000)
+        assert resident() - before < 1 << 20
 
 
 def test_any_iterable_of_work_requests_is_read_once(watched):
