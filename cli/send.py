@@ -48,9 +48,9 @@ def send(
     The second queue pair is on the same device.  HOST runs 'rdmapost serve',
     which reports what arrives.
 
-    --invalidate takes the key of a memory window that the other side has bound,
-    or on xrc of a memory region.  With --qp-type raw the data follows a made-up
-    Ethernet header.
+    With --invalidate the command creates the key that it invalidates: of a memory
+    window that the other side has bound, or on xrc of a memory region.  With
+    --qp-type raw the data follows a made-up Ethernet header.
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
     from rdmapost.frames import ethernet

@@ -129,6 +129,106 @@ def test_parents_of_a_dropped_queue_pair_with_a_bound_window_can_be_closed(devic
     rig.close()
 
 
+class Watch:
+    """A provider that notes which queue pairs and windows are destroyed, in order."""
+
+    def __init__(self, provider: Any) -> None:
+        self.provider, self.destroyed = provider, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.provider, name)
+
+    def destroy_qp(self, qp: Any) -> Any:
+        self.destroyed.append("queue pair")
+        return self.provider.destroy_qp(qp)
+
+    def dealloc_mw(self, mw: Any) -> Any:
+        self.destroyed.append("window")
+        return self.provider.dealloc_mw(mw)
+
+
+class Finalized:
+    def __del__(self) -> None:
+        sum(range(100))
+
+
+@pytest.mark.parametrize("finalizer", [False, True], ids=["", "and an object with a finalizer"])
+@pytest.mark.parametrize("order", ["queue pairs first", "windows first"])
+@isolated(silent=True)
+def test_windows_are_closed_before_the_queue_pairs_of_the_same_garbage_cycle(
+    order, finalizer, device
+):
+    """A device may take minutes to destroy a queue pair through which a window is bound."""
+    rig = Rig(device)
+    watch = Watch(rig.context._provider)
+    rig.context._provider = watch
+    mr = rp.MR(rig.pd, SIZE, BINDABLE)
+    cycle: list[Any] = [[], Finalized() if finalizer else None, []]
+    cycle.append(cycle)
+    for _ in range(40):
+        qp, mw = rig.queue_pair(), rp.MW(rig.pd)
+        qp.connect(qp.endpoint())
+        qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=8))
+        rig.cq.wait(1)[0].check()
+        cycle[0].append(qp)
+        cycle[2].append(mw)
+    if order == "windows first":
+        cycle[0], cycle[2] = cycle[2], cycle[0]
+    del qp, mw, cycle
+    gc.collect()
+    closed = 0
+    for what in watch.destroyed:
+        closed += 1 if what == "window" else -1
+        assert closed >= 0, watch.destroyed
+    assert watch.destroyed.count("queue pair") == 40
+    mr.close()
+    rig.context._provider = watch.provider
+    rig.close()
+
+
+@isolated(warnings="ignore")
+def test_dropped_queue_pair_that_owns_its_window_is_collected(device):
+    """The window is bound through it, and only the queue pair refers to it."""
+    rig = Rig(device)
+
+    class Pair(rp.QP):
+        window: rp.MW
+
+    mr = rp.MR(rig.pd, SIZE, BINDABLE)
+    qp = Pair(rig.pd, rp.QPType.RC, rig.cq)
+    qp.connect(qp.endpoint())
+    mw = qp.window = rp.MW(rig.pd)
+    qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=8))
+    rig.cq.wait(1)[0].check()
+    del qp, mw
+    gc.collect()
+    mr.close()
+    rig.close()
+
+
+@pytest.mark.parametrize("outstanding", ["bind", "invalidation"])
+@isolated(warnings="ignore")
+def test_queue_pair_dropped_with_a_window_in_flight_is_collected(outstanding, device):
+    rig, mw, *_ = bound(device, "TYPE_2")
+    wr: Any = rp.LocalInv(invalidate_rkey=mw.rkey, send_flags=rp.SendFlags(0))
+    if outstanding == "bind":
+        other = rp.MW(rig.pd)
+        wr = rp.BindMW(
+            mw=other,
+            rkey=other.next_rkey(),
+            mr=rig.mr,
+            addr=rig.mr.addr,
+            length=8,
+            send_flags=rp.SendFlags(0),
+        )
+        del other
+    rig.b.post_send(wr)
+    del rig.b, mw, wr
+    gc.collect()
+    rig.b = rig.queue_pair()
+    rig.close()
+
+
 @pytest.mark.parametrize("dropped", ["references", "a reference cycle"])
 @isolated(warnings="ignore", timeout=60)
 def test_dropped_queue_pair_is_closed_with_its_windows_while_the_main_thread_waits(dropped, device):

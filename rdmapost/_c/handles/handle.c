@@ -311,59 +311,63 @@ void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
 	RP_STORE(&h->binder, binder);
 }
 
-/*
- * A device may take minutes to destroy a queue pair through which a window is bound. So an
- * unreachable queue pair waits here until its windows, which may be in the same garbage cycle, are
- * closed, or until the main thread runs bytecode. The list holds references.
- */
-enum { MOST_HELD_BACK = 32 };
-static struct rp_handle *held_back;
-static int64_t count_held_back;
+struct rp_handle *rp_take_held(struct rp_binder *binder)
+{
+	return __atomic_exchange_n(&binder->held, NULL, __ATOMIC_SEQ_CST);
+}
 
-static int binds_windows(struct rp_handle *h)
+/* May run any Python code. */
+static void close_held(struct rp_binder *binder)
+{
+	struct rp_handle *h = rp_take_held(binder);
+
+	if (h)
+		close_abandoned(h);
+	Py_XDECREF((PyObject *)h);
+}
+
+/* Whether it is of rdmapost's own class, and so has no attributes of the caller's. */
+static int is_own_class(struct rp_handle *h)
+{
+	PyObject *known = rp_dict_get(python.structs, (PyObject *)Py_TYPE((PyObject *)h));
+
+	Py_XDECREF(known);
+	return known != NULL;
+}
+
+/*
+ * A device may take minutes to destroy a queue pair through which a window is bound, and the window
+ * may be in the same garbage cycle. So an unreachable queue pair is left to its windows, the last
+ * of which closes it; unless it may itself keep a window open, by an attribute or an outstanding
+ * work request. Returns whether it was left to them.
+ */
+static int leave_to_windows(struct rp_handle *h)
 {
 	struct rp_binder *binder = RP_LOAD(&h->binder);
+	struct error error;
+	PyObject *listed = NULL;
+	int left = 0;
 
-	return binder && RP_LOAD(&binder->windows) > 0;
-}
-
-static void push_held_back(struct rp_handle *h)
-{
-	h->behind = RP_LOAD(&held_back);
-	while (!__atomic_compare_exchange_n(&held_back, &h->behind, h, 0, __ATOMIC_SEQ_CST,
-					    __ATOMIC_SEQ_CST))
-		;
-	RP_ADD(&count_held_back, 1);
-}
-
-static int close_all_held_back(void *unused);
-
-/* Close those whose windows are closed, or all; may run any Python code. */
-static void close_held_back(int all)
-{
-	struct rp_handle *h = __atomic_exchange_n(&held_back, NULL, __ATOMIC_SEQ_CST), *behind;
-	int nobody_will = 0;
-
-	for (; h; h = behind) {
-		behind = h->behind;
-		RP_ADD(&count_held_back, -1);
-		if (!all && !is_done(h) && binds_windows(h)) {
-			push_held_back(h);
-			nobody_will |= Py_AddPendingCall(close_all_held_back, NULL) != 0;
-			continue;
-		}
-		close_abandoned(h);
-		Py_DECREF((PyObject *)h);
+	if (!binder || !RP_LOAD(&binder->windows) || is_done(h) || rp_exiting ||
+	    RP_LOAD(binder->posted) != RP_LOAD(binder->done))
+		return 0;
+	error = save_error();
+	/* The collector has cleared the weak reference by which close_dropped() finds it. */
+	if (is_own_class(h))
+		listed = PyWeakref_NewRef((PyObject *)h, NULL);
+	if (listed && !list_as(h, listed)) {
+		Py_INCREF((PyObject *)h);
+		/* Not NULL if __del__ was called before. */
+		Py_XDECREF((PyObject *)__atomic_exchange_n(&binder->held, h, __ATOMIC_SEQ_CST));
+		/* Another thread may have closed the last one meanwhile. */
+		if (!RP_LOAD(&binder->windows))
+			close_held(binder);
+		left = 1;
 	}
-	if (nobody_will)
-		close_held_back(1);
-}
-
-static int close_all_held_back(void *unused)
-{
-	(void)unused;
-	close_held_back(1);
-	return 0;
+	PyErr_Clear();
+	Py_XDECREF(listed);
+	restore_error(error);
+	return left;
 }
 
 /* Release the regions that a window was bound to; may run any Python code. */
@@ -373,15 +377,14 @@ static void unbind(struct rp_bound *bound)
 		struct rp_bound *next = bound->next;
 
 		RP_ADD(&bound->mr->windows, -1);
-		RP_ADD(&bound->binder->windows, -1);
+		if (!__atomic_sub_fetch(&bound->binder->windows, 1, __ATOMIC_SEQ_CST))
+			close_held(bound->binder);
 		rp_look_after(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
 		Py_DECREF(bound->binder->queue);
 		PyMem_Free(bound);
 		bound = next;
 	}
-	if (RP_LOAD(&held_back))
-		close_held_back(0);
 }
 
 /* Whether a region was certainly bound before the bind that `binder` posted as `serial`. */
@@ -1007,6 +1010,8 @@ static void finish(struct rp_handle *h)
 	}
 	leave_parents(h->parents, PyTuple_Size(h->parents));
 	drop_held(h, GONE);
+	if (h->binder)
+		Py_XDECREF((PyObject *)rp_take_held(h->binder));
 	restore_error(first);
 }
 
@@ -1243,12 +1248,8 @@ static void handle_finalize(PyObject *self)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	if (binds_windows(h) && RP_LOAD(&count_held_back) < MOST_HELD_BACK) {
-		push_held_back((struct rp_handle *)Py_NewRef(self));
-		close_held_back(0);
-	} else {
+	if (!leave_to_windows(h))
 		close_abandoned(h);
-	}
 }
 
 static void handle_dealloc(PyObject *self)
@@ -1331,7 +1332,8 @@ static PyType_Slot handle_slots[] = {
 /*
  * Call _finalize() until it completes: a signal handler may raise in the middle of it, and a
  * __del__ would lose that exception, so it is raised later, in the main thread. An exception that
- * recurs on every attempt is not a handler's.
+ * recurs on every attempt is not a handler's. At exit, when modules may have been cleared, it means
+ * nothing: the kernel closes what is left.
  */
 static void finalizer_finalize(PyObject *self)
 {
@@ -1351,8 +1353,9 @@ static void finalizer_finalize(PyObject *self)
 	restore_error(first);
 	if (done && PyErr_Occurred())
 		rp_handler_raised();
-	else if (!done)
+	else if (!done && rp_exiting != RP_CLOSED_ALL)
 		PyErr_WriteUnraisable(self);
+	PyErr_Clear();
 	Py_XDECREF(done);
 	rp_deliver_soon();
 	restore_error(error);

@@ -27,7 +27,6 @@ struct rp_handle {
 	PyObject *keeps; /* memory that must outlive the struct */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
-	struct rp_handle *behind; /* in the list of those that wait for windows to close */
 	struct rp_binder *binder; /* its send queue's, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
@@ -210,11 +209,16 @@ void rp_unname(struct rp_handle *handle);
 /* Number the next bind event: a bind is posted, or its completion is seen. */
 uint64_t rp_count_bind(void);
 
-/* A queue that windows are bound through. */
+/* A queue that windows are bound through, which keep it alive. */
 struct rp_binder {
 	PyObject *queue; /* what this is part of */
-	int64_t windows; /* references from bound windows */
+	const uint64_t *posted, *done; /* how many of its work requests */
+	int64_t windows; /* bound */
+	struct rp_handle *held; /* its unreachable queue pair, to be closed after these; a reference */
 };
+
+/* Stop holding the queue pair; returns the reference, or NULL. */
+struct rp_handle *rp_take_held(struct rp_binder *binder);
 
 /*
  * The bind that `binder` posted as number `serial` has completed. If it succeeded (`sure`), the

@@ -188,8 +188,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
     def _finalize(self) -> None:
         where = getattr(self, "_where", "")
-        # At exit, modules may have been cleared; the kernel then closes the TCP connection.
-        if not where or os is None or self._pid != os.getpid():
+        if not where or self._pid != os.getpid():
             return
         # Not close(): that waits for the server.
         self._abandon()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import LIMIT, until
+from support import LIMIT, run_python, until
 from support.serving import Served, both_servers
 
 import rdmapost as rp
@@ -532,3 +532,36 @@ def test_parse_address_refuses_what_is_not_text() -> None:
 def test_mr_refuses_bits_that_are_not_access_flags(context: rp.Context, access: int) -> None:
     with rp.PD(context) as pd, pytest.raises(ValueError, match="not made of Access flags"):
         rp.MR(pd, 64, access)
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+def test_connection_that_only_a_module_refers_to_is_silent_at_exit(kind: str) -> None:
+    """It is finalized when modules have been cleared; the kernel closes the TCP connection."""
+    ended = run_python(
+        """
+import asyncio, sys, rdmapost as rp
+from rdmapost import connect
+
+class Holder: ...
+
+context = rp.open_device("soft0")
+server = connect.serve(context, port=0)
+holder, loop = Holder(), asyncio.new_event_loop()
+holder.me, holder.loop, holder.rp = holder, loop, rp
+if sys.argv[1] == "threads":
+    holder.peer = connect.dial(context, *server.address[:2])
+else:
+    holder.peer = loop.run_until_complete(connect.adial(context, *server.address[:2]))
+rp.connect.holder = holder
+server.close()
+
+def report(unraisable):
+    if not isinstance(unraisable.exc_value, ResourceWarning):
+        sys.__unraisablehook__(unraisable)
+
+sys.unraisablehook = report
+del holder, loop
+""",
+        kind,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
