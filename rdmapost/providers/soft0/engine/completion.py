@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -56,10 +55,19 @@ class _EventSource(native.Record, Generic[_Event]):
         ns = self._device.nanoseconds_until_due()
         native.on_commit(native.set_timer, self.fd, self.events, ns)
 
-    def drop(self, dropped: Callable[[_Event], bool]) -> None:
-        """Drop events of what is being destroyed."""
-        if any(map(dropped, self.events)):
-            self.events = deque(event for event in self.events if not dropped(event))
+    def about(self, event: _Event) -> object:
+        """Return what an event is about."""
+        return event
+
+    def forget(self, thing: object) -> None:
+        """Drop the events about what is being destroyed, as the kernel does."""
+        # No lambda or generator: without memory for its function, Python 3.13 crashes.
+        kept: deque[_Event] = deque()
+        for event in self.events:
+            if self.about(event) is not thing:
+                kept.append(event)
+        if len(kept) != len(self.events):
+            self.events = kept
             self.signal()
 
     def take(self) -> _Event | None:
@@ -76,10 +84,6 @@ class Channel(_EventSource["CompletionQueue"]):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.users = 0
-
-    def forget(self, cq: CompletionQueue) -> None:
-        """Drop the events of a completion queue that is being destroyed."""
-        self.drop(lambda event: event is cq)
 
 
 class CompletionQueue(native.DeviceQueue):
@@ -135,6 +139,5 @@ class EventQueue(_EventSource["tuple[EventType, Any]"]):
         native.put(self.events, (event, element))
         self.signal()
 
-    def forget(self, element: Any) -> None:
-        """Drop the events about an object's struct, as the kernel does when it is destroyed."""
-        self.drop(lambda event: event[1] is element)
+    def about(self, event: tuple[EventType, Any]) -> object:
+        return event[1]
