@@ -248,8 +248,7 @@ class MW(Postable, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
     A type 1 window is bound with ``qp.bind_mw``, a type 2 window by posting a BindMW.
-    Close it, or unbind it, before the region that it is bound to.  A queue pair that
-    is dropped stays open until the windows bound through it are closed.
+    Close it, or unbind it, before the region that it is bound to.
 
     Args:
         pd: the protection domain.

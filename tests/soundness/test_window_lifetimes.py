@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
 import weakref
 from typing import Any
 
 import pytest
 from isolated import isolated
-from rig import BINDABLE, Memory, Rig
+from rig import BINDABLE, LIMIT, Memory, Rig
 
 import rdmapost as rp
 from rdmapost import MWType
+from rdmapost.resources.resource import open_handles
 
 SIZE = 100_000
 READ_WRITE = rp.Access.REMOTE_READ | rp.Access.REMOTE_WRITE
@@ -186,24 +188,48 @@ def test_windows_are_closed_before_the_queue_pairs_of_the_same_garbage_cycle(
     rig.close()
 
 
+class OwnPD(rp.PD):
+    window: rp.MW
+
+
+class OwnCQ(rp.CQ):
+    window: rp.MW
+
+
+class OwnQP(rp.QP):
+    window: rp.MW
+
+
+class OwnMR(rp.MR):
+    window: rp.MW
+
+
+@pytest.mark.parametrize("owner", ["PD", "CQ", "QP", "MR"])
 @isolated(warnings="ignore")
-def test_dropped_queue_pair_that_owns_its_window_is_collected(device):
-    """The window is bound through it, and only the queue pair refers to it."""
-    rig = Rig(device)
+def test_dropped_queue_pair_that_leads_to_its_window_is_collected(owner, device):
+    """The window is bound through it, and only what the queue pair uses refers to the window."""
+    with rp.open_device(device) as context:
 
-    class Pair(rp.QP):
-        window: rp.MW
+        def drop() -> None:
+            pd, cq = OwnPD(context), OwnCQ(context)
+            mr = OwnMR(pd, SIZE, BINDABLE)
+            qp = OwnQP(pd, rp.QPType.RC, cq)
+            qp.connect(qp.endpoint())
+            qp.post_recv(rp.RecvWR(mr[:8]))
+            mw = rp.MW(pd)
+            {"PD": pd, "CQ": cq, "QP": qp, "MR": mr}[owner].window = mw  # type: ignore[attr-defined]
+            qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=8))
+            cq.wait(1)[0].check()
 
-    mr = rp.MR(rig.pd, SIZE, BINDABLE)
-    qp = Pair(rig.pd, rp.QPType.RC, rig.cq)
-    qp.connect(qp.endpoint())
-    mw = qp.window = rp.MW(rig.pd)
-    qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=8))
-    rig.cq.wait(1)[0].check()
-    del qp, mw
-    gc.collect()
-    mr.close()
-    rig.close()
+        with rp.CQ(context) as cq:
+            before = len(open_handles())
+            for _ in range(3):
+                drop()
+            end = time.monotonic() + LIMIT
+            while len(open_handles()) > before:
+                assert time.monotonic() < end, open_handles()
+                gc.collect()
+                cq.poll()
 
 
 @pytest.mark.parametrize("outstanding", ["bind", "invalidation"])

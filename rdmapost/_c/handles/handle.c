@@ -16,6 +16,7 @@ enum {
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
 	RETRIES_NS = 500000000, /* of a close handed to the main thread */
+	HELD_NS = 500000000,
 };
 
 /* Who deferred a close. */
@@ -234,7 +235,7 @@ static void close_abandoned(struct rp_handle *h)
 /* A user has left: the last user of an unreachable handle closes it. */
 void rp_look_after(struct rp_handle *h)
 {
-	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST))
+	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) && !h->held_since)
 		close_abandoned(h);
 }
 
@@ -311,63 +312,67 @@ void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
 	RP_STORE(&h->binder, binder);
 }
 
-struct rp_handle *rp_take_held(struct rp_binder *binder)
-{
-	return __atomic_exchange_n(&binder->held, NULL, __ATOMIC_SEQ_CST);
-}
-
-/* May run any Python code. */
-static void close_held(struct rp_binder *binder)
-{
-	struct rp_handle *h = rp_take_held(binder);
-
-	if (h)
-		close_abandoned(h);
-	Py_XDECREF((PyObject *)h);
-}
-
-/* Whether it is of rdmapost's own class, and so has no attributes of the caller's. */
-static int is_own_class(struct rp_handle *h)
-{
-	PyObject *known = rp_dict_get(python.structs, (PyObject *)Py_TYPE((PyObject *)h));
-
-	Py_XDECREF(known);
-	return known != NULL;
-}
-
 /*
  * A device may take minutes to destroy a queue pair through which a window is bound, and the window
- * may be in the same garbage cycle. So an unreachable queue pair is left to its windows, the last
- * of which closes it; unless it may itself keep a window open, by an attribute or an outstanding
- * work request. Returns whether it was left to them.
+ * may be in the same garbage cycle. So an unreachable queue pair waits here until its windows are
+ * closed, for HELD_NS at most: the ends of verbs look. The list holds references.
  */
-static int leave_to_windows(struct rp_handle *h)
+struct rp_handle *rp_held_back;
+
+static void push_held_back(struct rp_handle *h)
+{
+	h->behind = RP_LOAD(&rp_held_back);
+	while (!__atomic_compare_exchange_n(&rp_held_back, &h->behind, h, 0, __ATOMIC_SEQ_CST,
+					    __ATOMIC_SEQ_CST))
+		;
+}
+
+static int binds_windows(struct rp_handle *h)
 {
 	struct rp_binder *binder = RP_LOAD(&h->binder);
-	struct error error;
-	PyObject *listed = NULL;
-	int left = 0;
 
-	if (!binder || !RP_LOAD(&binder->windows) || is_done(h) || rp_exiting ||
-	    RP_LOAD(binder->posted) != RP_LOAD(binder->done))
+	return binder && RP_LOAD(&binder->windows);
+}
+
+/* Hold back an unreachable queue pair; returns whether it was necessary and possible. */
+static int hold_back(struct rp_handle *h)
+{
+	struct error error;
+	PyObject *listed;
+	int held;
+
+	if (!binds_windows(h) || is_done(h) || rp_exiting || h->held_since)
 		return 0;
 	error = save_error();
 	/* The collector has cleared the weak reference by which close_dropped() finds it. */
-	if (is_own_class(h))
-		listed = PyWeakref_NewRef((PyObject *)h, NULL);
-	if (listed && !list_as(h, listed)) {
-		Py_INCREF((PyObject *)h);
-		/* Not NULL if __del__ was called before. */
-		Py_XDECREF((PyObject *)__atomic_exchange_n(&binder->held, h, __ATOMIC_SEQ_CST));
-		/* Another thread may have closed the last one meanwhile. */
-		if (!RP_LOAD(&binder->windows))
-			close_held(binder);
-		left = 1;
+	listed = PyWeakref_NewRef((PyObject *)h, NULL);
+	held = listed && !list_as(h, listed);
+	if (held) {
+		h->held_since = rp_now_ns();
+		push_held_back((struct rp_handle *)Py_NewRef((PyObject *)h));
 	}
 	PyErr_Clear();
 	Py_XDECREF(listed);
 	restore_error(error);
-	return left;
+	return held;
+}
+
+/* Close those that need wait no longer; may run any Python code. */
+static void close_held_back(void)
+{
+	struct rp_handle *h = __atomic_exchange_n(&rp_held_back, NULL, __ATOMIC_SEQ_CST), *behind;
+	int64_t now = h ? rp_now_ns() : 0;
+
+	for (; h; h = behind) {
+		behind = h->behind;
+		if (!is_done(h) && binds_windows(h) && now - h->held_since < HELD_NS) {
+			push_held_back(h);
+			continue;
+		}
+		h->held_since = 0;
+		close_abandoned(h);
+		Py_DECREF((PyObject *)h);
+	}
 }
 
 /* Release the regions that a window was bound to; may run any Python code. */
@@ -377,8 +382,7 @@ static void unbind(struct rp_bound *bound)
 		struct rp_bound *next = bound->next;
 
 		RP_ADD(&bound->mr->windows, -1);
-		if (!__atomic_sub_fetch(&bound->binder->windows, 1, __ATOMIC_SEQ_CST))
-			close_held(bound->binder);
+		RP_ADD(&bound->binder->windows, -1);
 		rp_look_after(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
 		Py_DECREF(bound->binder->queue);
@@ -1010,8 +1014,6 @@ static void finish(struct rp_handle *h)
 	}
 	leave_parents(h->parents, PyTuple_Size(h->parents));
 	drop_held(h, GONE);
-	if (h->binder)
-		Py_XDECREF((PyObject *)rp_take_held(h->binder));
 	restore_error(first);
 }
 
@@ -1167,6 +1169,7 @@ void rp_close_put_off(void)
 	char who;
 
 	me->draining = 1;
+	close_held_back();
 	while ((h = next_put_off(me, &who))) {
 		if (who == BY_FINALIZER) {
 			close_abandoned(h);
@@ -1248,7 +1251,7 @@ static void handle_finalize(PyObject *self)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	if (!leave_to_windows(h))
+	if (!hold_back(h))
 		close_abandoned(h);
 }
 

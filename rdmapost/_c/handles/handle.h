@@ -27,6 +27,8 @@ struct rp_handle {
 	PyObject *keeps; /* memory that must outlive the struct */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
+	struct rp_handle *behind; /* in the list of those held back */
+	int64_t held_since; /* when it was held back, or 0 */
 	struct rp_binder *binder; /* its send queue's, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
@@ -126,6 +128,9 @@ int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
 void rp_look_after(struct rp_handle *handle);
 void rp_close_put_off(void);
 
+/* Unreachable queue pairs that wait for their windows; see hold_back(). */
+extern struct rp_handle *rp_held_back;
+
 static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use)
 {
 	use->handle = handle;
@@ -136,7 +141,7 @@ static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, s
 static inline void rp_pop_use(struct rp_thread *me, const struct rp_use *use)
 {
 	me->top = use->below;
-	if (!me->top && me->first_put_off && !me->draining)
+	if (!me->top && (me->first_put_off || RP_LOAD(&rp_held_back)) && !me->draining)
 		rp_close_put_off();
 }
 
@@ -209,16 +214,11 @@ void rp_unname(struct rp_handle *handle);
 /* Number the next bind event: a bind is posted, or its completion is seen. */
 uint64_t rp_count_bind(void);
 
-/* A queue that windows are bound through, which keep it alive. */
+/* A queue that windows are bound through. */
 struct rp_binder {
 	PyObject *queue; /* what this is part of */
-	const uint64_t *posted, *done; /* how many of its work requests */
 	int64_t windows; /* bound */
-	struct rp_handle *held; /* its unreachable queue pair, to be closed after these; a reference */
 };
-
-/* Stop holding the queue pair; returns the reference, or NULL. */
-struct rp_handle *rp_take_held(struct rp_binder *binder);
 
 /*
  * The bind that `binder` posted as number `serial` has completed. If it succeeded (`sure`), the

@@ -383,8 +383,7 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	if (!q)
 		return NULL;
 	q->in_order = in_order;
-	q->binder = (struct rp_binder){ .queue = (PyObject *)q, .posted = &q->posted,
-					.done = &q->done };
+	q->binder.queue = (PyObject *)q;
 	if (tagged != Py_None)
 		q->tagged = (struct rp_in_flight *)Py_NewRef(tagged);
 	/* No two queues of a process share one. */
@@ -402,16 +401,12 @@ static int in_flight_traverse(PyObject *self, visitproc visit, void *arg)
 		Py_VISIT(at(q, i)->held);
 	}
 	Py_VISIT(q->tagged);
-	Py_VISIT((PyObject *)q->binder.held);
 	return 0;
 }
 
 static int in_flight_clear(PyObject *self)
 {
-	struct rp_in_flight *q = (struct rp_in_flight *)self;
-
-	clear(q);
-	Py_XDECREF((PyObject *)rp_take_held(&q->binder));
+	clear((struct rp_in_flight *)self);
 	return 0;
 }
 
@@ -420,7 +415,7 @@ static void in_flight_dealloc(PyObject *self)
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
 
 	PyObject_GC_UnTrack(self);
-	in_flight_clear(self);
+	clear(q);
 	PyMem_Free(q->entries);
 	Py_XDECREF((PyObject *)q->tagged);
 	rp_free(self);

@@ -213,10 +213,10 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
         raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching requires RC")
     opened = context_of(context, name)
     # An XRC queue pair lacks one or both.
-    send_cq, recv_cq = (
+    send_cq, recv_cq = [
         bound(cq, name) if cq else CompletionQueue(1, None, opened.events)
         for cq in (init.send_cq, init.recv_cq)
-    )
+    ]
     made = QueuePair(
         device,
         opened,
@@ -282,7 +282,7 @@ def query_qp(qp: Any, attr: Any, mask: int, init: Any) -> None:
 @verb
 def sends_for_receive(qp: Any) -> int:
     made: QueuePair = bound(qp, "ibv_query_qp")
-    return sum(wqe.opcode in CONSUMES_RECEIVE for wqe in tuple(made.sq.pending))
+    return sum([wqe.opcode in CONSUMES_RECEIVE for wqe in tuple(made.sq.pending)])
 
 
 @verb

@@ -92,23 +92,19 @@ def _ip_header(address: AddressHandle, size: int) -> bytes:
         first = 6 << 28 | address.traffic_class << 20 | address.flow_label
         return struct.pack("!IHBB16s16s", first, length, _UDP, address.hop_limit, sgid, dgid)
 
-    def header(checksum: int) -> bytes:
-        return _IPV4.pack(
-            0x45,
-            address.traffic_class,
-            _IPV4.size + length,
-            0,
-            _DONT_FRAGMENT,
-            address.hop_limit,
-            _UDP,
-            checksum,
-            sgid[12:],
-            dgid[12:],
-        )
-
+    fields = (
+        0x45,
+        address.traffic_class,
+        _IPV4.size + length,
+        0,
+        _DONT_FRAGMENT,
+        address.hop_limit,
+        _UDP,
+    )
+    addresses = (sgid[12:], dgid[12:])
     # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
-    checksum = -int.from_bytes(header(0)) % 0xFFFF
-    return bytes(GRH_BYTES - _IPV4.size) + header(checksum)
+    checksum = -int.from_bytes(_IPV4.pack(*fields, 0, *addresses)) % 0xFFFF
+    return bytes(GRH_BYTES - _IPV4.size) + _IPV4.pack(*fields, checksum, *addresses)
 
 
 def flags_of(request: Request) -> int:

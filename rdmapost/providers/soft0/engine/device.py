@@ -111,7 +111,7 @@ class Device(native.Record):
 
     def _set_parked(self, parked: frozenset[QueuePair]) -> None:
         self.parked = parked
-        self._due = min((qp.due for qp in parked), default=-1.0)
+        self._due = min([qp.due for qp in parked], default=-1.0)
         native.on_commit(native.come_back, self._due)
         sources: frozenset[Channel | EventQueue] = self.channels | self.event_queues
         for source in sources:
@@ -132,7 +132,7 @@ class Device(native.Record):
         if worker is not None:
             return bool(worker.tags.step())
         now = time.monotonic()
-        due = frozenset(qp for qp in self.parked if qp.due <= now)
+        due = frozenset([qp for qp in self.parked if qp.due <= now])
         self._set_parked(self.parked - due)
         for qp in due:
             self.start(qp)

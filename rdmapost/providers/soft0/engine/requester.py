@@ -152,7 +152,7 @@ def _room(wqe: WQE) -> int:
     if wqe.inline is not None:
         # An inline copy cannot be written to.
         raise Fault(WCStatus.LOC_QP_OP_ERR)
-    size: int = sum(length or 1 << 31 for _, length, _ in wqe.sges)
+    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
     if size > MAX_MSG_SIZE:
         raise Fault(WCStatus.LOC_LEN_ERR)
     return size

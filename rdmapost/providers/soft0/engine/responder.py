@@ -150,7 +150,7 @@ def fill(
             if qp.type is _RAW_PACKET:
                 flags = raw.flags_of(request)
     except Fault as fault:
-        room = sum(length or 1 << 31 for _, length, _ in wqe.sges)
+        room = sum([length or 1 << 31 for _, length, _ in wqe.sges])
         # Whether the message fits is determined before any of it is written.
         status = fault.status if byte_len <= room else WCStatus.LOC_LEN_ERR
         ack = _INVALID_REQUEST if status is WCStatus.LOC_LEN_ERR else _REMOTE_OPERATIONAL
